@@ -1,0 +1,36 @@
+"""The ``attention:`` section: which kernel serves core attention, and with which numerics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.problem import Problem
+    from megatron_patch.config.root import RunConfig
+
+BackendName = Literal["stable_flash", "sdpa_cudnn", "sdpa_flash", "te", "mcore_local", "reference"]
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class AttentionConfig:
+    """Backend and numerics of core attention. Switching ``backend`` changes nothing else."""
+
+    backend: BackendName = "stable_flash"
+    """Kernel that serves core attention; see ``megatron-patch backends list``."""
+    stabilizer: Literal["compensated", "dynamic_max", "none", "paper_bf16"] = "compensated"
+    """Numerics of ``stable_flash``; other backends accept only their own (leave the default)."""
+    residual: Literal["default", "bf16", "int8"] = "default"
+    """Format in which ``compensated`` keeps the low-order part of O for the backward."""
+    dynamic_max_beta: float = 2.0
+    """``dynamic_max``: factor applied to a repeated positive row maximum."""
+    dynamic_max_eps: float = 1e-3
+    """``dynamic_max``: scores within this distance of the maximum count as repeats of it."""
+    allow_broken: bool = False
+    """Must be true for ``stabilizer: paper_bf16``, which exists to reproduce the failure."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Everything about this section that can be checked without a GPU."""
+        yield from ()

@@ -1,0 +1,42 @@
+"""The ``checkpoint:`` section: when state is saved, how it is verified, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.problem import Problem
+    from megatron_patch.config.root import RunConfig
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class CheckpointConfig:
+    """Saving, verifying, resuming."""
+
+    interval: int | None = 500
+    """Steps between checkpoints; none: only at the end and on a graceful stop."""
+    directory: str | None = None
+    """Where checkpoints go; default: ``<run_dir>/checkpoints``."""
+    keep_last: int | None = 3
+    """Complete checkpoints kept; older ones are deleted. none: keep all."""
+    async_save: bool = False
+    """Write in the background while training goes on."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """auto: continue from the newest good checkpoint if there is one; required: fail without."""
+    load_from: str | None = None
+    """Start from this checkpoint (another run's, any layout) when the run has none of its own."""
+    load_weights_only: bool = False
+    """With ``load_from``: take the weights only; optimizer, schedule and data start fresh."""
+    optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
+    """fully_reshardable loads on any layout; dp_reshardable saves faster, for any DP size."""
+    verify: Literal["full", "sampled"] = "full"
+    """Hash every byte before loading, or (huge files) a fixed sample of pages and all sizes."""
+    hmac_key_file: str | None = None
+    """File with a secret key; manifests are then signed, and unsigned or forged ones refused."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Everything about this section that can be checked without a GPU."""
+        yield from ()

@@ -1,0 +1,130 @@
+"""The ``model:`` section: the shape of the GPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.problem import Problem
+    from megatron_patch.config.root import RunConfig
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class MoEConfig:
+    """Mixture of experts; leave ``model.moe`` out for a dense model."""
+
+    num_experts: int
+    """Experts in every MoE layer (over all expert-parallel ranks)."""
+    top_k: int = 2
+    """Experts each token is routed to."""
+    ffn_hidden_size: int | None = None
+    """Hidden size of one expert's MLP; default: ``model.ffn_hidden_size``."""
+    layer_freq: int | list[int] = 1
+    """N: every Nth layer is an MoE layer, starting with the first; or a 0/1 list, one per layer."""
+    aux_loss_coeff: float = 0.01
+    """Weight of the load-balancing loss."""
+    load_balancing: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"] = "aux_loss"
+    """How routing is balanced over experts."""
+    token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens travel to their experts."""
+    shared_expert_ffn_hidden_size: int | None = None
+    """Hidden size of an always-on shared expert; none by default."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class MLAConfig:
+    """Multi-latent attention; leave ``model.mla`` out for ordinary attention."""
+
+    q_lora_rank: int | None = None
+    """Rank of the query down-projection; none: queries are projected directly."""
+    kv_lora_rank: int = 512
+    """Rank of the shared key/value latent."""
+    qk_head_dim: int = 128
+    """Per-head query/key width without position."""
+    qk_pos_emb_head_dim: int = 64
+    """Per-head width that carries the rotary position."""
+    v_head_dim: int = 128
+    """Per-head value width."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class MTPConfig:
+    """Multi-token prediction; leave ``model.mtp`` out to predict one token."""
+
+    num_layers: int = 1
+    """Extra prediction depths."""
+    loss_scaling_factor: float = 0.1
+    """Weight of the extra losses."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ModelConfig:
+    """The shape of the GPT and everything that changes what it computes."""
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Query heads."""
+    seq_length: int
+    """Tokens of one training sequence."""
+    num_query_groups: int | None = None
+    """Key/value heads (grouped-query attention); default: one per query head."""
+    kv_channels: int | None = None
+    """Head dimension; default: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = None
+    """Hidden size of the MLP; default: 4 x hidden_size (8/3 x, rounded up to 256, for swiglu)."""
+    max_position_embeddings: int | None = None
+    """Longest sequence the position embedding covers; default: seq_length."""
+    position_embedding: Literal["learned_absolute", "rope", "none"] = "rope"
+    """Where positions enter: a learned table, rotary queries and keys, or nowhere."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Share of the head dimension that is rotated."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    """Kind of the layer and final norms."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of the norms."""
+    activation: Literal["gelu", "swiglu", "relu", "squared_relu"] = "swiglu"
+    """Activation of the MLP; swiglu is gated."""
+    add_bias_linear: bool = False
+    """Bias in the linear layers of attention output and MLP."""
+    add_qkv_bias: bool = False
+    """Bias in the query/key/value projection."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys per head before attention."""
+    tie_embeddings: bool = False
+    """Share the input embedding and the output projection."""
+    hidden_dropout: float = 0.0
+    """Dropout probability of the residual branches."""
+    attention_dropout: float = 0.0
+    """Dropout probability of the attention weights."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; output projections use init_std / sqrt(2 layers)."""
+    window: list[int] | None = None
+    """Sliding window [left, right] in tokens, -1 = unbounded; none: full causal attention."""
+    window_skip_freq: int | list[int] | None = None
+    """N: every Nth layer is NOT windowed; or a 0/1 list, one per layer (1 = windowed)."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention sink: none, a fixed zero logit, or a learnable logit per head."""
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in FP32 while layers compute in BF16."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded to a multiple of this times the tensor-parallel size."""
+    layer_spec: Literal["local", "te"] = "local"
+    """Layers from Megatron-Core's own modules, or from Transformer Engine."""
+    moe: MoEConfig | None = None
+    """Mixture of experts."""
+    mla: MLAConfig | None = None
+    """Multi-latent attention."""
+    mtp: MTPConfig | None = None
+    """Multi-token prediction."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Everything about this section that can be checked without a GPU."""
+        yield from ()

@@ -1,0 +1,46 @@
+"""The ``logging:`` section: what a person sees while a run is going on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.problem import Problem
+    from megatron_patch.config.root import RunConfig
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class WandbConfig:
+    """Weights & Biases; needs the ``wandb`` extra."""
+
+    enabled: bool = False
+    """Send metrics to Weights & Biases as well."""
+    project: str | None = None
+    """Project name."""
+    entity: str | None = None
+    """Team or user."""
+    mode: Literal["online", "offline"] = "online"
+    """offline keeps the data in the run directory."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class LoggingConfig:
+    """Console, log file, TensorBoard, Weights & Biases."""
+
+    interval: int = 10
+    """Steps between log lines."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Progress bar with time left; auto: only on a terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard events to ``<run_dir>/tensorboard``."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    peak_tflops: float | None = None
+    """Dense BF16 peak of one device, for MFU; default: known from the device's name."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Everything about this section that can be checked without a GPU."""
+        yield from ()
