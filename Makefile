@@ -1,0 +1,56 @@
+# Everything a fresh machine needs: `make quickstart`, `make test`, `make check`.
+# Set PYTHON to choose an interpreter, VENV to choose (or reuse) an environment.
+
+VENV ?= .venv
+PYTHON ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
+DOCKERFILES := $(wildcard Dockerfile)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install quickstart test test-slow test-gpu check format bench-attention docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+install: $(STAMP)  ## virtual environment with pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
+	@bash scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
+	@touch $@
+
+quickstart: $(STAMP)  ## train a small GPT on text this machine has: loss, checkpoint, resume, plot
+	@bash scripts/quickstart.sh "$(BIN)"
+
+test: $(STAMP)  ## every test that needs no GPU (GPU tests too where there is one)
+	$(BIN)/python -m pytest -m "not slow and not slurm" -n 2 --dist loadfile -q
+
+test-slow: $(STAMP)  ## the long versions
+	$(BIN)/python -m pytest -m "slow and not slurm" -q
+
+test-gpu: $(STAMP)  ## GPU tests only
+	$(BIN)/python -m pytest -m gpu -q
+
+check: $(STAMP)  ## formatter, linters, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(if $(SCRIPTS),$(BIN)/shellcheck -S style $(SCRIPTS))
+	$(if $(SCRIPTS),$(BIN)/shfmt -d -i 2 -ci $(SCRIPTS))
+	$(if $(DOCKERFILES),$(BIN)/hadolint $(DOCKERFILES))
+
+format: $(STAMP)  ## rewrite in the house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(if $(SCRIPTS),$(BIN)/shfmt -w -i 2 -ci $(SCRIPTS))
+
+bench-attention: $(STAMP)  ## attention tables of docs/results (needs a GPU)
+	$(BIN)/python benchmarks/attention.py
+
+docs: $(STAMP)  ## regenerate the generated pages
+	$(BIN)/megatron-patch config docs --write docs/configuration.md
+	$(BIN)/python benchmarks/render_tables.py
+
+clean:  ## remove the environment and caches, never runs or data
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
