@@ -1,0 +1,143 @@
+"""Tokens/s and MFU of the trainer on GPT-2 124M, beside plain PyTorch under torch.compile.
+
+    python benchmarks/gpt2_throughput.py --tokens corpus.bin --dataset data/books --gpus 1 2
+
+Runs, one after the other on the same GPUs, ``benchmarks/plain_gpt2.py`` and the trainer with every
+backend named, same shape and batch, and again the plain peer at the end (its two figures bound the
+machine's drift). Writes ``gpt2_124m_throughput.json``; the table in the docs is made from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+
+HERE = Path(__file__).parent
+CONTEXT = 1024
+
+
+def torchrun(gpus: int, arguments: list[str], log: Path) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(gpus), *arguments]
+    visible = ",".join(map(str, range(gpus)))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4"}
+    with log.open("w") as out:
+        return subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
+
+
+def run_plain(args: argparse.Namespace, gpus: int, work: Path, tag: str) -> dict[str, object]:
+    out = work / f"{tag}.json"
+    arguments = [str(HERE / "plain_gpt2.py"), "--tokens", args.tokens, "--out", str(out)]
+    arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    arguments += ["--micro-batch", str(args.micro_batch), "--global-batch", str(args.global_batch)]
+    code = torchrun(gpus, arguments, work / f"{tag}.log")
+    row: dict[str, object] = {"system": "plain PyTorch, torch.compile", "gpus": gpus, "exit": code}
+    if code == 0:
+        row |= json.loads(out.read_text())
+    else:
+        row["error"] = (work / f"{tag}.log").read_text()[-1500:]
+    return row
+
+
+def run_trainer(args: argparse.Namespace, gpus: int, work: Path, backend: str) -> dict[str, object]:
+    run_dir = work / f"trainer_{backend}_{gpus}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    keys = {
+        "run_dir": run_dir,
+        "attention.backend": backend,
+        "training.train_steps": args.steps,
+        "training.micro_batch_size": args.micro_batch,
+        "training.global_batch_size": args.global_batch,
+        "checkpoint.interval": "null",
+        "logging.interval": 5,
+        "data.blend": f"[{{path: {args.dataset}}}]",
+        "data.tokenizer.path": args.tokenizer,
+    }
+    arguments = ["-m", "megatron_patch", "train", "--config", args.config]
+    for key, value in keys.items():
+        arguments += ["--set", f"{key}={value}"]
+    arguments += [part for extra in args.set for part in ("--set", extra)]
+    code = torchrun(gpus, arguments, work / f"trainer_{backend}_{gpus}.log")
+    row: dict[str, object] = {"system": f"trainer, {backend}", "gpus": gpus, "exit": code}
+    if code:
+        row["error"] = (work / f"trainer_{backend}_{gpus}.log").read_text()[-1500:]
+        return row
+    with (run_dir / "metrics.csv").open() as lines:
+        rows = [r for r in csv.DictReader(lines) if int(r["step"]) > args.warmup]
+    row["tokens_per_s"] = statistics.median(float(r["tokens_per_s"]) for r in rows)
+    row["step_seconds"] = args.global_batch * CONTEXT / float(str(row["tokens_per_s"]))
+    row["loss_last"] = float(rows[-1]["loss"])
+    return row
+
+
+def add_mfu(row: dict[str, object], flops_per_token: float, peak: float | None) -> None:
+    if "tokens_per_s" in row:
+        rate = float(str(row["tokens_per_s"])) * flops_per_token / int(str(row["gpus"]))
+        row["tflops_per_gpu"] = rate / 1e12
+        if peak:
+            row["mfu"] = rate / 1e12 / peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", required=True, help="uint16 token file for the plain peer")
+    parser.add_argument("--dataset", required=True, help="prepared dataset prefix of the same text")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer.json of both")
+    parser.add_argument("--config", default="configs/gpt2_124m.yaml", help="trainer configuration")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="GPU counts to time")
+    parser.add_argument("--backends", nargs="+", default=["sdpa_cudnn", "sdpa_flash"])
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run")
+    parser.add_argument("--warmup", type=int, default=10, help="steps left out")
+    parser.add_argument("--micro-batch", type=int, default=32, help="sequences a forward pass")
+    parser.add_argument("--global-batch", type=int, default=256, help="sequences a step")
+    parser.add_argument("--set", action="append", default=[], help="more keys for the trainer")
+    parser.add_argument("--work", default="runs/throughput", help="scratch folder")
+    parser.add_argument("--out", default=None, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+
+    from megatron_patch.config import load
+    from megatron_patch.monitor.flops import flops_per_token
+    from megatron_patch.monitor.peaks import peak_tflops
+
+    config = load(args.config).config
+    flops = flops_per_token(config, vocab_size=32768)
+    import torch
+
+    peak = peak_tflops(torch.cuda.get_device_name(0))
+    rows: list[dict[str, object]] = []
+    for gpus in args.gpus:
+        plan = [("plain", f"plain_{gpus}_a"), *(("trainer", b) for b in args.backends)]
+        for kind, name in [*plan, ("plain", f"plain_{gpus}_b")]:
+            measure = run_plain if kind == "plain" else run_trainer
+            row = measure(args, gpus, work, name)
+            add_mfu(row, flops, peak)
+            rows.append(row)
+            print({k: v for k, v in row.items() if k != "error"}, flush=True)
+            if "error" in row:
+                print(row["error"], flush=True)
+    figures = {
+        "runs": rows,
+        "flops_per_token": flops,
+        "peak_tflops": peak,
+        "steps": args.steps,
+        "global_batch": args.global_batch,
+        "micro_batch": args.micro_batch,
+    }
+    out = Path(args.out) if args.out else None
+    machine.write_result("gpt2_124m_throughput", figures, out)
+
+
+if __name__ == "__main__":
+    main()
