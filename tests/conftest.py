@@ -1,0 +1,78 @@
+"""What every test shares: the GPU marker, the Triton interpreter on machines without one, seeds.
+
+Nothing here imports torch or Triton while tests are collected.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+# Helpers of the tests are plain modules beside this file (importmode=importlib adds no path).
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import interpreter_shim
+
+NO_GPU = "needs a CUDA device; none here"
+
+
+@cache
+def cuda_devices() -> int:
+    """Number of CUDA devices according to the driver, without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+if cuda_devices() == 0:
+    # Triton reads this when a kernel is decorated, hence before any test module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter_shim.install_on_import()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    how = "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled"
+    return f"cuda devices: {cuda_devices()}, triton kernels: {how}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if cuda_devices() > 0:
+        return
+    skip = pytest.mark.skip(reason=NO_GPU)
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Python's and torch's generators (torch only where the test's module has imported it)."""
+    import random
+
+    random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """NaN-filled, guard-banded ``torch.empty*`` inside stable_attention; see memory_poison.py."""
+    from memory_poison import PoisonedMemory
+
+    with PoisonedMemory() as memory:
+        yield memory
+    memory.check()
