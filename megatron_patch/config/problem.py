@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a value comes from: a position in a file, a ``--set``, or the default."""
+
+    source: str
+    """File as the person named it, the whole ``--set a.b=c``, or ``default``."""
+    line: int = 0
+    """1-based line; 0 for values that come from no file."""
+    column: int = 0
+    """1-based column; 0 for values that come from no file."""
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.source
+        return f"{self.source}:{self.line}:{self.column}" if self.column else self.short
+
+    @property
+    def short(self) -> str:
+        """``file:line``, without the column."""
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+DEFAULT = Place("default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +45,33 @@ class Problem:
     """Dotted path of the offending key, e.g. ``parallel.tensor_model_parallel_size``."""
     message: str
     """The value, what is allowed, and the remedy, in one or two sentences."""
+    where: Place | None = None
+    """Filled in by the loader."""
+
+    def __str__(self) -> str:
+        parts = [str(self.where) if self.where else "", self.path, self.message]
+        return ": ".join(part for part in parts if part)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the text lists every problem with file and line."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem], *, note: str = "") -> None:
+        """Keep ``problems`` sorted by file and line; ``note`` is a last line of the text."""
+        self.problems: tuple[Problem, ...] = tuple(sorted(problems, key=_position))
+        count = len(self.problems)
+        lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
+        lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
+        if count > SHOWN:
+            lines.append(f"  ... and {count - SHOWN} more")
+        if note:
+            lines.append(note)
+        super().__init__("\n".join(lines))
+
+
+def _position(problem: Problem) -> tuple[bool, Place, str, str]:
+    """Files first, in order of name, line and column; then overrides and defaults."""
+    where = problem.where or DEFAULT
+    return (not where.line, where, problem.path, problem.message)

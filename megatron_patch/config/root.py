@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron_patch.attention.config import AttentionConfig
 from megatron_patch.checkpoint.config import CheckpointConfig
@@ -11,6 +13,14 @@ from megatron_patch.model.config import ModelConfig
 from megatron_patch.monitor.config import LoggingConfig
 from megatron_patch.parallel.config import ParallelConfig
 from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.problem import Problem
+
+# Goes into file names, job names and dashboards: nothing that a shell or a path could read.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -37,3 +47,16 @@ class RunConfig:
     """Saving and resuming."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """What a person sees."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """What is wrong outside the sections; each section checks itself."""
+        from megatron_patch.config.problem import Problem
+
+        if not NAME.fullmatch(self.name):
+            yield Problem(
+                "name",
+                f"{self.name[:60]!r} cannot name a run; use at most 128 of A-Z a-z 0-9 . _ -, "
+                "the first a letter or digit",
+            )
+        if self.run_dir is not None and not self.run_dir.strip():
+            yield Problem("run_dir", "is empty; name a directory, or null for runs/<name>")

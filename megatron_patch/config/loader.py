@@ -1,0 +1,264 @@
+"""The strict loader: YAML file + overrides -> frozen dataclasses, or every reason why not.
+
+It knows no section by name: a room adds a field to its dataclass and the loader, ``--set``, the
+help and the documentation know it. No import here or in any section reaches torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.config import layers, render, schema, suggest
+from megatron_patch.config.problem import DEFAULT, ConfigError, Place, Problem
+from megatron_patch.config.source import Mapping, Node, Scalar, Sequence, shown
+from megatron_patch.config.values import BadValue, is_null, read_scalar
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+
+# Suggestions are searched for so many unknown keys; a file with more of them is no near miss.
+MAX_SUGGESTIONS = 50
+NO_VALUE_WORDS = ("none", "nil", "nothing", "null")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration that passed every check, and where each of its values comes from."""
+
+    config: RunConfig
+    """The typed tree."""
+    origins: dict[str, Place]
+    """Dotted path of every value (elements of lists too) -> file and line, --set, or default."""
+    tree: dict[str, Any]
+    """The same values as plain dicts and lists."""
+
+    def dump_yaml(self) -> str:
+        """The resolved configuration as YAML; loading it again gives the same values."""
+        return render.dump(self.tree)
+
+    def render(self, *, origins: bool = True) -> str:
+        """``dump_yaml()`` with the origin of each value in a comment beside it."""
+        return render.dump(self.tree, self.origins if origins else None)
+
+    def dump_origins(self) -> str:
+        """``path: origin`` lines, one a value, as YAML."""
+        return "".join(
+            f"{render.quote(path)}: {render.quote(place.short)}\n"
+            for path, place in self.origins.items()
+        )
+
+
+def load(
+    path: str | os.PathLike[str], overrides: Many[str] = (), *, root: type | None = None
+) -> Loaded:
+    """Load ``path``, apply ``overrides`` (``a.b=c``), check everything that needs no GPU.
+
+    ``root``: the dataclass of the whole configuration; default ``RunConfig``.
+    Raises ``ConfigError`` with every problem found: syntax, unknown keys, types, values, and what
+    the sections' ``problems(run)`` say about values that do not fit together.
+    """
+    if root is None:
+        from megatron_patch.config.root import RunConfig
+
+        root = RunConfig
+    problems: list[Problem] = []
+    tree = layers.load_layers(os.fspath(path), problems)
+    tree = layers.apply_overrides(tree, overrides, root, problems)
+    reader = _Reader(root, problems)
+    config = reader.section(root, tree, "")
+    note = ""
+    if config is not None:
+        found = [_located(problem, reader.origins) for problem in _contradictions(config)]
+        if problems and found:
+            note = (
+                "Values that could not be read count as their defaults in checks between keys; "
+                "some of these problems may go away with them."
+            )
+        problems += found
+    if problems:
+        raise ConfigError(_unique(problems), note=note)
+    assert config is not None
+    return Loaded(config, reader.origins, _plain(config))
+
+
+class _Reader:
+    """Builds dataclasses from the tree, noting problems and origins on the way.
+
+    A value that cannot be read becomes its default, so that the checks between keys can still run
+    and be reported with it; without a default the section, and so the whole, becomes None.
+    """
+
+    def __init__(self, root: type, problems: list[Problem]) -> None:
+        self.root = root
+        self.problems = problems
+        self.origins: dict[str, Place] = {}
+        self.suggestions = 0
+
+    def refuse(self, path: str, message: str, place: Place) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(path if len(path) <= 200 else "", message, place))
+
+    def section(self, section: type, node: Mapping, path: str) -> Any | None:
+        """``node`` as an instance of ``section``; None when a required value is missing."""
+        prefix = f"{path}." if path else ""
+        known = schema.fields(section)
+        for key in node.entries:
+            if key not in known:
+                self.unknown(key, section, prefix + key, node.keys[key])
+        values: dict[str, Any] = {}
+        complete = True
+        for name, item in known.items():
+            inner = prefix + name
+            if name in node.entries:
+                value = self.value(item.type, node.entries[name], inner, node.keys[name])
+            elif item.required:
+                self.missing(item, inner, node.place)
+                value = _UNREAD
+            else:
+                self.default_origins(inner, item.default)
+                continue
+            if not isinstance(value, _Unread):
+                values[name] = value
+            elif item.required:
+                complete = False
+        return section(**values) if complete else None
+
+    def unknown(self, key: str, section: type, path: str, place: Place) -> None:
+        self.suggestions += 1
+        hint = ""
+        if self.suggestions <= MAX_SUGGESTIONS:
+            hint = "; " + suggest.for_key(key, section, self.root)
+        parent = path.removesuffix(key).rstrip(".")
+        where = f" in section {parent}" if parent else ""
+        self.refuse(path, f"unknown key {shown(key)}{where}{hint}", place)
+
+    def missing(self, item: schema.Field, path: str, place: Place) -> None:
+        section = schema.section_of(item.type)
+        if section is None:
+            self.refuse(path, f"is required: {schema.describe(item.type)}", place)
+            return
+        needed = [name for name, inner in schema.fields(section).items() if inner.required]
+        keys = f" with at least {', '.join(needed)}" if needed else ""
+        self.refuse(path, f"section is required{keys}", place)
+
+    def value(self, tp: Any, node: Node, path: str, key_place: Place) -> Any:
+        """``node`` as ``tp``, or ``_UNREAD`` after noting why not."""
+        _, optional = schema.alternatives(tp)
+        if isinstance(node, Scalar):
+            if optional and is_null(node):
+                self.origins[path] = node.place
+                return None
+            return self.scalar(tp, node, path)
+        if isinstance(node, Mapping):
+            section = schema.section_of(tp)
+            if section is None:
+                message = f"is a section here, {schema.describe(tp)} is needed"
+                self.refuse(path, message, key_place)
+                return _UNREAD
+            built = self.section(section, node, path)
+            return _UNREAD if built is None else built
+        inner = schema.list_of(tp)
+        if inner is None:
+            self.refuse(path, f"is a list here, {schema.describe(tp)} is needed", node.place)
+            return _UNREAD
+        return self.items(inner, node, path)
+
+    def items(self, inner: Any, node: Sequence, path: str) -> Any:
+        self.origins[path] = node.place
+        values = [
+            self.value(inner, item, f"{path}.{index}", item.place)
+            for index, item in enumerate(node.items)
+        ]
+        return _UNREAD if any(isinstance(value, _Unread) for value in values) else values
+
+    def scalar(self, tp: Any, node: Scalar, path: str) -> Any:
+        members, optional = schema.alternatives(tp)
+        scalars = [m for m in members if not schema.is_section(m) and schema.element(m) is None]
+        if not scalars:
+            self.refuse(path, self.not_scalar(tp, node), node.place)
+            return _UNREAD
+        if optional and not node.quoted and _means_nothing(node.text, scalars):
+            message = f'{node.text}: write null for no value, or "{node.text}" for the text'
+            self.refuse(path, message, node.place)
+            return _UNREAD
+        message = ""
+        for member in scalars:
+            try:
+                value = read_scalar(node, member)
+            except BadValue as error:
+                message = str(error)
+            else:
+                self.origins[path] = node.place
+                return value
+        if len(scalars) > 1:
+            message = f"{shown(node.text)} is not {schema.describe(tp)}"
+        self.refuse(path, message, node.place)
+        return _UNREAD
+
+    def not_scalar(self, tp: Any, node: Scalar) -> str:
+        """Message for a scalar where a section or a list is needed."""
+        wanted = schema.describe(tp)
+        if node.text == "" and not node.quoted:
+            remedy = "[]" if schema.list_of(tp) is not None else "{}"
+            return f"nothing is written under it, {wanted} is needed; write {remedy} or remove it"
+        if schema.list_of(tp) is not None:
+            return f"{shown(node.text)} is one value, {wanted} is needed; put it in brackets: [...]"
+        return f"{shown(node.text)} is a value, {wanted} ('key: value' lines) is needed"
+
+    def default_origins(self, path: str, value: Any) -> None:
+        """Note that ``path``, and everything under it, has its default."""
+        if schema.is_section(type(value)):
+            for item in dataclasses.fields(value):
+                self.default_origins(f"{path}.{item.name}", getattr(value, item.name))
+            return
+        self.origins[path] = DEFAULT
+
+
+class _Unread:
+    """Stands for a value that could not be read (None is a value)."""
+
+
+_UNREAD = _Unread()
+
+
+def _means_nothing(text: str, scalars: list[Any]) -> bool:
+    """Whether ``text`` is a person's word for null and no allowed choice."""
+    names = [str(name) for tp in scalars if tp is not str for name in getattr(tp, "__args__", ())]
+    return text.lower() in NO_VALUE_WORDS and text not in names
+
+
+def _contradictions(config: Any) -> Iterator[Problem]:
+    """What the root and its sections find about values that were read."""
+    for item in [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]:
+        if schema.is_section(type(item)) and hasattr(item, "problems"):
+            yield from item.problems(config)
+
+
+def _located(problem: Problem, origins: dict[str, Place]) -> Problem:
+    """``problem`` with the place of its value, or of the nearest section that was written."""
+    path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
+    where = origins.get(path)
+    if where is None:
+        # A section: its first written value says where it stands.
+        under = [place for key, place in origins.items() if key.startswith(path + ".")]
+        where = min((place for place in under if place is not DEFAULT), default=DEFAULT)
+    return Problem(path, problem.message, where)
+
+
+def _unique(problems: list[Problem]) -> list[Problem]:
+    return list(dict.fromkeys(problems))
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, all the way down."""
+    if schema.is_section(type(value)):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
