@@ -1,0 +1,214 @@
+"""The public call: `stable_attention`.
+
+Shape legend: b batch, sq/sk lengths, h query heads, kv_heads key/value heads, d query/key head dim,
+dv value head dim, tq/tk packed tokens. Layouts: bshd [b, s, h, d], sbhd [s, b, h, d],
+bhsd [b, h, s, d], thd [t, h, d] (packed sequences described by cu_seqlens).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stable_attention import ops
+from stable_attention.problem import AttentionArgumentError, Problem, describe
+
+OFF_BY_ONE = "off-by-one"
+
+
+def stable_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | str | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_k_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | int | None = None,
+    batch_offset: int = 0,
+    head_offset: int = 0,
+    softcap: float = 0.0,
+    stabilizer: str = "compensated",
+    residual: str = "bf16",
+    beta: float = 2.0,
+    eps: float = 1e-3,
+    deterministic: bool = False,
+    allow_broken: bool = False,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Exact scaled-dot-product attention, softmax(scale * q k^T + mask) v, differentiable.
+
+    Args:
+        q: queries, bfloat16 or float16, in ``layout``; [b, sq, h, d] for bshd.
+        k: keys, [b, sk, kv_heads, d]; h must be a multiple of kv_heads (MHA, GQA, MQA).
+        v: values, [b, sk, kv_heads, dv]; d and dv in 8..256, multiples of 8, may differ.
+            Any strides, as long as the last dimension is contiguous; nothing is copied.
+        layout: "bshd", "sbhd", "bhsd" or "thd".
+        causal: query i sees keys j <= i + sk - sq (bottom-right alignment).
+        window: (left, right), inclusive, around the same diagonal; -1 is unlimited. With ``causal``
+            the right bound is 0. A window of w keys ending at the query's own is (w - 1, 0).
+        scale: positive multiplier of the logits, default d ** -0.5.
+        sinks: None; "off-by-one" (a sink logit of 0 in every head, softmax-one); or a floating
+            tensor [h] of learnable sink logits (natural-log units, not scaled; gets a gradient).
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1] token offsets, for thd (required there).
+        cu_seqlens_q_padded, cu_seqlens_k_padded: int32 [>= b] where each sequence starts in memory
+            when there are gaps between sequences; lengths still come from ``cu_seqlens_*``.
+        max_seqlen_q, max_seqlen_k: bounds of the longest sequence for thd. None uses the buffer
+            length: right, without a device sync, but launches many empty tiles.
+        dropout_p: probability of dropping a weight. The mask is a function of (seed, batch index,
+            head, query, key) alone, so that tiling, chunking and recomputation never change it.
+        dropout_seed: int, or an int64 scalar tensor on q's device (read on the device). None
+            draws one from torch's generator of that device.
+        batch_offset, head_offset: global index of batch 0 and head 0 for the dropout mask
+            (data- and tensor-parallel ranks).
+        softcap: c > 0 replaces each scaled logit s by c * tanh(s / c).
+        stabilizer: "compensated" (default), "dynamic_max", "none" or "paper_bf16"; see
+            docs/kernels.md. "paper_bf16" reproduces a failure and needs ``allow_broken=True``.
+        residual: storage of O's low-order part under "compensated": "bf16" or "int8".
+        beta, eps: parameters of "dynamic_max" (arXiv 2510.04212, Algorithm 1): factor of a
+            repeated positive row maximum, and the distance in logits within which maxima repeat.
+        deterministic: bitwise reproducible gradients. False may use float32 atomics for dq.
+        return_lse: also return the float32 log-sum-exp (natural log; includes the sink),
+            [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf.
+        return_max_logits: also return float32 [h], the largest scaled, softcapped, masked logit of
+            each head over batch and positions (-inf if it saw none); not differentiable.
+        return_residual: also return O's low-order part (bf16 or int8 in O's layout; empty for
+            stabilizers that keep none); not differentiable.
+
+    Returns:
+        out in ``layout`` ([b, sq, h, dv] for bshd) and q's dtype, or a tuple
+        (out[, lse][, max_logits][, residual]) in that order. Rows that see no key are 0, and
+        packed rows that belong to no sequence are 0.
+
+    Raises:
+        AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy.
+    """
+    if stabilizer == "paper_bf16" and not allow_broken:
+        raise AttentionArgumentError(
+            "stabilizer",
+            "'paper_bf16'",
+            "'compensated', 'dynamic_max', 'none'",
+            "It reproduces a numerical failure on purpose; pass allow_broken=True if you want it.",
+        )
+    sink_logits = _sink_logits(sinks, q, layout)
+    problem = describe(
+        q,
+        k,
+        v,
+        layout=layout,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sink_logits,
+        dropout_p=dropout_p,
+        stabilizer=stabilizer,
+        residual=residual,
+        deterministic=deterministic,
+    )
+    _check_device(q)
+    _check_padded(problem, cu_seqlens_q_padded, cu_seqlens_k_padded)
+    out, lse, low, max_logits = ops.attention(
+        q,
+        k,
+        v,
+        sink_logits,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_q_padded,
+        cu_seqlens_k_padded,
+        dropout_seed_tensor(dropout_seed, q) if dropout_p > 0 else None,
+        layout=layout,
+        max_seqlen_q=problem.sq,
+        max_seqlen_k=problem.sk,
+        scale=problem.scale,
+        window_left=problem.window_left,
+        window_right=problem.window_right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        batch_offset=batch_offset,
+        head_offset=head_offset,
+        stabilizer=stabilizer,
+        residual=residual,
+        beta=beta,
+        eps=eps,
+        deterministic=deterministic,
+        with_max_logits=return_max_logits,
+    )
+    extra = [
+        x
+        for wanted, x in ((return_lse, lse), (return_max_logits, max_logits), (return_residual, low))
+        if wanted
+    ]
+    return (out, *extra) if extra else out
+
+
+def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> torch.Tensor:
+    """The dropout seed as an int64 scalar on ``like``'s device, without a device sync."""
+    if seed is None:
+        return torch.randint(0, 2**62, (), dtype=torch.int64, device=like.device)
+    if isinstance(seed, int):
+        return torch.full((), seed, dtype=torch.int64, device=like.device)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != like.device:
+        raise AttentionArgumentError(
+            "dropout_seed",
+            f"a {seed.dtype} tensor of {seed.numel()} elements on {seed.device}",
+            f"None, an int or an int64 scalar tensor on {like.device}",
+            "The kernel reads it on the device.",
+        )
+    return seed
+
+
+def _sink_logits(
+    sinks: torch.Tensor | str | None, q: torch.Tensor, layout: str
+) -> torch.Tensor | None:
+    if isinstance(sinks, str):
+        if sinks != OFF_BY_ONE:
+            raise AttentionArgumentError(
+                "sinks", repr(sinks), f"None, {OFF_BY_ONE!r} or a tensor [h]", "Pick one of them."
+            )
+        heads = q.shape[1] if layout in ("bhsd", "thd") else q.shape[-2]
+        return torch.zeros(heads, dtype=torch.float32, device=q.device)
+    return sinks
+
+
+def _check_device(q: torch.Tensor) -> None:
+    if q.device.type == "cuda" or ops.interpreting():
+        return
+    raise AttentionArgumentError(
+        "q.device",
+        q.device,
+        "cuda (or cpu under Triton's interpreter)",
+        "Move the tensors to a GPU; to try the kernels on a CPU set TRITON_INTERPRET=1 before "
+        "stable_attention is imported; for exact CPU results use stable_attention.reference.",
+    )
+
+
+def _check_padded(
+    problem: Problem, q_starts: torch.Tensor | None, k_starts: torch.Tensor | None
+) -> None:
+    for name, x in (("cu_seqlens_q_padded", q_starts), ("cu_seqlens_k_padded", k_starts)):
+        if x is None:
+            continue
+        ok = problem.varlen and x.dim() == 1 and x.dtype == torch.int32
+        if not (ok and x.is_contiguous() and x.numel() >= problem.batch):
+            raise AttentionArgumentError(
+                name,
+                f"a {x.dtype} tensor of shape {tuple(x.shape)} with layout {problem.layout!r}",
+                f"a contiguous int32 tensor of at least {problem.batch} starts, with layout 'thd'",
+                "Leave it out where sequences lie back to back.",
+            )

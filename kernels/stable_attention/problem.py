@@ -1,0 +1,350 @@
+"""One attention problem, described and validated once.
+
+Shape legend: b batch (or number of packed sequences), sq/sk query/key length, h query heads,
+kv_heads key/value heads, d query/key head dim, dv value head dim, tq/tk packed token counts.
+
+Only facts that the host knows are checked here. Values that live on the device (``cu_seqlens``) are
+never read, because reading them would stop the GPU; set ``STABLE_ATTENTION_DEBUG=1`` to check them
+too. The kernels clamp them, so bad values give wrong numbers but never touch foreign memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from stable_attention.stabilizers import RESIDUALS, STABILIZERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+UNLIMITED = -1
+# The largest logical extent: positions and tile starts are 32-bit inside the kernels.
+MAX_LENGTH = 2**31 - 2**12
+
+
+class AttentionArgumentError(ValueError):
+    """An argument no kernel can serve; the text names the value, the allowed set and the remedy."""
+
+    def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{name} is {value}; allowed: {allowed}. {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A validated attention problem: everything a launcher needs besides the tensors themselves."""
+
+    layout: str
+    dtype: torch.dtype
+    batch: int
+    """Batch size; for ``thd`` the number of packed sequences."""
+    sq: int
+    """Query length; for ``thd`` the upper bound ``max_seqlen_q``."""
+    sk: int
+    heads: int
+    kv_heads: int
+    d: int
+    dv: int
+    tq: int
+    """Query tokens in memory for ``thd``, else ``batch * sq``."""
+    tk: int
+    scale: float
+    window_left: int = UNLIMITED
+    """Keys visible before the aligned diagonal, ``UNLIMITED`` for all."""
+    window_right: int = UNLIMITED
+    """Keys visible after the aligned diagonal; causal is 0."""
+    softcap: float = 0.0
+    has_sinks: bool = False
+    dropout_p: float = 0.0
+    stabilizer: str = "compensated"
+    residual: str = "bf16"
+    deterministic: bool = False
+
+    @property
+    def varlen(self) -> bool:
+        return self.layout == "thd"
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+
+def _require(ok: bool, name: str, value: object, allowed: str, remedy: str) -> None:
+    if not ok:
+        raise AttentionArgumentError(name, value, allowed, remedy)
+
+
+def choose(name: str, value: str, allowed: Iterable[str], remedy: str = "Pick one of them.") -> str:
+    """Return ``value`` if it is one of ``allowed``, else raise `AttentionArgumentError`."""
+    names = tuple(allowed)
+    _require(value in names, name, repr(value), ", ".join(map(repr, names)), remedy)
+    return value
+
+
+def dims(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
+    """(batch, sequence, heads, head dim) of a tensor; ``thd`` counts as batch 1."""
+    if layout == "bshd":
+        return x.shape[0], x.shape[1], x.shape[2], x.shape[3]
+    if layout == "sbhd":
+        return x.shape[1], x.shape[0], x.shape[2], x.shape[3]
+    if layout == "bhsd":
+        return x.shape[0], x.shape[2], x.shape[1], x.shape[3]
+    return 1, x.shape[0], x.shape[1], x.shape[2]
+
+
+def strides(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    """(batch, sequence, head) strides in elements; a packed tensor has batch stride 0."""
+    s = x.stride()
+    if layout == "bshd":
+        return s[0], s[1], s[2]
+    if layout == "sbhd":
+        return s[1], s[0], s[2]
+    if layout == "bhsd":
+        return s[0], s[2], s[1]
+    return 0, s[0], s[1]
+
+
+def shape(layout: str, *, batch: int, length: int, heads: int, d: int) -> tuple[int, ...]:
+    """The shape of a tensor in a layout, the inverse of `dims`."""
+    return {
+        "bshd": (batch, length, heads, d),
+        "sbhd": (length, batch, heads, d),
+        "bhsd": (batch, heads, length, d),
+        "thd": (length, heads, d),
+    }[layout]
+
+
+def window_bounds(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """(left, right) of the visible band around the aligned diagonal, ``UNLIMITED`` = -1."""
+    left, right = (UNLIMITED, UNLIMITED) if window is None else window
+    _require(
+        isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1,
+        "window",
+        window,
+        "None or a pair (left, right) of integers >= -1, where -1 is unlimited",
+        "Both bounds are inclusive: (w - 1, 0) shows each query w keys, its own included.",
+    )
+    return left, 0 if causal else right
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Rank, dtype, device, last-dim stride and head-count rules of q, k and v."""
+    choose("layout", layout, LAYOUTS)
+    rank = 3 if layout == "thd" else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _require(
+            x.dim() == rank,
+            f"{name}.dim()",
+            x.dim(),
+            f"{rank} for layout {layout!r}",
+            "Name the layout the tensors really have.",
+        )
+        _require(
+            x.dtype in DTYPES and x.dtype == q.dtype,
+            f"{name}.dtype",
+            x.dtype,
+            "torch.bfloat16 or torch.float16, the same for q, k and v",
+            "Cast the inputs; for float32 or float64 use stable_attention.reference.",
+        )
+        _require(
+            x.device == q.device,
+            f"{name}.device",
+            x.device,
+            f"q's device {q.device}",
+            "Move the tensors to one device.",
+        )
+        _require(
+            x.stride(-1) == 1 or x.shape[-1] == 1,
+            f"{name}.stride(-1)",
+            x.stride(-1),
+            "1 (the head dimension is contiguous)",
+            "Call .contiguous() on it; every other stride is free.",
+        )
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    bq, _, h, d = dims(q, layout)
+    bk, sk, kv_heads, dk = dims(k, layout)
+    bv, sv, v_heads, dv = dims(v, layout)
+    _require(bk == bq and bv == bq, "batch of k, v", (bk, bv), f"q's {bq}", "Check the layout.")
+    _require(sv == sk, "length of v", sv, f"k's length {sk}", "Check the layout.")
+    _require(v_heads == kv_heads, "heads of v", v_heads, f"k's {kv_heads}", "Check the layout.")
+    _require(dk == d, "head dim of k", dk, f"q's head dim {d}", "Only v may differ.")
+    _require(
+        kv_heads > 0 and h % kv_heads == 0,
+        "heads of q",
+        h,
+        f"a multiple of the {kv_heads} key/value heads",
+        "Grouped-query attention shares each key/value head among equally many query heads.",
+    )
+    for name, size in (("head dim of q and k", d), ("head dim of v", dv)):
+        _require(
+            8 <= size <= MAX_HEAD_DIM and size % 8 == 0,
+            name,
+            size,
+            f"8..{MAX_HEAD_DIM} in steps of 8",
+            "Pad with zeros (flash_compat does) and pass the unpadded scale.",
+        )
+
+
+def _check_cu(name: str, cu: torch.Tensor, like: torch.Tensor, total: int) -> None:
+    _require(
+        cu.dim() == 1 and cu.dtype == torch.int32 and cu.device == like.device and cu.numel() > 0,
+        name,
+        f"a {cu.dtype} tensor of shape {tuple(cu.shape)} on {cu.device}",
+        f"a 1-D torch.int32 tensor of b + 1 offsets on {like.device}",
+        "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
+    )
+    _require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
+    if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
+        values = cu.tolist()
+        _require(
+            all(a <= b for a, b in zip(values, values[1:], strict=False))
+            and values[0] >= 0
+            and values[-1] <= total,
+            name,
+            values,
+            f"non-decreasing offsets in 0..{total}",
+            "Offsets count tokens and the last one is the number of tokens used.",
+        )
+
+
+def _batch_of(
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: str,
+) -> int:
+    if layout != "thd":
+        for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+            _require(
+                cu is None, name, "given", f"None for layout {layout!r}", "Use layout='thd' for it."
+            )
+        return dims(q, layout)[0]
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        _require(
+            cu is not None, name, None, "an int32 tensor for layout 'thd'", "Pass both offsets."
+        )
+    assert cu_q is not None and cu_k is not None
+    _check_cu("cu_seqlens_q", cu_q, q, q.shape[0])
+    _check_cu("cu_seqlens_k", cu_k, k, k.shape[0])
+    _require(
+        cu_q.numel() == cu_k.numel(),
+        "cu_seqlens_k.numel()",
+        cu_k.numel(),
+        f"cu_seqlens_q's {cu_q.numel()}",
+        "Both describe the same sequences.",
+    )
+    return cu_q.numel() - 1
+
+
+def check_numbers(
+    *, scale: float, softcap: float, dropout_p: float, stabilizer: str, residual: str
+) -> None:
+    """Range rules of the scalar options; `AttentionArgumentError` names the first broken one."""
+    _require(
+        math.isfinite(scale) and scale > 0,
+        "scale",
+        scale,
+        "a finite number > 0",
+        "Negate q for a negative scale.",
+    )
+    _require(
+        math.isfinite(softcap) and softcap >= 0,
+        "softcap",
+        softcap,
+        "a finite number >= 0, 0 for none",
+        "Logits become softcap * tanh(logit / softcap).",
+    )
+    _require(0 <= dropout_p < 1, "dropout_p", dropout_p, "0 <= p < 1", "It is the dropped share.")
+    choose("stabilizer", stabilizer, STABILIZERS)
+    choose("residual", residual, RESIDUALS, "It is the storage of O's low-order part.")
+
+
+def describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    stabilizer: str = "compensated",
+    residual: str = "bf16",
+    deterministic: bool = False,
+) -> Problem:
+    """Validate every host-known fact and return the `Problem`.
+
+    Raises `AttentionArgumentError` (a `ValueError`) naming value, allowed set and remedy.
+    """
+    check_tensors(q, k, v, layout)
+    _check_shapes(q, k, v, layout)
+    batch = _batch_of(cu_seqlens_q, cu_seqlens_k, q, k, layout)
+    _, lq, heads, d = dims(q, layout)
+    _, lk, kv_heads, _ = dims(k, layout)
+    dv = v.shape[-1]
+    sq, sk = lq, lk
+    if layout == "thd":
+        # Without a bound every sequence may be as long as the buffer: more empty tiles, no sync.
+        sq = lq if max_seqlen_q is None else min(int(max_seqlen_q), lq)
+        sk = lk if max_seqlen_k is None else min(int(max_seqlen_k), lk)
+        for name, value in (("max_seqlen_q", sq), ("max_seqlen_k", sk)):
+            _require(value >= 0, name, value, ">= 0", "It bounds the longest sequence.")
+    for name, value in (("length of q", lq), ("length of k", lk)):
+        _require(value <= MAX_LENGTH, name, value, f"<= {MAX_LENGTH}", "Cut it in chunks.")
+    real_scale = d**-0.5 if scale is None else float(scale)
+    check_numbers(
+        scale=real_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        stabilizer=stabilizer,
+        residual=residual,
+    )
+    left, right = window_bounds(causal, window)
+    if sinks is not None:
+        _require(
+            sinks.shape == (heads,) and sinks.is_floating_point() and sinks.device == q.device,
+            "sinks",
+            f"a {sinks.dtype} tensor of shape {tuple(sinks.shape)} on {sinks.device}",
+            f"None, 'off-by-one' or a floating tensor of shape ({heads},) on {q.device}",
+            "One logit per query head.",
+        )
+    return Problem(
+        layout=layout,
+        dtype=q.dtype,
+        batch=batch,
+        sq=sq,
+        sk=sk,
+        heads=heads,
+        kv_heads=kv_heads,
+        d=d,
+        dv=dv,
+        tq=lq if layout == "thd" else batch * lq,
+        tk=lk if layout == "thd" else batch * lk,
+        scale=real_scale,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+        dropout_p=dropout_p,
+        stabilizer=stabilizer,
+        residual=residual,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,46 @@
+"""The stabilizers by name: what each does, what it keeps for the backward, and its parameters.
+
+The arithmetic itself is in `numerics`; this file is the table that the API, the launchers and the
+documentation read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RESIDUALS = ("bf16", "int8")
+# Bytes an element of O's low-order part takes in each storage.
+RESIDUAL_BYTES = {"bf16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stabilizer:
+    """What a stabilizer changes in the forward pass and what it saves."""
+
+    name: str
+    rounded_normalizer: bool
+    """O is divided by the sum of the rounded P that multiplied V, not by the float32 sum."""
+    keeps_residual: bool
+    """The low-order part of O is saved, and delta is built from the high and the low part."""
+    dynamic: bool = False
+    """The row shift moves where a row's maximum repeats (the paper's dynamic maximum)."""
+    paper: bool = False
+    """S, the unnormalised O and l are rounded to BF16: the failing emulation, on purpose."""
+
+    def saved_bytes(self, dv: int, residual: str = "bf16") -> int:
+        """Bytes per token and query head the backward needs: O, LSE and the residual."""
+        low = RESIDUAL_BYTES[residual] * dv if self.keeps_residual else 0
+        return 2 * dv + 4 + low
+
+
+STABILIZERS = {
+    s.name: s
+    for s in (
+        Stabilizer(name="compensated", rounded_normalizer=True, keeps_residual=True),
+        Stabilizer(
+            name="dynamic_max", rounded_normalizer=False, keeps_residual=False, dynamic=True
+        ),
+        Stabilizer(name="none", rounded_normalizer=False, keeps_residual=False),
+        Stabilizer(name="paper_bf16", rounded_normalizer=False, keeps_residual=False, paper=True),
+    )
+}
