@@ -1,12 +1,13 @@
 """Correct BF16 arithmetic for Triton's CPU interpreter (Triton 3.6 and 3.7).
 
-The interpreter keeps a BF16 value as its uint16 bit pattern. Out of the box it truncates FP32 -> BF16
-(a bias, of all things), multiplies bit patterns in ``tl.dot`` and adds them in element-wise
-arithmetic. ``install()`` replaces the casts by round to nearest even, and runs dots and element-wise
-operations of BF16 operands in FP32 with one rounding of the result, as the hardware does.
+The interpreter keeps a BF16 value as its uint16 bit pattern. Out of the box it truncates
+FP32 -> BF16 (a bias, of all things), multiplies bit patterns in ``tl.dot`` and adds them in
+element-wise arithmetic. ``install()`` replaces the casts by round to nearest even, and runs dots
+and element-wise operations of BF16 operands in FP32 with one rounding of the result, as the
+hardware does.
 
-``install_on_import()`` does the same as soon as something imports Triton's interpreter, so that a test
-session which never touches a kernel never pays for importing Triton.
+``install_on_import()`` does the same as soon as something imports Triton's interpreter, so that a
+test session which never touches a kernel never pays for importing Triton.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PoisonedMemory:
         return payload.requires_grad_(plain.requires_grad)
 
     def check(self) -> None:
-        """Raise AssertionError naming the allocation whose guard bands were written; forget them."""
+        """AssertionError naming the allocation whose guard bands were written; forgets them."""
         guards, self.guards = self.guards, []
         for where, low, high in guards:
             for side, band in (("before", low), ("after", high)):

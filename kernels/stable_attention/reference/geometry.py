@@ -1,0 +1,116 @@
+"""Layouts and masks shared by the reference implementations.
+
+Shapes: b batch, s sequence (sq queries, sk keys), t packed tokens, hq query heads, hk key/value
+heads, g = hq / hk query heads that share one key head, d head dim (dv for V).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
+# Permutation that brings a dense layout to [b, h, s, d]; each is its own inverse but sbhd's.
+_TO_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
+_FROM_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "bhsd": (0, 1, 2, 3)}
+
+Window = tuple[int | None, int | None] | None
+
+
+def to_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """View of a dense ``layout`` tensor as [b, h, s, d]; packed [t, h, d] becomes [1, h, t, d]."""
+    if layout == "thd":
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.permute(_TO_BHSD[layout])
+
+
+def from_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Inverse of ``to_bhsd``, contiguous in ``layout``."""
+    if layout == "thd":
+        return x.squeeze(0).transpose(0, 1).contiguous()
+    return x.permute(_FROM_BHSD[layout]).contiguous()
+
+
+def check_layout(layout: str, q: torch.Tensor, cu_seqlens: object) -> None:
+    """ValueError unless ``layout`` is known and agrees with q's rank and with ``cu_seqlens``."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
+    rank = 3 if layout == "thd" else 4
+    if q.dim() != rank:
+        raise ValueError(f"layout={layout!r} takes tensors of {rank} dims, q has {tuple(q.shape)}")
+    if (layout == "thd") != (cu_seqlens is not None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k go with layout='thd', and only with it")
+
+
+def head_group(q_heads: int, kv_heads: int) -> int:
+    """Query heads per key head; ValueError where they do not divide."""
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads cannot share {kv_heads} key/value heads evenly")
+    return q_heads // kv_heads
+
+
+def bounds(causal: bool, window: Window) -> tuple[int | None, int | None]:
+    """(left, right) reach of a query around its own position; None is unbounded.
+
+    A query at position p sees keys p - left .. p + right, both ends included. Positions are
+    bottom-right aligned: query i of sq sits at i + sk - sq.
+    """
+    left, right = window if window is not None else (None, None)
+    left = None if left is None or left < 0 else int(left)
+    right = None if right is None or right < 0 else int(right)
+    return left, (0 if causal else right)
+
+
+def allowed(
+    rows: torch.Tensor, columns: torch.Tensor, *, shift: int, reach: tuple[int | None, int | None]
+) -> torch.Tensor | None:
+    """Boolean [rows, columns]: may the query see the key? None where all may.
+
+    ``shift`` = sk - sq turns a query index into its position among the keys.
+    """
+    left, right = reach
+    if left is None and right is None:
+        return None
+    distance = columns[None, :] - (rows[:, None] + shift)
+    ok = torch.ones_like(distance, dtype=torch.bool)
+    if right is not None:
+        ok &= distance <= right
+    if left is not None:
+        ok &= distance >= -left
+    return ok
+
+
+def key_range(
+    first: int, last: int, *, sq: int, sk: int, reach: tuple[int | None, int | None]
+) -> tuple[int, int]:
+    """Half-open range of keys that queries first..last-1 can see at all."""
+    left, right = reach
+    shift = sk - sq
+    low = 0 if left is None else max(0, first + shift - left)
+    high = sk if right is None else min(sk, last + shift + right)
+    return min(low, sk), max(high, 0)
+
+
+def sequences(
+    sq: int,
+    sk: int,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+) -> Iterator[tuple[int, slice, slice]]:
+    """(batch index, query slice, key slice) of every sequence; one for all of a dense batch."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        yield 0, slice(0, sq), slice(0, sk)
+        return
+    ends_q: Sequence[int] = cu_seqlens_q.tolist()
+    ends_k: Sequence[int] = cu_seqlens_k.tolist()
+    if len(ends_q) != len(ends_k):
+        raise ValueError(
+            f"cu_seqlens_q has {len(ends_q)} entries and cu_seqlens_k {len(ends_k)}: "
+            "both need one more than there are sequences"
+        )
+    for i in range(len(ends_q) - 1):
+        yield i, slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
