@@ -43,6 +43,8 @@ class _Rules:
     softcap: float
     dropout_p: float
     dropout_seed: int
+    batch_offset: int
+    head_offset: int
     compute: torch.dtype
 
 
@@ -82,8 +84,8 @@ def _kept(s: torch.Tensor, rules: _Rules, batch: int, rows: slice, columns: slic
     keep = dropout.keep_mask(
         rules.dropout_seed,
         rules.dropout_p,
-        batches=torch.arange(batch, batch + b, device=s.device),
-        heads=torch.arange(hk * g, device=s.device),
+        batches=torch.arange(b, device=s.device) + batch + rules.batch_offset,
+        heads=torch.arange(hk * g, device=s.device) + rules.head_offset,
         rows=torch.arange(rows.start, rows.stop, device=s.device),
         columns=torch.arange(columns.start, columns.stop, device=s.device),
     )
@@ -171,7 +173,7 @@ class _Blockwise(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
-        cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+        cu_seqlens: tuple[torch.Tensor | None, ...],
         rules: _Rules,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):
@@ -211,9 +213,9 @@ class _Blockwise(torch.autograd.Function):
             delta = (do5 * out).sum(-1) - dlse.to(rules.compute).reshape(lse.shape)
             dq, dk, dv = torch.zeros_like(q5), torch.zeros_like(k5), torch.zeros_like(v5)
             for batch, rows, keys in sequences(q5.shape[3], k5.shape[3], *ctx.cu_seqlens):
-                tensors = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])
-                tensors += (do5[..., rows, :], lse[..., rows], delta[..., rows])
-                parts = _backward_one(tensors, rules, batch)
+                inputs = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])
+                given = (do5[..., rows, :], lse[..., rows], delta[..., rows])
+                parts = _backward_one(inputs + given, rules, batch)
                 dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = parts
             dsink = None
             if sink is not None and ctx.needs_input_grad[3]:
@@ -249,8 +251,12 @@ def reference_attention(
     softcap: float = 0.0,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_k_padded: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
+    batch_offset: int = 0,
+    head_offset: int = 0,
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -260,7 +266,9 @@ def reference_attention(
     (thd with ``cu_seqlens_q``/``cu_seqlens_k``, int32 [sequences + 1]); ``causal`` and ``window`` =
     (left, right) are bottom-right aligned, None or -1 leaves a side open; ``sinks`` None,
     "off-by-one" or a tensor [hq] of logits that join the softmax without a value; dropout draws
-    from Philox keyed by ``dropout_seed`` and global positions.
+    from Philox keyed by ``dropout_seed`` and global positions (``batch_offset`` and
+    ``head_offset`` say where this rank's batch and heads begin); ``cu_seqlens_*_padded`` say where
+    each sequence starts in memory when there are gaps between sequences.
 
     Returns O in q's dtype and ``layout``; with ``return_lse`` also the natural-log sum of
     exponentials (sink included), float32 [b, hq, sq] or [hq, t], -inf for rows without keys; with
@@ -289,9 +297,12 @@ def reference_attention(
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         dropout_seed=0 if dropout_seed is None else int(dropout_seed),
+        batch_offset=batch_offset,
+        head_offset=head_offset,
         compute=torch.float64 if q.dtype == torch.float64 else torch.float32,
     )
-    out, lse, top = _Blockwise.apply(q, k, v, sink, (cu_seqlens_q, cu_seqlens_k), rules)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded)
+    out, lse, top = _Blockwise.apply(q, k, v, sink, cu_seqlens, rules)
     if not return_lse and not return_max_logits:
         return out
     return (out, *((lse,) if return_lse else ()), *((top,) if return_max_logits else ()))

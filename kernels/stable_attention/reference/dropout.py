@@ -1,4 +1,8 @@
-"""The dropout mask as a function of seed and global position, in plain PyTorch."""
+"""The dropout mask as a function of seed and global position, in plain PyTorch.
+
+The same function as the kernels' ``stable_attention.philox``: the Philox counter is
+(key // 4, query, head, batch) and word key % 4 of the four belongs to the key.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,13 @@ def keep_mask(
     The index tensors (int64) are positions within the batch, the query heads and the sequence;
     the same element gets the same bit whatever the tile it is computed in.
     """
-    word = philox(
+    quads, place = torch.unique(columns // 4, return_inverse=True)
+    words = philox(
         seed,
-        columns[None, None, None, :],
+        quads[None, None, None, :],
         rows[None, None, :, None],
         heads[None, :, None, None],
         batches[:, None, None, None],
-    )[0]
-    return word >= round(p * 2**32)
+    )
+    keep = torch.stack(words, -1) >= int(p * 2**32)  # [b, h, rows, quads, 4]
+    return keep[..., place, columns % 4]

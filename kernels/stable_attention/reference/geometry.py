@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
 # Permutation that brings a dense layout to [b, h, s, d]; each is its own inverse but sbhd's.
@@ -100,17 +100,28 @@ def sequences(
     sk: int,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    starts_q: torch.Tensor | None = None,
+    starts_k: torch.Tensor | None = None,
 ) -> Iterator[tuple[int, slice, slice]]:
-    """(batch index, query slice, key slice) of every sequence; one for all of a dense batch."""
+    """(batch index, query slice, key slice) of every sequence; one for all of a dense batch.
+
+    Lengths come from ``cu_seqlens``; ``starts`` (default the same offsets) say where in memory a
+    sequence begins when there are gaps between sequences.
+    """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         yield 0, slice(0, sq), slice(0, sk)
         return
-    ends_q: Sequence[int] = cu_seqlens_q.tolist()
-    ends_k: Sequence[int] = cu_seqlens_k.tolist()
-    if len(ends_q) != len(ends_k):
+    if cu_seqlens_q.numel() != cu_seqlens_k.numel():
         raise ValueError(
-            f"cu_seqlens_q has {len(ends_q)} entries and cu_seqlens_k {len(ends_k)}: "
-            "both need one more than there are sequences"
+            f"cu_seqlens_q has {cu_seqlens_q.numel()} entries and cu_seqlens_k "
+            f"{cu_seqlens_k.numel()}: both need one more than there are sequences"
         )
-    for i in range(len(ends_q) - 1):
-        yield i, slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+    queries = _slices(cu_seqlens_q, starts_q)
+    for i, (rows, keys) in enumerate(zip(queries, _slices(cu_seqlens_k, starts_k), strict=True)):
+        yield i, rows, keys
+
+
+def _slices(cu_seqlens: torch.Tensor, starts: torch.Tensor | None) -> list[slice]:
+    ends: list[int] = cu_seqlens.tolist()
+    begin = ends if starts is None else starts.tolist()
+    return [slice(begin[i], begin[i] + ends[i + 1] - ends[i]) for i in range(len(ends) - 1)]
