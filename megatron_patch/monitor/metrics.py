@@ -1,0 +1,109 @@
+"""One step's record, as every sink receives it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class StepMetrics:
+    """What is known about one optimizer step at a logging interval. None: not measured there."""
+
+    step: int
+    """Optimizer steps completed, this one included."""
+    consumed_tokens: int
+    """Tokens trained on since step 0, over all ranks."""
+    loss: float | None = None
+    """Mean token loss (nats) of this step's global batch."""
+    grad_norm: float | None = None
+    """Global gradient norm of this step, before clipping."""
+    lr: float | None = None
+    """Learning rate this step used."""
+    step_seconds: float | None = None
+    """Wall time of a step, mean since the last record; evaluation and checkpoints left out."""
+    tokens_per_s: float | None = None
+    """Tokens per second over all ranks, mean since the last record."""
+    tflops_per_device: float | None = None
+    """Model TFLOP/s of one device (``monitor.flops``)."""
+    mfu: float | None = None
+    """tflops_per_device over the device's dense BF16 peak, 0 to 1."""
+    memory_gib: float | None = None
+    """Largest memory allocated on this rank's device so far, GiB."""
+    skipped: int = 0
+    """Updates skipped since the run started."""
+    nonfinite: int = 0
+    """Steps with a non-finite loss or gradient since the run started."""
+    eval_loss: float | None = None
+    """Mean token loss (nats) of the validation batches, where one was computed."""
+    moe_aux_loss: float | None = None
+    """Load-balancing loss of the MoE routers, mean over layers."""
+    mtp_loss: float | None = None
+    """Loss of the multi-token-prediction heads, mean over depths."""
+    elapsed_seconds: float | None = None
+    """Wall time of this process since training began."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Further scalars by name; they reach TensorBoard, W&B and one JSON column of the CSV."""
+
+    def scalars(self) -> dict[str, float]:
+        """Every number that was measured, by name, extras included."""
+        known = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        return {k: v for k, v in known.items() if v is not None and k != "step"} | self.extra
+
+    def csv_row(self) -> dict[str, str]:
+        """Text of every CSV column; floats in full, so equal text means equal bits."""
+        row = {}
+        for f in fields(self):
+            row[f.name] = _csv_text(getattr(self, f.name))
+        return row
+
+
+CSV_COLUMNS = [f.name for f in fields(StepMetrics)]
+
+
+def _csv_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True) if value else ""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03``; days are spelled out."""
+    whole = max(0, round(seconds))
+    days, rest = divmod(whole, 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days} d {text}" if days else text
+
+
+def console_line(m: StepMetrics, *, train_steps: int, seconds_left: float | None) -> str:
+    """The line a person reads, fields in fixed order, absent ones left out."""
+    width = len(str(train_steps))
+    parts = [f"step {m.step:>{width}}/{train_steps}"]
+    if m.loss is not None:
+        parts.append(f"loss {m.loss:.4f}")
+    if m.eval_loss is not None:
+        parts.append(f"eval loss {m.eval_loss:.4f}")
+    if m.grad_norm is not None:
+        parts.append(f"grad norm {m.grad_norm:.3f}")
+    if m.lr is not None:
+        parts.append(f"lr {m.lr:.2e}")
+    if m.moe_aux_loss is not None:
+        parts.append(f"aux {m.moe_aux_loss:.4f}")
+    if m.mtp_loss is not None:
+        parts.append(f"mtp {m.mtp_loss:.4f}")
+    if m.tokens_per_s is not None:
+        parts.append(f"{m.tokens_per_s:,.0f} tok/s")
+    if m.tflops_per_device is not None:
+        parts.append(f"{m.tflops_per_device:.3g} TFLOP/s")
+    if m.mfu is not None:
+        parts.append(f"MFU {100 * m.mfu:.1f}%")
+    if m.memory_gib is not None:
+        parts.append(f"mem {m.memory_gib:.1f} GiB")
+    parts.append(f"skipped {m.skipped}")
+    parts.append(f"nan {m.nonfinite}")
+    if seconds_left is not None:
+        parts.append(f"left {duration(seconds_left)}")
+    return " | ".join(parts)

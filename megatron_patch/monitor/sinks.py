@@ -1,0 +1,152 @@
+"""Where records go: metrics.csv, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
+
+if TYPE_CHECKING:
+    from megatron_patch.monitor.config import WandbConfig
+
+
+class Sink(Protocol):
+    """A receiver of records."""
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Flush and release; no record follows."""
+
+
+class MissingPackageError(ValueError):
+    """A sink was asked for whose package is not installed."""
+
+
+def require_wandb() -> None:
+    """Fail when Weights & Biases is wanted but absent.
+
+    Raises:
+        MissingPackageError: ``wandb`` is not installed.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise MissingPackageError(
+            "logging.wandb.enabled is true but the package wandb is not installed: install the "
+            "extra (pip install 'megatron-patch-stable[wandb]') or set logging.wandb.enabled: false"
+        )
+
+
+class CsvSink:
+    """``metrics.csv``: one row a record, flushed at once, continued by a resumed run.
+
+    Rows of steps that a resumed run is about to repeat are moved to ``metrics.abandoned.csv``, so
+    the file always tells one story and nothing that was measured is lost.
+    """
+
+    def __init__(self, path: Path, *, start_step: int) -> None:
+        self.path = path
+        self.abandoned = self._take_over(start_step)
+        new = not path.exists()
+        self._file = path.open("a", newline="")
+        self._writer = csv.DictWriter(self._file, CSV_COLUMNS)
+        if new:
+            self._writer.writeheader()
+            self._file.flush()
+
+    def _take_over(self, start_step: int) -> int:
+        """Keep rows up to ``start_step``; returns how many later ones were moved aside."""
+        if not self.path.exists():
+            return 0
+        with self.path.open(newline="") as lines:
+            rows = list(csv.DictReader(lines))
+        keep = [row for row in rows if _step_of(row) is not None and _step_of(row) <= start_step]
+        drop = [row for row in rows if row not in keep]
+        if drop:
+            _append(self.path.with_name("metrics.abandoned.csv"), drop)
+        temporary = self.path.with_name("metrics.csv.tmp")
+        with temporary.open("w", newline="") as out:
+            writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", restval="")
+            writer.writeheader()
+            writer.writerows(keep)
+        os.replace(temporary, self.path)
+        return len(drop)
+
+    def log(self, metrics: StepMetrics) -> None:
+        self._writer.writerow(metrics.csv_row())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(row: dict[str, str]) -> int | None:
+    """The row's step, None for a row that was torn by a crash."""
+    try:
+        return int(row["step"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _append(path: Path, rows: list[dict[str, str]]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as out:
+        writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", restval="")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+class TensorBoardSink:
+    """TensorBoard events; points beyond the resumed step are purged from the view."""
+
+    def __init__(self, directory: Path, *, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start_step + 1 if directory.exists() else None
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge)
+
+    def log(self, metrics: StepMetrics) -> None:
+        for name, value in metrics.scalars().items():
+            self._writer.add_scalar(f"train/{name}", value, metrics.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; the run id is kept in the run directory, so a resumed run continues it.
+
+    Raises:
+        MissingPackageError: ``wandb`` is not installed.
+    """
+
+    def __init__(
+        self, config: WandbConfig, run_dir: Path, *, name: str, settings: dict[str, Any]
+    ) -> None:
+        require_wandb()
+        import wandb
+
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(wandb.util.generate_id() + "\n")
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            mode=config.mode,
+            name=name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=settings,
+        )
+
+    def log(self, metrics: StepMetrics) -> None:
+        self._run.log(metrics.scalars(), step=metrics.step)
+
+    def close(self) -> None:
+        self._run.finish()
