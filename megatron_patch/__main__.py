@@ -1,2 +1,45 @@
-def main() -> int:
-    raise SystemExit(2)
+"""Entry of ``megatron-patch`` and ``python -m megatron_patch``.
+
+Written for Python 3.6 and up, so that an old one gets a sentence instead of a syntax error.
+"""
+
+import os
+import sys
+
+
+def shadowed():
+    """What to say when ``megatron_patch`` is another project's package, else None."""
+    try:
+        import megatron_patch
+    except ImportError as error:
+        return f"megatron_patch cannot be imported: {error}"
+    here = os.path.dirname(os.path.realpath(__file__))
+    found = getattr(megatron_patch, "__file__", None) or "a folder without __init__.py"
+    if os.path.dirname(os.path.realpath(found)) == here:
+        return None
+    return (
+        f"the import name megatron_patch belongs to another package here: {found} (this program "
+        f"is in {here}). Pai-Megatron-Patch uses the same name: take it out of PYTHONPATH, or use "
+        "another environment."
+    )
+
+
+def main(argv=None):
+    """Run the command line; returns the exit code."""
+    problem = shadowed()
+    if problem is not None:
+        sys.stderr.write(problem + "\n")
+        return 2
+    from megatron_patch import python_complaint
+
+    problem = python_complaint()
+    if problem is not None:
+        sys.stderr.write(problem + "\n")
+        return 2
+    from megatron_patch.cli.app import run
+
+    return run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -99,12 +100,12 @@ class _Builder:
     """Line reported for every place; None: the line in the text."""
     problems: list[Problem] = field(default_factory=list)
 
-    def place(self, mark: yaml.Mark | None) -> Place:
+    def place(self, mark: Any) -> Place:
         if self.line is not None or mark is None:
             return Place(self.source, self.line or 0)
         return Place(self.source, mark.line + 1, mark.column + 1)
 
-    def refuse(self, mark: yaml.Mark | None, message: str) -> ConfigError:
+    def refuse(self, mark: Any, message: str) -> ConfigError:
         """The problems so far and a last one, after which the text cannot be read on."""
         return ConfigError([*self.problems, Problem("", message, self.place(mark))])
 
@@ -157,9 +158,7 @@ class _Builder:
             return Sequence(items, self.place(mark))
         return self.mapping(mark, events, depth, path)
 
-    def mapping(
-        self, mark: yaml.Mark | None, events: Iterator[yaml.Event], depth: int, path: str
-    ) -> Mapping:
+    def mapping(self, mark: Any, events: Iterator[yaml.Event], depth: int, path: str) -> Mapping:
         entries: dict[str, Node] = {}
         keys: dict[str, Place] = {}
         while not isinstance(event := next(events), yaml.MappingEndEvent):

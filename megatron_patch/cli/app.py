@@ -1,0 +1,69 @@
+"""The ``megatron-patch`` command line: which command, which exit code.
+
+Exit codes: 0 done (or stopped gracefully), 2 configuration or data error, 3 non-finite loss or
+gradient, 4 no good checkpoint where one is required, 130 interrupted, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import megatron_patch
+from megatron_patch.cli import backends, config, doctor, plot, prepare_data, train
+from megatron_patch.cli.common import Formatter, tell
+
+COMMANDS = (train, prepare_data, config, doctor, plot, backends)
+OURS = ("megatron_patch", "stable_attention")
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every command."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-patch",
+        description="Stable BF16 GPT pretraining on Megatron-Core from one YAML file.",
+        epilog="Exit codes: 0 finished or stopped gracefully, 2 configuration or data error, "
+        "3 non-finite loss or gradient, 4 no good checkpoint, 1 anything else.\n"
+        "Several GPUs: torchrun --nproc-per-node 8 -m megatron_patch train --config run.yaml",
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    version = f"megatron-patch {megatron_patch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def run(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; errors that are the user's leave no traceback."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("megatron-patch: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `config show | head`: nobody reads on. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        tell(error)
+        return code
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Exit code of an error that is ours to explain; None: a fault, to be shown in full."""
+    if type(error).__module__.partition(".")[0] not in OURS:
+        return None
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    return BAD_INPUT if isinstance(error, ValueError) else None

@@ -1,0 +1,59 @@
+"""What several commands share: naming a configuration, telling an error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_patch.config import Loaded
+
+# What argparse calls the object that add_parser() is a method of.
+Subparsers = argparse._SubParsersAction
+
+SET_HELP = (
+    "override one key, typed by the same schema; repeatable, the last one wins. Lists: [1,2]; "
+    "no value: null; element of a list: data.train.0.path=..."
+)
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Descriptions keep their lines; options show their defaults in their own words."""
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """``--set a.b=c``."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help=SET_HELP,
+    )
+
+
+def load(path: str, overrides: list[str]) -> Loaded:
+    """The checked configuration; ``ConfigError`` with every problem."""
+    from megatron_patch import config
+
+    return config.load(path, overrides)
+
+
+def tell(error: BaseException) -> None:
+    """Print ``error`` on stderr, once a node under torchrun (every process of it has the same).
+
+    Once a node, not once a job: a file that is missing on one node only would otherwise end the
+    job without a word.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"megatron-patch: {error}", file=sys.stderr, flush=True)
+        return
+    from megatron_patch.config import ConfigError
+
+    if not isinstance(error, ConfigError):
+        # What is found later can differ between processes: one line from each.
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"[rank {os.environ.get('RANK', '?')}] {first}", file=sys.stderr, flush=True)

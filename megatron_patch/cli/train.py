@@ -1,0 +1,49 @@
+"""``megatron-patch train``."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+
+DESCRIPTION = """\
+Train a GPT as one YAML file says. One process uses one GPU (or the CPU, with
+training.device: cpu); several GPUs and nodes run under torchrun:
+
+  megatron-patch train --config run.yaml
+  torchrun --nproc-per-node 8 -m megatron_patch train --config run.yaml --set optimizer.lr=3e-4
+
+The configuration is checked completely before anything starts. A run that was stopped continues
+from its newest good checkpoint when the same command is given again (checkpoint.resume).
+"""
+EPILOG = """\
+Every key of the configuration: 'megatron-patch config help', one section of it:
+'megatron-patch config help optimizer'.
+Exit codes: 0 finished, or stopped gracefully (the file FINISHED in the run directory tells which),
+2 configuration or data error, 3 non-finite loss or gradient, 4 no good checkpoint where one is
+required, 1 anything else.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "train",
+        help="train a GPT as one YAML file says",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the configuration, then train."""
+    loaded = load(args.config, args.overrides)
+    # Megatron is imported only for a configuration that passed.
+    from megatron_patch.training import loop
+
+    return loop.train(loaded)

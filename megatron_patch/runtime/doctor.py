@@ -1,0 +1,255 @@
+"""``megatron-patch doctor``: what is installed, whether it is the right version, whether it works.
+
+Every check is a function that returns findings; one that is ``BROKEN`` makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from typing import TextIO
+
+from megatron_patch.runtime import environment
+
+# Below it, loading a checkpoint can execute code (CVE-2026-65180, CVE-2026-65110).
+CORE_FLOOR = "0.17.1"
+
+
+class State(StrEnum):
+    """What a finding means for the exit code."""
+
+    OK = "ok"
+    NOTE = "note"
+    BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    state: State
+    name: str
+    text: str
+
+
+def run(out: TextIO | None = None) -> int:
+    """Print the report to ``out`` (default: stdout); 0 when everything required works, else 1."""
+    out = out or sys.stdout
+    broken = 0
+    for title, check in CHECKS:
+        print(f"{title}", file=out)
+        for finding in _guarded(title, check):
+            broken += finding.state is State.BROKEN
+            print(f"  {finding.state:<6}  {finding.name:<20} {finding.text}", file=out, flush=True)
+    verdict = "everything required works" if not broken else f"{broken} required things are broken"
+    print(verdict, file=out)
+    return 1 if broken else 0
+
+
+def _guarded(title: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """``check``, whose own failure is a finding: a broken install raises anything."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield from check()
+    except Exception as error:
+        yield Finding(State.BROKEN, title, _reason(error))
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
+        ": "
+    )
+
+
+def requirements() -> dict[str, str]:
+    """``{distribution: specifier}`` this project requires, from its metadata or pyproject.toml."""
+    try:
+        wanted = metadata.requires("megatron-patch-stable") or []
+    except metadata.PackageNotFoundError:
+        text = (environment.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        wanted = tomllib.loads(text)["project"]["dependencies"]
+    from packaging.requirements import Requirement
+
+    parsed = map(Requirement, wanted)
+    return {item.name: str(item.specifier) for item in parsed if item.marker is None}
+
+
+def pins() -> Iterator[Finding]:
+    """Versions of what is required, against the ranges this project declares."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    for name, wanted in requirements().items():
+        found = environment.version(name)
+        if found is None:
+            yield Finding(State.BROKEN, name, f"not installed; {name}{wanted} is required")
+        elif name == "megatron-core" and Version(found) < Version(CORE_FLOOR):
+            yield Finding(
+                State.BROKEN,
+                name,
+                f"{found}: loading a checkpoint can execute code below {CORE_FLOOR} "
+                f"(CVE-2026-65180, CVE-2026-65110); install {name}{wanted}",
+            )
+        # NGC builds call themselves 2.11.0a0 of the release they become.
+        elif not SpecifierSet(wanted).contains(Version(found).base_version):
+            yield Finding(State.BROKEN, name, f"{found} is outside {wanted}")
+        else:
+            yield Finding(State.OK, name, f"{found} ({wanted})")
+
+
+def program() -> Iterator[Finding]:
+    """Python, this package, and packages that could be taken for it."""
+    yield Finding(State.OK, "python", sys.version.split()[0])
+    version = environment.megatron_patch.__version__
+    yield Finding(State.OK, "megatron_patch", f"{version}, commit {environment.commit()}")
+    for path in environment.other_copies():
+        yield Finding(
+            State.NOTE,
+            "megatron_patch",
+            f"another package of this name is on sys.path: {path}; take it out of PYTHONPATH",
+        )
+
+
+def device() -> Iterator[Finding]:
+    """The GPU, or what the CPU can do without one."""
+    import torch
+    import torch.distributed
+
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        yield Finding(State.BROKEN, "gloo", "torch is built without gloo; the trainer needs it")
+    facts = environment.devices()
+    if not torch.cuda.is_available():
+        reason = "torch is built without CUDA" if torch.version.cuda is None else "no CUDA device"
+        yield Finding(State.NOTE, "gpu", f"{reason}: only training.device: cpu works here")
+        product = torch.eye(8) @ torch.eye(8)
+        right = torch.equal(product, torch.eye(8))
+        yield Finding(State.OK if right else State.BROKEN, "cpu", "matrix product")
+        return
+    count = facts["gpu_count"]
+    yield Finding(State.OK, "gpu", f"{facts['gpu']} x {count}, CUDA {facts['cuda']}")
+    yield Finding(State.OK, "driver", str(facts["driver"]))
+    yield Finding(State.OK, "cudnn", str(facts["cudnn"]))
+    yield Finding(State.OK, "nccl", str(facts["nccl"]))
+    for index in range(count):
+        yield _matrix_product(index)
+
+
+def _matrix_product(index: int) -> Finding:
+    """A BF16 matrix product of GPU ``index`` against float64 on the CPU."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, 256, generator=generator).bfloat16() for _ in range(2))
+    exact = left.double() @ right.double()
+    found = (left.to(f"cuda:{index}") @ right.to(f"cuda:{index}")).cpu().double()
+    # One rounding to BF16 (2**-9 relative) of results up to about 80; a wrong product is far off.
+    error = ((found - exact).abs() / exact.abs().clamp_min(1.0)).max().item()
+    state = State.OK if error < 2**-7 else State.BROKEN
+    return Finding(state, f"cuda:{index}", f"BF16 matrix product, largest error {error:.1e}")
+
+
+def megatron() -> Iterator[Finding]:
+    """Megatron-Core imports, and its optional companions."""
+    importlib.import_module("megatron.core")
+    yield Finding(State.OK, "megatron.core", "imports")
+    yield _transformer_engine()
+    yield _apex()
+
+
+def _transformer_engine() -> Finding:
+    name = "transformer-engine"
+    found = environment.version("transformer-engine")
+    if found is None:
+        return Finding(State.NOTE, name, "not installed; needed by layer_spec: te and backend: te")
+    try:
+        import torch
+
+        te = importlib.import_module("transformer_engine.pytorch")
+        if not torch.cuda.is_available():
+            return Finding(State.NOTE, name, f"{found} imports; it computes on GPUs only")
+        layer = te.Linear(64, 64, params_dtype=torch.bfloat16).cuda()
+        value = layer(torch.ones(8, 64, device="cuda", dtype=torch.bfloat16))
+        value.sum().backward()
+        state = State.OK if bool(value.isfinite().all()) else State.BROKEN
+        return Finding(state, name, f"{found}: linear layer forward and backward")
+    except Exception as error:
+        return Finding(State.BROKEN, name, f"{found} is installed but fails: {_reason(error)}")
+
+
+def _apex() -> Finding:
+    if environment.version("apex") is None:
+        return Finding(State.NOTE, "apex", "not installed; optimizer.implementation: apex needs it")
+    if importlib.util.find_spec("amp_C") is None:
+        return Finding(
+            State.NOTE, "apex", "without its CUDA extensions (amp_C); its fused AdamW is not usable"
+        )
+    try:
+        import torch
+
+        fused = importlib.import_module("apex.optimizers").FusedAdam
+        if not torch.cuda.is_available():
+            return Finding(State.NOTE, "apex", "imports; it computes on GPUs only")
+        weight = torch.ones(64, device="cuda", requires_grad=True)
+        weight.grad = torch.ones_like(weight)
+        fused([weight], lr=0.1).step()
+        moved = bool((weight < 1).all())
+        return Finding(State.OK if moved else State.BROKEN, "apex", "fused AdamW step")
+    except Exception as error:
+        return Finding(State.BROKEN, "apex", f"is installed but fails: {_reason(error)}")
+
+
+def kernel() -> Iterator[Finding]:
+    """The attention kernel of ``stable_flash``, forward and backward, against float64."""
+    import torch
+
+    function = importlib.import_module("stable_attention").stable_attention
+    if not torch.cuda.is_available():
+        yield Finding(State.NOTE, "stable_attention", "imports; its kernels need a GPU")
+        return
+    generator = torch.Generator().manual_seed(0)
+    exact_inputs = [
+        torch.randn(1, 4, 256, 64, generator=generator).bfloat16().double().requires_grad_()
+        for _ in range(3)
+    ]
+    inputs = [x.detach().bfloat16().cuda().requires_grad_() for x in exact_inputs]
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        exact_inputs[0], exact_inputs[1], exact_inputs[2], is_causal=True
+    )
+    out = function(*inputs, layout="bhsd", causal=True)
+    exact.sum().backward()
+    out.sum().backward()
+    for name, found, wanted in [
+        ("forward", out, exact),
+        *(("d" + n, i.grad, e.grad) for n, i, e in zip("qkv", inputs, exact_inputs, strict=True)),
+    ]:
+        assert found is not None and wanted is not None
+        error = (found.detach().cpu().double() - wanted.detach()).abs().max().item()
+        scale = wanted.detach().abs().max().item()
+        # BF16 results of values up to `scale`: a few roundings of 2**-9 each.
+        state = State.OK if error <= scale * 2**-6 else State.BROKEN
+        yield Finding(
+            state, "stable_attention", f"{name}: largest error {error:.1e} of {scale:.1e}"
+        )
+
+
+def backends() -> Iterator[Finding]:
+    """The backend registry loads (``megatron-patch backends list`` prints it)."""
+    importlib.import_module("megatron_patch.attention.registry")
+    yield Finding(State.OK, "registry", "see 'megatron-patch backends list'")
+
+
+CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+    ("program", program),
+    ("pins", pins),
+    ("device", device),
+    ("megatron", megatron),
+    ("kernel", kernel),
+    ("backends", backends),
+)

@@ -1,0 +1,114 @@
+"""What a run was made with: versions, devices, commit. Saved in run directories and checkpoints.
+
+Never a host name, a user name or an environment variable.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import megatron_patch
+
+DISTRIBUTIONS = (
+    "megatron-patch-stable",
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "numpy",
+    "psutil",
+)
+ROOT = Path(megatron_patch.__file__).resolve().parent.parent
+
+
+def version(distribution: str) -> str | None:
+    """Installed version of a distribution, None when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def report() -> dict[str, Any]:
+    """Versions (None: not installed), devices and commit, ready for JSON."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "commit": commit(),
+    }
+    found |= {name: version(name) for name in DISTRIBUTIONS}
+    found["megatron-patch-stable"] = megatron_patch.__version__
+    found["apex_cuda_extensions"] = importlib.util.find_spec("amp_C") is not None
+    return found | devices()
+
+
+def devices() -> dict[str, Any]:
+    """CUDA, cuDNN, NCCL, GPU and driver; None where there is none."""
+    names = ("cuda", "cudnn", "nccl", "gpu", "gpu_count", "driver")
+    found: dict[str, Any] = dict.fromkeys(names)
+    try:
+        import torch
+    except ImportError:
+        return found
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["gpu"] = torch.cuda.get_device_name(torch.cuda.current_device())
+        found["gpu_count"] = torch.cuda.device_count()
+        found["driver"] = driver()
+    return found
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver, None when nvidia-smi does not answer."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.split()[0] if answer.returncode == 0 and answer.stdout.split() else None
+
+
+def commit(root: Path = ROOT) -> str:
+    """Git commit of the source tree, ``+changes`` when tracked files differ from it.
+
+    ``SOURCE_COMMIT`` in the environment wins (a container has no history). ``unknown`` for an
+    installed package: the repository around its environment is not its own.
+    """
+    given = os.environ.get("SOURCE_COMMIT")
+    if given:
+        return given
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=root, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+            return "unknown"
+        head = git("rev-parse", "HEAD")
+        return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def other_copies() -> list[str]:
+    """Other packages named ``megatron_patch`` on sys.path (Pai-Megatron-Patch has that name)."""
+    ours = Path(megatron_patch.__file__).resolve().parent
+    found = []
+    for entry in dict.fromkeys(sys.path):
+        package = Path(entry or ".").resolve() / "megatron_patch"
+        if package != ours and (package / "__init__.py").is_file():
+            found.append(str(package))
+    return found
