@@ -128,3 +128,12 @@ class ModelConfig:
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
         yield from ()
+
+
+def ffn_hidden_size(model: ModelConfig) -> int:
+    """Hidden size of the MLP: as given, else 4 h, or 8/3 h rounded up to 256 for swiglu."""
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    if model.activation != "swiglu":
+        return 4 * model.hidden_size
+    return -(-(8 * model.hidden_size) // (3 * 256)) * 256

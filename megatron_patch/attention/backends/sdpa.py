@@ -1,0 +1,50 @@
+"""``sdpa_cudnn`` and ``sdpa_flash``: PyTorch's scaled_dot_product_attention, pinned to one kernel.
+
+Shape legend: s length, b batch, h query heads, kv_heads key/value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_patch.attention.backends.call import Call, Result
+
+
+def run_cudnn(call: Call) -> Result:
+    """Attention by cuDNN's fused kernel."""
+    return _run(call, SDPBackend.CUDNN_ATTENTION), None
+
+
+def run_flash(call: Call) -> Result:
+    """Attention by the FlashAttention-2 kernel that PyTorch ships."""
+    return _run(call, SDPBackend.FLASH_ATTENTION), None
+
+
+def _run(call: Call, backend: SDPBackend) -> torch.Tensor:
+    # is_causal is aligned top-left, which is the same as Megatron's only for equal lengths.
+    if call.causal and call.q.shape[0] != call.k.shape[0]:
+        raise ValueError(
+            f"causal attention with {call.q.shape[0]} queries and {call.k.shape[0]} keys: the sdpa_* "
+            "backends need equal lengths; use 'reference' or 'stable_flash'"
+        )
+    if call.deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "a repeatable backward of FlashAttention-2 needs torch.use_deterministic_algorithms(True); "
+            "call it before training"
+        )
+    # [s, b, heads, d] -> [b, heads, s, d] as a view: both kernels take strides.
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (call.q, call.k, call.v))
+    # One backend in the list: where it cannot run, PyTorch raises instead of taking another.
+    with sdpa_kernel([backend]):
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=call.dropout_p,
+            is_causal=call.causal,
+            scale=call.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    return out.permute(2, 0, 1, 3)  # [s, b, h, d]

@@ -1,0 +1,33 @@
+"""``stable_flash``: the project's own kernels."""
+
+from __future__ import annotations
+
+from megatron_patch.attention.backends.call import Call, Result
+from megatron_patch.attention.backends.reference import draw_seed
+from stable_attention.api import stable_attention
+
+
+def run(call: Call) -> Result:
+    """Attention by `stable_attention`; ``call.options`` are its stabilizer settings."""
+    result = stable_attention(
+        call.q,
+        call.k,
+        call.v,
+        layout=call.layout,
+        causal=call.causal,
+        window=call.window,
+        scale=call.scale,
+        sinks=call.sinks,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        cu_seqlens_q_padded=call.cu_seqlens_q_padded,
+        cu_seqlens_k_padded=call.cu_seqlens_k_padded,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        dropout_p=call.dropout_p,
+        dropout_seed=draw_seed(call.q.device) if call.dropout_p > 0 else None,
+        deterministic=call.deterministic,
+        return_max_logits=call.want_max_logits,
+        **call.options,
+    )
+    return result if isinstance(result, tuple) else (result, None)  # type: ignore[return-value]

@@ -1,0 +1,349 @@
+"""`CoreAttention`: the core-attention module that Megatron-Core builds and calls.
+
+Shape legend (Megatron's letters): sq, sk lengths; b batch; np query heads and ng key/value heads of
+this tensor-parallel rank; hn, hv head dims of query/key and value; t packed tokens.
+
+Megatron-Core's contract, kept here: the constructor has no side effects (multi-latent attention
+constructs core attention twice and drops the first); head counts come from the tensors, because
+``config`` may be a modified copy; v arrives as a strided view of the fused QKV output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+
+from megatron_patch.attention import registry
+from megatron_patch.attention.backends.call import Backend, Call
+
+log = logging.getLogger(__name__)
+
+# Backends that `CoreAttention` calls; the others are Megatron-Core modules of their own.
+FUNCTIONS = {
+    "stable_flash": ("megatron_patch.attention.backends.stable", "run"),
+    "sdpa_cudnn": ("megatron_patch.attention.backends.sdpa", "run_cudnn"),
+    "sdpa_flash": ("megatron_patch.attention.backends.sdpa", "run_flash"),
+    "reference": ("megatron_patch.attention.backends.reference", "run"),
+}
+MODULES = {
+    "mcore_local": "megatron_patch.attention.backends.mcore_local",
+    "te": "megatron_patch.attention.backends.te",
+}
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
+
+
+def core_attention_spec(backend: str, **options: Any) -> Any:
+    """What to put into a spec's ``core_attention`` for a backend.
+
+    Args:
+        backend: a name of `registry.BACKENDS`.
+        options: settings of the backend (``stable_flash``: stabilizer, residual, beta, eps,
+            allow_broken).
+
+    Returns:
+        A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
+
+    Raises:
+        ValueError: an unknown backend, or options for one that has none.
+    """
+    if backend not in registry.BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(registry.BACKENDS)}")
+    if options and not registry.BACKENDS[backend].stabilizers:
+        raise ValueError(f"backend {backend!r} takes no options; got {', '.join(sorted(options))}")
+    if backend in MODULES:
+        return importlib.import_module(MODULES[backend]).module()
+    return ModuleSpec(module=CoreAttention, params={"backend": backend, "options": options})
+
+
+class CoreAttention(torch.nn.Module):
+    """Softmax attention between Megatron-Core's QKV and output projections, by a named backend.
+
+    Raises:
+        BackendError: (constructor) the backend cannot serve this layer; lists every reason.
+    """
+
+    softmax_offset: torch.Tensor | None
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: str = "stable_flash",
+        options: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(
+                required_pgs=["tp", "cp"]
+            )
+        self.config = config
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        self.tp_group = pg_collection.tp
+        self.softmax_scale = softmax_scale
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        # apply_query_key_layer_scaling divides by the layer number before an fp16 softmax and
+        # multiplies after it; with float32 scores both halves drop out.
+        self.window = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, self.layer_number
+        ):
+            self.window = tuple(config.window_size)
+        self.want_max_logits = bool(config.qk_clip or config.log_max_attention_logit)
+        self.current_max_attn_logits: torch.Tensor | None = None
+        self.backend_name = backend
+        self.options = dict(options or {})
+        _reject_fp8(config)
+        self.selection = registry.check(backend, self._facts())
+        self._run: Backend = _load(backend)
+        self._make_softmax_offset()
+
+    def _facts(self) -> registry.Facts:
+        config = self.config
+        head_dim = v_head_dim = config.kv_channels
+        mla = bool(config.multi_latent_attention)
+        if mla:  # the first of the two constructions comes without k_channels and v_channels
+            head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+            v_head_dim = config.v_head_dim
+        tp = self.tp_group.size()
+        groups = config.num_attention_heads if mla else config.num_query_groups
+        on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
+        kind = "multi-latent attention" if mla else f"{self.attention_type}-attention"
+        return registry.Facts(
+            kind=f"{kind}, window {list(self.window)}" if self.window else kind,
+            dtype="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
+            device="cuda" if on_gpu else "cpu",
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            heads=max(1, config.num_attention_heads // tp),
+            kv_heads=max(1, groups // tp),
+            window=self.window,
+            sinks=config.softmax_type != "vanilla",
+            dropout=self.dropout_p > 0,
+            deterministic=bool(config.deterministic_mode),
+            max_logits=self.want_max_logits,
+            cp=config.context_parallel_size,
+            mla=mla,
+            stabilizer=self.options.get("stabilizer", "compensated"),
+        )
+
+    def _make_softmax_offset(self) -> None:
+        """Sink logits [np], named as in Megatron-Core so that checkpoints stay interchangeable."""
+        config = self.config
+        if config.softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        heads = config.num_attention_heads // self.tp_group.size()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        if config.softmax_type == "off-by-one":
+            zeros = torch.zeros(heads, dtype=torch.float32, device=device)
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+            return
+        logits = torch.empty(heads, dtype=config.params_dtype, device=device)
+        self.softmax_offset = torch.nn.Parameter(logits)
+        # Core leaves this out: TP ranks > 0 then drop the gradient from norm and clipping.
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        if not config.perform_initialization:
+            return
+        if config.use_cpu_initialization:
+            # As core's layers do: every rank draws all heads and keeps its own.
+            every = torch.empty(config.num_attention_heads, dtype=torch.float32)
+            config.init_method(every)
+            first = heads * self.tp_group.rank()
+            with torch.no_grad():
+                logits.copy_(every[first : first + heads])
+        else:
+            with get_cuda_rng_tracker().fork():
+                config.init_method(self.softmax_offset)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unsupported: Any,
+    ) -> torch.Tensor:
+        """Attention of query [sq, b, np, hn] over key [sk, b, ng, hn] and value [sk, b, ng, hv].
+
+        Returns [sq, b, np * hv]; for packed input ([t, np, hn] ...) [t, np * hv].
+
+        Raises:
+            ValueError: an additive bias, an arbitrary mask, or arguments of another algorithm.
+        """
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        _reject(attention_bias, unsupported)
+        _check_mask(attention_mask, mask_type)
+        packed = _packed(packed_seq_params)
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        call = Call(
+            q=query,
+            k=key,
+            v=value,
+            layout="thd" if packed else "sbhd",
+            scale=scale,
+            causal=mask_type in _CAUSAL,
+            window=self.window,
+            sinks=self.softmax_offset,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            deterministic=bool(self.config.deterministic_mode),
+            want_max_logits=self.want_max_logits and self.training,
+            options=self.options,
+            **packed,
+        )
+        with self._random_stream(call.dropout_p):
+            out, max_logits = self._run(call)
+        if max_logits is not None:
+            self._remember(max_logits)
+        return out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1])
+
+    def _random_stream(self, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
+        """The model-parallel random stream. Under sequence parallelism the block has forked it."""
+        if dropout_p == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        return get_cuda_rng_tracker().fork()
+
+    def _remember(self, max_logits: torch.Tensor) -> None:
+        """Running maximum over micro-batches, read and reset by Megatron-Core's qk_clip."""
+        new = max_logits.detach().float()
+        old = self.current_max_attn_logits
+        self.current_max_attn_logits = new if old is None else torch.maximum(old, new)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Only learnable sinks, split over tensor-parallel ranks: as in Megatron-Core's modules."""
+        if self.config.softmax_type != "learnable":
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        return f"backend={self.backend_name}, layer={self.layer_number}, window={self.window}"
+
+
+def _load(backend: str) -> Backend:
+    if backend not in FUNCTIONS:
+        raise ValueError(
+            f"backend {backend!r} is a Megatron-Core module of its own; put "
+            f"core_attention_spec({backend!r}) into the spec instead of CoreAttention"
+        )
+    module, function = FUNCTIONS[backend]
+    return getattr(importlib.import_module(module), function)
+
+
+def _reject_fp8(config: Any) -> None:
+    for option in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(config, option, False):
+            raise ValueError(
+                f"{option} is True; core attention here computes in BF16 or FP32. Set it to False "
+                "(FP8 in the linear layers around it is unaffected)"
+            )
+
+
+def _reject(attention_bias: torch.Tensor | None, unsupported: dict[str, Any]) -> None:
+    if attention_bias is not None:
+        raise ValueError(
+            f"attention_bias of shape {tuple(attention_bias.shape)} is given; additive biases are not "
+            "supported. Use rotary or learned positions, or Megatron-Core's own core attention"
+        )
+    given = sorted(name for name, value in unsupported.items() if value is not None)
+    if given:
+        raise ValueError(
+            f"core attention was called with {', '.join(given)}, which belong to another attention "
+            "algorithm; leave that layer's core attention in place (replace_core_attention(only=...))"
+        )
+
+
+def _check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType) -> None:
+    if mask is None:
+        return
+    if mask_type in (AttnMaskType.arbitrary, AttnMaskType.padding, AttnMaskType.padding_causal):
+        raise ValueError(
+            f"attn_mask_type is {mask_type.name} with a mask of shape {tuple(mask.shape)}; supported "
+            "are causal and no_mask. Pack the sequences (thd) instead of padding them"
+        )
+    _warn_mask_ignored(mask_type.name, tuple(mask.shape))
+
+
+@functools.cache
+def _warn_mask_ignored(mask_type: str, shape: tuple[int, ...]) -> None:
+    log.warning(
+        "attention_mask of shape %s is ignored: attn_mask_type %s says what is masked (Transformer "
+        "Engine does the same). If it separates documents, pack them as thd; if not, do not create "
+        "it (create_attention_mask: false)",
+        shape,
+        mask_type,
+    )
+
+
+def _packed(params: Any) -> dict[str, Any]:
+    """The packed-sequence arguments of a `Call`; empty for sbhd input."""
+    if params is None:
+        return {}
+    # Newer fields of PackedSeqParams are read by getattr: their number grows with every release.
+    if (getattr(params, "local_cp_size", None) or 1) > 1:
+        raise ValueError(
+            f"packed_seq_params.local_cp_size is {params.local_cp_size}: context parallelism per "
+            "sample (hybrid_context_parallel) is not supported. Turn it off"
+        )
+    if params.qkv_format != "thd":
+        if params.qkv_format in (None, "sbhd"):
+            return {}
+        raise ValueError(
+            f"packed_seq_params.qkv_format is {params.qkv_format!r}; supported: 'thd', 'sbhd'"
+        )
+    return {
+        "cu_seqlens_q": params.cu_seqlens_q,
+        "cu_seqlens_k": params.cu_seqlens_kv,
+        "cu_seqlens_q_padded": getattr(params, "cu_seqlens_q_padded", None),
+        "cu_seqlens_k_padded": getattr(params, "cu_seqlens_kv_padded", None),
+        "max_seqlen_q": _host_int(params.max_seqlen_q),
+        "max_seqlen_k": _host_int(params.max_seqlen_kv),
+    }
+
+
+def _host_int(value: Any) -> int | None:
+    """An int without stopping the GPU; a device tensor becomes None (the buffer's length)."""
+    if isinstance(value, torch.Tensor):
+        return int(value) if value.device.type == "cpu" else None
+    return value

@@ -1,0 +1,169 @@
+"""`build_model`: the GPTModel chunks of this pipeline rank, with our attention and norms in them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_patch.attention import registry
+from megatron_patch.attention.core import core_attention_spec
+from megatron_patch.attention.replace import KEEP, module_class, replace_core_attention, rewrite_spec
+from megatron_patch.model.norms import norm_class
+from megatron_patch.model.transformer_config import transformer_config
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patch.config.root import RunConfig
+
+__all__ = ["BuiltModel", "build_model", "layer_specs", "padded_vocab_size", "transformer_config"]
+
+log = logging.getLogger(__name__)
+
+_NORM_FIELDS = frozenset(
+    {
+        "input_layernorm",
+        "pre_mlp_layernorm",
+        "q_layernorm",
+        "k_layernorm",
+        "kv_layernorm",
+        "enorm",
+        "hnorm",
+        "layer_norm",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """The model of this rank."""
+
+    chunks: list[GPTModel]
+    """One per virtual pipeline stage; one without virtual stages."""
+    selections: list[registry.Selection]
+    """The attention backend of every kind of layer in the whole model."""
+    config: TransformerConfig
+    """The configuration all chunks share; the training loop sets its hooks on it."""
+
+
+def padded_vocab_size(run: RunConfig, n: int) -> int:
+    """``n`` tokens rounded up so that every tensor-parallel rank holds a whole multiple."""
+    step = run.model.make_vocab_size_divisible_by * run.parallel.tensor_model_parallel_size
+    return -(-n // step) * step
+
+
+def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
+    """Build this rank's part of the model. Process groups and seeds must have been set.
+
+    Args:
+        run: the configuration.
+        vocab_size: number of token ids, before padding.
+
+    Returns:
+        Chunks in ``params_dtype`` on the run's device, before precision and data-parallel wrapping.
+
+    Raises:
+        BackendError: the attention backend cannot serve one of the layer kinds.
+    """
+    selections = [registry.select(run, facts) for facts in registry.layer_kinds(run)]
+    if _first_rank():
+        for selection in selections:
+            log.info(selection.line())
+    config = transformer_config(run)
+    stages = config.virtual_pipeline_model_parallel_size
+    chunks = [
+        _chunk(run, config, padded_vocab_size(run, vocab_size), None if stages is None else stage)
+        for stage in range(stages or 1)
+    ]
+    return BuiltModel(chunks, selections, config)
+
+
+def layer_specs(
+    run: RunConfig, config: TransformerConfig, vp_stage: int | None = None
+) -> tuple[TransformerBlockSubmodules, Any]:
+    """The block spec of one chunk and its multi-token-prediction spec (or None), ready to build."""
+    te = run.model.layer_spec == "te"
+    new = core_attention_spec(run.attention.backend, **_backend_options(run))
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization=run.model.normalization, vp_stage=vp_stage
+    )
+    if block.layer_specs:
+        block, _ = replace_core_attention(block, new)
+    mtp = None
+    if run.model.mtp is not None:
+        # The last layer of the whole decoder, which this rank need not hold.
+        last = get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=te, normalization=run.model.normalization
+        )[-1]
+        mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=te, vp_stage=vp_stage)
+        if mtp is not None:
+            mtp, _ = replace_core_attention(mtp, new)
+    if te:
+        return block, mtp
+    return _with_our_norms(run, block), _with_our_norms(run, mtp)
+
+
+def _with_our_norms(run: RunConfig, spec: Any) -> Any:
+    """Every local norm replaced, the final one of the block included."""
+    ours = norm_class(run.model.normalization)
+
+    def decide(name: str, value: Any) -> Any:
+        if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
+            return KEEP
+        return ours
+
+    return None if spec is None else rewrite_spec(spec, decide)[0]
+
+
+def _backend_options(run: RunConfig) -> dict[str, Any]:
+    attention = run.attention
+    if not registry.BACKENDS[attention.backend].stabilizers:
+        return {}
+    options: dict[str, Any] = {"stabilizer": attention.stabilizer}
+    if attention.residual != "default":
+        options["residual"] = attention.residual
+    if attention.stabilizer == "dynamic_max":
+        options |= {"beta": attention.dynamic_max_beta, "eps": attention.dynamic_max_eps}
+    if attention.allow_broken:
+        options["allow_broken"] = True
+    return options
+
+
+def _chunk(
+    run: RunConfig, config: TransformerConfig, padded_vocab: int, vp_stage: int | None
+) -> GPTModel:
+    model = run.model
+    block, mtp = layer_specs(run, config, vp_stage)
+    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=padded_vocab,
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type=model.position_embedding,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+    )
+    return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
+
+
+def _first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

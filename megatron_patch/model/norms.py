@@ -1,0 +1,40 @@
+"""LayerNorm and RMSNorm that work with sequence parallelism without Transformer Engine or Apex.
+
+Megatron-Core's own `WrappedTorchNorm` refuses sequence parallelism, and Apex has no RMSNorm for it.
+Under sequence parallelism each rank normalizes its part of the sequence, so the gradients of weight
+and bias are partial sums; core's ``finalize_model_grads`` adds them up over tensor-parallel ranks for
+parameters that carry ``sequence_parallel = True``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square norm over the last dimension, computed in float32 for BF16 input."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, **_placement(config))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Layer norm over the last dimension, with weight and bias."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, **_placement(config))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+
+
+def norm_class(normalization: str) -> type[torch.nn.Module]:
+    """The class for ``model.normalization``."""
+    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
+
+
+def _placement(config: Any) -> dict[str, Any]:
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    return {"dtype": config.params_dtype, "device": device}

@@ -1,0 +1,168 @@
+"""`transformer_config`: from our configuration to Megatron-Core's `TransformerConfig`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_patch.model.config import ffn_hidden_size
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+
+
+def transformer_config(run: RunConfig) -> TransformerConfig:
+    """Megatron-Core's configuration of the model, the layout and the precision of a run.
+
+    The fields that belong to the training loop (``finalize_model_grads_func``, ``no_sync_func``, ...)
+    are left for it to set.
+    """
+    fields: dict[str, Any] = {
+        **_shape(run),
+        **_precision(run),
+        **_layout(run),
+        **_recompute(run),
+        **_experts(run),
+    }
+    if run.model.mtp is not None:
+        fields |= {
+            "mtp_num_layers": run.model.mtp.num_layers,
+            "mtp_loss_scaling_factor": run.model.mtp.loss_scaling_factor,
+        }
+    if run.model.mla is None:
+        return TransformerConfig(**fields)
+    return MLATransformerConfig(**fields, **_latent(run))
+
+
+def _shape(run: RunConfig) -> dict[str, Any]:
+    model = run.model
+    activation = {
+        "gelu": F.gelu,
+        "swiglu": F.silu,
+        "relu": F.relu,
+        "squared_relu": squared_relu,
+    }[model.activation]
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "ffn_hidden_size": ffn_hidden_size(model),
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "activation_func": activation,
+        "gated_linear_unit": model.activation == "swiglu",
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_std,
+        "window_size": None if model.window is None else tuple(model.window),
+        "window_attn_skip_freq": model.window_skip_freq,
+        "softmax_type": model.softmax_type,
+        "fp32_residual_connection": model.fp32_residual_connection,
+        "transformer_impl": "transformer_engine" if model.layer_spec == "te" else "local",
+    }
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 (So et al. 2021), eager: core's own is wrapped in torch.compile."""
+    return torch.pow(F.relu(x), 2)
+
+
+def _precision(run: RunConfig) -> dict[str, Any]:
+    bf16 = run.training.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return {
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        # Every rank draws whole matrices and keeps its part, so that weights do not depend on TP.
+        # On a GPU that would be slow for large models, and core draws each part where it lives.
+        "use_cpu_initialization": run.training.device == "cpu",
+        "deterministic_mode": run.training.deterministic,
+        "attention_softmax_in_fp32": True,
+        # The fused kernels behind these need Apex-style extensions or torch.compile.
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _layout(run: RunConfig) -> dict[str, Any]:
+    parallel = run.parallel
+    pipelined = parallel.pipeline_model_parallel_size > 1
+    fields = {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": (
+            parallel.virtual_pipeline_model_parallel_size if pipelined else None
+        ),
+        "context_parallel_size": parallel.context_parallel_size,
+        "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        # Losses are summed and divided by the number of tokens once: the only scaling under which
+        # loss and gradients agree between data- and context-parallel layouts.
+        "calculate_per_token_loss": True,
+    }
+    if parallel.context_parallel_size > 1:
+        fields["cp_comm_type"] = parallel.cp_comm_type
+    return fields
+
+
+def _recompute(run: RunConfig) -> dict[str, Any]:
+    recompute = run.training.recompute
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(recompute.modules),
+        }
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }
+
+
+def _experts(run: RunConfig) -> dict[str, Any]:
+    moe = run.model.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        # With one expert a token, softmax after the selection has no gradient.
+        "moe_router_pre_softmax": moe.top_k == 1,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size or ffn_hidden_size(run.model),
+        "moe_layer_freq": moe.layer_freq,
+        "moe_aux_loss_coeff": moe.aux_loss_coeff if "aux_loss" in moe.load_balancing else 0.0,
+        "moe_router_load_balancing_type": moe.load_balancing,
+        "moe_token_dispatcher_type": moe.token_dispatcher,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _latent(run: RunConfig) -> dict[str, Any]:
+    mla = run.model.mla
+    assert mla is not None
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": run.model.rotary_base,
+        "rotary_percent": run.model.rotary_percent,
+        "apply_rope_fusion": False,
+    }
