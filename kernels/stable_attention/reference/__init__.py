@@ -6,5 +6,6 @@
 """
 
 from stable_attention.reference.blockwise import reference_attention
+from stable_attention.reference.oracle import OracleResult, gradients, oracle_attention
 
-__all__ = ["reference_attention"]
+__all__ = ["OracleResult", "gradients", "oracle_attention", "reference_attention"]

@@ -1,0 +1,289 @@
+"""Attention problems as data: one line of text each, so that a failure can be repeated.
+
+A ``Case`` is everything a run depends on; ``str(case)`` and ``Case.parse`` are inverse, and
+``python tests/kernels/attention_cases.py "<line>"`` runs it (PYTHONPATH=kernels).
+
+Shapes: q [b, sq, hq, d], k [b, sk, hk, d], v [b, sk, hk, dv] in ``layout``; thd packs the
+sequences of ``lens_q``/``lens_k``, with ``unused`` tokens after the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layout: str = "bshd"
+    dtype: str = "bf16"
+    b: int = 1
+    sq: int = 64
+    sk: int = 64
+    hq: int = 2
+    hk: int = 2
+    d: int = 32
+    dv: int = 0
+    """0: as d."""
+    causal: int = 0
+    left: int = -1
+    right: int = -1
+    scale: float = 0.0
+    """0: d ** -0.5."""
+    sinks: str = "none"
+    """none, off-by-one or learned."""
+    softcap: float = 0.0
+    dropout: float = 0.0
+    stabilizer: str = "compensated"
+    residual: str = "bf16"
+    deterministic: int = 1
+    lens_q: str = ""
+    """Comma-separated lengths for thd."""
+    lens_k: str = ""
+    unused: int = 0
+    gaps: int = 0
+    """Unused tokens between packed sequences (cu_seqlens_*_padded)."""
+    memory: str = "plain"
+    """plain, fused (q, k, v are views of one tensor), strided (dO is a view), expanded (K, V)."""
+    values: str = "gauss"
+    """gauss, outlier (K has a huge channel), positive (all of one sign), repeat (equal keys)."""
+    gain: float = 1.0
+    dlse: int = 0
+    """Also send a gradient into LSE."""
+    seed: int = 0
+
+    def __str__(self) -> str:
+        default = Case()
+        named = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != getattr(default, f.name)
+        ]
+        return " ".join(named)
+
+    @property
+    def id(self) -> str:
+        return str(self).replace(" ", "-") or "default"
+
+    @staticmethod
+    def parse(line: str) -> Case:
+        kinds = {f.name: type(getattr(Case(), f.name)) for f in dataclasses.fields(Case)}
+        pairs = (word.split("=", 1) for word in line.split())
+        return Case(**{name: kinds[name](value) for name, value in pairs})
+
+    @property
+    def v_dim(self) -> int:
+        return self.dv or self.d
+
+    @property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        return (
+            [int(n) for n in self.lens_q.split(",")],
+            [int(n) for n in self.lens_k.split(",")],
+        )
+
+    def repro(self) -> str:
+        return f'PYTHONPATH=kernels python tests/kernels/attention_cases.py "{self}"'
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case; ``leaf`` is what gradients are taken of (q, k, v, maybe sinks)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    sinks: torch.Tensor | str | None
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    starts_q: torch.Tensor | None = None
+    starts_k: torch.Tensor | None = None
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        """What ``stable_attention``, the reference and the oracle all understand."""
+        named: dict[str, Any] = {
+            "layout": case.layout,
+            "causal": bool(case.causal),
+            "window": None if case.left < 0 and case.right < 0 else (case.left, case.right),
+            "scale": case.scale or None,
+            "softcap": case.softcap,
+            "sinks": self.sinks,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "dropout_p": case.dropout,
+            "dropout_seed": 1234567 + case.seed,
+        }
+        if case.gaps:
+            named["cu_seqlens_q_padded"] = self.starts_q
+            named["cu_seqlens_k_padded"] = self.starts_k
+        return named
+
+
+def _shape(case: Case, s: int, h: int, d: int) -> tuple[int, ...]:
+    return {
+        "bshd": (case.b, s, h, d),
+        "sbhd": (s, case.b, h, d),
+        "bhsd": (case.b, h, s, d),
+        "thd": (s, h, d),
+    }[case.layout]
+
+
+def _offsets(lens: list[int], gap: int) -> tuple[list[int], list[int], int]:
+    cu, starts, at = [0], [], 0
+    for n in lens:
+        cu.append(cu[-1] + n)
+        starts.append(at)
+        at += n + gap
+    return cu, starts, at
+
+
+def make_inputs(case: Case, device: str = "cpu") -> Inputs:
+    """Seeded tensors of a case, drawn on the CPU so that every device sees the same numbers."""
+    gen = torch.Generator().manual_seed(case.seed * 7919 + 17)
+    dtype = DTYPES[case.dtype]
+    sq, sk = case.sq, case.sk
+    cu: dict[str, torch.Tensor] = {}
+    if case.layout == "thd":
+        for name, lens in zip("qk", case.lengths, strict=True):
+            offsets, starts, total = _offsets(lens, case.gaps)
+            cu["cu_" + name] = torch.tensor(offsets, dtype=torch.int32, device=device)
+            cu["starts_" + name] = torch.tensor(starts, dtype=torch.int32, device=device)
+            sq, sk = (total + case.unused, sk) if name == "q" else (sq, total + case.unused)
+
+    def draw(s: int, h: int, d: int) -> torch.Tensor:
+        x = torch.randn(_shape(case, s, h, d), generator=gen)
+        return x.abs() if case.values == "positive" else x
+
+    q, k = draw(sq, case.hq, case.d) * case.gain, draw(sk, case.hk, case.d)
+    v, dout = draw(sk, case.hk, case.v_dim), draw(sq, case.hq, case.v_dim)
+    if case.values == "outlier":
+        k[..., 0] += 70.0
+        q[..., 0] = q[..., 0].abs()
+    if case.values == "repeat":
+        k[:] = k[..., :1, :] if case.layout != "thd" else k[:1]
+    tensors = _place(case, [x.to(device).to(dtype) for x in (q, k, v, dout)])
+    sinks: torch.Tensor | str | None = None if case.sinks == "none" else "off-by-one"
+    if case.sinks == "learned":
+        sinks = torch.randn(case.hq, generator=gen).to(device) * 2
+    dlse = None
+    if case.dlse:
+        lse_shape = (case.hq, sq) if case.layout == "thd" else (case.b, case.hq, sq)
+        dlse = torch.randn(lse_shape, generator=gen).to(device)
+    return Inputs(*tensors, dlse, sinks, **cu)
+
+
+def _place(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same numbers in another memory order."""
+    q, k, v, dout = tensors
+    axis = 1 if case.layout in ("bhsd", "thd") else 2
+    if case.memory == "fused" and q.shape[-1] == v.shape[-1] and case.sq == case.sk:
+        fused = torch.cat([q, k, v], axis)
+        q, k, v = fused.split([q.shape[axis], k.shape[axis], v.shape[axis]], axis)
+    elif case.memory == "strided":
+        dout = torch.stack([dout, torch.full_like(dout, float("nan"))], 1)[:, 0]
+        q = torch.cat([q, torch.full_like(q, float("nan"))[..., :8]], -1)[..., : q.shape[-1]]
+    elif case.memory == "expanded" and case.layout != "thd":
+        batch = 1 if case.layout == "sbhd" else 0
+        k = k.narrow(batch, 0, 1).expand_as(k)
+        v = v.narrow(batch, 0, 1).expand_as(v)
+    return [q, k, v, dout]
+
+
+HEAD_DIMS = (32, 40, 48, 64, 72, 80, 96, 104, 128, 160, 192, 256)
+
+
+def random_case(rng: random.Random, *, small: bool, kernel: Case | None = None) -> Case:
+    """A legal random case. ``kernel`` fixes what the compiler sees (dims, dtype, feature flags)."""
+    kind = random_kernel(rng) if kernel is None else kernel
+    top = 96 if small else 700
+    sq = rng.choice([1, 3, 17, 64, 65, 127, 128, 200, rng.randrange(1, top)])
+    sk = rng.choice([1, 2, 33, 64, 113, 128, 129, 256, rng.randrange(1, top), sq, sq])
+    if small:
+        sq, sk = min(sq, top), min(sk, top)
+    hk = rng.choice([1, 2, 3])
+    group = kind.hq // kind.hk
+    left, right = kind.left, kind.right
+    changes: dict[str, Any] = {
+        "b": rng.choice([1, 1, 2, 3]),
+        "sq": sq,
+        "sk": sk,
+        "hk": hk,
+        "hq": hk * group,
+        "left": left if left < 0 else rng.choice([0, 1, 5, 63, rng.randrange(1, top)]),
+        "right": right if right < 0 else rng.choice([0, 1, 7, 64, rng.randrange(1, top)]),
+        "seed": rng.randrange(10**6),
+        "memory": rng.choice(["plain", "plain", "fused", "strided", "expanded"]),
+        "values": rng.choice(["gauss", "gauss", "gauss", "outlier", "positive", "repeat"]),
+        "scale": rng.choice([0.0, 0.0, 0.0, 0.25]),
+    }
+    if kind.layout == "thd":
+        count = rng.randrange(1, 5)
+        lens_k = [rng.choice([0, 1, 2, 64, rng.randrange(1, top)]) for _ in range(count)]
+        lens_q = [rng.choice([0, 1, 64, n, n, rng.randrange(1, top)]) for n in lens_k]
+        same = rng.random() < 0.4
+        changes |= {
+            "b": 1,
+            "lens_q": ",".join(map(str, lens_k if same else lens_q)),
+            "lens_k": ",".join(map(str, lens_k)),
+            "unused": rng.choice([0, 0, 5]),
+            "gaps": rng.choice([0, 0, 3]),
+        }
+    return dataclasses.replace(kind, **changes)
+
+
+def random_kernel(rng: random.Random) -> Case:
+    """What decides which code is compiled; shapes and values are drawn by ``random_case``."""
+    d = rng.choice(HEAD_DIMS)
+    mask = rng.choice(["full", "causal", "causal", "left", "right", "both"])
+    group = rng.choice([1, 1, 2, 4])
+    stabilizer = rng.choice(["compensated"] * 6 + ["none"])
+    return Case(
+        layout=rng.choice(["bshd", "bshd", "sbhd", "bhsd", "thd", "thd"]),
+        dtype=rng.choice(["bf16", "bf16", "fp16"]),
+        d=d,
+        dv=rng.choice([0, 0, 0, 0, 64, 128]),
+        hq=group,
+        hk=1,
+        causal=int(mask == "causal"),
+        left=1 if mask in ("left", "both") or (mask == "causal" and rng.random() < 0.3) else -1,
+        right=1 if mask in ("right", "both") else -1,
+        sinks=rng.choice(["none", "none", "off-by-one", "learned"]),
+        softcap=rng.choice([0.0, 0.0, 0.0, 20.0]),
+        dropout=rng.choice([0.0, 0.0, 0.0, 0.17]),
+        stabilizer=stabilizer,
+        residual=rng.choice(["bf16", "bf16", "int8"]) if stabilizer == "compensated" else "bf16",
+        deterministic=rng.choice([1, 0]),
+        dlse=rng.choice([0, 0, 1]),
+    )
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parent
+    sys.path[:0] = [str(root), str(root.parent)]
+    import interpreter_shim
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        import os
+
+        os.environ["TRITON_INTERPRET"] = "1"
+        interpreter_shim.install_on_import()
+    from error_rule import check_case
+
+    report = check_case(Case.parse(" ".join(sys.argv[1:])), device)
+    print(report.table())
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

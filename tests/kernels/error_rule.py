@@ -1,0 +1,275 @@
+"""The error rule: our error against float64 is judged by what PyTorch makes in the same dtype.
+
+For O, dQ, dK, dV:    max|ours - f64| <= 2 max|pytorch - f64| + floor
+                      RMS(ours - f64) <= 1.25 RMS(pytorch - f64) + floor_rms
+PyTorch in the same dtype is ``oracle_attention(compute=dtype)``: 16-bit matrix products with
+float32 accumulation, 16-bit scores and probabilities, autograd. The floors cover the cases where
+that happens to be exact (one key: P = 1) and no more:
+
+    half an ulp of the output dtype at max|f64|, for storing the result;
+    2^-19 of the sum of the absolute terms that make a gradient element (float32 cancellation);
+    in RMS the same of the RMS, falling as 1 / sqrt(elements): a mean over few elements is noise.
+
+LSE, max logits and dSink are float32 outputs and are judged by float32: 2^-19 of their own terms.
+Nothing is compared with an absolute tolerance: all-zero gradients would pass one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from attention_cases import Case, Inputs, make_inputs
+from memory_poison import PoisonedMemory
+
+MAX_RATIO = 2.0
+RMS_RATIO = 1.25
+FLOAT32_NOISE = 2.0**-19
+HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+@dataclass
+class Results:
+    """What one implementation returned for a case."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logits: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsink: torch.Tensor | None = None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        every = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: x for name, x in every.items() if x is not None}
+
+
+@dataclass
+class Report:
+    case: Case
+    problems: list[str] = field(default_factory=list)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Per tensor: our error over PyTorch's, (max, RMS)."""
+
+    def table(self) -> str:
+        lines = [f"{name:10s} max {a:8.3f}x  rms {b:8.3f}x" for name, (a, b) in self.ratios.items()]
+        return "\n".join([*lines, *self.problems, "FAILED" if self.problems else "ok"])
+
+    def raise_if_bad(self) -> None:
+        if self.problems:
+            raise AssertionError("\n".join([*self.problems, self.case.repro()]))
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x
+
+
+def run_oracle(case: Case, given: Inputs, compute: torch.dtype) -> Results:
+    """Forward and backward of the oracle with every operation in ``compute``."""
+    from stable_attention.reference import gradients, oracle_attention
+
+    q, k, v = (_leaf(x.to(compute)) for x in (given.q, given.k, given.v))
+    learned = isinstance(given.sinks, torch.Tensor)
+    sinks = _leaf(given.sinks.to(compute)) if learned else given.sinks
+    named = given.arguments(case) | {"sinks": sinks}
+    result = oracle_attention(q, k, v, compute=compute, **named)
+    outputs: tuple[torch.Tensor, ...] = (result.out,)
+    cotangents: tuple[torch.Tensor, ...] = (given.dout.to(compute),)
+    if given.dlse is not None:
+        outputs += (result.lse,)
+        cotangents += (given.dlse.to(compute),)
+    grads = gradients(outputs, (q, k, v, sinks) if learned else (q, k, v), cotangents)
+    return Results(result.out.detach(), result.lse.detach(), result.max_logits.detach(), *grads)
+
+
+def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
+    """Forward and backward of ``stable_attention``; outputs NaN-filled, inside guard bands."""
+    from stable_attention import stable_attention
+
+    q, k, v = (_leaf(x) for x in (given.q, given.k, given.v))
+    sinks = _leaf(given.sinks)
+    memory = PoisonedMemory()
+    if poison:
+        memory.__enter__()
+    try:
+        named = given.arguments(case) | {"sinks": sinks}
+        if case.layout == "thd":
+            named["max_seqlen_q"], named["max_seqlen_k"] = (max(n) for n in case.lengths)
+        out, lse, top = stable_attention(
+            q,
+            k,
+            v,
+            stabilizer=case.stabilizer,
+            residual=case.residual,
+            deterministic=bool(case.deterministic),
+            allow_broken=case.stabilizer == "paper_bf16",
+            return_lse=True,
+            return_max_logits=True,
+            **named,
+        )
+        outputs, cotangents = [out], [given.dout]
+        if given.dlse is not None:
+            outputs.append(lse)
+            cotangents.append(given.dlse)
+        leaves = [q, k, v] + ([sinks] if isinstance(sinks, torch.Tensor) else [])
+        grads = torch.autograd.grad(outputs, leaves, cotangents)
+    finally:
+        if poison:
+            memory.__exit__(None, None, None)
+    memory.check()
+    return Results(out.detach(), lse.detach(), top.detach(), *grads)
+
+
+def _terms(case: Case, given: Inputs) -> dict[str, float]:
+    """Sizes that float32 rounding is measured by: largest sums of absolute terms."""
+    scale = case.scale or case.d**-0.5
+    q, k, v, dout = (x.detach().double().abs() for x in (given.q, given.k, given.v, given.dout))
+    if 0 in (q.numel(), k.numel()):
+        return dict.fromkeys(("score", "dscore", "dq", "dk"), 0.0)
+    norm = lambda x: float(x.pow(2).sum(-1).max().sqrt())  # noqa: E731
+    score = scale * norm(q) * norm(k) + case.softcap
+    # |dP| and |delta| are both at most |dO| |V|; dropout scales them up.
+    dscore = 2 * norm(dout) * norm(v) / (1 - case.dropout)
+    if given.dlse is not None:
+        dscore += float(given.dlse.abs().max())
+    # sum_j P_ij = 1 bounds dQ; a column sum of P is at most the number of rows that see it.
+    rows = q.numel() // q.shape[-1] // max(1, case.hk)
+    return {
+        "score": score,
+        "dscore": dscore,
+        "dq": scale * dscore * float(k.max()),
+        "dk": scale * dscore * float(q.max()) * math.sqrt(rows),
+    }
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt()) if x.numel() else 0.0
+
+
+def _top(x: torch.Tensor) -> float:
+    return float(x.double().abs().max()) if x.numel() else 0.0
+
+
+def judge(
+    report: Report,
+    name: str,
+    ours: torch.Tensor,
+    truth: torch.Tensor,
+    yardstick: torch.Tensor,
+    *,
+    noise: float,
+) -> None:
+    """Apply the rule to one 16-bit tensor; ``noise`` is its absolute float32 floor."""
+    if ours.shape != truth.shape:
+        report.problems.append(f"{name}: shape {tuple(ours.shape)}, not {tuple(truth.shape)}")
+        return
+    if not bool(torch.isfinite(ours).all()):
+        bad = int((~torch.isfinite(ours)).sum())
+        report.problems.append(f"{name}: {bad} of {ours.numel()} elements are not finite")
+        return
+    truth = truth.double()
+    mine, theirs = ours.double() - truth, yardstick.double() - truth
+    ulp = HALF_ULP[ours.dtype]
+    top, rms = _top(mine), _rms(mine)
+    top_limit = MAX_RATIO * _top(theirs) + ulp * _top(truth) + noise
+    few = min(1.0, math.sqrt(256 / max(1, ours.numel())))
+    rms_limit = RMS_RATIO * _rms(theirs) + (0.5 * ulp * _rms(truth) + noise) * few
+    tiny = 1e-300
+    report.ratios[name] = (top / max(_top(theirs), tiny), rms / max(_rms(theirs), tiny))
+    if top > top_limit:
+        report.problems.append(
+            f"{name}: max error {top:.3e} > {top_limit:.3e} (PyTorch {_top(theirs):.3e})"
+        )
+    if rms > rms_limit:
+        report.problems.append(
+            f"{name}: RMS error {rms:.3e} > {rms_limit:.3e} (PyTorch {_rms(theirs):.3e})"
+        )
+
+
+def judge_float32(
+    report: Report, name: str, ours: torch.Tensor, truth: torch.Tensor, *, noise: float
+) -> None:
+    """A float32 output: same infinities as the truth, finite values within ``noise``."""
+    if ours.shape != truth.shape:
+        report.problems.append(f"{name}: shape {tuple(ours.shape)}, not {tuple(truth.shape)}")
+        return
+    finite = torch.isfinite(truth)
+    if not torch.equal(ours[~finite].double(), truth[~finite].double()):
+        report.problems.append(f"{name}: rows without keys are not {truth[~finite].flatten()[0]}")
+    if not bool(torch.isfinite(ours[finite]).all()):
+        report.problems.append(f"{name}: not finite where it should be")
+        return
+    error = _top(ours[finite].double() - truth[finite].double())
+    report.ratios[name] = (error / max(noise, 1e-300),) * 2
+    if error > noise:
+        report.problems.append(f"{name}: error {error:.3e} > {noise:.3e}")
+
+
+def compare(case: Case, given: Inputs, ours: Results) -> Report:
+    """Judge every output of ``ours``."""
+    truth = run_oracle(case, given, torch.float64)
+    yardstick = run_oracle(case, given, given.q.dtype)
+    report = Report(case)
+    terms = _terms(case, given)
+    noise = {
+        "out": 0.0,
+        "dv": 0.0,
+        "dq": FLOAT32_NOISE * terms["dq"],
+        "dk": FLOAT32_NOISE * terms["dk"],
+    }
+    for name, floor in noise.items():
+        judge(
+            report,
+            name,
+            getattr(ours, name),
+            getattr(truth, name),
+            getattr(yardstick, name),
+            noise=floor,
+        )
+    float_noise = FLOAT32_NOISE * (1 + terms["score"])
+    judge_float32(report, "lse", ours.lse, truth.lse, noise=float_noise)
+    judge_float32(report, "max_logits", ours.max_logits, truth.max_logits, noise=float_noise)
+    if truth.dsink is not None and ours.dsink is not None:
+        judge_float32(
+            report, "dsink", ours.dsink, truth.dsink, noise=_sink_noise(case, given, truth)
+        )
+    return report
+
+
+def _sink_noise(case: Case, given: Inputs, truth: Results) -> float:
+    """dSink sums P_sink * (delta - dLSE) over rows.
+
+    "compensated" knows delta to float32 (int8: to 2^-16 of O), the others to half an ulp of O.
+    """
+    from stable_attention.reference.geometry import to_bhsd
+
+    do4 = to_bhsd(given.dout.double(), case.layout)
+    o4 = to_bhsd(truth.out, case.layout)
+    absolute = (do4 * o4).abs().sum(-1)
+    lse = truth.lse if case.layout != "thd" else truth.lse.unsqueeze(0)
+    if given.dlse is not None:
+        dlse = given.dlse.double().abs()
+        absolute = absolute + (dlse if case.layout != "thd" else dlse.unsqueeze(0))
+    assert isinstance(given.sinks, torch.Tensor)
+    weight = torch.exp(given.sinks.double().view(1, -1, 1) - lse)
+    weight = weight.masked_fill(~torch.isfinite(lse), 0.0)
+    size = float((weight * absolute).sum((0, 2)).max()) if weight.numel() else 0.0
+    # The rounded P that makes O differs from P by half an ulp, at random, in every weight.
+    rounding = HALF_ULP[given.q.dtype] * float(
+        (weight * absolute).pow(2).sum((0, 2)).max().sqrt() if weight.numel() else 0.0
+    )
+    return 2.0**-17 * size + 4 * rounding
+
+
+def check_case(case: Case, device: str = "cpu", *, poison: bool = True) -> Report:
+    """Run a case and judge it; exceptions of the run become problems of the report."""
+    given = make_inputs(case, device)
+    try:
+        ours = run_ours(case, given, poison=poison)
+    except Exception as error:
+        return Report(case, [f"{type(error).__name__}: {error}"])
+    return compare(case, given, ours)
