@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from megatron_patch.config.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.problem import Problem
     from megatron_patch.config.root import RunConfig
 
 
@@ -19,11 +21,44 @@ class TokenizerConfig:
     kind: Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "none"] = "bytes"
     """bytes: 256 byte values + end of document; none: datasets of bare ids (needs vocab_size)."""
     path: str | None = None
-    """tokenizer.json (huggingface), .model (sentencepiece) or encoding name / file (tiktoken)."""
+    """tokenizer.json (huggingface), .model (sentencepiece), or for tiktoken a .tiktoken ranks
+    file, a .json description (see docs/data.md) or the name of an encoding already cached."""
     vocab_size: int | None = None
     """Number of ids, for ``kind: none`` only."""
     eod_id: int | None = None
     """End-of-document id, where the tokenizer does not name one."""
+
+    def problems(self, path: str = "data.tokenizer") -> Iterator[Problem]:
+        """Contradictions between the kind and the other keys; ``path`` prefixes the messages."""
+        if self.kind in ("huggingface", "sentencepiece", "tiktoken") and not self.path:
+            what = "an encoding's file or name" if self.kind == "tiktoken" else "a tokenizer file"
+            yield Problem(f"{path}.path", f"kind {self.kind!r} needs the path of {what}")
+        if self.kind in ("bytes", "none") and self.path is not None:
+            yield Problem(
+                f"{path}.path",
+                f"kind {self.kind!r} reads no file, but path is {self.path!r}; remove it or "
+                "choose kind huggingface, sentencepiece or tiktoken",
+            )
+        if self.kind == "none":
+            if self.vocab_size is None:
+                yield Problem(f"{path}.vocab_size", "kind 'none' needs the number of token ids")
+            elif self.vocab_size < 1:
+                yield Problem(f"{path}.vocab_size", f"{self.vocab_size} is not a positive number")
+        elif self.vocab_size is not None:
+            yield Problem(
+                f"{path}.vocab_size",
+                f"{self.vocab_size} is set, but the {self.kind!r} tokenizer knows its own size; "
+                "remove it (it belongs to kind 'none')",
+            )
+        if self.eod_id is not None:
+            if self.kind == "bytes" and self.eod_id != 256:
+                yield Problem(f"{path}.eod_id", f"{self.eod_id}: the bytes tokenizer's is 256")
+            elif self.eod_id < 0:
+                yield Problem(f"{path}.eod_id", f"{self.eod_id} is negative; ids start at 0")
+            elif self.vocab_size is not None and self.eod_id >= self.vocab_size:
+                yield Problem(
+                    f"{path}.eod_id", f"{self.eod_id} is not below vocab_size {self.vocab_size}"
+                )
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -43,7 +78,8 @@ class DataConfig:
     blend: list[DatasetConfig] = field(default_factory=list)
     """Datasets whose documents are divided between train, valid and test by ``split``."""
     split: list[float] = field(default_factory=lambda: [0.98, 0.01, 0.01])
-    """Shares of train, valid and test for ``blend``."""
+    """Shares of the tokens of every dataset of ``blend`` for train, valid and test, in file order;
+    cuts fall between documents."""
     train: list[DatasetConfig] = field(default_factory=list)
     """Training blend, instead of ``blend``."""
     valid: list[DatasetConfig] = field(default_factory=list)
@@ -53,18 +89,92 @@ class DataConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer the datasets were prepared with."""
     seed: int | None = None
-    """Seed of the sample order; default: training.seed."""
+    """Seed of the training order; default: training.seed. Evaluation ignores it, so that runs
+    with different seeds are evaluated on the same sequences."""
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte of the token files at start, or (huge files) a fixed sample of pages."""
-    cache_dir: str | None = None
-    """Where sample indices are cached; default: the run directory."""
     num_workers: int = 2
-    """Loader processes per rank; 0 loads in the training process."""
+    """Reader threads per rank that prepare batches ahead; 0 reads in the training thread."""
     eod_mask_loss: bool = False
-    """Exclude end-of-document tokens from the loss."""
+    """No loss at end-of-document tokens, where the next document's first token is predicted."""
     reset_position_ids: bool = False
-    """Restart positions after every end of document."""
+    """Restart positions after every end of document (attention still crosses documents)."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        """Everything about this section that can be checked without a GPU or the files."""
+        yield from self._blend_problems()
+        yield from self._split_problems(run)
+        yield from self.tokenizer.problems()
+        if self.num_workers < 0:
+            yield Problem("data.num_workers", f"{self.num_workers} is negative; use 0 or more")
+        if self.seed is not None and self.seed < 0:
+            yield Problem("data.seed", f"{self.seed} is negative; use 0 or more")
+        if self.tokenizer.kind == "none" and self.tokenizer.eod_id is None:
+            for key in ("eod_mask_loss", "reset_position_ids"):
+                if getattr(self, key):
+                    yield Problem(
+                        f"data.{key}",
+                        "needs to know the end-of-document id: set data.tokenizer.eod_id",
+                    )
+
+    def _blend_problems(self) -> Iterator[Problem]:
+        separate = [key for key in ("train", "valid", "test") if getattr(self, key)]
+        if self.blend and separate:
+            yield Problem(
+                "data.blend",
+                f"contradicts data.{', data.'.join(separate)}: use blend with split, "
+                "or train/valid/test with datasets of their own",
+            )
+        elif not self.blend and not self.train:
+            yield Problem(
+                "data.train" if separate else "data.blend",
+                "no training data: name at least one prepared dataset "
+                "(megatron-patch prepare-data makes one)",
+            )
+        for key in ("blend", "train", "valid", "test"):
+            for i, dataset in enumerate(getattr(self, key)):
+                where = f"data.{key}[{i}]"
+                if not dataset.path:
+                    yield Problem(f"{where}.path", "is empty; give the prefix of .bin and .idx")
+                elif dataset.path.endswith((".bin", ".idx", ".manifest.json")):
+                    yield Problem(
+                        f"{where}.path",
+                        f"{dataset.path!r}: leave the file's ending out, the prefix is wanted",
+                    )
+                if not (math.isfinite(dataset.weight) and dataset.weight > 0):
+                    yield Problem(
+                        f"{where}.weight",
+                        f"{dataset.weight} is not a positive number; "
+                        "leave the dataset out to give it no weight",
+                    )
+
+    def _split_problems(self, run: RunConfig) -> Iterator[Problem]:
+        evaluated = run.training.eval_interval is not None
+        if not self.blend:
+            if self.train and evaluated and not self.valid:
+                yield Problem(
+                    "data.valid",
+                    f"training.eval_interval is {run.training.eval_interval}, but there is no "
+                    "validation data: name a dataset, or remove eval_interval",
+                )
+            return
+        if len(self.split) != 3:
+            yield Problem(
+                "data.split",
+                f"{self.split} has {len(self.split)} entries; give train, valid and test",
+            )
+            return
+        if not all(math.isfinite(share) and share >= 0 for share in self.split):
+            yield Problem("data.split", f"{self.split}: every share must be a number >= 0")
+        elif abs(sum(self.split) - 1) > 1e-6:
+            yield Problem(
+                "data.split", f"{self.split} sums to {sum(self.split):g}; the shares must sum to 1"
+            )
+        elif self.split[0] == 0:
+            yield Problem("data.split", f"{self.split} leaves nothing to train on")
+        elif evaluated and self.split[1] == 0:
+            yield Problem(
+                "data.split",
+                f"{self.split} leaves nothing for training.eval_interval "
+                f"{run.training.eval_interval}; give valid a share, or remove eval_interval",
+            )

@@ -1,0 +1,207 @@
+"""The worker side of ``prepare-data``: a batch of raw documents to one committed part file.
+
+A part is a JSON line (hashes and counts), the documents' lengths (int32) and their tokens (the
+dataset's dtype). It appears under its name only when complete, so a killed worker leaves nothing
+that could be mistaken for work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing import connection
+from pathlib import Path
+
+import numpy as np
+
+from megatron_patch.data import tokenizers
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.indexed import DTYPES, dtype_for
+from megatron_patch.data.options import PrepareOptions
+from megatron_patch.data.sources import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class PartHeader:
+    """First line of a part file."""
+
+    raw_sha256: str
+    """Hash of the batch it was made from."""
+    payload_sha256: str
+    """Hash of everything after this line."""
+    source: int
+    documents: int
+    tokens: int
+    skipped: int
+    max_token_id: int
+    open_end: bool
+    """The last document goes on in the next part (token files only)."""
+
+
+class Encoder:
+    """Turns batches into parts; one per process."""
+
+    def __init__(self, options: PrepareOptions, parts: Path) -> None:
+        self._options, self._parts = options, parts
+        self._tokenizer = tokenizers.build(options.tokenizer_config())
+        self._dtype = DTYPES[dtype_for(self._tokenizer.vocab_size)][1]
+
+    def write(self, number: int, batch: Batch) -> PartHeader:
+        """Encode a batch and commit it as part ``number``.
+
+        Raises:
+            DataError: the first document that is no text, no JSON or out of the vocabulary.
+        """
+        if batch.kind == "tokens":
+            lengths, tokens, skipped, open_end = self._cut(batch)
+        else:
+            lengths, tokens, skipped = self._encode(batch)
+            open_end = False
+        payload = lengths.astype("<i4").tobytes() + tokens.tobytes()
+        header = PartHeader(
+            raw_sha256=batch.sha256,
+            payload_sha256=hashlib.sha256(payload).hexdigest(),
+            source=batch.source,
+            documents=len(lengths),
+            tokens=len(tokens),
+            skipped=skipped,
+            max_token_id=int(tokens.max()) if len(tokens) else -1,
+            open_end=open_end,
+        )
+        path = part_path(self._parts, number)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with partial.open("wb") as stream:
+            stream.write(json.dumps(asdict(header)).encode() + b"\n")
+            stream.write(payload)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+        return header
+
+    def _encode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int]:
+        texts, skipped = [], 0
+        for raw, place in zip(batch.documents, batch.places, strict=True):
+            for text in self._text(raw, place, batch.kind):
+                if text.strip():
+                    texts.append(text)
+                else:
+                    skipped += 1
+        eod = self._tokenizer.eod_id
+        assert eod is not None, "checked when preparing starts"
+        pieces = [
+            np.asarray([*ids, eod], dtype=self._dtype)
+            for ids in self._tokenizer.encode_batch(texts)
+        ]
+        lengths = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=self._dtype)
+        return lengths, tokens, skipped
+
+    def _text(self, raw: bytes, place: str, kind: str) -> Iterator[str]:
+        """The text of one raw document; an empty one stands for "left out"."""
+        if kind == "jsonl":
+            if not raw.strip():
+                return  # blank lines between records are no documents
+            text = self._json_text(raw, place)
+        else:
+            try:
+                text = raw.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                text = self._invalid(
+                    f"{place}: not UTF-8 text ({error.reason} at byte {error.start:,})",
+                    lambda: raw.decode("utf-8-sig", errors="replace"),
+                )
+        if kind == "separated":
+            text = text.strip("\n")
+        yield text
+
+    def _json_text(self, raw: bytes, place: str) -> str:
+        key = self._options.json_key
+        try:
+            record = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(record.get(key), str):
+            found = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise DataError(
+                f"{place}: no text under --json-key {key!r}; the line has {str(found)[:200]}"
+            )
+        text = record[key]
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            return self._invalid(
+                f"{place}: half a surrogate pair at character {error.start:,}, which is no text",
+                lambda: text.encode("utf-8", errors="replace").decode("utf-8"),
+            )
+        return text
+
+    def _invalid(self, problem: str, replaced: object) -> str:
+        how = self._options.invalid_text
+        if how == "error":
+            raise DataError(f"{problem}; see --invalid-text")
+        return "" if how == "skip" else replaced()  # type: ignore[operator]
+
+    def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """Token bytes to documents that end at the end-of-document id."""
+        raw, place = b"".join(batch.documents), batch.places[0]
+        dtype = DTYPES[self._options.format][1]
+        if len(raw) % dtype.itemsize:
+            raise DataError(
+                f"{place}: {len(raw):,} bytes are not a whole number of {self._options.format}"
+            )
+        tokens = np.frombuffer(raw, dtype=dtype)
+        vocab = self._tokenizer.vocab_size
+        wrong = (tokens >= vocab) | (tokens < 0) if dtype.kind == "i" else tokens >= vocab
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{place}: token {at:,} from here is id {int(tokens[at])}, but the tokenizer has "
+                f"{vocab} ids; name the tokenizer and the format (uint16, int32) it was made with"
+            )
+        ends = np.flatnonzero(tokens == self._tokenizer.eod_id) + 1
+        open_end = len(tokens) > 0 and (len(ends) == 0 or ends[-1] != len(tokens))
+        if open_end:
+            ends = np.append(ends, len(tokens))
+        return np.diff(ends, prepend=0), tokens.astype(self._dtype), 0, bool(open_end)
+
+
+def part_path(parts: Path, number: int) -> Path:
+    return parts / f"part-{number:08d}"
+
+
+def read_part(parts: Path, number: int) -> tuple[PartHeader, bytes] | None:
+    """A committed part, or None where it is missing or damaged (it is then made again)."""
+    try:
+        line, _, payload = part_path(parts, number).read_bytes().partition(b"\n")
+        header = PartHeader(**json.loads(line))
+    except (OSError, ValueError, TypeError):
+        return None
+    if hashlib.sha256(payload).hexdigest() != header.payload_sha256:
+        return None
+    return header, payload
+
+
+_encoder: Encoder | None = None
+
+
+def start_worker(options: PrepareOptions, parts: Path) -> None:
+    """Process initializer: one encoder per process, which ends when the parent does."""
+    global _encoder
+    # A worker waits for work on a pipe it holds both ends of: it would outlive a killed parent.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+    threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encoder = Encoder(options, parts)
+
+
+def work(number: int, batch: Batch) -> PartHeader:
+    """One task of a worker process."""
+    assert _encoder is not None
+    return _encoder.write(number, batch)

@@ -1,0 +1,327 @@
+"""Batches for training and evaluation, in an order that is a function of seed and step alone.
+
+Sample ``step * global_batch_size + j`` is sequence j of the global batch of ``step``, whatever the
+data-parallel size: micro-batch m of rank r takes the ``micro_batch_size`` samples from
+``j = (m * dp_size + r) * micro_batch_size``. Every rank that needs tokens reads its own; there is
+no sampler state, no index cache and no communication.
+
+Legend: b micro-batch size, s tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.order import Blend, Ring, derive
+from megatron_patch.data.progress import human
+from megatron_patch.data.tokenfile import TokenFile
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.data.config import DatasetConfig
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+Batch = dict[str, torch.Tensor]
+_EVALUATION_SEED = 0
+
+
+class DataParallel(Protocol):
+    """What the loader reads of ``parallel.setup.Layout``."""
+
+    @property
+    def dp_rank(self) -> int: ...
+
+    @property
+    def dp_size(self) -> int: ...
+
+
+def needs_data(pp_rank: int, pp_size: int) -> bool:
+    """Whether a pipeline stage reads batches: the first embeds tokens, the last compares labels."""
+    return pp_rank in (0, pp_size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The tokens [first, first + ring.tokens) of one file: one dataset's share of one split."""
+
+    file: TokenFile
+    first: int
+    ring: Ring
+
+    def read(self, index: int, out: torch.Tensor) -> None:
+        """Sample ``index`` and the token after it into ``out`` [s + 1], int64."""
+        start, wanted = self.ring.start(index), len(out)
+        head = min(wanted, self.ring.tokens - start)
+        out[:head] = torch.from_numpy(self.file.read(self.first + start, head))
+        if head < wanted:
+            out[head:] = torch.from_numpy(self.file.read(self.first, wanted - head))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """One split: the blend and its parts."""
+
+    blend: Blend
+    parts: list[_Part]
+
+    def read(self, k: int, out: torch.Tensor) -> None:
+        dataset, index = self.blend.locate(k)
+        self.parts[dataset].read(index, out)
+
+
+class Loaders:
+    """The data of a run, as one data-parallel rank sees it; made by ``build_loaders``."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        mixtures: dict[Split, _Mixture],
+        absent: dict[Split, str],
+    ) -> None:
+        training = run.training
+        per_pass = training.micro_batch_size * dp_size
+        if training.global_batch_size % per_pass:
+            raise DataError(
+                f"training.global_batch_size {training.global_batch_size} is not a multiple of "
+                f"micro_batch_size {training.micro_batch_size} x data-parallel size {dp_size}"
+            )
+        self.micro_batches = training.global_batch_size // per_pass
+        """Micro-batches of one step on this rank."""
+        self._run, self._rank, self._size = run, dp_rank, dp_size
+        self._mixtures, self._absent = mixtures, absent
+
+    def has(self, split: Split) -> bool:
+        """Whether the configuration gives this split any data."""
+        return split in self._mixtures
+
+    def iterate(self, split: Split, *, start_step: int = 0) -> Iterator[Batch]:
+        """This rank's micro-batches from step ``start_step`` on, ``micro_batches`` a step, endless.
+
+        Each is a dict of CPU tensors (pinned when training on CUDA): ``tokens``, ``labels``,
+        ``position_ids`` int64 [b, s], ``loss_mask`` float32 [b, s]. Evaluation passes start at
+        step 0 and therefore see the same sequences every time. Close the iterator (or drop it) to
+        end its reader threads.
+
+        Raises:
+            DataError: the split has no data, or a token file changed while it was used.
+        """
+        if split not in self._mixtures:
+            raise DataError(
+                f"there is no {split} data ({self._absent[split]}): give it a share in data.split "
+                f"or datasets in data.{split}; available: {', '.join(self._mixtures)}"
+            )
+        return self._ahead(split, start_step * self.micro_batches)
+
+    def batch(self, split: Split, step: int, micro: int) -> Batch:
+        """Micro-batch ``micro`` of ``step`` on this rank; see ``iterate``."""
+        training = self._run.training
+        b, s = training.micro_batch_size, self._run.model.seq_length
+        first = step * training.global_batch_size + (micro * self._size + self._rank) * b
+        rows = torch.empty(b, s + 1, dtype=torch.int64)
+        for row in range(b):
+            self._mixtures[split].read(first + row, rows[row])
+        return self._finish(rows, self._mixtures[split].parts[0].file.manifest.tokenizer.eod_id)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything the training order depends on, to record in checkpoints.
+
+        Equal fingerprints mean that step n reads the same sequences in the same order.
+        """
+        run, mixture = self._run, self._mixtures["train"]
+        parts = [(p.file.manifest.sha256, p.first, p.ring.tokens) for p in mixture.parts]
+        tree = [
+            _seed(run, "train"),
+            run.model.seq_length,
+            run.training.global_batch_size,
+            [str(d.weight) for d in _datasets(run, "train")],
+            parts,
+        ]
+        return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+
+    def describe(self) -> list[str]:
+        """Lines for the start-up log: tokens of each split, and the epochs the run makes."""
+        training, s = self._run.training, self._run.model.seq_length
+        steps = {"train": training.train_steps, "valid": training.eval_steps}
+        lines = []
+        for split, mixture in self._mixtures.items():
+            total = sum(part.ring.tokens for part in mixture.parts)
+            line = f"data {split}: {human(total)} tokens in {len(mixture.parts)} dataset(s)"
+            samples = steps.get(split, training.eval_steps) * training.global_batch_size
+            what = "the run reads" if split == "train" else "an evaluation reads"
+            line += f"; {what} {human(samples * s)}"
+            lines.append(line)
+            counts = mixture.blend.counts(samples)
+            for part, count in zip(mixture.parts, counts, strict=True):
+                epochs = count / part.ring.windows
+                note = ""
+                if epochs > 1 and split == "train":
+                    note = " (shorter than the run: repeats, reshuffled every epoch)"
+                elif epochs > 1:
+                    note = " (shorter than an evaluation: some sequences count more than once)"
+                lines.append(
+                    f"data {split}:   {part.file.path.name}: {human(part.ring.tokens)} tokens, "
+                    f"{count / max(samples, 1):.1%} of samples, {epochs:.3g} epochs{note}"
+                )
+        lines += [f"data {split}: none ({why})" for split, why in self._absent.items()]
+        if self._run.data.eod_mask_loss:
+            lines.append("data: end-of-document tokens carry no loss")
+        if self._run.data.reset_position_ids:
+            lines.append("data: positions restart after every end of document")
+        return lines
+
+    def close(self) -> None:
+        """Close the token files; iterators must have ended."""
+        files = {id(p.file): p.file for m in self._mixtures.values() for p in m.parts}
+        for file in files.values():
+            file.close()
+
+    def _ahead(self, split: Split, at: int) -> Iterator[Batch]:
+        workers = self._run.data.num_workers
+        if workers == 0:
+            while True:
+                yield self.batch(split, *divmod(at, self.micro_batches))
+                at += 1
+        cuda = self._run.training.device == "cuda" and torch.cuda.is_available()
+        device = torch.cuda.current_device() if cuda else None
+
+        def start_thread() -> None:
+            # Device choice is per thread, and pinning creates a context: without this, every
+            # rank of a node would hold memory on the first GPU.
+            if device is not None:
+                torch.cuda.set_device(device)
+
+        # Threads, not processes: reading waits in pread and copies in torch, both without the
+        # interpreter lock; nothing is forked under CUDA, and no orphan survives a killed rank.
+        pool = ThreadPoolExecutor(workers, f"data-{split}", start_thread)
+        pending: deque[Future[Batch]] = deque()
+        try:
+            while True:
+                while len(pending) < 2 * workers:
+                    place = divmod(at, self.micro_batches)
+                    pending.append(pool.submit(self.batch, split, *place))
+                    at += 1
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _finish(self, rows: torch.Tensor, eod: int | None) -> Batch:
+        """Rows [b, s + 1] to a batch."""
+        data = self._run.data
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        b, s = tokens.shape
+        loss_mask = torch.ones(b, s, dtype=torch.float32)
+        position_ids = torch.arange(s).repeat(b, 1)
+        if data.eod_mask_loss or data.reset_position_ids:
+            assert eod is not None, "checked by build_loaders"
+            ends = torch.eq(tokens, eod)
+            if data.eod_mask_loss:
+                loss_mask[ends] = 0.0
+            if data.reset_position_ids:
+                # The first position of the document each token is in: one past the last end.
+                starts = torch.zeros_like(tokens)
+                starts[:, 1:] = torch.where(ends[:, :-1], position_ids[:, 1:], 0)
+                position_ids = position_ids - starts.cummax(dim=1).values
+        batch = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": position_ids,
+        }
+        if self._run.training.device == "cuda" and torch.cuda.is_available():
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+
+def build_loaders(run: RunConfig, layout: DataParallel) -> Loaders:
+    """The loaders of one rank; ``data.verify.verify_datasets`` must have passed before.
+
+    Raises:
+        DataError: a manifest is unusable, a split is shorter than one sequence, the
+            end-of-document id is needed and unknown, or the global batch does not divide.
+    """
+    files: dict[str, TokenFile] = {}
+    problems: list[str] = []
+    for split in SPLITS:
+        for dataset in _datasets(run, split):
+            if dataset.path in files:
+                continue
+            try:
+                files[dataset.path] = TokenFile(dataset.path)
+            except DataError as error:
+                problems += error.problems
+    if problems:
+        raise DataError(list(dict.fromkeys(problems)))
+    mixtures: dict[Split, _Mixture] = {}
+    absent: dict[Split, str] = {}
+    for split in SPLITS:
+        parts, short = _parts(run, split, files)
+        # Evaluation data that no one asked for may be missing; what was asked for may not.
+        if split == "train" or (split == "valid" and run.training.eval_interval is not None):
+            problems += short
+        if parts and not short:
+            weights = [dataset.weight for dataset in _datasets(run, split)]
+            mixtures[split] = _Mixture(Blend(weights), parts)
+        else:
+            absent[split] = "; ".join(short) or "not configured"
+    eods = {path: file.manifest.tokenizer.eod_id for path, file in files.items()}
+    if (run.data.eod_mask_loss or run.data.reset_position_ids) and None in eods.values():
+        problems.append(
+            "data.eod_mask_loss and reset_position_ids need the end-of-document id, which the "
+            "datasets' manifests do not name: prepare them with tokenizer.eod_id"
+        )
+    if problems:
+        raise DataError(problems)
+    return Loaders(
+        run, dp_rank=layout.dp_rank, dp_size=layout.dp_size, mixtures=mixtures, absent=absent
+    )
+
+
+def _datasets(run: RunConfig, split: Split) -> list[DatasetConfig]:
+    if run.data.blend:
+        return run.data.blend if run.data.split[SPLITS.index(split)] > 0 else []
+    return getattr(run.data, split)
+
+
+def _seed(run: RunConfig, split: Split) -> int:
+    if split != "train":
+        return _EVALUATION_SEED
+    return run.training.seed if run.data.seed is None else run.data.seed
+
+
+def _parts(
+    run: RunConfig, split: Split, files: dict[str, TokenFile]
+) -> tuple[list[_Part], list[str]]:
+    """The parts of a split, and what is too short to be one."""
+    length, parts, short = run.model.seq_length, [], []
+    for number, dataset in enumerate(_datasets(run, split)):
+        file = files[dataset.path]
+        first, end = 0, file.tokens
+        if run.data.blend:
+            at = SPLITS.index(split)
+            first, end = (
+                file.cut(sum(run.data.split[:n]) / sum(run.data.split)) for n in (at, at + 1)
+            )
+        if end - first <= length:
+            short.append(
+                f"{file.path}: its {split} part has {end - first:,} tokens, one sequence takes "
+                f"{length + 1:,} (model.seq_length + 1): use more data or a larger share in "
+                "data.split (documents are never divided between splits)"
+            )
+            continue
+        key = derive("sample order", _seed(run, split), split, number)
+        parts.append(_Part(file, first, Ring(end - first, length, key)))
+    return parts, short

@@ -1,0 +1,209 @@
+"""The manifest of a dataset: what its ``.bin`` and ``.idx`` must be, byte for byte.
+
+A manifest is JSON in one canonical form and carries the hash of itself, so that every change of
+any byte of it is found. It is not keyed: it finds accidents, not an adversary who can rewrite all
+three files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.data.errors import DataError
+
+FORMAT = "megatron-patch dataset 1"
+SAMPLE_PAGES = 256
+SAMPLE_PAGE_BYTES = 65_536
+MAX_CHUNKS = 4_096
+_MIN_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file's size and hashes."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hash of the whole file, as ``sha256sum`` prints it."""
+    chunk_bytes: int
+    """Length of the pieces hashed separately (the last one is shorter)."""
+    chunks: list[str]
+    """SHA-256 of every piece: hashed in parallel at start, and they locate a difference."""
+    sample: str
+    """SHA-256 over the pages at ``sample_offsets(size)``, for ``data.verify: sampled``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """One input as the user named it; ``name`` holds no directory of the machine."""
+
+    name: str
+    files: int
+    bytes: int
+    """Bytes on disk (compressed, where the input is)."""
+    documents: int
+    tokens: int
+    skipped: int
+    """Documents left out because they were empty or not text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRecord:
+    """What the ids mean."""
+
+    kind: str
+    sha256: str
+    vocab_size: int
+    eod_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything known about a prepared dataset."""
+
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    max_token_id: int
+    tokenizer: TokenizerRecord
+    bin: FileRecord
+    idx: FileRecord
+    sources: list[SourceRecord]
+    options: dict[str, Any]
+    """How documents were cut out of the inputs."""
+    software: dict[str, str]
+    """Versions of what wrote the files."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the manifest, and through it of the whole dataset."""
+        return hashlib.sha256(_dump({"format": FORMAT, **asdict(self)})).hexdigest()
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.manifest.json")
+
+
+def render(manifest: Manifest) -> bytes:
+    """The one byte string that stands for a manifest."""
+    return _dump({"format": FORMAT, "sha256": manifest.sha256, **asdict(manifest)})
+
+
+def read_manifest(prefix: str | Path) -> Manifest:
+    """Read and check ``<prefix>.manifest.json``.
+
+    Raises:
+        DataError: it is missing, unreadable, changed since it was written, or of another format.
+    """
+    path = manifest_path(prefix)
+    remedy = "prepare the dataset again, or copy its three files again from a good place"
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: there is no manifest; an interrupted prepare-data leaves none (run it again "
+            "to finish), and a dataset of another tool gets one with prepare-data --adopt"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    try:
+        tree = json.loads(content)
+        stated, found = tree.pop("sha256"), tree.pop("format")
+        if found != FORMAT:
+            raise DataError(f"{path}: format {found!r}, this version reads {FORMAT!r}; {remedy}")
+        manifest = _manifest(tree)
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: not a manifest ({error}); {remedy}") from error
+    if manifest.sha256 != stated or render(manifest) != content:
+        raise DataError(f"{path}: changed since it was written (own hash differs); {remedy}")
+    return manifest
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write atomically and durably: temporary file, fsync, rename, fsync of the directory."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def chunk_bytes_for(size: int) -> int:
+    """A power of two from 1 MiB that keeps a file at ``MAX_CHUNKS`` pieces or fewer."""
+    chunk = _MIN_CHUNK
+    while chunk * MAX_CHUNKS < size:
+        chunk *= 2
+    return chunk
+
+
+def sample_offsets(size: int) -> list[int]:
+    """Where the sampled pages start: first and last page, the others evenly between them."""
+    last = max(0, size - SAMPLE_PAGE_BYTES)
+    return sorted({last * i // (SAMPLE_PAGES - 1) for i in range(SAMPLE_PAGES)})
+
+
+def sample_hash(path: Path, size: int) -> str:
+    """SHA-256 over the sampled pages of a file (all of it, when it is small)."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        for offset in sample_offsets(size):
+            stream.seek(offset)
+            digest.update(stream.read(SAMPLE_PAGE_BYTES))
+    return digest.hexdigest()
+
+
+def record_file(path: Path, advance: Callable[[int], None] = lambda _: None) -> FileRecord:
+    """Read a file once and hash it whole and in pieces; ``advance`` gets the bytes of each."""
+    size = path.stat().st_size
+    chunk_bytes = chunk_bytes_for(size)
+    whole, chunks, read = hashlib.sha256(), [], 0
+    with path.open("rb") as stream:
+        while piece := stream.read(chunk_bytes):
+            whole.update(piece)
+            chunks.append(hashlib.sha256(piece).hexdigest())
+            read += len(piece)
+            advance(len(piece))
+    if read != size:
+        raise DataError(f"{path}: {size:,} bytes became {read:,} while it was read")
+    return FileRecord(size, whole.hexdigest(), chunk_bytes, chunks, sample_hash(path, size))
+
+
+def _manifest(tree: dict[str, Any]) -> Manifest:
+    parts = dict(tree)
+    parts["tokenizer"] = _record(TokenizerRecord, parts["tokenizer"])
+    parts["bin"] = _record(FileRecord, parts["bin"])
+    parts["idx"] = _record(FileRecord, parts["idx"])
+    parts["sources"] = [_record(SourceRecord, item) for item in parts["sources"]]
+    return _record(Manifest, parts)
+
+
+def _record[T](kind: type[T], tree: dict[str, Any]) -> T:
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    if set(tree) != names:
+        raise ValueError(f"fields {sorted(set(tree) ^ names)} are missing or unknown")
+    return kind(**tree)
+
+
+def _dump(tree: dict[str, Any]) -> bytes:
+    return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode("ascii")

@@ -1,0 +1,431 @@
+"""``prepare-data``: text, JSONL or token files to a Megatron indexed dataset with a manifest.
+
+The inputs are cut into batches (``sources``), workers turn each into a part file (``encode``), and
+the parts are joined in input order. ``OUT.parts`` holds the plan and the parts until the manifest,
+written last, makes the dataset real. An interrupted run continues with the parts that are there;
+the result is the same bytes for any number of workers and interruptions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from megatron_patch.data import tokenizers
+from megatron_patch.data.encode import Encoder, PartHeader, part_path, read_part, start_worker, work
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.indexed import DTYPES, dtype_for, index_problems, open_index, write_index
+from megatron_patch.data.manifest import (
+    Manifest,
+    SourceRecord,
+    TokenizerRecord,
+    manifest_path,
+    read_manifest,
+    record_file,
+    render,
+    sync_directory,
+    write_file,
+)
+from megatron_patch.data.options import PrepareOptions, add_arguments, from_args
+from megatron_patch.data.progress import Progress, human
+from megatron_patch.data.sources import Batch, Source, find_sources, kind_of, read_batches
+
+__all__ = ["PrepareOptions", "add_arguments", "adopt", "from_args", "prepare"]
+
+
+def prepare(options: PrepareOptions) -> Manifest:
+    """Prepare a dataset, or finish an interrupted preparation of the same one.
+
+    Returns:
+        The manifest, as written to ``<out>.manifest.json``.
+
+    Raises:
+        DataError: the options contradict each other, inputs or tokenizer are unusable, the
+            output exists, or an interrupted attempt with other options is in the way.
+    """
+    if options.adopt:
+        return adopt(options)
+    if options.corpus is not None:
+        options = replace(options, invalid_text="skip", document_separator=None, format="text")
+    sources = find_sources(options)
+    if options.train_bpe is not None:
+        _train_tokenizer(options, sources)
+    tokenizer = tokenizers.build(options.tokenizer_config())
+    _check_options(options, tokenizer)
+    plan = _plan(options, tokenizer, sources)
+    parts = Path(f"{options.out}.parts")
+    finished = _refuse_to_overwrite(options, parts, plan)
+    if finished is not None:
+        return finished
+    parts.mkdir(parents=True, exist_ok=True)
+    with _locked(parts):
+        _continue_or_begin(parts, plan, restart=options.restart)
+        headers = _encode_all(options, sources, parts)
+        joined = _join(headers, sources, parts, dtype_for(tokenizer.vocab_size))
+        manifest = Manifest(
+            dtype=joined.dtype,
+            documents=joined.documents,
+            sequences=joined.documents,
+            tokens=joined.tokens,
+            max_token_id=joined.max_token_id,
+            tokenizer=_tokenizer_record(tokenizer),
+            bin=record_file(parts / "joined.bin"),
+            idx=record_file(parts / "joined.idx"),
+            sources=joined.sources,
+            options=plan["options"],
+            software=plan["software"],
+        )
+        _commit(options.out, parts, manifest)
+    shutil.rmtree(parts)
+    return manifest
+
+
+def adopt(options: PrepareOptions) -> Manifest:
+    """Write the manifest of ``<out>.bin`` and ``.idx`` that another Megatron tool wrote.
+
+    The files are checked for consistency and every id against the vocabulary; that the tokenizer
+    is the right one is the caller's word.
+
+    Raises:
+        DataError: files missing, inconsistent or out of the vocabulary; or a manifest exists.
+    """
+    tokenizer = tokenizers.build(options.tokenizer_config())
+    out = Path(options.out)
+    target = manifest_path(out)
+    if options.inputs or options.corpus:
+        raise DataError("--adopt takes the files named by --out; give no inputs with it")
+    if target.exists():
+        raise DataError(f"{target} exists already; remove it to adopt the files again")
+    bin_path, idx_path = Path(f"{out}.bin"), Path(f"{out}.idx")
+    try:
+        size = bin_path.stat().st_size
+        index = open_index(idx_path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{out}: no dataset to adopt ({error})") from error
+    problems = [f"{idx_path}: {problem}" for problem in index_problems(index, size)]
+    if problems:
+        raise DataError(problems)
+    largest = _largest_id(bin_path, index.dtype, show=not options.quiet)
+    if largest >= tokenizer.vocab_size:
+        raise DataError(
+            f"{bin_path}: holds token id {largest}, but the tokenizer has "
+            f"{tokenizer.vocab_size} ids; name the tokenizer it was prepared with"
+        )
+    manifest = Manifest(
+        dtype=index.dtype,
+        documents=len(index.boundaries) - 1,
+        sequences=len(index.lengths),
+        tokens=size // index.itemsize,
+        max_token_id=largest,
+        tokenizer=_tokenizer_record(tokenizer),
+        bin=record_file(bin_path),
+        idx=record_file(idx_path),
+        sources=[],
+        options={"adopted": True},
+        software=_software(),
+    )
+    write_file(target, render(manifest))
+    return manifest
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Counts of the joined files."""
+
+    dtype: str
+    sources: list[SourceRecord]
+    documents: int = 0
+    tokens: int = 0
+    max_token_id: int = -1
+    lengths: list[np.ndarray] = field(default_factory=list)
+
+
+def _check_options(options: PrepareOptions, tokenizer: tokenizers.Tokenizer) -> None:
+    problems = []
+    tokens = options.format in ("uint16", "int32")
+    if tokenizer.eod_id is None:
+        problems.append("--eod-id: documents end at an id; tokenizer none needs to be told which")
+    if options.tokenizer == "none" and not tokens:
+        problems.append(
+            "--tokenizer none has no text: choose another tokenizer, or name the format of token "
+            "files (--format uint16 or int32)"
+        )
+    if tokens and options.document_separator is not None:
+        problems.append("--document-separator: token files are cut at the end-of-document id")
+    if options.workers < 1:
+        problems.append(f"--workers {options.workers}: use 1 or more")
+    if options.batch_bytes < 4:
+        problems.append(f"--batch-bytes {options.batch_bytes}: use 4 or more (default 8 MiB)")
+    if options.document_separator == "":
+        problems.append("--document-separator is empty; leave it out for one document a file")
+    if problems:
+        raise DataError(problems)
+
+
+def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
+    """Write the tokenizer file of ``--train-bpe``, or check the one an earlier run left."""
+    size, path = options.train_bpe, options.tokenizer_path
+    if options.tokenizer != "huggingface" or path is None:
+        raise DataError(
+            "--train-bpe needs --tokenizer huggingface and --tokenizer-path to write to"
+        )
+    files = [file for source in sources for file in source.files]
+    if any(kind_of(file, options) not in ("file", "separated") for file in files):
+        raise DataError("--train-bpe reads plain text files only; train on a sample of the text")
+    assert size is not None
+    if not Path(path).exists():
+        tokenizers.train_bpe(files, size, path)
+    found = tokenizers.build(options.tokenizer_config()).vocab_size
+    if found != size:
+        raise DataError(
+            f"{path}: has {found} ids, --train-bpe asks for {size}: the text is too small for "
+            "more, or the file is another tokenizer's; choose another size or path"
+        )
+
+
+def _plan(options: PrepareOptions, tokenizer: tokenizers.Tokenizer, sources: list[Source]) -> dict:
+    """Everything the output depends on except the content of the inputs, as plain JSON."""
+    names = ("format", "json_key", "document_separator", "invalid_text", "corpus")
+    plan = {
+        "options": {name: getattr(options, name) for name in names},
+        "tokenizer": asdict(_tokenizer_record(tokenizer)),
+        "sources": [[s.name, len(s.files), s.bytes] for s in sources],
+        "software": _software(),
+    }
+    return json.loads(json.dumps(plan))
+
+
+def _refuse_to_overwrite(options: PrepareOptions, parts: Path, plan: dict) -> Manifest | None:
+    """Raise when the output exists; its manifest when only the clean-up was interrupted."""
+    out = options.out
+    if manifest_path(out).exists():
+        if _read_plan(parts) == plan and (parts / "committing").exists():
+            manifest = read_manifest(out)
+            shutil.rmtree(parts)
+            return manifest
+        raise DataError(
+            f"{out}: a finished dataset is there already and is never overwritten; remove its "
+            ".bin, .idx and .manifest.json, or choose another --out"
+        )
+    for ending in (".bin", ".idx"):
+        if Path(out + ending).exists() and not (parts / "committing").exists():
+            raise DataError(
+                f"{out}{ending} exists and was not written by an interrupted prepare-data; remove "
+                "it, choose another --out, or give it a manifest with --adopt"
+            )
+    return None
+
+
+def _read_plan(parts: Path) -> dict | None:
+    try:
+        return json.loads((parts / "plan.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _continue_or_begin(parts: Path, plan: dict, *, restart: bool) -> None:
+    """Write the plan, or compare it with that of the interrupted attempt."""
+    if restart:
+        for path in parts.iterdir():
+            if path.name not in ("lock", "committing"):
+                path.unlink()
+    if not (parts / "plan.json").exists():
+        write_file(parts / "plan.json", json.dumps(plan).encode())
+        return
+    before = _read_plan(parts) or {}
+    differing = [key for key in plan if before.get(key) != plan[key]]
+    if differing:
+        raise DataError(
+            f"{parts}: an interrupted attempt with other {' and '.join(differing)} is there; run "
+            "it again as it was to finish it, or throw it away with --restart"
+        )
+
+
+@contextmanager
+def _locked(parts: Path) -> Iterator[None]:
+    with (parts / "lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(f"{parts}: another prepare-data is working on it") from None
+        yield
+
+
+def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> list[PartHeader]:
+    """Make every part that is not there yet; the headers of all, in order."""
+    headers: list[PartHeader] = []
+    pending: deque[tuple[Future[PartHeader] | PartHeader, int]] = deque()
+    total = sum(source.bytes for source in sources)
+    tokens = 0
+    with (
+        _Workers(options, parts) as workers,
+        Progress("prepare", total, show=not options.quiet) as progress,
+    ):
+
+        def take() -> None:
+            nonlocal tokens
+            result, position = pending.popleft()
+            done = isinstance(result, PartHeader)
+            header = result if isinstance(result, PartHeader) else result.result()
+            headers.append(header)
+            tokens += header.tokens
+            if done:
+                progress.skip(position)
+            progress.set(position, f"{human(tokens)} tokens")
+
+        try:
+            for number, batch in enumerate(read_batches(sources, options)):
+                found = read_part(parts, number)
+                if found is not None and found[0].raw_sha256 == batch.sha256:
+                    pending.append((found[0], batch.position))
+                else:
+                    pending.append((workers.submit(number, batch), batch.position))
+                if len(pending) >= workers.ahead:
+                    take()
+            while pending:
+                take()
+        except BrokenProcessPool:
+            raise DataError(
+                "a worker process was killed, most likely for want of memory: run the same command "
+                "again with fewer --workers or smaller --batch-bytes; finished parts are kept"
+            ) from None
+    return headers
+
+
+class _Workers:
+    """A pool of encoders, or one encoder in this process."""
+
+    def __init__(self, options: PrepareOptions, parts: Path) -> None:
+        self.ahead = 2 * options.workers if options.workers > 1 else 1
+        self._options, self._parts = options, parts
+        self._pool: ProcessPoolExecutor | None = None
+        self._encoder: Encoder | None = None
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def submit(self, number: int, batch: Batch) -> Future[PartHeader]:
+        if self._options.workers == 1:
+            self._encoder = self._encoder or Encoder(self._options, self._parts)
+            future: Future[PartHeader] = Future()
+            future.set_result(self._encoder.write(number, batch))
+            return future
+        if self._pool is None:
+            # spawn: a fork would copy threads' locks (tokenizers, torch) in whatever state.
+            self._pool = ProcessPoolExecutor(
+                self._options.workers,
+                mp_context=get_context("spawn"),
+                initializer=start_worker,
+                initargs=(self._options, self._parts),
+            )
+        return self._pool.submit(work, number, batch)
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _join(headers: list[PartHeader], sources: list[Source], parts: Path, dtype: str) -> _Joined:
+    """Write ``joined.bin`` and ``joined.idx`` from the parts, in order."""
+    counts = [SourceRecord(s.name, len(s.files), s.bytes, 0, 0, 0) for s in sources]
+    joined = _Joined(dtype, counts)
+    open_end = False
+    with (parts / "joined.bin").open("wb") as stream:
+        for number, header in enumerate(headers):
+            part = read_part(parts, number)
+            if part is None or part[0] != header:
+                raise DataError(
+                    f"{part_path(parts, number)}: damaged since it was written; run the same "
+                    "command again to make it again"
+                )
+            split = 4 * header.documents
+            lengths = np.frombuffer(part[1][:split], dtype="<i4").astype(np.int64)
+            stream.write(part[1][split:])
+            documents = header.documents
+            if open_end and documents:
+                joined.lengths[-1][-1] += lengths[0]
+                lengths, documents = lengths[1:], documents - 1
+            if len(lengths):
+                joined.lengths.append(lengths)
+            open_end = header.open_end if header.documents else open_end
+            joined.documents += documents
+            joined.tokens += header.tokens
+            joined.max_token_id = max(joined.max_token_id, header.max_token_id)
+            record = counts[header.source]
+            counts[header.source] = replace(
+                record,
+                documents=record.documents + documents,
+                tokens=record.tokens + header.tokens,
+                skipped=record.skipped + header.skipped,
+            )
+        stream.flush()
+        os.fsync(stream.fileno())
+    if not joined.tokens:
+        raise DataError("the inputs hold no documents (all are empty or were left out)")
+    lengths = np.concatenate(joined.lengths)
+    if lengths.max() > np.iinfo(np.int32).max:
+        raise DataError(
+            f"a document of {int(lengths.max()):,} tokens does not fit an index, whose lengths are "
+            "32-bit; cut it (--document-separator), or check the end-of-document id"
+        )
+    with (parts / "joined.idx").open("wb") as stream:
+        write_index(stream, lengths, dtype)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return joined
+
+
+def _commit(out: str, parts: Path, manifest: Manifest) -> None:
+    """Move the files to their names and write the manifest, in this order, durably."""
+    write_file(parts / "committing", b"")
+    (parts / "joined.bin").replace(f"{out}.bin")
+    (parts / "joined.idx").replace(f"{out}.idx")
+    sync_directory(Path(out).resolve().parent)
+    write_file(manifest_path(out), render(manifest))
+
+
+def _largest_id(path: Path, dtype: str, *, show: bool) -> int:
+    """Largest id of a ``.bin``; a negative one is reported as out of any vocabulary."""
+    item, largest, smallest, done = DTYPES[dtype][1], -1, 0, 0
+    with (
+        path.open("rb") as stream,
+        Progress("adopt", path.stat().st_size, show=show) as progress,
+    ):
+        while data := stream.read(1 << 24):
+            tokens = np.frombuffer(data, dtype=item)
+            largest, smallest = max(largest, int(tokens.max())), min(smallest, int(tokens.min()))
+            done += len(data)
+            progress.set(done)
+    if smallest < 0:
+        raise DataError(f"{path}: holds the negative id {smallest}: not a file of token ids")
+    return largest
+
+
+def _tokenizer_record(tokenizer: tokenizers.Tokenizer) -> TokenizerRecord:
+    return TokenizerRecord(tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id)
+
+
+def _software() -> dict[str, str]:
+    """Versions that decide what the tokens are."""
+    packages = ("megatron-patch-stable", "numpy", "tokenizers", "sentencepiece", "tiktoken")
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
