@@ -1,0 +1,95 @@
+"""Tile sizes, warps and pipeline stages per (architecture, pass, head dim, feature): a table.
+
+Nothing is tuned while training runs. The rows come from ``configs.json``, written by
+benchmarks/search_tiles.py; a key that is missing there uses the nearest rule below.
+
+Shape legend: bm query rows, bn key columns of a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import torch
+
+from stable_attention.problem import UNLIMITED
+
+if TYPE_CHECKING:
+    from stable_attention.problem import Problem
+
+# Bytes of keys and values that one group of neighbouring heads may keep in L2.
+L2_BUDGET = 24 * 2**20
+PASSES = ("forward", "dkdv", "dq", "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One kernel configuration."""
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+    promote: bool = True
+    """Add key blocks in float32 outside the tensor cores (`numerics.accumulate`)."""
+    two_sums: bool = True
+    """Keep the float32 sum beside the rounded one, for LSE."""
+
+
+def arch_of(device: torch.device) -> str:
+    """ "sm80", "sm90", "sm100" or "interpreter" for the CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    major, _ = _capability(device.index or 0)
+    return {8: "sm80", 9: "sm90"}.get(major, "sm100")
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def table() -> dict[str, dict[str, list[int]]]:
+    """The shipped table: {arch: {"pass/width/mask": [bm, bn, warps, stages]}}."""
+    text = resources.files("stable_attention").joinpath("configs.json").read_text()
+    return json.loads(text)
+
+
+def key(which: str, width: int, causal: bool) -> str:
+    """Table key of a pass at a padded head dim; ``causal`` covers every banded mask."""
+    return f"{which}/{width}/{'band' if causal else 'full'}"
+
+
+def lookup(which: str, problem: Problem, device: torch.device) -> Tile:
+    """The tile of a pass (one of `PASSES`) for a problem on a device."""
+    assert which in PASSES, which
+    width = max(16, 1 << (max(problem.d, problem.dv) - 1).bit_length())
+    banded = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
+    return tile_for(which, arch=arch_of(device), width=width, banded=banded)
+
+
+@functools.cache
+def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
+    """The tile of a pass by architecture and padded head dim; see `lookup`."""
+    rows = table()[arch]
+    wide = max(width, 64) if arch != "interpreter" else 0
+    name = key(which, wide, banded)
+    bm, bn, warps, stages = rows[name] if name in rows else rows[key(which, wide, False)]
+    return Tile(bm, bn, warps, stages)
+
+
+def head_block(problem: Problem) -> int:
+    """How many neighbouring query heads advance together so that their keys stay in L2."""
+    per_head = max(1, problem.sk * (problem.d + problem.dv) * 2)
+    kv = max(1, min(problem.kv_heads, L2_BUDGET // per_head))
+    return 1 << (kv.bit_length() - 1) if problem.group == 1 else kv * problem.group
+
+
+def prefers_fused(problem: Problem, device: torch.device) -> bool:
+    """Whether the one-pass backward with float32 atomics is the faster one here (measured)."""
+    return table()[arch_of(device)].get("fused_widths", []).count(max(64, problem.d)) > 0

@@ -1,0 +1,107 @@
+"""Which kernel set serves a problem: a table, one row a set, first match wins.
+
+A second set for an architecture (Hopper kernels, say) is one more row above the portable one; its
+three functions have the signatures of `triton.forward.forward`, `triton.preprocess.preprocess` and
+`triton.backward.backward`. Whatever a row does not list in ``features`` it never sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stable_attention import configs
+from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem
+from stable_attention.triton.backward import backward
+from stable_attention.triton.forward import forward
+from stable_attention.triton.preprocess import preprocess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FEATURES = (
+    "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
+    "compensated", "dynamic_max", "none", "paper_bf16", "deterministic", "chunks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelSet:
+    """One implementation of forward, preprocess and backward, and what it can do."""
+
+    name: str
+    archs: frozenset[str]
+    features: frozenset[str]
+    head_dims: range
+    forward: Callable[..., Any]
+    preprocess: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+KERNEL_SETS = (
+    KernelSet(
+        name="triton",
+        archs=frozenset({"sm80", "sm90", "sm100", "interpreter"}),
+        features=frozenset(FEATURES),
+        head_dims=range(8, 257, 8),
+        forward=forward,
+        preprocess=preprocess,
+        backward=backward,
+    ),
+)
+
+
+def needs(problem: Problem, *, chunked: bool = False) -> Iterator[str]:
+    """The features of `FEATURES` that a problem uses."""
+    flags = {
+        "causal": problem.window_right == 0,
+        "window": problem.window_left != UNLIMITED or problem.window_right > 0,
+        "softcap": problem.softcap > 0,
+        "sinks": problem.has_sinks,
+        "dropout": problem.dropout_p > 0,
+        "varlen": problem.varlen,
+        "gqa": problem.group > 1,
+        "different v head dim": problem.d != problem.dv,
+        "deterministic": problem.deterministic,
+        "chunks": chunked,
+        problem.stabilizer: True,
+    }
+    return (name for name, used in flags.items() if used)
+
+
+def select(problem: Problem, device: torch.device, *, chunked: bool = False) -> KernelSet:
+    """The first kernel set that serves the problem on the device's architecture.
+
+    Raises `AttentionArgumentError` with what every set lacks.
+    """
+    arch = configs.arch_of(device)
+    wanted = set(needs(problem, chunked=chunked))
+    lacks = []
+    for row in KERNEL_SETS:
+        missing = sorted(wanted - row.features)
+        if arch not in row.archs:
+            missing.append(f"architecture {arch}")
+        missing += [f"head dim {d}" for d in {problem.d, problem.dv} if d not in row.head_dims]
+        if not missing:
+            return row
+        lacks.append(f"{row.name} lacks {', '.join(missing)}")
+    raise AttentionArgumentError("the call", "; ".join(lacks), table(), "Change what is lacking.")
+
+
+def table() -> str:
+    """The capability table as markdown."""
+    names = " | ".join(row.name for row in KERNEL_SETS)
+    lines = [f"| | {names} |", "| --- |" + " --- |" * len(KERNEL_SETS)]
+    lines.append(
+        "| architectures | " + " | ".join(", ".join(sorted(r.archs)) for r in KERNEL_SETS) + " |"
+    )
+    lines += [
+        f"| {feature} | "
+        + " | ".join("yes" if feature in r.features else "no" for r in KERNEL_SETS)
+        + " |"
+        for feature in FEATURES
+    ]
+    return "\n".join(lines)

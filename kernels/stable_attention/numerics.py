@@ -1,0 +1,195 @@
+"""The numerics: softmax step, the two normalisers, O's low-order part, and delta. One home.
+
+What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
+
+* The backward pass needs delta_i = sum_c dO_ic O_ic, and dS_ij = P_ij (dP_ij - delta_i). An error e_i
+  in delta_i is an error -e_i in the row sum of dS, multiplied by (P K)_i in dQ. Attention sinks make
+  e_i the same number for every row, so that it does not average out over a batch.
+* O stored in 16 bits is one source of e. "compensated" keeps O_lo = O - O_hi, and delta uses both.
+* The other source: the tensor cores multiply V by P *rounded to 16 bits*, so O is a weighted mean
+  only if it is divided by the sum of the same rounded P. Hence two sums:
+      l_rounded   sum of rounded P           normalises O
+      l_fp32      sum of unrounded P         gives LSE, the merge weights and the backward's P
+* A third, which grows with the key length: tensor cores truncate when they add to a large
+  accumulator. "compensated" lets them accumulate inside one key block only and adds the blocks in
+  float32 with rounding to nearest (`accumulate`).
+
+Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so that
+one fused multiply-add and exp2 make a probability. Row statistics m are in log2 units.
+
+Shape legend: BM query rows, BN key columns of a tile, DV value head dim.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Largest distance, in log2 units, by which the dynamic maximum may exceed a row's true maximum: the
+# largest P of the row stays >= 2^-bound. fp16 has no exponents below 2^-24, BF16 reaches 2^-126.
+DYNAMIC_BOUND_BF16 = tl.constexpr(60.0)
+DYNAMIC_BOUND_FP16 = tl.constexpr(4.0)
+
+
+@triton.jit
+def soften(s, capped_scale, CAPPED: tl.constexpr):
+    """Softcap: tanh(s * scale / cap); the caller's ``unit`` then holds cap * log2 e."""
+    if CAPPED:
+        # tanh from one exp2; saturates to +-1 without NaN because exp2 reaches inf or 0.
+        s = 1.0 - 2.0 / (tl.exp2(s * (2.0 * capped_scale * LOG2E)) + 1.0)
+    return s
+
+
+@triton.jit
+def round_scores(s, PAPER: tl.constexpr):
+    """The failing emulation stores the scores in BF16; every other path keeps them."""
+    if PAPER:
+        s = s.to(tl.bfloat16).to(tl.float32)
+    return s
+
+
+@triton.jit
+def row_shift(s, m, unit, beta, eps, DYNAMIC: tl.constexpr, BOUND: tl.constexpr):
+    """New running shift of each row in log2 units: the maximum, or the paper's dynamic maximum.
+
+    Algorithm 1 of arXiv 2510.04212 moves the shift away from a maximum that repeats, so that no P is
+    exactly 1. There it may underflow a whole row (l = 0, NaN); here it exceeds the true maximum by
+    at most BOUND, which is the documented difference.
+    """
+    r = tl.max(s, 1) * unit
+    if DYNAMIC:
+        near = tl.sum((s * unit >= (r - eps * LOG2E)[:, None]).to(tl.int32), 1)
+        moved = tl.where(r > 0, r * beta, 0.0)
+        moved = tl.minimum(tl.maximum(moved, r), r + BOUND)
+        r = tl.where((near > 1) & (r > -float("inf")), moved, r)
+    return tl.maximum(m, r)
+
+
+@triton.jit
+def softmax_step(
+    s, m, l, l_rounded, unit, beta, eps,
+    P_DTYPE: tl.constexpr, MASKED: tl.constexpr, ROUNDED: tl.constexpr,
+    TWO_SUMS: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr,
+    BOUND: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax step over a score tile.
+
+    Args:
+        s: [BM, BN] float32 scores (-inf where masked); m, l, l_rounded: [BM] running statistics.
+
+    Returns:
+        (p float32 [BM, BN], p rounded to P_DTYPE, alpha [BM] that rescales what was accumulated,
+        and the new m, l, l_rounded).
+    """
+    m_new = row_shift(s, m, unit, beta, eps, DYNAMIC, BOUND)
+    # A row that has seen no key yet has m = -inf; -inf - -inf would be NaN.
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
+    p = tl.exp2(s * unit - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    p_rounded = p.to(P_DTYPE)
+    if ROUNDED:
+        l_rounded = l_rounded * alpha + tl.sum(p_rounded.to(tl.float32), 1)
+    if TWO_SUMS:
+        l = l * alpha + tl.sum(p, 1)
+    if PAPER:
+        l = l.to(tl.bfloat16).to(tl.float32)
+    return p, p_rounded, alpha, m_new, l, l_rounded
+
+
+@triton.jit
+def accumulate(acc, alpha, p, v, PROMOTE: tl.constexpr, PAPER: tl.constexpr):
+    """acc * alpha + p @ v, [BM, DV] float32.
+
+    PROMOTE adds the block's product outside the tensor cores: their additions truncate, a one-sided
+    relative error of about 2^-24 per 16 keys, which 32k keys turn into 1e-4. ``fma`` and not ``+``,
+    because the compiler folds a plain addition back into the tensor core's accumulator.
+    """
+    if PAPER:
+        acc = (acc * alpha[:, None]).to(tl.bfloat16).to(tl.float32)
+        acc = (acc + tl.dot(p, v).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    elif PROMOTE:
+        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), tl.dot(p, v))
+    else:
+        acc = tl.dot(p, v, acc * alpha[:, None])
+    return acc
+
+
+@triton.jit
+def add_sink(sink, m, l, l_rounded):
+    """Let a sink logit (natural log units) join the softmax: it takes weight and gives no value.
+
+    Returns (factor that rescales acc, m, l, l_rounded). The sink may exceed every score.
+    """
+    sink2 = sink * LOG2E
+    m_new = tl.maximum(m, sink2)
+    alpha = tl.exp2(m - m_new)
+    weight = tl.exp2(sink2 - m_new)
+    return alpha, m_new, l * alpha + weight, l_rounded * alpha + weight
+
+
+@triton.jit
+def inverse(l):
+    """1 / l, and 0 for rows without any key, so that their output is 0."""
+    return tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)
+
+
+@triton.jit
+def log_sum_exp(m, l):
+    """Natural-log LSE from log2 statistics; -inf for rows without any key."""
+    return tl.where(l > 0, (m + tl.log2(tl.where(l > 0, l, 1.0))) * LN2, -float("inf"))
+
+
+@triton.jit
+def half_ulp(hi):
+    """Half the spacing of hi's 16-bit format at hi, from hi's own exponent: nothing is stored.
+
+    The low-order part of O lies within +-half_ulp(O_hi), so int8 spends all its codes there.
+    """
+    exponent = hi.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    power = exponent.to(tl.float32, bitcast=True)
+    if hi.dtype == tl.bfloat16:
+        # 8 significand bits; the floor keeps the result a normal number.
+        return tl.maximum(power, 7.52316384526264e-37) * 0.00390625
+    # 11 significand bits; below 2^-14 fp16 spacing is constant.
+    return tl.maximum(power, 6.103515625e-05) * 0.00048828125
+
+
+@triton.jit
+def residual_encode(o, hi, LOW_DTYPE: tl.constexpr):
+    """Low-order part of o float32 left behind by its 16-bit rounding hi, as bf16 or int8 codes."""
+    low = o - hi.to(tl.float32)
+    if LOW_DTYPE == tl.int8:
+        code = low * (127.0 / half_ulp(hi))
+        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+        # floor(x + 1/2): a cast alone would truncate, a bias towards zero.
+        return tl.floor(code + 0.5).to(tl.int8)
+    return low.to(LOW_DTYPE)
+
+
+@triton.jit
+def residual_decode(low, hi):
+    """The float32 low-order part from its storage."""
+    if low.dtype == tl.int8:
+        return low.to(tl.float32) * (half_ulp(hi) * (1.0 / 127.0))
+    return low.to(tl.float32)
+
+
+@triton.jit
+def row_delta(do, o):
+    """delta [BM] = rowsum(dO * O) in float32; o is O_hi, or O_hi + O_lo under "compensated"."""
+    return tl.sum(do.to(tl.float32) * o, 1)
+
+
+@triton.jit
+def lse_to_shift(lse):
+    """LSE (natural log) to the backward's shift in log2 units; rows without keys get +inf: P = 0."""
+    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def score_slope(ds, s, CAPPED: tl.constexpr):
+    """Chain rule through the softcap: s = tanh(.) here, whose derivative is 1 - s^2."""
+    if CAPPED:
+        ds = ds * (1.0 - s * s)
+    return ds

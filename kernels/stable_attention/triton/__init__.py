@@ -1,0 +1,1 @@
+"""Portable Triton kernels: sm_80, sm_90, sm_100 and the CPU interpreter."""

@@ -1,0 +1,378 @@
+"""Backward attention kernels: (dK, dV) by key tile, dQ by query tile, or all three in one pass.
+
+Shape legend: as in `forward`; LSE and D' (see `preprocess`) are [B, H, sq] or [H, T], float32.
+
+Two-kernel path: every gradient tile is owned by one program and summed in a fixed order, so repeats
+are bitwise equal. Fused path: the (dK, dV) program adds its share of dQ to a float32 buffer with
+atomics; five tile products instead of seven, but the order of the additions is the scheduler's.
+Grouped-query heads are summed in float32 inside the program that owns the key/value tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from stable_attention import configs
+from stable_attention.numerics import lse_to_shift, round_scores, score_slope, soften
+from stable_attention.philox import keep_mask
+from stable_attention.problem import Problem, strides
+from stable_attention.stabilizers import STABILIZERS
+from stable_attention.triton.geometry import (
+    align,
+    edge_tile,
+    key_range,
+    locate,
+    query_range,
+    tile_and_head,
+    visible,
+)
+from stable_attention.triton.memory import load_tile, tile_offsets
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, off_q, off_do, off_dq,
+    stride_qs, stride_gs, stride_dqs, m0, n0, sq, sk, shift, left, right,
+    unit, capped_scale, seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM]."""
+    rows = m0 + tl.arange(0, BM)
+    # [BM, BD]
+    q = load_tile(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, MASKED)
+    # [BN, BD] @ [BD, BM] -> [BN, BM]
+    s = tl.dot(k, tl.trans(q))
+    if MASKED:
+        lse = tl.load(lse_ptr + rows, mask=rows < sq, other=float("inf"))
+    else:
+        lse = tl.load(lse_ptr + rows)
+    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
+    p = tl.exp2(s * unit - lse_to_shift(lse)[None, :])
+    if MASKED:
+        cols = n0 + tl.arange(0, BN)
+        ok = visible(
+            rows[None, :], cols[:, None], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
+        )
+        p = tl.where(ok, p, 0.0)
+    do = load_tile(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED)
+    # [BN, BDV] @ [BDV, BM] -> [BN, BM]
+    dp = tl.dot(v, tl.trans(do))
+    p_rounded = p.to(do.dtype)
+    if DROPOUT:
+        keep = keep_mask(
+            seed, batch_id, head_id, q_pos + m0, k_pos + n0, threshold, BM, BN, not CHUNKED
+        )
+        keep = tl.trans(keep)
+        p_rounded = tl.where(keep, p_rounded, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    # [BN, BM] @ [BM, BDV] -> [BN, BDV]
+    dv = tl.dot(p_rounded, do, dv)
+    if MASKED:
+        delta = tl.load(delta_ptr + rows, mask=rows < sq, other=0.0)
+    else:
+        delta = tl.load(delta_ptr + rows)
+    ds = score_slope(p * (dp - delta[None, :]), s, CAPPED).to(q.dtype)
+    # [BN, BM] @ [BM, BD] -> [BN, BD]
+    dk = tl.dot(ds, q, dk)
+    if FUSED:
+        # [BM, BN] @ [BN, BD] -> [BM, BD]
+        dq = tl.dot(tl.trans(ds), k)
+        out = dq_ptr + m0.to(tl.int64) * stride_dqs + off_dq
+        if MASKED or D != BD:
+            ok = (rows < sq)[:, None] & (tl.arange(0, BD) < D)[None, :]
+            tl.atomic_add(out, dq, mask=ok, sem="relaxed")
+        else:
+            tl.atomic_add(out, dq, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seed_ptr,
+    cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
+    stride_dqb, stride_dqs, stride_dqh, stride_dkb, stride_dks, stride_dkh,
+    stride_dvb, stride_dvs, stride_dvh, stride_lb, stride_lh,
+    sq, sk, tq, tk, heads, tiles, left, right, pos_q, pos_k, batch_offset, head_offset, threshold,
+    unit, capped_scale, keep_scale, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
+    FUSED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Under a causal mask the first key tiles see the most queries, so the order is natural.
+    tile, hk = tile_and_head(tl.program_id(0), tiles, heads // GROUP, HEAD_BLOCK, False)
+    b = tl.program_id(1)
+    start_q, sq = locate(cu_q_ptr, start_q_ptr, b, tq, sq, VARLEN)
+    start_k, sk = locate(cu_k_ptr, start_k_ptr, b, tk, sk, VARLEN)
+    n0 = tile * BN
+    if n0 >= sk:
+        return
+    q_pos, k_pos, shift = align(
+        sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR
+    )
+    b64 = b.to(tl.int64)
+    hk64 = hk.to(tl.int64)
+    k_ptr += b64 * stride_kb + hk64 * stride_kh + start_k.to(tl.int64) * stride_ks
+    v_ptr += b64 * stride_vb + hk64 * stride_vh + start_k.to(tl.int64) * stride_vs
+    off_q = tile_offsets(stride_qs, BM, BD)
+    off_do = tile_offsets(stride_gs, BM, BDV)
+    off_dq = tile_offsets(stride_dqs, BM, BD) if FUSED else 0
+    # [BN, BD], [BN, BDV]
+    k = load_tile(k_ptr, tile_offsets(stride_ks, BN, BD), n0, stride_ks, sk, BN, BD, D, True)
+    v = load_tile(v_ptr, tile_offsets(stride_vs, BN, BDV), n0, stride_vs, sk, BN, BDV, DV, True)
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BDV], tl.float32)
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    lo, full_lo, full_hi, hi = query_range(
+        n0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
+    )
+    for g in range(0, GROUP):
+        h = hk * GROUP + g
+        h64 = h.to(tl.int64)
+        q_h = q_ptr + b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
+        do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
+        if FUSED:
+            dq_h = dq_ptr + b64 * stride_dqb + h64 * stride_dqh
+            dq_h += start_q.to(tl.int64) * stride_dqs
+        else:
+            dq_h = dq_ptr
+        row = b64 * stride_lb + h64 * stride_lh + start_q
+        if HAS_LEFT or HAS_RIGHT or not EVEN:
+            for t in range(0, (full_lo - lo + hi - full_hi) // BM):
+                m0 = edge_tile(t, lo, full_lo, full_hi, BM)
+                dk, dv = _dkdv_step(
+                    dk, dv, k, v, q_h, do_h, dq_h, lse_ptr + row, delta_ptr + row,
+                    off_q, off_do, off_dq, stride_qs, stride_gs, stride_dqs,
+                    m0, n0, sq, sk, shift, left, right, unit, capped_scale,
+                    seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
+                    BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                    CHUNKED, PAPER, FUSED,
+                )  # fmt: skip
+        for t in range(0, (full_hi - full_lo) // BM):
+            m0 = full_lo + t * BM
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_h, do_h, dq_h, lse_ptr + row, delta_ptr + row,
+                off_q, off_do, off_dq, stride_qs, stride_gs, stride_dqs,
+                m0, n0, sq, sk, shift, left, right, unit, capped_scale,
+                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
+                BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                CHUNKED, PAPER, FUSED,
+            )  # fmt: skip
+    dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + start_k.to(tl.int64) * stride_dks
+    dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + start_k.to(tl.int64) * stride_dvs
+    store_gradient(dk_ptr, dk * scale, n0, stride_dks, sk, BN, BD, D, ADD)
+    store_gradient(dv_ptr, dv * keep_scale, n0, stride_dvs, sk, BN, BDV, DV, ADD)
+
+
+@triton.jit
+def store_gradient(
+    ptr, grad, row0, stride, rows,
+    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Write a [R, C] gradient tile, or add it to what is there (float32 accumulators of chunks)."""
+    p = ptr + row0.to(tl.int64) * stride + tile_offsets(stride, R, C)
+    ok = (row0 + tl.arange(0, R) < rows)[:, None] & (tl.arange(0, C) < WIDTH)[None, :]
+    if ADD:
+        grad += tl.load(p, mask=ok, other=0.0)
+    tl.store(p, grad.to(ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _dq_step(
+    dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+    n, m0, sq, sk, shift, left, right, unit, capped_scale,
+    seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr,
+):  # fmt: skip
+    """Add the key tile that starts at n to dq. lse is already a shift in log2 units."""
+    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED)
+    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED)
+    # [BM, BD] @ [BD, BN] -> [BM, BN]
+    s = tl.dot(q, tl.trans(k))
+    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
+    p = tl.exp2(s * unit - lse[:, None])
+    if MASKED:
+        rows = m0 + tl.arange(0, BM)
+        cols = n + tl.arange(0, BN)
+        ok = visible(
+            rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
+        )
+        p = tl.where(ok, p, 0.0)
+    # [BM, BDV] @ [BDV, BN] -> [BM, BN]
+    dp = tl.dot(do, tl.trans(v))
+    if DROPOUT:
+        keep = keep_mask(
+            seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
+        )
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    ds = score_slope(p * (dp - delta[:, None]), s, CAPPED).to(k.dtype)
+    # [BM, BN] @ [BN, BD] -> [BM, BD]
+    return tl.dot(ds, k, dq)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, seed_ptr,
+    cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
+    stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
+    sq, sk, tq, tk, heads, tiles, left, right, pos_q, pos_k, batch_offset, head_offset, threshold,
+    unit, capped_scale, keep_scale, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
+    b = tl.program_id(1)
+    start_q, sq = locate(cu_q_ptr, start_q_ptr, b, tq, sq, VARLEN)
+    start_k, sk = locate(cu_k_ptr, start_k_ptr, b, tk, sk, VARLEN)
+    m0 = tile * BM
+    if m0 >= sq:
+        return
+    q_pos, k_pos, shift = align(
+        sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR
+    )
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    hk = h64 // GROUP
+    q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
+    do_ptr += b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
+    k_ptr += b64 * stride_kb + hk * stride_kh + start_k.to(tl.int64) * stride_ks
+    v_ptr += b64 * stride_vb + hk * stride_vh + start_k.to(tl.int64) * stride_vs
+    row = b64 * stride_lb + h64 * stride_lh + start_q
+    off_k = tile_offsets(stride_ks, BN, BD)
+    off_v = tile_offsets(stride_vs, BN, BDV)
+    # [BM, BD], [BM, BDV]
+    q = load_tile(q_ptr, tile_offsets(stride_qs, BM, BD), m0, stride_qs, sq, BM, BD, D, True)
+    do = load_tile(do_ptr, tile_offsets(stride_gs, BM, BDV), m0, stride_gs, sq, BM, BDV, DV, True)
+    rows = m0 + tl.arange(0, BM)
+    lse = lse_to_shift(tl.load(lse_ptr + row + rows, mask=rows < sq, other=float("inf")))
+    delta = tl.load(delta_ptr + row + rows, mask=rows < sq, other=0.0)
+    dq = tl.zeros([BM, BD], tl.float32)
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    lo, full_lo, full_hi, hi = key_range(
+        m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
+    )
+    if HAS_LEFT or HAS_RIGHT or not EVEN:
+        for t in range(0, (full_lo - lo + hi - full_hi) // BN):
+            n = edge_tile(t, lo, full_lo, full_hi, BN)
+            dq = _dq_step(
+                dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+                n, m0, sq, sk, shift, left, right, unit, capped_scale,
+                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
+                BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                CHUNKED, PAPER,
+            )  # fmt: skip
+    for t in range(0, (full_hi - full_lo) // BN):
+        n = full_lo + t * BN
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+            n, m0, sq, sk, shift, left, right, unit, capped_scale,
+            seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
+            BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+            CHUNKED, PAPER,
+        )  # fmt: skip
+    dq_ptr += b64 * stride_dqb + h64 * stride_dqh + start_q.to(tl.int64) * stride_dqs
+    store_gradient(dq_ptr, dq * scale, m0, stride_dqs, sq, BM, BD, D, ADD)
+
+
+def _launch_dkdv(problem, tensors, dq, dk, dv, *, extras, tile, fused, add):
+    q, k, v, dout, lse, delta = tensors
+    tiles = triton.cdiv(problem.sk, tile.bn)
+    group_block = max(1, configs.head_block(problem) // problem.group)
+    dq_strides = strides(dq, problem.layout) if fused else (0, 0, 0)
+    dkdv_kernel[(tiles * problem.kv_heads, problem.batch)](
+        q, k, v, dout, dq if fused else None, dk, dv, lse, delta,
+        extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
+        *(s for x in (q, k, v, dout) for s in strides(x, problem.layout)), *dq_strides,
+        *(s for x in (dk, dv) for s in strides(x, problem.layout)),
+        *_row_strides(problem, lse),
+        **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
+        BM=tile.bm, BN=tile.bn, FUSED=fused, ADD=add,
+        EVEN=not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
+        HEAD_BLOCK=group_block, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _launch_dq(problem, tensors, dq, *, extras, tile, add):
+    q, k, v, dout, lse, delta = tensors
+    tiles = triton.cdiv(problem.sq, tile.bm)
+    dq_kernel[(tiles * problem.heads, problem.batch)](
+        q, k, v, dout, dq, lse, delta,
+        extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
+        *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
+        *_row_strides(problem, lse),
+        **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
+        BM=tile.bm, BN=tile.bn, ADD=add,
+        EVEN=not problem.varlen and problem.sk % tile.bn == 0,
+        HEAD_BLOCK=configs.head_block(problem), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _row_strides(problem: Problem, lse: torch.Tensor) -> tuple[int, int]:
+    return (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
+
+
+def _backward_arguments(problem: Problem) -> dict[str, object]:
+    return {
+        "keep_scale": 1.0 / (1.0 - problem.dropout_p),
+        "scale": problem.scale,
+        "PAPER": STABILIZERS[problem.stabilizer].paper,
+    }
+
+
+def backward(
+    problem: Problem,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    extras: Extras,
+    accumulators: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dQ, dK, dV), laid out like q, k, v (contiguous), in q's dtype.
+
+    Args:
+        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE.
+        accumulators: float32 (dQ, dK, dV) to add to and return instead of new tensors.
+    """
+    add = accumulators is not None
+    if accumulators is not None:
+        dq, dk, dv = accumulators
+    else:
+        # Packed tensors may hold tokens of no sequence, whose gradient is 0.
+        new = torch.zeros if problem.varlen else torch.empty
+        dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if problem.batch == 0:
+        return dq, dk, dv
+    tensors = (q, k, v, dout, lse, delta)
+    fused = not problem.deterministic and not add and configs.prefers_fused(problem, q.device)
+    if k.numel():
+        total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else dq
+        tile = configs.lookup("fused" if fused else "dkdv", problem, q.device)
+        _launch_dkdv(problem, tensors, total, dk, dv, extras=extras, tile=tile, fused=fused, add=add)
+        if fused:
+            torch.mul(total, problem.scale, out=dq)
+            return dq, dk, dv
+    if q.numel():
+        tile = configs.lookup("dq", problem, q.device)
+        _launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
+    return dq, dk, dv

@@ -1,0 +1,286 @@
+"""Forward attention kernel: O (16-bit or float32), its low-order part, LSE, largest logits.
+
+Shape legend: B batch, H query heads, HK key/value heads, BM x BN tile of queries x keys,
+D / DV head dims (BD / BDV padded to powers of two), T packed tokens.
+LSE is [B, H, sq], or [H, T] for packed sequences; float32, natural log.
+
+Dataflow: one program owns BM query rows of one head. It visits the tiles that touch the edge of the
+visible band with a mask, then all others without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from stable_attention import configs
+from stable_attention.numerics import (
+    DYNAMIC_BOUND_BF16,
+    DYNAMIC_BOUND_FP16,
+    LN2,
+    accumulate,
+    add_sink,
+    inverse,
+    log_sum_exp,
+    residual_encode,
+    round_scores,
+    soften,
+    softmax_step,
+)
+from stable_attention.philox import keep_mask
+from stable_attention.problem import Problem, shape, strides
+from stable_attention.stabilizers import STABILIZERS
+from stable_attention.triton.geometry import (
+    align,
+    edge_tile,
+    key_range,
+    locate,
+    tile_and_head,
+    visible,
+)
+from stable_attention.triton.memory import load_tile, tile_offsets
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+
+
+@triton.jit
+def _forward_step(
+    acc, m, l, l_rounded, top, q, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+    n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    seed, batch_id, head_id, q_pos, k_pos, threshold,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr,
+    TWO_SUMS: tl.constexpr, PROMOTE: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """Fold the key tile that starts at n into (acc, m, l, l_rounded)."""
+    # [BN, BD]
+    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED)
+    # [BM, BD] @ [BD, BN] -> [BM, BN]
+    s = tl.dot(q, tl.trans(k))
+    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
+    if MASKED:
+        rows = m0 + tl.arange(0, BM)
+        cols = n + tl.arange(0, BN)
+        ok = visible(
+            rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
+        )
+        s = tl.where(ok, s, -float("inf"))
+    if DYNAMIC:
+        # The shift is no longer the maximum, which the caller may want.
+        top = tl.maximum(top, tl.max(s, 1) * unit)
+    _, p_rounded, alpha, m, l, l_rounded = softmax_step(
+        s, m, l, l_rounded, unit, beta, eps,
+        k.dtype, MASKED, ROUNDED, TWO_SUMS, DYNAMIC, PAPER, BOUND,
+    )  # fmt: skip
+    if DROPOUT:
+        keep = keep_mask(seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED)
+        p_rounded = tl.where(keep, p_rounded, 0.0)
+    # [BN, BDV]
+    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED)
+    # [BM, BN] @ [BN, BDV] -> [BM, BDV]
+    acc = accumulate(acc, alpha, p_rounded, v, PROMOTE, PAPER)
+    return acc, m, l, l_rounded, top
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, low_ptr, lse_ptr, max_ptr, sink_ptr, seed_ptr,
+    cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh,
+    sq, sk, tq, tk, heads, tiles, left, right, pos_q, pos_k, batch_offset, head_offset, threshold,
+    unit, capped_scale, keep_scale, beta, eps,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
+    ROUNDED: tl.constexpr, TWO_SUMS: tl.constexpr, PROMOTE: tl.constexpr,
+    DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
+    b = tl.program_id(1)
+    start_q, sq = locate(cu_q_ptr, start_q_ptr, b, tq, sq, VARLEN)
+    start_k, sk = locate(cu_k_ptr, start_k_ptr, b, tk, sk, VARLEN)
+    m0 = tile * BM
+    if m0 >= sq:
+        return
+    q_pos, k_pos, shift = align(
+        sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR
+    )
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    hk = h64 // GROUP
+    q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
+    k_ptr += b64 * stride_kb + hk * stride_kh + start_k.to(tl.int64) * stride_ks
+    v_ptr += b64 * stride_vb + hk * stride_vh + start_k.to(tl.int64) * stride_vs
+    o_row = b64 * stride_ob + h64 * stride_oh + start_q.to(tl.int64) * stride_os
+    lse_ptr += b64 * stride_lb + h64 * stride_lh + start_q
+
+    off_q = tile_offsets(stride_qs, BM, BD)
+    off_k = tile_offsets(stride_ks, BN, BD)
+    off_v = tile_offsets(stride_vs, BN, BDV)
+    # [BM, BD]
+    q = load_tile(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, True)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    l_rounded = tl.zeros([BM], tl.float32)
+    top = m
+    acc = tl.zeros([BM, BDV], tl.float32)
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+
+    lo, full_lo, full_hi, hi = key_range(
+        m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
+    )
+    if HAS_LEFT or HAS_RIGHT or not EVEN_K:
+        for t in range(0, (full_lo - lo + hi - full_hi) // BN):
+            n = edge_tile(t, lo, full_lo, full_hi, BN)
+            acc, m, l, l_rounded, top = _forward_step(
+                acc, m, l, l_rounded, top, q, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+                n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND,
+            )  # fmt: skip
+    for t in range(0, (full_hi - full_lo) // BN):
+        n = full_lo + t * BN
+        # Masked tiles may have left rows without a key (m = -inf); an unmasked tile ends that.
+        acc, m, l, l_rounded, top = _forward_step(
+            acc, m, l, l_rounded, top, q, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+            n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+            seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+            BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+            CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND,
+        )  # fmt: skip
+
+    rows = m0 + tl.arange(0, BM)
+    row_ok = rows < sq
+    if HAS_MAX:
+        seen = tl.where(row_ok, top if DYNAMIC else m, -float("inf"))
+        tl.atomic_max(max_ptr + h, tl.max(seen, 0) * LN2, sem="relaxed")
+    if HAS_SINK:
+        alpha, m, l, l_rounded = add_sink(tl.load(sink_ptr + h), m, l, l_rounded)
+        acc = acc * alpha[:, None]
+    if not TWO_SUMS:
+        l = l_rounded
+    o = acc * (inverse(l_rounded if ROUNDED else l) * keep_scale)[:, None]
+    hi_part = o.to(o_ptr.dtype.element_ty)
+    off_o = o_row + rows.to(tl.int64)[:, None] * stride_os + tl.arange(0, BDV)[None, :]
+    ok = row_ok[:, None] & (tl.arange(0, BDV)[None, :] < DV)
+    tl.store(o_ptr + off_o, hi_part, mask=ok)
+    if HAS_LOW:
+        low = residual_encode(o, hi_part, low_ptr.dtype.element_ty)
+        tl.store(low_ptr + off_o, low, mask=ok)
+    tl.store(lse_ptr + rows, log_sum_exp(m, l), mask=row_ok)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What the forward pass leaves: see `stable_attention.api.stable_attention`."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    low: torch.Tensor
+    max_logits: torch.Tensor
+
+
+def allocate(
+    problem: Problem, device: torch.device, *, out_dtype: torch.dtype, with_max_logits: bool
+) -> ForwardResult:
+    """Output tensors; packed ones are prefilled, since tokens may belong to no sequence."""
+    stabilizer = STABILIZERS[problem.stabilizer]
+    full = shape(
+        problem.layout,
+        batch=problem.batch,
+        length=problem.tq if problem.varlen else problem.sq,
+        heads=problem.heads,
+        d=problem.dv,
+    )
+    keeps = stabilizer.keeps_residual and out_dtype != torch.float32
+    low_dtype = {"bf16": torch.bfloat16, "int8": torch.int8}[problem.residual]
+    low_shape = full if keeps else (0,)
+    max_shape = (problem.heads,) if with_max_logits else (0,)
+    max_logits = torch.full(max_shape, -torch.inf, dtype=torch.float32, device=device)
+    if problem.varlen:
+        return ForwardResult(
+            torch.zeros(full, dtype=out_dtype, device=device),
+            torch.full(
+                (problem.heads, problem.tq), -torch.inf, dtype=torch.float32, device=device
+            ),
+            torch.zeros(low_shape, dtype=low_dtype, device=device),
+            max_logits,
+        )
+    return ForwardResult(
+        torch.empty(full, dtype=out_dtype, device=device),
+        torch.empty(
+            (problem.batch, problem.heads, problem.sq), dtype=torch.float32, device=device
+        ),
+        torch.empty(low_shape, dtype=low_dtype, device=device),
+        max_logits,
+    )
+
+
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    extras: Extras,
+    out_dtype: torch.dtype | None = None,
+    with_max_logits: bool = False,
+    config: configs.Tile | None = None,
+) -> ForwardResult:
+    """Launch the forward kernel.
+
+    Args:
+        extras: sinks, offsets, positions, seed and the other tensors that are not q, k, v.
+        out_dtype: q's dtype (default), or float32 for partial outputs that will be merged.
+        config: tile sizes; None looks them up in `configs`.
+    """
+    result = allocate(
+        problem, q.device, out_dtype=out_dtype or q.dtype, with_max_logits=with_max_logits
+    )
+    if problem.sq == 0 or problem.batch == 0 or q.numel() == 0:
+        return result
+    stabilizer = STABILIZERS[problem.stabilizer]
+    tile = config or configs.lookup("forward", problem, q.device)
+    tiles = triton.cdiv(problem.sq, tile.bm)
+    lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
+    bound = DYNAMIC_BOUND_FP16 if q.dtype == torch.float16 else DYNAMIC_BOUND_BF16
+    forward_kernel[(tiles * problem.heads, problem.batch)](
+        q, k, v, result.out,
+        result.low if result.low.numel() else None,
+        result.lse,
+        result.max_logits if with_max_logits else None,
+        extras.sinks if problem.has_sinks else None,
+        extras.seed if problem.dropout_p > 0 else None,
+        *extras.pointers(),
+        *strides(q, problem.layout), *strides(k, problem.layout), *strides(v, problem.layout),
+        *strides(result.out, problem.layout), *lse_strides,
+        **common_arguments(problem, extras),
+        tiles=tiles,
+        keep_scale=1.0 / (1.0 - problem.dropout_p),
+        beta=extras.beta, eps=extras.eps,
+        BM=tile.bm, BN=tile.bn,
+        EVEN_K=not problem.varlen and problem.sk % tile.bn == 0,
+        HAS_SINK=problem.has_sinks,
+        HAS_LOW=result.low.numel() > 0,
+        HAS_MAX=with_max_logits,
+        ROUNDED=stabilizer.rounded_normalizer,
+        TWO_SUMS=tile.two_sums or not stabilizer.rounded_normalizer,
+        PROMOTE=tile.promote and stabilizer.rounded_normalizer,
+        DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
+        HEAD_BLOCK=configs.head_block(problem),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return result
+
+
+__all__ = ["ForwardResult", "allocate", "forward", "forward_kernel"]
