@@ -98,16 +98,16 @@ class CoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(
-                required_pgs=["tp", "cp"]
-            )
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.config = config
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.tp_group = pg_collection.tp
         self.softmax_scale = softmax_scale
-        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout_p = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
         # apply_query_key_layer_scaling divides by the layer number before an fp16 softmax and
         # multiplies after it; with float32 scores both halves drop out.
         self.window = None

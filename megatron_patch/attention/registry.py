@@ -234,9 +234,7 @@ def _could_interpret(name: str, machine: Machine | None) -> bool:
 
 def _unmet_shape(row: Capability, facts: Facts, *, interpreted: bool) -> Iterator[str]:
     if facts.dtype not in row.dtypes:
-        remedy = (
-            f"Use training.precision: {row.dtypes[0]}, or attention.backend: reference or mcore_local"
-        )
+        remedy = f"Use training.precision: {row.dtypes[0]}, or attention.backend: reference or mcore_local"
         yield f"training.precision is {facts.dtype!r}; it takes {_either(row.dtypes)}. {remedy}"
     low, high, step = row.head_dims
     dims = {facts.head_dim, facts.v_head_dim}
@@ -407,7 +405,10 @@ def table() -> str:
     machine = probe()
     columns = [
         ("dtypes", lambda r: "/".join(r.dtypes)),
-        ("head dims", lambda r: "any" if r.head_dims[2] == 1 else f"{r.head_dims[0]}..{r.head_dims[1]}"),
+        (
+            "head dims",
+            lambda r: "any" if r.head_dims[2] == 1 else f"{r.head_dims[0]}..{r.head_dims[1]}",
+        ),
         *((name, _flag(name)) for name in _FLAGS),
         ("device", lambda r: "/".join(r.devices)),
     ]
@@ -417,7 +418,10 @@ def table() -> str:
         for name, row in BACKENDS.items()
     ]
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [header, *rows]]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
+        for r in [header, *rows]
+    ]
     lines.append("")
     for name, row in BACKENDS.items():
         lines.append(f"{name}: {row.kernel}; {row.why}")
@@ -449,7 +453,11 @@ def _here(name: str, machine: Machine) -> str:
     if row.package and row.package not in machine.packages:
         return f"needs {row.package}"
     if machine.sm is None and "cpu" not in row.devices:
-        return "interpreter" if machine.triton_interpreter and name == "stable_flash" else "needs a GPU"
+        return (
+            "interpreter"
+            if machine.triton_interpreter and name == "stable_flash"
+            else "needs a GPU"
+        )
     if machine.sm is not None and machine.sm < row.min_sm:
         return f"needs sm_{row.min_sm[0]}{row.min_sm[1]}"
     return "yes"

@@ -20,7 +20,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.core import core_attention_spec
-from megatron_patch.attention.replace import KEEP, module_class, replace_core_attention, rewrite_spec
+from megatron_patch.attention.replace import (
+    KEEP,
+    module_class,
+    replace_core_attention,
+    rewrite_spec,
+)
 from megatron_patch.model.norms import norm_class
 from megatron_patch.model.transformer_config import transformer_config
 

@@ -2,16 +2,16 @@
 
 Megatron-Core takes a GPU for granted: it writes ``device="cuda"``, asks for the current device and
 stream, pins memory, keeps one CUDA random stream per parallel group and compiles small functions.
-`install` answers each of those calls with its CPU equivalent, so that the trainer, its optimizer, its
-pipeline schedules, dropout with recompute and ``dist_checkpointing`` run unchanged on a machine
+`install` answers each of those calls with its CPU equivalent, so that the trainer, its optimizer,
+its pipeline schedules, dropout with recompute and ``dist_checkpointing`` run unchanged on a machine
 without a GPU. Nothing of Megatron-Core's code is replaced; only what it asks torch for.
 
     from megatron_patch.runtime import cpu_mode
     cpu_mode.install()        # once per process, before the first Megatron import
 
 One difference to a GPU remains and is stated here: there the default CPU generator and the CUDA
-generator are two streams, here they are the same one. Code that draws from the default CPU generator
-during training therefore moves the dropout pattern; the trainer draws from its own generators.
+generator are two streams, here they are the same one. Code that draws from the default CPU
+generator during training therefore moves the dropout pattern; the trainer draws from its own.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def install() -> None:
         setattr(owner, name, value)
     _exit.enter_context(_CudaIsCpu())
     _import_megatron_uncompiled()
-    # The tracker compares the CPU stream before and after a fork and warns when they differ: here the
-    # forked stream IS the CPU stream. Without the filter every dropout prints that warning.
+    # The tracker compares the CPU stream before and after a fork and warns when they differ: here
+    # the forked stream IS the CPU stream. Without the filter every dropout prints that warning.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_drop_rng_warning)
 
 
@@ -126,7 +126,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _NullStream:
-    """Stands in for a CUDA stream: everything runs in program order, so there is nothing to wait for.
+    """Stands in for a CUDA stream: everything runs in program order, there is nothing to wait for.
 
     DDP, the all-to-all token dispatcher and shared experts create streams even without overlap.
     """
@@ -159,7 +159,7 @@ class _NullStream:
 
 
 class _NullEvent:
-    """Stands in for a CUDA event: recorded means done. It measures no time, so asking for it raises."""
+    """Stands in for a CUDA event: recorded means done. It has no elapsed_time: it measures none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: object = None) -> None: ...
@@ -198,15 +198,31 @@ def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_o
         return _original_all_reduce(tensor, op=op, group=group, async_op=async_op)
     if async_op:
         raise ValueError(
-            "CPU mode: an asynchronous all_reduce with op=AVG is not available on gloo; use SUM and "
-            "divide (in Megatron-Core: average_in_collective=False)"
+            "CPU mode: an asynchronous all_reduce with op=AVG is not available on gloo; use SUM "
+            "and divide (in Megatron-Core: average_in_collective=False)"
         )
     _original_all_reduce(tensor, group=group)
     tensor.div_(dist.get_world_size(group))
     return None
 
 
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **options: Any,
+) -> Any:
+    """``all_to_all_single`` that takes split sizes as tensors."""
+    splits = [
+        sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+        for sizes in (output_split_sizes, input_split_sizes)
+    ]
+    return _original_all_to_all_single(output, input, *splits, **options)
+
+
 _original_all_reduce = torch.distributed.all_reduce
+_original_all_to_all_single = torch.distributed.all_to_all_single
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -239,19 +255,22 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda.random, "set_rng_state", _set_rng_state
     # Averages of MoE and MTP losses: "Cannot use ReduceOp.AVG with Gloo".
     yield torch.distributed, "all_reduce", _all_reduce
+    # The MoE dispatcher turns split sizes into Python numbers only where they live on a GPU: under
+    # expert parallelism "incompatible function arguments".
+    yield torch.distributed, "all_to_all_single", _all_to_all_single
 
 
 def _import_megatron_uncompiled() -> None:
     """Import Megatron-Core with its fused functions left eager, then patch its own CUDA getters.
 
     Core decorates about thirty small functions (activations, routing, losses) with torch.compile at
-    import. On CPU that would call a C++ compiler at the first step, which a machine need not have, and
-    would change their rounding.
+    import. On CPU that would call a C++ compiler at the first step, which a machine need not have,
+    and would change their rounding.
     """
     if "megatron.core.jit" in sys.modules:
         log.warning(
-            "CPU mode was installed after Megatron-Core had been imported: its fused functions stay "
-            "under torch.compile; call cpu_mode.install() first"
+            "CPU mode was installed after Megatron-Core had been imported: its fused functions "
+            "stay under torch.compile; call cpu_mode.install() first"
         )
     real_compile = torch.compile
     torch.compile = _leave_eager  # type: ignore[assignment]
