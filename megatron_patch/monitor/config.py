@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.config.problem import Problem
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.problem import Problem
     from megatron_patch.config.root import RunConfig
 
 
@@ -43,4 +44,7 @@ class LoggingConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        if self.interval < 1:
+            yield Problem("logging.interval", f"{self.interval}: must be at least 1")
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            yield Problem("logging.peak_tflops", f"{self.peak_tflops}: must be more than 0")

@@ -96,6 +96,10 @@ class Monitor:
             self._bar.write(message, file=self._stream)
         else:
             print(message, file=self._stream, flush=True)
+        self.note(message)
+
+    def note(self, message: str) -> None:
+        """A line for train.log alone (what the console shows by another way)."""
         if self._file is not None:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             for line in message.splitlines() or [""]:

@@ -64,8 +64,10 @@ class CsvSink:
             return 0
         with self.path.open(newline="") as lines:
             rows = list(csv.DictReader(lines))
-        keep = [row for row in rows if _step_of(row) is not None and _step_of(row) <= start_step]
-        drop = [row for row in rows if row not in keep]
+        keep, drop = [], []
+        for row in rows:
+            step = _step_of(row)
+            (keep if step is not None and step <= start_step else drop).append(row)
         if drop:
             _append(self.path.with_name("metrics.abandoned.csv"), drop)
         temporary = self.path.with_name("metrics.csv.tmp")

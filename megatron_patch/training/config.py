@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from megatron_patch.config.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.problem import Problem
     from megatron_patch.config.root import RunConfig
 
 
@@ -61,7 +63,26 @@ class TrainingConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        for name in ("train_steps", "global_batch_size", "micro_batch_size", "eval_steps"):
+            yield from _at_least(f"training.{name}", getattr(self, name), 1)
+        for name in ("eval_interval", "exit_at_step"):
+            yield from _at_least(f"training.{name}", getattr(self, name), 1)
+        yield from _at_least("training.seed", self.seed, 0)
+        yield from _at_least("training.recompute.num_layers", self.recompute.num_layers, 1)
+        if self.exit_after_minutes is not None and not self.exit_after_minutes > 0:
+            yield Problem(
+                "training.exit_after_minutes", f"{self.exit_after_minutes}: must be more than 0"
+            )
+        if self.micro_batch_size > 0 and self.global_batch_size % self.micro_batch_size:
+            yield Problem(
+                "training.global_batch_size",
+                f"{self.global_batch_size} is not a multiple of training.micro_batch_size "
+                f"({self.micro_batch_size})",
+            )
+        if self.recompute.granularity == "selective" and not self.recompute.modules:
+            yield Problem(
+                "training.recompute.modules", "[] recomputes nothing: name at least one module"
+            )
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -97,4 +118,59 @@ class OptimizerConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        yield from self._rates()
+        yield from self._adam()
+        decay = self.decay_steps or run.training.train_steps
+        yield from _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        yield from _at_least("optimizer.decay_steps", self.decay_steps, 1)
+        if decay >= 1 and self.warmup_steps >= decay:
+            yield Problem(
+                "optimizer.warmup_steps",
+                f"{self.warmup_steps}: the warm-up must end before the decay does, at step {decay} "
+                "(optimizer.decay_steps, by default training.train_steps)",
+            )
+        if self.schedule == "wsd":
+            yield from self._wsd(decay)
+        elif self.wsd_decay_steps is not None:
+            yield Problem(
+                "optimizer.wsd_decay_steps",
+                f"{self.wsd_decay_steps} has no effect under schedule {self.schedule}: leave it "
+                "out, or set optimizer.schedule: wsd",
+            )
+
+    def _rates(self) -> Iterator[Problem]:
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            yield Problem("optimizer.lr", f"{self.lr}: must be more than 0 and finite")
+        if not 0 <= self.min_lr <= self.lr:
+            yield Problem(
+                "optimizer.min_lr", f"{self.min_lr}: must be between 0 and optimizer.lr ({self.lr})"
+            )
+
+    def _adam(self) -> Iterator[Problem]:
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                yield Problem(f"optimizer.{name}", f"{value}: must be in [0, 1)")
+        if not self.eps > 0:
+            yield Problem("optimizer.eps", f"{self.eps}: must be more than 0")
+        for name in ("weight_decay", "clip_grad"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                yield Problem(f"optimizer.{name}", f"{value}: must be 0 or more and finite")
+
+    def _wsd(self, decay: int) -> Iterator[Problem]:
+        """Under WSD the final decay must lie between the warm-up and the end."""
+        path = "optimizer.wsd_decay_steps"
+        if self.wsd_decay_steps is None:
+            yield Problem(path, "is required by schedule wsd: the length of the final decay")
+        elif not 1 <= self.wsd_decay_steps <= decay - self.warmup_steps:
+            yield Problem(
+                path,
+                f"{self.wsd_decay_steps}: must be between 1 and {decay - self.warmup_steps}, the "
+                "steps between the end of the warm-up and the end of the decay",
+            )
+
+
+def _at_least(path: str, value: int | None, least: int) -> Iterator[Problem]:
+    if value is not None and value < least:
+        yield Problem(path, f"{value}: must be at least {least}")

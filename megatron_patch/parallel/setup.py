@@ -1,0 +1,271 @@
+"""Process group, Megatron's parallel groups and every random stream of a rank.
+
+layout = initialize(run)      # under torchrun, or alone: a world of one on a free port
+...
+destroy()
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_patch.config.problem import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.root import RunConfig
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
+
+
+class LayoutError(ConfigError):
+    """The parallel configuration does not fit the ranks that were started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where this rank stands. ``<axis>_rank`` counts from 0 to ``<axis>_size`` - 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_rank: int
+    ep_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first pipeline stage (embedding)."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage (loss)."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def print_rank(self) -> bool:
+        """Whether this rank writes to console, logs and the run directory."""
+        return self.rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank's loss counts in global sums: last stage, one of the TP replicas."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    def describe(self) -> str:
+        """``rank 3 (tp 1, pp 0, cp 0, dp 1, ep 0)``."""
+        axes = ("tp", "pp", "cp", "dp", "ep")
+        where = ", ".join(f"{a} {getattr(self, a + '_rank')}" for a in axes)
+        return f"rank {self.rank} ({where})"
+
+
+def model_parallel_size(run: RunConfig) -> int:
+    """Ranks that together hold one replica: tensor x pipeline x context parallel."""
+    p = run.parallel
+    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+
+
+def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What does not fit ``world_size`` ranks: divisibility of ranks, experts and batch."""
+    p, t = run.parallel, run.training
+    replica = model_parallel_size(run)
+    if world_size % replica:
+        yield Problem(
+            "parallel",
+            f"tensor x pipeline x context parallel = {replica} ranks hold one replica, which does "
+            f"not divide the {world_size} ranks started; start a multiple of {replica} ranks",
+        )
+        return
+    dp = world_size // replica
+    per_step = t.micro_batch_size * dp
+    if t.global_batch_size % per_step:
+        yield Problem(
+            "training.global_batch_size",
+            f"{t.global_batch_size} is not a multiple of micro_batch_size x data-parallel size = "
+            f"{t.micro_batch_size} x {dp} = {per_step}",
+        )
+    elif p.virtual_pipeline_model_parallel_size is not None:
+        micro = t.global_batch_size // per_step
+        if micro % p.pipeline_model_parallel_size:
+            yield Problem(
+                "training.global_batch_size",
+                f"the interleaved schedule needs a multiple of "
+                f"{p.pipeline_model_parallel_size} micro-batches a step (pipeline stages), and "
+                f"{t.global_batch_size} / ({t.micro_batch_size} x {dp}) = {micro}",
+            )
+    expert_tp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
+    expert_block = expert_tp * p.expert_model_parallel_size * p.pipeline_model_parallel_size
+    if world_size % expert_block:
+        yield Problem(
+            "parallel.expert_model_parallel_size",
+            f"expert tensor x expert x pipeline parallel = {expert_block} does not divide the "
+            f"{world_size} ranks started",
+        )
+
+
+def check_world_size(run: RunConfig, world_size: int) -> None:
+    """Refuse a world the configuration cannot be laid out over.
+
+    Raises:
+        LayoutError: with every problem found.
+    """
+    problems = list(world_size_problems(run, world_size))
+    if problems:
+        raise LayoutError(problems)
+
+
+def launched_world_size() -> int:
+    """Ranks torchrun started, or 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _launch_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank); fills in a world of one where torchrun did not.
+
+    Raises:
+        LayoutError: the environment holds some of torchrun's variables but not all.
+    """
+    have = [v for v in TORCHRUN_VARIABLES if v in os.environ]
+    if not {"RANK", "WORLD_SIZE"} & set(have):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    elif missing := [v for v in TORCHRUN_VARIABLES if v not in os.environ]:
+        problem = f"{', '.join(have)} set but {', '.join(missing)} not: start ranks with torchrun"
+        raise LayoutError([Problem("parallel", problem)])
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+
+
+def _communication_environment(run: RunConfig) -> None:
+    """Variables NCCL and CUDA read when they start; a value already set by the user wins."""
+    # NVLink multicast needs a fabric manager in good health and gains nothing at these sizes.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if run.parallel.tensor_model_parallel_size > 1:
+        # One hardware queue keeps TP communication ahead of the GEMM it overlaps with.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def initialize(run: RunConfig) -> Layout:
+    """Start torch.distributed and Megatron's groups, seed every stream, return the coordinates.
+
+    Under CPU mode (``runtime.cpu_mode.install`` must have run) the backend is gloo.
+
+    Raises:
+        LayoutError: the configuration does not fit the ranks started, or the environment is
+            incomplete, or there is no GPU for this rank.
+    """
+    rank, world_size, local_rank = _launch_environment()
+    check_world_size(run, world_size)
+    _communication_environment(run)
+    cpu = run.training.device == "cpu"
+    if cpu:
+        device = torch.device("cpu")
+    else:
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise LayoutError(
+                [
+                    Problem(
+                        "training.device",
+                        f"cuda: local rank {local_rank} has no GPU, {count} visible; start at most "
+                        f"{count} ranks a node, or set training.device: cpu",
+                    )
+                ]
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
+    torch.distributed.init_process_group(
+        "gloo" if cpu else "cpu:gloo,cuda:nccl",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if cpu else device,
+    )
+    _megatron_groups(run)
+    _seed(run)
+    return _layout(rank, world_size, local_rank, device=device)
+
+
+def _megatron_groups(run: RunConfig) -> None:
+    from megatron.core import parallel_state
+
+    p = run.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=p.tensor_model_parallel_size,
+        pipeline_model_parallel_size=p.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
+        context_parallel_size=p.context_parallel_size,
+        hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=p.expert_model_parallel_size,
+        expert_tensor_parallel_size=p.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(p.distributed_timeout_minutes)),
+        create_gloo_process_groups=True,
+    )
+
+
+def _seed(run: RunConfig) -> None:
+    """Python, NumPy, torch and Megatron's tracked streams, as Megatron-LM seeds them."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed = run.training.seed
+    seed += PIPELINE_SEED_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _layout(rank: int, world_size: int, local_rank: int, *, device: torch.device) -> Layout:
+    from megatron.core import parallel_state as ps
+
+    return Layout(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        device=device,
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        tp_size=ps.get_tensor_model_parallel_world_size(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        pp_size=ps.get_pipeline_model_parallel_world_size(),
+        cp_rank=ps.get_context_parallel_rank(),
+        cp_size=ps.get_context_parallel_world_size(),
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        ep_size=ps.get_expert_model_parallel_world_size(),
+    )
+
+
+def destroy() -> None:
+    """Leave every group; safe when none was started."""
+    if not torch.distributed.is_initialized():
+        return
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,55 @@
+"""``training.deterministic``: the same bits from the same layout and software.
+
+Covers PyTorch's kernels, cuBLAS, NCCL's choice of algorithm and Transformer Engine; the attention
+backend is checked against its entry in the capability table.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_patch.config.problem import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+
+NCCL_ALGORITHMS = ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain")
+"""Values of NCCL_ALGO that fix the order of a reduction (Megatron-LM accepts the same)."""
+_REQUIRED = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": NCCL_ALGORITHMS,
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
+def enforce(run: RunConfig) -> None:
+    """Switch everything to repeatable algorithms, before CUDA and NCCL start.
+
+    Variables that are not set get the first accepted value.
+
+    Raises:
+        ConfigError: a variable of the environment is set to something not repeatable.
+    """
+    if not run.training.deterministic:
+        return
+    problems = []
+    for name, accepted in _REQUIRED.items():
+        value = os.environ.setdefault(name, accepted[0])
+        if value not in accepted:
+            problems.append(
+                Problem(
+                    "training.deterministic",
+                    f"true, but the environment sets {name}={value}; unset it, or use one of "
+                    f"{', '.join(accepted)}",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory is for finding bugs, not for repeatability, and costs bandwidth.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

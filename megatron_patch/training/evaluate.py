@@ -1,0 +1,66 @@
+"""Mean loss over the validation batches, the same ones at every evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_patch.training import auxiliary
+from megatron_patch.training.step import Session, fetch, global_loss, run_schedule
+
+if TYPE_CHECKING:
+    from megatron_patch.data.loader import Loaders
+
+
+@contextlib.contextmanager
+def parameters_in_place(session: Session) -> Iterator[None]:
+    """Weights complete on every rank inside the block, also under ``overlap_param_gather``.
+
+    There the gather of updated weights is spread over the next forward pass by module hooks; for
+    evaluation and checkpoints it is finished first.
+    """
+    if not session.hooks_enabled:
+        yield
+        return
+    set_gather_hooks(session, False)
+    try:
+        yield
+    finally:
+        set_gather_hooks(session, True)
+
+
+def set_gather_hooks(session: Session, enabled: bool, *, sync: bool = True) -> None:
+    """Switch the parameter-gather hooks; switching off completes the gather unless told not to."""
+    for chunk in session.chunks:
+        if enabled:
+            chunk.enable_forward_pre_hook()
+        else:
+            chunk.disable_forward_pre_hook(param_sync=sync)
+    session.hooks_enabled = enabled
+
+
+def evaluate(session: Session, loaders: Loaders) -> float:
+    """Mean token loss (nats) of ``eval_steps`` global batches of the validation split.
+
+    Draws no random numbers (dropout is off) and touches no training state. Collective.
+    """
+    total: torch.Tensor | None = None
+    batches = loaders.iterate("valid") if session.reads_data else None
+    with parameters_in_place(session), torch.no_grad():
+        for chunk in session.chunks:
+            chunk.eval()
+        try:
+            for _ in range(session.run.training.eval_steps):
+                report = run_schedule(session, fetch(session, batches), forward_only=True)
+                if report is not None:
+                    total = report if total is None else total + report
+        finally:
+            for chunk in session.chunks:
+                chunk.train()
+            if batches is not None:
+                batches.close()  # type: ignore[attr-defined]
+    auxiliary.clear(session)
+    return global_loss(session, total)[0]

@@ -1,0 +1,224 @@
+"""Stop before the update when the loss or a gradient is not finite, and say where it came from.
+
+Once a step, after the gradients have been reduced and before they are clipped, every rank
+contributes three numbers to one MAX reduction: loss not finite, gradient norm not finite, stop
+requested. The result is the step's only host synchronization beyond Megatron-Core's own (its
+PyTorch path reads the gradient norm to the host as well), and because all ranks read the same
+result they stop together: no rank updates its weights, no rank waits for one that left.
+
+Finding the culprit costs nothing until it is needed, except one sum over each gradient buffer
+before the reduction: afterwards a NaN has reached every data-parallel rank, and only those flags
+tell whose it was.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.training.signals import NO_STOP, StopFlags
+
+if TYPE_CHECKING:
+    from megatron_patch.parallel.setup import Layout
+
+NAMED = 8  # parameters listed in the message
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.")
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients are not finite; raised on all ranks before the update."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, step: int) -> None:
+        self.step = step
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What one rank saw."""
+
+    where: str
+    loss_finite: bool
+    gradient_before_reduction: bool | None
+    parameters: list[tuple[str, int, int]]  # name, non-finite values, values
+
+
+def global_name(module: torch.nn.Module, name: str) -> str:
+    """Parameter name with layers counted over the whole model instead of this pipeline chunk.
+
+    Args:
+        module: the GPTModel the name belongs to.
+        name: as in ``module.named_parameters()``.
+    """
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    layer = module.get_submodule(f"{match[1]}{match[2]}")
+    number = getattr(layer, "layer_number", None)
+    if number is None:
+        return name
+    return f"{match[1]}{number - 1}.{name[match.end() :]}"
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside precision and data-parallel wrappers."""
+    while hasattr(chunk, "module") and isinstance(chunk.module, torch.nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+class StepGuard:
+    """Watches every optimizer step of one run.
+
+    ``watch(optimizer)`` puts the check between the gradient norm and the update;
+    ``before_reduction(chunks)`` is called when local gradients are complete. After ``step()`` of
+    the optimizer, ``stop_code`` holds the agreed reason to stop, if any.
+
+    Args:
+        layout: coordinates, for the message.
+        stop: this rank's stop flags.
+        check: False only counts non-finite steps (``training.check_finite: false``).
+        local_flags: whether gradients are still local in ``before_reduction`` (not with
+            ``overlap_grad_reduce``, which reduces during the backward pass).
+    """
+
+    def __init__(
+        self, layout: Layout, stop: StopFlags, *, check: bool, local_flags: bool = True
+    ) -> None:
+        self.layout, self.stop, self.check = layout, stop, check
+        self.local_flags = local_flags and check
+        self.step = 0
+        self.stop_code = NO_STOP
+        self.nonfinite = 0
+        self._loss: torch.Tensor | None = None
+        self._local: torch.Tensor | None = None
+        self._chunks: list[torch.nn.Module] = []
+
+    def begin(self, step: int, chunks: list[torch.nn.Module]) -> None:
+        """Start watching the update of ``step`` (1-based)."""
+        self.step, self._chunks = step, chunks
+        self._loss = self._local = None
+
+    def loss(self, total: torch.Tensor | None) -> None:
+        """This rank's loss sum of the step; None on ranks without a loss."""
+        self._loss = total
+
+    @torch.no_grad()
+    def before_reduction(self, chunks: list[torch.nn.Module]) -> None:
+        """Note, on the device, whether this rank's own gradients are finite."""
+        if not self.local_flags:
+            return
+        sums = [
+            buffer.grad_data.sum()
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)  # type: ignore[misc]
+        ]
+        if sums:
+            self._local = torch.stack([s.isfinite() for s in sums]).all().logical_not()
+
+    def watch(self, optimizer: Any) -> None:
+        """Check whenever ``optimizer.step()`` has computed the gradient norm, before it clips."""
+        compute = optimizer.get_grad_norm
+
+        def checked() -> Any:
+            norm = compute()
+            self._agree(norm)
+            return norm
+
+        optimizer.get_grad_norm = checked
+
+    @torch.no_grad()
+    def _agree(self, norm: torch.Tensor | float) -> None:
+        """Reduce flags over all ranks; raise on all of them when this step must not be taken."""
+        device = self.layout.device
+        flags = torch.zeros(3, dtype=torch.float32, device=device)
+        if self._loss is not None:
+            flags[0] = self._loss.isfinite().logical_not().float()
+        if isinstance(norm, torch.Tensor):
+            flags[1] = norm.isfinite().logical_not().float().max()
+        else:
+            flags[1] = float(not math.isfinite(norm))
+        flags[2] = float(self.stop.code())
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        loss_bad, norm_bad, stop = flags.tolist()
+        self.stop_code = int(stop)
+        if loss_bad or norm_bad:
+            self.nonfinite += 1
+            if self.check:
+                raise NonFiniteError(self._explain(), step=self.step)
+
+    def _explain(self) -> str:
+        """Collective: every rank scans its gradients, all build the same message."""
+        mine = _Finding(
+            where=self.layout.describe(),
+            loss_finite=self._loss is None or bool(self._loss.isfinite()),
+            gradient_before_reduction=None if self._local is None else bool(self._local),
+            parameters=_non_finite_parameters(self._chunks),
+        )
+        found: list[Any] = [None] * self.layout.world_size
+        torch.distributed.all_gather_object(found, mine)
+        return _message(self.step, found)
+
+
+@torch.no_grad()
+def _non_finite_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, int, int]]:
+    """(name, non-finite values, values) of gradients, nearest to the loss first."""
+    found = []
+    for chunk in chunks:
+        inner = unwrap(chunk)
+        for name, parameter in inner.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is None:
+                continue
+            bad = gradient.numel() - int(gradient.isfinite().sum())
+            if bad:
+                found.append((global_name(inner, name), bad, gradient.numel()))
+    return found[::-1]
+
+
+def _message(step: int, found: list[_Finding]) -> str:
+    loss = [f.where for f in found if not f.loss_finite]
+    local = [f.where for f in found if f.gradient_before_reduction]
+    known = any(f.gradient_before_reduction is not None for f in found)
+    what = "loss" if loss else "gradients"
+    lines = [
+        f"step {step}: {what} not finite; stopped before the update, weights and optimizer state "
+        f"are those of step {step - 1}"
+    ]
+    if loss:
+        lines.append(f"  loss not finite on {_some(loss)}")
+    if local:
+        lines.append(f"  gradients not finite before their reduction on {_some(local)}")
+    elif not known:
+        lines.append(
+            "  the rank cannot be told: parallel.overlap_grad_reduce had reduced the gradients"
+        )
+    named: dict[str, str] = {}
+    for finding in found[::-1]:  # later pipeline stages first: nearer to the loss
+        for name, bad, total in finding.parameters:
+            text = f"    {name}: {bad} of {total} values, seen on {finding.where}"
+            named.setdefault(name, text)
+    if named:
+        lines.append("  parameters with a non-finite gradient, nearest to the loss first:")
+        lines += list(named.values())[:NAMED]
+        if len(named) > NAMED:
+            lines.append(f"    ... and {len(named) - NAMED} more")
+    else:
+        lines.append("  every gradient is finite, their norm overflows FP32: the run diverged")
+    lines.append(
+        "  no checkpoint was written; resume from the last one with a lower learning rate or "
+        "another attention stabilizer, or look at the data of this step"
+    )
+    return "\n".join(lines)
+
+
+def _some(places: list[str]) -> str:
+    shown = "; ".join(places[:NAMED])
+    rest = len(places) - NAMED
+    return f"{shown}; and {rest} more ranks" if rest > 0 else shown

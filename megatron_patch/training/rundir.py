@@ -1,0 +1,237 @@
+"""The run directory: who may write into it, what it says about the run.
+
+``<run_dir>/``: config.yaml (resolved), origins.yaml, environment.json (one entry an attempt),
+train.log, metrics.csv, tensorboard/, checkpoints/, FINISHED.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import yaml
+
+from megatron_patch.config.problem import Problem
+
+if TYPE_CHECKING:
+    from megatron_patch.config import Loaded
+    from megatron_patch.config.root import RunConfig
+
+FINISHED = "FINISHED"
+
+CHANGEABLE = (
+    "name",
+    "run_dir",
+    "training.train_steps",
+    "training.micro_batch_size",
+    "training.device",
+    "training.deterministic",
+    "training.recompute",
+    "training.eval_interval",
+    "training.eval_steps",
+    "training.exit_after_minutes",
+    "training.exit_at_step",
+    "training.check_finite",
+    "optimizer.implementation",
+    "parallel",
+    "attention",
+    "checkpoint",
+    "logging",
+    "data.num_workers",
+    "data.verify",
+    "data.cache_dir",
+    "model.layer_spec",
+)
+"""Keys a resumed run may change: they say how, how long and where, not what is trained."""
+
+
+def run_directory(run: RunConfig) -> Path:
+    """``run_dir``, or ``runs/<name>``."""
+    return Path(run.run_dir) if run.run_dir else Path("runs") / run.name
+
+
+@dataclass(slots=True)
+class RunDirectory:
+    """The directory of this attempt; the lock is held until ``close``."""
+
+    path: Path
+    notes: list[str]
+    finished: bool
+    _lock: IO[str] | None
+
+    def close(self) -> None:
+        """Let other processes have the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | None, list[Problem]]:
+    """Take the run's directory, or say why not. Called on the first rank only.
+
+    Nothing that exists is overwritten or deleted: a configuration that changed is kept beside the
+    new one, and a directory of another run is refused.
+
+    Args:
+        loaded: the configuration.
+        report: environment of this attempt, appended to environment.json.
+
+    Returns:
+        The directory and no problem, or None and what stands against it.
+    """
+    run = loaded.config
+    path = run_directory(run)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return None, [Problem("run_dir", f"{path}: cannot be created ({error.strerror})")]
+    notes: list[str] = []
+    lock, problem = _lock(path, notes)
+    problems = [problem] if problem else _claim(loaded, path, notes)
+    if problems:
+        if lock is not None:
+            lock.close()
+        return None, problems
+    finished = _finished(path, run)
+    if not finished:
+        _record(loaded, path, report)
+    return RunDirectory(path, notes, finished, lock), []
+
+
+def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]:
+    """An exclusive lock for as long as this process lives."""
+    handle = (path / ".lock").open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        return None, Problem("run_dir", f"{path}: another process is training here right now")
+    except OSError as error:
+        notes.append(f"{path}: this file system has no locks ({error.strerror}); take care that "
+                     "only one job uses the directory")  # fmt: skip
+    return handle, None
+
+
+def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
+    """Whether what is in the directory belongs to this run."""
+    run = loaded.config
+    checkpoints = Path(run.checkpoint.directory or path / "checkpoints")
+    trained = (path / "metrics.csv").exists() or (
+        checkpoints.is_dir() and any(checkpoints.iterdir())
+    )
+    if not trained:
+        return []
+    if run.checkpoint.resume == "never":
+        return [
+            Problem(
+                "checkpoint.resume",
+                f"never, but {path} holds a run already; choose another name or run_dir, or "
+                "set checkpoint.resume: auto to continue it",
+            )
+        ]
+    saved = path / "config.yaml"
+    if not saved.exists():
+        return []
+    changed = differences(saved.read_text(), loaded.dump_yaml())
+    refused = [c for c in changed if not _may_change(c[0])]
+    notes += [
+        f"configuration changed since the last attempt: {key}: {old} -> {new}"
+        for key, old, new in changed
+        if _may_change(key) and key not in ("name", "run_dir")
+    ]
+    advice = "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
+    return [
+        Problem(key, f"{new}, but the run in {path} was started with {old}; {advice}")
+        for key, old, new in refused
+    ]
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in CHANGEABLE)
+
+
+def differences(before: str, after: str) -> list[tuple[str, str, str]]:
+    """(key, old, new) of two resolved configurations as ``Loaded.dump_yaml`` writes them.
+
+    Keys that only one of them has (another version of this program) count as ``absent``.
+    """
+    # Both texts come from one renderer, so scalars are compared as they are written.
+    old, new = (_flat(yaml.load(t, Loader=yaml.BaseLoader)) for t in (before, after))
+    keys = list(dict.fromkeys([*new, *old]))
+    return [
+        (k, old.get(k, "absent"), new.get(k, "absent")) for k in keys if old.get(k) != new.get(k)
+    ]
+
+
+def _flat(node: Any, path: str = "") -> dict[str, str]:
+    """Dotted path -> text of every scalar."""
+    if isinstance(node, dict):
+        items = [(str(k), v) for k, v in node.items()]
+    elif isinstance(node, list):
+        items = [(str(n), v) for n, v in enumerate(node)]
+    else:
+        return {path: str(node)}
+    flat: dict[str, str] = {} if items else {path: "[]" if isinstance(node, list) else "{}"}
+    for key, value in items:
+        flat |= _flat(value, f"{path}.{key}" if path else key)
+    return flat
+
+
+def _finished(path: Path, run: RunConfig) -> bool:
+    """Whether an earlier attempt reached ``train_steps``; a longer run takes the marker back."""
+    marker = path / FINISHED
+    if not marker.exists():
+        return False
+    try:
+        step = int(json.loads(marker.read_text())["step"])
+    except (ValueError, KeyError, TypeError):
+        step = -1
+    if step >= run.training.train_steps:
+        return True
+    os.replace(marker, path / f"{FINISHED}.step_{max(step, 0)}")
+    return False
+
+
+def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> None:
+    """Configuration, origins and environment of this attempt."""
+    file = path / "environment.json"
+    attempts: list[Any] = []
+    if file.exists():
+        try:
+            attempts = json.loads(file.read_text())["attempts"]
+        except (ValueError, KeyError, TypeError):
+            os.replace(file, path / f"environment.unreadable_{time.time_ns()}.json")
+    text = loaded.dump_yaml()
+    saved = path / "config.yaml"
+    if saved.exists() and saved.read_text() != text:
+        os.replace(saved, path / f"config.attempt_{max(len(attempts), 1)}.yaml")
+    write_atomically(saved, text)
+    write_atomically(path / "origins.yaml", loaded.dump_origins())
+    attempts.append({"utc": utc(), **report})
+    write_atomically(file, json.dumps({"attempts": attempts}, indent=1) + "\n")
+
+
+def mark_finished(path: Path, *, step: int, consumed_tokens: int) -> None:
+    """Leave the marker that tells a launcher not to start the run again."""
+    facts = {"step": step, "consumed_tokens": consumed_tokens, "utc": utc()}
+    write_atomically(path / FINISHED, json.dumps(facts) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that readers and crashes see the old or the new one, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)
+
+
+def utc() -> str:
+    """Now, ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,220 @@
+"""What happens before the first step: process set-up, announcements, the parts of a session."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.parallel import setup
+from megatron_patch.runtime import environment
+from megatron_patch.training import determinism
+from megatron_patch.training.finite import StepGuard
+from megatron_patch.training.recorder import tokens_per_step
+from megatron_patch.training.rundir import RunDirectory, open_run
+from megatron_patch.training.signals import StopFlags
+
+if TYPE_CHECKING:
+    from megatron_patch.config import Loaded
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.data.loader import Loaders
+    from megatron_patch.monitor.hub import Monitor
+    from megatron_patch.parallel.setup import Layout
+    from megatron_patch.training.step import Session
+
+
+def prepare_process(run: RunConfig) -> None:
+    """Everything that must precede Megatron's import or CUDA's start.
+
+    Raises:
+        ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
+    """
+    setup.check_world_size(run, setup.launched_world_size())
+    determinism.enforce(run)
+    if run.training.device == "cpu":
+        from megatron_patch.runtime import cpu_mode
+
+        cpu_mode.install()
+    elif not torch.cuda.is_available():
+        raise ConfigError(
+            [
+                Problem(
+                    "training.device",
+                    "cuda, but PyTorch sees no GPU here; set training.device: cpu to train on the "
+                    "CPU, or run 'megatron-patch doctor'",
+                )
+            ]
+        )
+    # Core's notices about missing optional packages and its own future, once per rank, are not
+    # about this run; what it runs on instead is said in the start-up lines.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core(\..*)?")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
+    """The run directory on the first rank, None on the others; refused on all of them alike.
+
+    Raises:
+        ConfigError: the directory belongs to another run or cannot be used.
+    """
+    directory: RunDirectory | None = None
+    verdict: list[Any] = [[], False]
+    if layout.print_rank:
+        axes = ("tp", "pp", "cp", "dp", "ep")
+        sizes = {axis: getattr(layout, f"{axis}_size") for axis in axes}
+        report = {"world_size": layout.world_size, **sizes, **environment.report()}
+        directory, problems = open_run(loaded, report)
+        verdict = [problems, directory is not None and directory.finished]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    problems, finished = verdict
+    if problems:
+        raise ConfigError(problems)
+    if directory is None and finished:
+        return RunDirectory(path=_nowhere(loaded), notes=[], finished=True, _lock=None)
+    return directory
+
+
+def _nowhere(loaded: Loaded) -> Any:
+    from megatron_patch.training.rundir import run_directory
+
+    return run_directory(loaded.config)
+
+
+def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
+    """Start-up lines: versions, device, layout, batch."""
+    found = environment.report() if layout.print_rank else {}
+    names = ("megatron-patch-stable", "python", "torch", "triton", "megatron-core")
+    versions = ", ".join(f"{n} {found.get(n)}" for n in names)
+    monitor.say(f"run {run.name}: {versions}, commit {str(found.get('commit'))[:12]}")
+    optional = [
+        f"{n} {found.get(n) or 'not installed'}" for n in ("transformer-engine", "apex", "cuda")
+    ]
+    monitor.say(f"optional: {', '.join(optional)}")
+    if run.training.device == "cpu":
+        threads = torch.get_num_threads()
+        monitor.say(
+            "device: CPU mode (gloo, PyTorch's CPU kernels, Megatron-Core's CUDA assumptions "
+            f"answered in runtime/cpu_mode.py), {threads} thread(s) a rank"
+        )
+    else:
+        monitor.say(
+            f"device: {found.get('gpu')}, CUDA {found.get('cuda')}, driver {found.get('driver')}, "
+            f"NCCL {found.get('nccl')}"
+        )
+    axes = " x ".join(
+        f"{axis.upper()}{getattr(layout, axis + '_size')}" for axis in ("tp", "cp", "pp", "dp")
+    )
+    extras = [f"EP{layout.ep_size}"] if layout.ep_size > 1 else []
+    extras += ["sequence parallel"] if run.parallel.sequence_parallel else []
+    if run.parallel.virtual_pipeline_model_parallel_size:
+        extras.append(f"{run.parallel.virtual_pipeline_model_parallel_size} virtual stages")
+    monitor.say(f"layout: {layout.world_size} rank(s), {', '.join([axes, *extras])}")
+    t = run.training
+    accumulate = t.global_batch_size // (t.micro_batch_size * layout.dp_size)
+    monitor.say(
+        f"batch: {t.global_batch_size} sequences of {run.model.seq_length} = "
+        f"{tokens_per_step(run):,} tokens a step; micro-batch {t.micro_batch_size}, "
+        f"{accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
+    )
+    monitor.say(_repeatability(run))
+    for path in environment.other_copies():
+        monitor.say(f"warning: another package named megatron_patch is on sys.path: {path}")
+
+
+def _repeatability(run: RunConfig) -> str:
+    if run.training.deterministic:
+        return "deterministic: yes; a resume on the same layout and software repeats every bit"
+    if run.training.device == "cpu":
+        return "deterministic: not enforced (training.deterministic: false)"
+    return (
+        "deterministic: no; a resume agrees to rounding, not bitwise "
+        "(training.deterministic: true does)"
+    )
+
+
+def build_session(
+    run: RunConfig, layout: Layout, loaders: Loaders, *, stop: StopFlags, monitor: Monitor
+) -> tuple[Session, int]:
+    """Model, wrappers, optimizer, schedule and guard; and the padded vocabulary.
+
+    Returns:
+        The session and the number of rows of the embedding.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_patch.data.loader import needs_data
+    from megatron_patch.data.tokenizers import build as build_tokenizer
+    from megatron_patch.model.build import build_model, padded_vocab_size
+    from megatron_patch.training import optimizer as optimizers
+    from megatron_patch.training.schedule import build_schedule
+    from megatron_patch.training.step import Session
+
+    vocab_size = build_tokenizer(run.data.tokenizer).vocab_size
+    built = build_model(run, vocab_size=vocab_size)
+    for selection in built.selections:
+        monitor.say(selection.line())
+    chunks = optimizers.wrap_chunks(run, built.chunks)
+    optimizer, line = optimizers.build_optimizer(run, chunks)
+    monitor.say(line)
+    guard = StepGuard(
+        layout,
+        stop,
+        check=run.training.check_finite,
+        local_flags=not run.parallel.overlap_grad_reduce,
+    )
+    guard.watch(optimizer)
+
+    def finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
+        guard.before_reduction(model)
+        finalize_model_grads(model, num_tokens, **options)
+
+    config = optimizers.connect(run, chunks, optimizer, finalize=finalize)
+    session = Session(
+        run=run,
+        layout=layout,
+        chunks=chunks,
+        config=config,
+        optimizer=optimizer,
+        schedule=build_schedule(run, optimizer),
+        guard=guard,
+        micro_batches=loaders.micro_batches,
+        reads_data=needs_data(layout.pp_rank, layout.pp_size),
+        hooks_enabled=run.parallel.overlap_param_gather,
+    )
+    monitor.say(parameter_line(built.chunks, layout, padded_vocab_size(run, vocab_size)))
+    return session, padded_vocab_size(run, vocab_size)
+
+
+def parameter_line(chunks: list[Any], layout: Layout, padded_vocab: int) -> str:
+    """Parameters of the whole model, counted over one replica. Collective."""
+    count = torch.zeros(1, dtype=torch.float64, device=layout.device)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "shared", False):
+                continue  # a pipeline stage's copy of the tied embedding
+            # Replicated over tensor parallelism: counted once. Experts: over expert parallelism.
+            split = getattr(parameter, "tensor_model_parallel", False)
+            expert = not getattr(parameter, "allreduce", True)
+            if layout.tp_rank == 0 or split or expert:
+                share = _copies(layout, expert=expert)
+                count += parameter.numel() / share
+    torch.distributed.all_reduce(count)
+    return f"model: {round(count.item()):,} parameters, vocabulary padded to {padded_vocab:,}"
+
+
+def _copies(layout: Layout, *, expert: bool) -> float:
+    """How many ranks hold the same (shard of a) parameter."""
+    replicas = layout.dp_size * layout.cp_size
+    return replicas / layout.ep_size if expert else replicas
+
+
+def silence_other_ranks(layout: Layout) -> None:
+    """Log records below errors come from the first rank only."""
+    if not layout.print_rank:
+        logging.getLogger("megatron_patch").setLevel(logging.ERROR)
+        os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,0 +1,156 @@
+"""One training step: forward and backward through Megatron's schedules, then the update.
+
+The loss function returns (sum of token losses, number of tokens, report) and the models are built
+with ``calculate_per_token_loss``: gradients are divided once, by the tokens of the global batch,
+which is why loss and gradient norm do not depend on the layout.
+
+Legend: b micro-batch, s sequence (of this context-parallel rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.training import auxiliary
+from megatron_patch.training.batch import Batch, place
+from megatron_patch.training.finite import StepGuard
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.parallel.setup import Layout
+
+REPORT = "loss"  # key of the per-micro-batch report: [sum of token losses, tokens]
+
+
+@dataclass(slots=True)
+class Session:
+    """Everything a step needs, built once."""
+
+    run: RunConfig
+    layout: Layout
+    chunks: list[Any]
+    config: Any
+    optimizer: Any
+    schedule: Any
+    guard: StepGuard
+    micro_batches: int
+    reads_data: bool
+    skipped: int = 0
+    hooks_enabled: bool = field(default=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Figures of one step, still on the device where they were computed there."""
+
+    report: torch.Tensor | None
+    """[sum of token losses, tokens] of this rank's micro-batches; None off the last stage."""
+    grad_norm: torch.Tensor | float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of the update."""
+
+
+def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
+    """Megatron's three-part loss of a micro-batch.
+
+    Args:
+        loss_mask: [b, s], 0 for tokens without loss.
+        losses: [b, s] token losses in nats.
+    """
+    mask = loss_mask.view(-1).float()
+    total = (losses.view(-1).float() * mask).sum()
+    tokens = mask.sum()
+    report = torch.stack([total.detach(), tokens.detach()])
+    return total, tokens.to(torch.int32), {REPORT: report}
+
+
+def forward_step(layout: Layout) -> Any:
+    """The function Megatron's schedules call for every micro-batch and chunk."""
+
+    def forward(iterator: Iterator[Batch | None], model: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        if batch is None:  # a middle pipeline stage: its input comes from the stage before
+            return model(None, None, None), lambda output: token_loss(output, output)
+        here = place(batch, layout)
+        output = model(
+            here["tokens"],
+            here["position_ids"],
+            None,  # causal by construction: no mask tensor
+            labels=here["labels"],
+            loss_mask=here["loss_mask"],
+        )
+        return output, lambda losses: token_loss(here["loss_mask"], losses)
+
+    return forward
+
+
+def fetch(session: Session, iterator: Iterator[Batch] | None) -> list[Batch | None]:
+    """The micro-batches of one step on this rank; None for stages that read no data."""
+    if iterator is None:
+        return [None] * session.micro_batches
+    return [next(iterator) for _ in range(session.micro_batches)]
+
+
+def run_schedule(
+    session: Session, batches: list[Batch | None], *, forward_only: bool
+) -> torch.Tensor | None:
+    """Forward (and backward) of one global batch; [sum of losses, tokens] of this rank, or None."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    # Every virtual chunk reads the same micro-batches, so each gets its own iterator over them.
+    iterators = [iter(batches) for _ in session.chunks]
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step(session.layout),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=session.chunks if len(session.chunks) > 1 else session.chunks[0],
+        num_microbatches=session.micro_batches,
+        seq_length=session.run.model.seq_length,
+        micro_batch_size=session.run.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+    if not reports:
+        return None
+    return torch.stack([report[REPORT] for report in reports]).sum(dim=0)
+
+
+def train_step(session: Session, batches: list[Batch | None], step: int) -> StepResult:
+    """One optimizer step (1-based number) on the given micro-batches.
+
+    Raises:
+        NonFiniteError: on all ranks, before any weight changed.
+    """
+    auxiliary.clear(session)
+    for chunk in session.chunks:
+        chunk.zero_grad_buffer()
+    session.optimizer.zero_grad()
+    session.guard.begin(step, session.chunks)
+    report = run_schedule(session, batches, forward_only=False)
+    session.guard.loss(None if report is None else report[0])
+    session.schedule.step(increment=1)
+    lr = learning_rate(session)
+    updated, grad_norm, _ = session.optimizer.step()
+    session.skipped += not updated
+    return StepResult(report, grad_norm, lr)
+
+
+def learning_rate(session: Session) -> float:
+    """The rate the schedule has set; all our groups share one."""
+    from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+    rate = get_canonical_lr_for_logging(session.optimizer.param_groups)
+    return float("nan") if rate is None else float(rate)
+
+
+def global_loss(session: Session, report: torch.Tensor | None) -> tuple[float, float]:
+    """(mean token loss, tokens) over all ranks. Collective; brings the values to the host."""
+    total = torch.zeros(2, dtype=torch.float64, device=session.layout.device)
+    if report is not None and session.layout.reports_loss:
+        total += report.double()
+    torch.distributed.all_reduce(total)
+    loss, tokens = total.tolist()
+    return loss / max(tokens, 1.0), tokens
