@@ -29,6 +29,7 @@ from megatron.core.transformer.utils import (
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends.call import Backend, Call
+from megatron_patch.attention.capabilities import BACKENDS, Facts
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     """What to put into a spec's ``core_attention`` for a backend.
 
     Args:
-        backend: a name of `registry.BACKENDS`.
+        backend: a name of `BACKENDS`.
         options: settings of the backend (``stable_flash``: stabilizer, residual, beta, eps,
             allow_broken).
 
@@ -60,9 +61,9 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Raises:
         ValueError: an unknown backend, or options for one that has none.
     """
-    if backend not in registry.BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(registry.BACKENDS)}")
-    if options and not registry.BACKENDS[backend].stabilizers:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if options and not BACKENDS[backend].stabilizers:
         raise ValueError(f"backend {backend!r} takes no options; got {', '.join(sorted(options))}")
     if backend in MODULES:
         return importlib.import_module(MODULES[backend]).module()
@@ -124,7 +125,7 @@ class CoreAttention(torch.nn.Module):
         self._run: Backend = _load(backend)
         self._make_softmax_offset()
 
-    def _facts(self) -> registry.Facts:
+    def _facts(self) -> Facts:
         config = self.config
         head_dim = v_head_dim = config.kv_channels
         mla = bool(config.multi_latent_attention)
@@ -135,7 +136,7 @@ class CoreAttention(torch.nn.Module):
         groups = config.num_attention_heads if mla else config.num_query_groups
         on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
         kind = "multi-latent attention" if mla else f"{self.attention_type}-attention"
-        return registry.Facts(
+        return Facts(
             kind=f"{kind}, window {list(self.window)}" if self.window else kind,
             dtype="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
             device="cuda" if on_gpu else "cpu",
@@ -283,14 +284,14 @@ def _reject_fp8(config: Any) -> None:
 def _reject(attention_bias: torch.Tensor | None, unsupported: dict[str, Any]) -> None:
     if attention_bias is not None:
         raise ValueError(
-            f"attention_bias of shape {tuple(attention_bias.shape)} is given; additive biases are not "
-            "supported. Use rotary or learned positions, or Megatron-Core's own core attention"
+            f"attention_bias of shape {tuple(attention_bias.shape)} is given; additive biases are "
+            "not supported. Use rotary or learned positions, or Megatron-Core's core attention"
         )
     given = sorted(name for name, value in unsupported.items() if value is not None)
     if given:
         raise ValueError(
-            f"core attention was called with {', '.join(given)}, which belong to another attention "
-            "algorithm; leave that layer's core attention in place (replace_core_attention(only=...))"
+            f"core attention was called with {', '.join(given)}, which belong to another "
+            "algorithm; leave that layer as it is (replace_core_attention(only=...))"
         )
 
 
@@ -299,8 +300,8 @@ def _check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType) -> None:
         return
     if mask_type in (AttnMaskType.arbitrary, AttnMaskType.padding, AttnMaskType.padding_causal):
         raise ValueError(
-            f"attn_mask_type is {mask_type.name} with a mask of shape {tuple(mask.shape)}; supported "
-            "are causal and no_mask. Pack the sequences (thd) instead of padding them"
+            f"attn_mask_type is {mask_type.name} with a mask of shape {tuple(mask.shape)}; "
+            "supported are causal and no_mask. Pack the sequences (thd) instead of padding them"
         )
     _warn_mask_ignored(mask_type.name, tuple(mask.shape))
 

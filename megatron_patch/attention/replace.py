@@ -2,8 +2,8 @@
 
     spec, count = replace_core_attention(get_gpt_layer_local_spec(), MyCoreAttention)
 
-Layer specs, block specs and multi-token-prediction specs nest `ModuleSpec`s, dataclasses of submodules,
-lists and ``functools.partial``s; `rewrite_spec` walks all of them.
+Layer specs, block specs and multi-token-prediction specs nest `ModuleSpec`s, dataclasses of
+submodules, lists and ``functools.partial``s; `rewrite_spec` walks all of them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def replace_core_attention(
             submodules. It is not modified; module-level singletons are safe to pass.
         new: a module class, or `ModuleSpec(module=cls, params={...})` to hand it options.
         only: replace only these classes; default: Megatron-Core's own `DotProductAttention` and
-            `TEDotProductAttention`. The class of ``new`` is always included, so that replacing twice
-            is the same as once. Other algorithms (sparse attention, a cross attention of another
-            class) stay as they are.
+            `TEDotProductAttention`. The class of ``new`` is always included, so that replacing
+            twice is the same as once. Other algorithms (sparse attention, a cross attention of
+            another class) stay as they are.
 
     Returns:
-        (the copy, number of places replaced). A block of identical layers repeats one layer spec and
-        counts once; a block with dense and MoE layers counts twice.
+        (the copy, number of places replaced). A block of identical layers repeats one layer spec
+        and counts once; a block with dense and MoE layers counts twice.
 
     Raises:
         ValueError: nothing was replaced; the message lists the core-attention classes found.

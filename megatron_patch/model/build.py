@@ -1,4 +1,4 @@
-"""`build_model`: the GPTModel chunks of this pipeline rank, with our attention and norms in them."""
+"""`build_model`: the GPTModel chunks of this pipeline rank, with our attention and norms inside."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_patch.attention import registry
+from megatron_patch.attention.capabilities import BACKENDS
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.attention.replace import (
     KEEP,
@@ -135,7 +136,7 @@ def _with_our_norms(run: RunConfig, spec: Any) -> Any:
 
 def _backend_options(run: RunConfig) -> dict[str, Any]:
     attention = run.attention
-    if not registry.BACKENDS[attention.backend].stabilizers:
+    if not BACKENDS[attention.backend].stabilizers:
         return {}
     options: dict[str, Any] = {"stabilizer": attention.stabilizer}
     if attention.residual != "default":

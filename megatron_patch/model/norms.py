@@ -2,8 +2,8 @@
 
 Megatron-Core's own `WrappedTorchNorm` refuses sequence parallelism, and Apex has no RMSNorm for it.
 Under sequence parallelism each rank normalizes its part of the sequence, so the gradients of weight
-and bias are partial sums; core's ``finalize_model_grads`` adds them up over tensor-parallel ranks for
-parameters that carry ``sequence_parallel = True``.
+and bias are partial sums; core's ``finalize_model_grads`` adds them up over tensor-parallel ranks
+for parameters that carry ``sequence_parallel = True``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        _mark(self, config)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -26,13 +26,17 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
-        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        _mark(self, config)
 
 
 def norm_class(normalization: str) -> type[torch.nn.Module]:
     """The class for ``model.normalization``."""
     return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
+
+
+def _mark(norm: torch.nn.Module, config: Any) -> None:
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def _placement(config: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def transformer_config(run: RunConfig) -> TransformerConfig:
     """Megatron-Core's configuration of the model, the layout and the precision of a run.
 
-    The fields that belong to the training loop (``finalize_model_grads_func``, ``no_sync_func``, ...)
+    The fields that belong to the training loop (``finalize_model_grads_func``, ``no_sync_func``...)
     are left for it to set.
     """
     fields: dict[str, Any] = {
@@ -97,7 +97,7 @@ def _precision(run: RunConfig) -> dict[str, Any]:
 def _layout(run: RunConfig) -> dict[str, Any]:
     parallel = run.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
-    fields = {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,

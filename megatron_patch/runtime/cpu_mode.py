@@ -214,11 +214,13 @@ def _all_to_all_single(
     **options: Any,
 ) -> Any:
     """``all_to_all_single`` that takes split sizes as tensors."""
-    splits = [
+    outgoing, incoming = (
         sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-        for sizes in (output_split_sizes, input_split_sizes)
-    ]
-    return _original_all_to_all_single(output, input, *splits, **options)
+        for sizes in (input_split_sizes, output_split_sizes)
+    )
+    return _original_all_to_all_single(
+        output, input, output_split_sizes=incoming, input_split_sizes=outgoing, **options
+    )
 
 
 _original_all_reduce = torch.distributed.all_reduce

@@ -14,7 +14,7 @@ def run(call: Call) -> Result:
     Raises:
         ValueError: padded packed sequences with a mask under which the padding would be seen.
     """
-    result = reference_attention(
+    out = reference_attention(
         call.q,
         call.k,
         call.v,
@@ -29,7 +29,7 @@ def run(call: Call) -> Result:
         dropout_seed=draw_seed(call.q.device) if call.dropout_p > 0 else None,
         return_max_logits=call.want_max_logits,
     )
-    return result if isinstance(result, tuple) else (result, None)
+    return (out[0], out[1]) if isinstance(out, tuple) else (out, None)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _starts(
     # treating it as part of the sequence changes nothing that has a loss.
     if not call.causal or call.want_max_logits:
         raise ValueError(
-            "packed sequences with padding between them (cu_seqlens_*_padded) need a causal mask and "
-            "no maximum logits on backend 'reference'; pack without padding or use 'stable_flash'"
+            "packed sequences with padding between them (cu_seqlens_*_padded) need a causal mask "
+            "and no maximum logits on 'reference'; pack without padding or use 'stable_flash'"
         )
     return padded

@@ -26,13 +26,13 @@ def _run(call: Call, backend: SDPBackend) -> torch.Tensor:
     # is_causal is aligned top-left, which is the same as Megatron's only for equal lengths.
     if call.causal and call.q.shape[0] != call.k.shape[0]:
         raise ValueError(
-            f"causal attention with {call.q.shape[0]} queries and {call.k.shape[0]} keys: the sdpa_* "
-            "backends need equal lengths; use 'reference' or 'stable_flash'"
+            f"causal attention with {call.q.shape[0]} queries and {call.k.shape[0]} keys: the "
+            "sdpa_* backends need equal lengths; use 'reference' or 'stable_flash'"
         )
     if call.deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
-            "a repeatable backward of FlashAttention-2 needs torch.use_deterministic_algorithms(True); "
-            "call it before training"
+            "a repeatable backward of FlashAttention-2 needs "
+            "torch.use_deterministic_algorithms(True); call it before training"
         )
     # [s, b, heads, d] -> [b, heads, s, d] as a view: both kernels take strides.
     q, k, v = (x.permute(1, 2, 0, 3) for x in (call.q, call.k, call.v))

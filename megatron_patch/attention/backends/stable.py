@@ -9,7 +9,7 @@ from stable_attention.api import stable_attention
 
 def run(call: Call) -> Result:
     """Attention by `stable_attention`; ``call.options`` are its stabilizer settings."""
-    result = stable_attention(
+    out = stable_attention(
         call.q,
         call.k,
         call.v,
@@ -30,4 +30,4 @@ def run(call: Call) -> Result:
         return_max_logits=call.want_max_logits,
         **call.options,
     )
-    return result if isinstance(result, tuple) else (result, None)  # type: ignore[return-value]
+    return (out[0], out[1]) if isinstance(out, tuple) else (out, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def module() -> type:
-    """Megatron-Core's wrapper class around it; its constructor raises without Transformer Engine."""
+    """Megatron-Core's class around it; its constructor raises without Transformer Engine."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return TEDotProductAttention
