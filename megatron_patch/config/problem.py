@@ -8,6 +8,14 @@ from dataclasses import dataclass
 SHOWN = 100
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """``text`` with escapes for what a terminal would not show as it is (``keep`` excepted)."""
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
     """Where a value comes from: a position in a file, a ``--set``, or the default."""
@@ -20,14 +28,13 @@ class Place:
     """1-based column; 0 for values that come from no file."""
 
     def __str__(self) -> str:
-        if not self.line:
-            return self.source
-        return f"{self.source}:{self.line}:{self.column}" if self.column else self.short
+        return f"{self.short}:{self.column}" if self.line and self.column else self.short
 
     @property
     def short(self) -> str:
         """``file:line``, without the column."""
-        return f"{self.source}:{self.line}" if self.line else self.source
+        source = printable(self.source)
+        return f"{source}:{self.line}" if self.line else source
 
 
 DEFAULT = Place("default")
@@ -49,7 +56,8 @@ class Problem:
     """Filled in by the loader."""
 
     def __str__(self) -> str:
-        parts = [str(self.where) if self.where else "", self.path, self.message]
+        where = str(self.where) if self.where else ""
+        parts = [where, printable(self.path), printable(self.message, keep="\n")]
         return ": ".join(part for part in parts if part)
 
 

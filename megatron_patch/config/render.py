@@ -87,4 +87,4 @@ def _origin(path: str, tree: dict[str, Any], origins: dict[str, Place]) -> str:
     for key, other in origins.items():
         if key.startswith(path + ".") and other.short not in names and not other.line:
             names.append(other.short)
-    return ", ".join(names).replace("\n", " ")
+    return ", ".join(names)
