@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +67,12 @@ class BuiltModel:
 
 
 def padded_vocab_size(run: RunConfig, n: int) -> int:
-    """``n`` tokens rounded up so that every tensor-parallel rank holds a whole multiple."""
-    step = run.model.make_vocab_size_divisible_by * run.parallel.tensor_model_parallel_size
+    """``n`` tokens rounded up to a multiple of ``make_vocab_size_divisible_by`` that TP divides.
+
+    Padded rows take part in the softmax, so the size must not depend on the layout: with the usual
+    128 it is the same for every power of two up to TP128, and a checkpoint fits all of them.
+    """
+    step = math.lcm(run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
     return -(-n // step) * step
 
 
