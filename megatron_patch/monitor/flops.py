@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_patch.model.config import ffn_hidden_size
+
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
     from megatron_patch.model.config import MLAConfig, ModelConfig
@@ -53,15 +55,6 @@ def is_moe_layer(layer_freq: int | list[int], layer_number: int) -> bool:
     if isinstance(layer_freq, int):
         return (layer_number - 1) % layer_freq == 0
     return bool(layer_freq[layer_number - 1])
-
-
-def ffn_width(model: ModelConfig) -> int:
-    """Width of the dense MLP with the default filled in: 4h, or 8h/3 rounded up to 256 if gated."""
-    if model.ffn_hidden_size is not None:
-        return model.ffn_hidden_size
-    if model.activation == "swiglu":
-        return -(-(8 * model.hidden_size) // (3 * 256)) * 256
-    return 4 * model.hidden_size
 
 
 def _attention(model: ModelConfig, context: float) -> float:
@@ -105,8 +98,8 @@ def _layer(model: ModelConfig, layer_number: int) -> float:
     gated, h = model.activation == "swiglu", model.hidden_size
     moe = model.moe
     if moe is None or not is_moe_layer(moe.layer_freq, layer_number):
-        return attend + _mlp(h, ffn_width(model), gated)
-    experts = moe.top_k * _mlp(h, moe.ffn_hidden_size or ffn_width(model), gated)
+        return attend + _mlp(h, ffn_hidden_size(model), gated)
+    experts = moe.top_k * _mlp(h, moe.ffn_hidden_size or ffn_hidden_size(model), gated)
     shared = _mlp(h, moe.shared_expert_ffn_hidden_size or 0, gated)
     return attend + experts + shared + 2 * h * moe.num_experts
 

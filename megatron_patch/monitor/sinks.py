@@ -64,7 +64,8 @@ class CsvSink:
             return 0
         with self.path.open(newline="") as lines:
             rows = list(csv.DictReader(lines))
-        keep, drop = [], []
+        keep: list[dict[str, str]] = []
+        drop: list[dict[str, str]] = []
         for row in rows:
             step = _step_of(row)
             (keep if step is not None and step <= start_step else drop).append(row)

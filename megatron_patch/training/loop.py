@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_patch.config import Loaded
     from megatron_patch.data.loader import Loaders
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.training.step import Session, StepResult
+    from megatron_patch.training.step import StepResult
 
 
 def train(loaded: Loaded) -> int:

@@ -35,6 +35,7 @@ def prepare_process(run: RunConfig) -> None:
     """
     setup.check_world_size(run, setup.launched_world_size())
     determinism.enforce(run)
+    _quiet_libraries()
     if run.training.device == "cpu":
         from megatron_patch.runtime import cpu_mode
 
@@ -49,11 +50,18 @@ def prepare_process(run: RunConfig) -> None:
                 )
             ]
         )
-    # Core's notices about missing optional packages and its own future, once per rank, are not
-    # about this run; what it runs on instead is said in the start-up lines.
+
+
+def _quiet_libraries() -> None:
+    """Drop notices that are not about this run; what it runs on is said in the start-up lines."""
+    # Missing optional packages and deprecations inside Megatron-Core, once per rank.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core(\..*)?")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # Core's tensor-parallel layers look at .grad of activations; its collectives use old names.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
