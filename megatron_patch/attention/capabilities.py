@@ -7,7 +7,7 @@ here imports torch, so that configurations can be checked anywhere.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Facts:
 class Machine:
     """What this machine offers; `probe` fills it."""
 
-    packages: frozenset[str] = frozenset()
-    """Import names that are installed, of those the table asks for."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Modules the table asks for that cannot be imported here, each with the reason."""
     sm: tuple[int, int] | None = None
     """Compute capability of the current GPU, None without one."""
     triton_interpreter: bool = False
@@ -82,7 +82,7 @@ class Capability:
     cp: bool = False
     min_sm: tuple[int, int] = (0, 0)
     package: str | None = None
-    """Import name that must be installed."""
+    """Module that must be importable."""
     stabilizers: bool = False
     """Has a choice of stabilizers; others accept only the default setting."""
     notes: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ BACKENDS: dict[str, Capability] = {
         min_sm=(8, 0),
         softcap=True,
         stabilizers=True,
-        package="stable_attention.ops",
+        package="stable_attention.api",
         notes=("on a CPU only under Triton's interpreter (TRITON_INTERPRET=1)",),
     ),
     "sdpa_cudnn": Capability(
@@ -243,11 +243,11 @@ def _unmet_features(row: Capability, facts: Facts) -> Iterator[str]:
 
 
 def _unmet_machine(name: str, row: Capability, facts: Facts, machine: Machine) -> Iterator[str]:
-    if row.package and row.package not in machine.packages:
+    if row.package and row.package in machine.missing:
         remedy = {
             "transformer_engine": "Install the te extra: pip install megatron-patch-stable[te]",
         }.get(row.package, "Reinstall this distribution: the kernels are part of it")
-        yield f"the module {row.package} is not installed. {remedy}"
+        yield f"{row.package} cannot be imported ({machine.missing[row.package]}). {remedy}"
     if facts.device == "cpu" and name == "stable_flash" and not machine.triton_interpreter:
         # Already reported as a device problem; the interpreter is the way out.
         yield "on a CPU its kernels need Triton's interpreter. Set TRITON_INTERPRET=1 (very slow)"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.attention import checks
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -33,4 +35,4 @@ class AttentionConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        yield from checks.problems(run)

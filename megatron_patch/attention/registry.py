@@ -7,7 +7,7 @@ layer of a configuration; `table` prints the table. Nothing imports torch until 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,32 +73,30 @@ def check(name: str, facts: Facts, *, machine: Machine | None = None) -> Selecti
 
 @functools.cache
 def probe() -> Machine:
-    """Look at this machine: installed packages, GPU architecture, Triton interpreter."""
-    packages = {r.package for r in BACKENDS.values() if r.package}
-    try:
-        import torch
+    """Look at this machine: importable packages, GPU architecture, Triton interpreter."""
+    import torch
 
-        sm = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    except ImportError:
-        sm = None
+    packages = [row.package for row in BACKENDS.values() if row.package]
     return Machine(
-        packages=frozenset(p for p in packages if _importable(p)),
-        sm=sm,
+        missing={name: reason for name in packages if (reason := _import_error(name))},
+        sm=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         triton_interpreter=os.environ.get("TRITON_INTERPRET") == "1",
     )
 
 
-def _importable(name: str) -> bool:
+def _import_error(name: str) -> str:
+    """Why a module cannot be imported, in one line; empty if it can."""
     try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+        importlib.import_module(name)
+    except Exception as error:  # a broken installation raises anything, OSError included
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
 def facts_of(run: RunConfig, *, window: tuple[int, int] | None, mtp: bool = False) -> Facts:
     """The facts of one kind of layer of a configuration (``window`` None: full causal)."""
     model, parallel = run.model, run.parallel
-    tp = parallel.tensor_model_parallel_size
+    tp = max(1, parallel.tensor_model_parallel_size)
     groups = model.num_query_groups or model.num_attention_heads
     head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
     v_head_dim = head_dim
@@ -202,8 +200,8 @@ def _flag(name: str) -> Callable[[Capability], str]:
 def _here(name: str, machine: Machine) -> str:
     """Whether the backend can run on this machine, and what it lacks."""
     row = BACKENDS[name]
-    if row.package and row.package not in machine.packages:
-        return f"needs {row.package}"
+    if row.package and row.package in machine.missing:
+        return f"no {row.package}"
     if machine.sm is None and "cpu" not in row.devices:
         return (
             "interpreter"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.model import checks
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -115,7 +117,7 @@ class ModelConfig:
     fp32_residual_connection: bool = False
     """Keep the residual stream in FP32 while layers compute in BF16."""
     make_vocab_size_divisible_by: int = 128
-    """The embedding is padded to a multiple of this times the tensor-parallel size."""
+    """The embedding is padded to a multiple of this (that tensor_model_parallel_size divides)."""
     layer_spec: Literal["local", "te"] = "local"
     """Layers from Megatron-Core's own modules, or from Transformer Engine."""
     moe: MoEConfig | None = None
@@ -127,7 +129,7 @@ class ModelConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        yield from checks.problems(run)
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:
