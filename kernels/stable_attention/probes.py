@@ -1,0 +1,366 @@
+"""Probes: what a kernel's rounding does to the backward pass, measured on any backend's tensors.
+
+Write e_i = delta_used_i - delta_i for the error of delta = rowsum(dO * O). With P recomputed from
+the LSE, sum_j dS_ij = -e_i (times sum_j P_ij), and dQ is wrong by -scale * e_i (P K)_i: the row sum
+of dS is a direct probe of e. An error that is the same for all rows of a head (coherence) does not
+average out over tokens or steps (arXiv 2510.04212; docs/numerics.md).
+
+The truth is float64 from the same inputs, computed a block of rows at a time: n = 32k fits.
+
+Shapes: q [b, sq, hq, d], k [b, sk, hk, d], v [b, sk, hk, dv], O and dO [b, sq, hq, dv] in
+``layout`` (bshd, sbhd or bhsd); LSE [b, hq, sq]. A "head" is one (batch, head) pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from stable_attention.reference.emulators import INT8_CODES, half_ulp
+from stable_attention.reference.geometry import (
+    Window,
+    allowed,
+    bounds,
+    head_group,
+    key_range,
+    to_bhsd,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendResult:
+    """What a backend returned. ``low`` is O's low-order part where the backend keeps one."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    low: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+
+
+Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], BackendResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeReport:
+    """Errors relative to RMS(delta) unless said otherwise; NaN where a tensor was not given."""
+
+    mean: float
+    """Mean of e over rows and heads."""
+    standard_error: float
+    """Of ``mean``, clustered by head: rows of a head are not independent."""
+    t: float
+    rms: float
+    coherence: float
+    """RMS over heads of the head's mean e, over RMS(e); 1 / sqrt(rows) if rows are independent."""
+    dscore_row_sum_mean: float
+    """Mean of -sum_j dS_ij, with P from the backend's LSE."""
+    dscore_row_sum_rms: float
+    lse_error: float
+    """Largest |LSE - LSE_64| (absolute)."""
+    kappa: float
+    """RMS(delta) over RMS under P of (dP - delta): how much an error in delta is amplified."""
+    repeated_max: float
+    """Share of rows whose float32 score maximum occurs more than once."""
+    two_round_to_one: float
+    """Share of rows with more than one P = exp(S - max S) that rounds to 1 in O's dtype."""
+    dead_zone: float
+    """Share of O's elements where rounding swallows everything but the largest weight's V."""
+    top_probability: float
+    """Mean of the largest weight of a row."""
+    dq_error: float
+    """||dQ - dQ_64|| / ||dQ_64|| over the probed rows."""
+    dk_error: float
+    dq_bias: float
+    """||mean over rows of (dQ - dQ_64)|| / ||dQ_64|| per row: the part that repeats."""
+    rms_delta: float
+    """RMS(delta), absolute: the unit of the others."""
+    rows: int
+    heads: int
+
+    def as_dict(self) -> dict[str, float | int]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+def decode_residual(out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """O's low-order part in float32 from its storage: bf16 values or int8 codes of half an ulp."""
+    if low.dtype == torch.int8:
+        return low.float() * (half_ulp(out) / INT8_CODES)
+    return low.float()
+
+
+def spectral_norm(matrix: torch.Tensor, *, iterations: int = 50, seed: int = 0) -> float:
+    """Largest singular value of a 2-D tensor by power iteration in float64."""
+    a = matrix.detach().double()
+    if a.dim() != 2:
+        raise ValueError(f"matrix has shape {tuple(a.shape)}: a 2-D tensor is needed")
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(a.shape[1], generator=gen, dtype=torch.float64).to(a.device)
+    size = x.norm()
+    for _ in range(iterations):
+        if float(size) == 0.0:
+            return 0.0
+        x = a.T @ (a @ (x / size))
+        size = x.norm()
+    return float(size.sqrt())
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One block of the truth: float64, [heads, rows, ...]."""
+
+    heads: slice
+    rows: slice
+    keys: slice
+    scores: torch.Tensor
+    p: torch.Tensor
+    lse: torch.Tensor
+    out: torch.Tensor
+    dp: torch.Tensor
+    delta: torch.Tensor
+
+
+def _blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    scale: float,
+    reach: tuple[int | None, int | None],
+    budget: int,
+) -> Iterator[_Rows]:
+    """Walk over float64 attention of flat heads [heads, s, d], ``budget`` bytes a score block."""
+    heads, sq, sk = q.shape[0], q.shape[1], k.shape[1]
+    rows_at_once = max(1, min(sq, budget // (8 * sk)))
+    heads_at_once = max(1, min(heads, budget // (8 * sk * rows_at_once)))
+    for h in range(0, heads, heads_at_once):
+        some = slice(h, min(heads, h + heads_at_once))
+        keys64, values64 = k[some].double(), v[some].double()
+        for first in range(0, sq, rows_at_once):
+            rows = slice(first, min(sq, first + rows_at_once))
+            low, high = key_range(rows.start, rows.stop, sq=sq, sk=sk, reach=reach)
+            if high <= low:
+                continue
+            keys = slice(low, high)
+            s = torch.matmul(q[some, rows].double(), keys64[:, keys].mT) * scale
+            i = torch.arange(rows.start, rows.stop, device=q.device)
+            j = torch.arange(low, high, device=q.device)
+            ok = allowed(i, j, shift=sk - sq, reach=reach)
+            if ok is not None:
+                s.masked_fill_(~ok, -math.inf)
+            lse = torch.logsumexp(s, -1)
+            p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+            out = torch.matmul(p, values64[:, keys])
+            do64 = dout[some, rows].double()
+            dp = torch.matmul(do64, values64[:, keys].mT)
+            delta = (do64 * out).sum(-1)
+            yield _Rows(some, rows, keys, s, p, lse, out, dp, delta)
+
+
+class _Sums:
+    """Running sums over the probed rows."""
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        zeros = lambda: torch.zeros(heads, dtype=torch.float64, device=device)  # noqa: E731
+        self.error, self.square, self.row_sum = zeros(), zeros(), zeros()
+        self.row_sum_square, self.delta_square, self.spread = zeros(), zeros(), zeros()
+        self.repeated, self.round_to_one, self.dead, self.top = zeros(), zeros(), zeros(), zeros()
+        self.rows = 0
+        self.lse_error = 0.0
+
+    def add_truth(self, block: _Rows, keep: torch.Tensor, v: torch.Tensor, q32: torch.Tensor,
+                  k32: torch.Tensor, scale: float, dtype: torch.dtype) -> None:  # fmt: skip
+        """Facts of the inputs alone; ``keep`` selects the probed rows of the block."""
+        h = block.heads
+        delta, p, dp = block.delta[:, keep], block.p[:, keep], block.dp[:, keep]
+        self.delta_square[h] += delta.pow(2).sum(-1)
+        self.spread[h] += (p * (dp - delta[..., None]).pow(2)).sum((-1, -2))
+        top = p.max(-1)
+        self.top[h] += top.values.sum(-1)
+        # Scores as a kernel sees them: float32 accumulation.
+        s32 = torch.matmul(q32, k32.mT) * scale
+        s32 = s32.masked_fill(block.scores[:, keep] == -math.inf, -math.inf)
+        m32 = s32.amax(-1, keepdim=True)
+        self.repeated[h] += ((s32 == m32).sum(-1) > 1).double().sum(-1)
+        rounded = torch.exp(s32 - m32).to(dtype)
+        self.round_to_one[h] += ((rounded == 1).sum(-1) > 1).double().sum(-1)
+        largest = torch.gather(
+            v[h, block.keys].double(), 1, top.indices[..., None].expand(-1, -1, v.shape[-1])
+        )
+        out = block.out[:, keep]
+        swallowed = (out.to(dtype).double() == largest) & (out != largest)
+        self.dead[h] += swallowed.double().mean(-1).sum(-1)
+
+    def add_error(self, block: _Rows, keep: torch.Tensor, used: torch.Tensor, do: torch.Tensor,
+                  lse: torch.Tensor | None) -> None:  # fmt: skip
+        """Errors of a backend whose delta is rowsum(dO * used)."""
+        h = block.heads
+        e = (do * used).sum(-1) - block.delta[:, keep]
+        self.error[h] += e.sum(-1)
+        self.square[h] += e.pow(2).sum(-1)
+        if lse is None:
+            return
+        gap = lse - block.lse[:, keep]
+        finite = torch.isfinite(block.lse[:, keep])
+        self.lse_error = max(self.lse_error, float(gap[finite].abs().max()))
+        row_sum = torch.exp(-gap) * e
+        self.row_sum[h] += row_sum.sum(-1)
+        self.row_sum_square[h] += row_sum.pow(2).sum(-1)
+
+
+def _flat(x: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
+    """[b, s, h, d] in ``layout`` -> [b * heads, s, d], key heads repeated for their group."""
+    x4 = to_bhsd(x.detach(), layout)
+    return x4.repeat_interleave(head_group(heads, x4.shape[1]), 1).flatten(0, 1)
+
+
+def probe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    backend: Backend | BackendResult,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    skip_rows: int = 0,
+    budget: int | None = None,
+) -> ProbeReport:
+    """Judge a backend's O, LSE and gradients on (q, k, v, dO) against float64.
+
+    ``backend`` is called with (q, k, v, dout) or is its result already; gradients in it are
+    compared where present (``dk`` summed over the group for GQA). Rows before ``skip_rows`` (which
+    see few keys) are left out of every row statistic. ``budget`` bounds the bytes of one block of
+    float64 scores (default 64 MiB on CPU, 1 GiB on GPU). Raises ValueError for packed tensors.
+    """
+    if layout == "thd":
+        raise ValueError("layout='thd': probe sequences one by one as layout='bshd' with b = 1")
+    result = backend if isinstance(backend, BackendResult) else backend(q, k, v, dout)
+    hq = to_bhsd(q, layout).shape[1]
+    flat = tuple(_flat(x, layout, hq) for x in (q, k, v, dout))
+    qf, kf, vf, dof = flat
+    used = _flat(result.out, layout, hq).double()
+    if result.low is not None and result.low.numel():
+        used = used + _flat(decode_residual(result.out, result.low), layout, hq).double()
+    lse = None if result.lse is None else result.lse.detach().flatten(0, 1).double()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    reach = bounds(causal, window)
+    if budget is None:
+        budget = (1 << 30) if q.is_cuda else (64 << 20)
+    sums = _Sums(qf.shape[0], q.device)
+    grads = _Gradients(flat, result, layout, hq, scale)
+    for block in _blocks(*flat, scale=scale, reach=reach, budget=budget):
+        keep = torch.arange(block.rows.start, block.rows.stop, device=q.device) >= skip_rows
+        grads.add(block, keep)
+        if not bool(keep.any()):
+            continue
+        h, rows = block.heads, block.rows
+        sums.rows += int(keep.sum()) if h.start == 0 else 0
+        sums.add_truth(
+            block, keep, vf, qf[h, rows][:, keep].float(), kf[h, block.keys].float(), scale,
+            result.out.dtype,
+        )  # fmt: skip
+        sums.add_error(
+            block, keep, used[h, rows][:, keep], dof[h, rows][:, keep].double(),
+            None if lse is None else lse[h, rows][:, keep],
+        )  # fmt: skip
+    return _report(sums, grads, has_lse=lse is not None)
+
+
+class _Gradients:
+    """dQ and dK of the truth beside the backend's."""
+
+    def __init__(self, flat: tuple[torch.Tensor, ...], result: BackendResult, layout: str,
+                 heads: int, scale: float) -> None:  # fmt: skip
+        self.q, self.k = flat[0], flat[1]
+        self.scale = scale
+        self.dq = None if result.dq is None else _flat(result.dq, layout, heads)
+        self.batch = to_bhsd(result.out, layout).shape[0]
+        self.dk = None if result.dk is None else to_bhsd(result.dk.detach(), layout).double()
+        self.dk_true = torch.zeros_like(self.k, dtype=torch.float64)
+        self.difference = self.size = 0.0
+        self.mean_difference = torch.zeros(
+            self.q.shape[0], self.q.shape[2], dtype=torch.float64, device=self.q.device
+        )
+
+    def add(self, block: _Rows, keep: torch.Tensor) -> None:
+        if self.dq is None and self.dk is None:
+            return
+        ds = block.p * (block.dp - block.delta[..., None]) * self.scale
+        h, rows, keys = block.heads, block.rows, block.keys
+        if self.dk is not None:
+            self.dk_true[h, keys] += torch.matmul(ds.mT, self.q[h, rows].double())
+        if self.dq is not None:
+            true = torch.matmul(ds, self.k[h, keys].double())[:, keep]
+            gap = self.dq[h, rows][:, keep].double() - true
+            self.difference += float(gap.pow(2).sum())
+            self.size += float(true.pow(2).sum())
+            self.mean_difference[h] += gap.sum(1)
+
+    def errors(self, rows: int) -> tuple[float, float, float]:
+        """(dQ error, dK error, dQ bias)."""
+        dq = dk = bias = math.nan
+        if self.dq is not None and self.size > 0:
+            dq = math.sqrt(self.difference / self.size)
+            coherent = float((self.mean_difference / max(rows, 1)).pow(2).sum()) * rows
+            bias = math.sqrt(coherent / self.size)
+        if self.dk is not None:
+            group = self.dk_true.shape[0] // (self.batch * self.dk.shape[1])
+            true = self.dk_true.view(self.batch, self.dk.shape[1], group, *self.dk_true.shape[1:])
+            dk = float((self.dk - true.sum(2)).norm() / true.sum(2).norm())
+        return dq, dk, bias
+
+
+def _report(sums: _Sums, grads: _Gradients, *, has_lse: bool) -> ProbeReport:
+    heads, rows = sums.error.numel(), max(1, sums.rows)
+    total = heads * rows
+    rms_delta = math.sqrt(float(sums.delta_square.sum()) / total)
+    unit = max(rms_delta, 1e-300)
+    per_head = sums.error / rows
+    mean = float(per_head.mean())
+    se = float(per_head.std()) / math.sqrt(heads) if heads > 1 else math.nan
+    rms = math.sqrt(float(sums.square.sum()) / total)
+    spread = math.sqrt(float(sums.spread.sum()) / total)
+    dq_error, dk_error, dq_bias = grads.errors(rows)
+
+    def share(x: torch.Tensor) -> float:
+        return float(x.sum()) / total
+
+    return ProbeReport(
+        mean=mean / unit,
+        standard_error=se / unit,
+        t=mean / se if se and se > 0 else 0.0,
+        rms=rms / unit,
+        coherence=float(per_head.pow(2).mean().sqrt()) / rms if rms > 0 else 0.0,
+        dscore_row_sum_mean=share(sums.row_sum) / unit if has_lse else math.nan,
+        dscore_row_sum_rms=math.sqrt(share(sums.row_sum_square)) / unit if has_lse else math.nan,
+        lse_error=sums.lse_error if has_lse else math.nan,
+        kappa=rms_delta / spread if spread > 0 else math.inf,
+        repeated_max=share(sums.repeated),
+        two_round_to_one=share(sums.round_to_one),
+        dead_zone=share(sums.dead),
+        top_probability=share(sums.top),
+        dq_error=dq_error,
+        dk_error=dk_error,
+        dq_bias=dq_bias,
+        rms_delta=rms_delta,
+        rows=rows,
+        heads=heads,
+    )
+
+
+__all__ = [
+    "Backend",
+    "BackendResult",
+    "ProbeReport",
+    "decode_residual",
+    "probe",
+    "spectral_norm",
+]
