@@ -28,17 +28,9 @@ def load_layers(path: str, problems: list[Problem]) -> Mapping:
     seen: list[str] = []
     asked_at: Place | None = None
     while True:
-        real = os.path.realpath(path)
-        if real in seen:
-            raise ConfigError(
-                [*problems, Problem(BASE, f"{path}: a file cannot be its own base", asked_at)]
-            )
-        seen.append(real)
-        if len(seen) > MAX_BASES:
-            message = f"{path}: more than {MAX_BASES} files in one chain of bases"
-            raise ConfigError([*problems, Problem(BASE, message, asked_at)])
         try:
             text = source.read(path, asked_at=asked_at)
+            _check_chain(path, seen, asked_at)
             tree, found = source.parse(text, path)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from None
@@ -52,6 +44,17 @@ def load_layers(path: str, problems: list[Problem]) -> Mapping:
             return merged
         path = os.path.normpath(os.path.join(os.path.dirname(path), base.text))
         asked_at = base.place
+
+
+def _check_chain(path: str, seen: list[str], asked_at: Place | None) -> None:
+    """Refuse a file that is already below itself, and chains without a sensible end."""
+    real = os.path.realpath(path)
+    if real in seen:
+        raise ConfigError([Problem(BASE, f"{path}: a file cannot be its own base", asked_at)])
+    seen.append(real)
+    if len(seen) > MAX_BASES:
+        message = f"{path}: more than {MAX_BASES} files in one chain of bases"
+        raise ConfigError([Problem(BASE, message, asked_at)])
 
 
 def _take_base(tree: Mapping, problems: list[Problem]) -> Scalar | None:

@@ -71,7 +71,7 @@ def load(
     tree = layers.load_layers(os.fspath(path), problems)
     tree = layers.apply_overrides(tree, overrides, root, problems)
     reader = _Reader(root, problems)
-    config = reader.section(root, tree, "")
+    config = reader.section(root, tree, "", tree.place)
     note = ""
     if config is not None:
         found = [_located(problem, reader.origins) for problem in _contradictions(config)]
@@ -104,8 +104,8 @@ class _Reader:
         """Note a problem."""
         self.problems.append(Problem(path if len(path) <= 200 else "", message, place))
 
-    def section(self, section: type, node: Mapping, path: str) -> Any | None:
-        """``node`` as an instance of ``section``; None when a required value is missing."""
+    def section(self, section: type, node: Mapping, path: str, place: Place) -> Any | None:
+        """``node`` as an instance of ``section`` (named at ``place``); None if incomplete."""
         prefix = f"{path}." if path else ""
         known = schema.fields(section)
         for key in node.entries:
@@ -118,7 +118,7 @@ class _Reader:
             if name in node.entries:
                 value = self.value(item.type, node.entries[name], inner, node.keys[name])
             elif item.required:
-                self.missing(item, inner, node.place)
+                self.missing(item, inner, place)
                 value = _UNREAD
             else:
                 self.default_origins(inner, item.default)
@@ -161,7 +161,7 @@ class _Reader:
                 message = f"is a section here, {schema.describe(tp)} is needed"
                 self.refuse(path, message, key_place)
                 return _UNREAD
-            built = self.section(section, node, path)
+            built = self.section(section, node, path, key_place)
             return _UNREAD if built is None else built
         inner = schema.list_of(tp)
         if inner is None:
