@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages per (architecture, pass, head dim, feature): a table.
 
 Nothing is tuned while training runs. The rows come from ``configs.json``, written by
-benchmarks/search_tiles.py; a key that is missing there uses the nearest rule below.
+benchmarks/search_tiles.py; a key that is missing there uses its full-mask row.
 
 Shape legend: bm query rows, bn key columns of a tile.
 """
@@ -38,6 +38,8 @@ class Tile:
     """Add key blocks in float32 outside the tensor cores (`numerics.accumulate`)."""
     two_sums: bool = True
     """Keep the float32 sum beside the rounded one, for LSE."""
+    tma: bool = False
+    """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
 
 
 def arch_of(device: torch.device) -> str:
@@ -77,10 +79,22 @@ def lookup(which: str, problem: Problem, device: torch.device) -> Tile:
 def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
     """The tile of a pass by architecture and padded head dim; see `lookup`."""
     rows = table()[arch]
-    wide = max(width, 64) if arch != "interpreter" else 0
+    wide = _row_width(arch, width)
     name = key(which, wide, banded)
     bm, bn, warps, stages = rows[name] if name in rows else rows[key(which, wide, False)]
-    return Tile(bm, bn, warps, stages)
+    return Tile(bm, bn, warps, stages, tma=arch in ("sm90", "sm100"))
+
+
+def _row_width(arch: str, width: int) -> int:
+    # Head dims up to 64 share a row; the interpreter has one row for all.
+    return 0 if arch == "interpreter" else max(width, 64)
+
+
+def prefers_fused(problem: Problem, device: torch.device) -> bool:
+    """Whether the one-pass backward with float32 atomics is the faster one here (measured)."""
+    arch = arch_of(device)
+    width = max(16, 1 << (max(problem.d, problem.dv) - 1).bit_length())
+    return _row_width(arch, width) in table()[arch]["fused_widths"]
 
 
 def head_block(problem: Problem) -> int:
@@ -88,8 +102,3 @@ def head_block(problem: Problem) -> int:
     per_head = max(1, problem.sk * (problem.d + problem.dv) * 2)
     kv = max(1, min(problem.kv_heads, L2_BUDGET // per_head))
     return 1 << (kv.bit_length() - 1) if problem.group == 1 else kv * problem.group
-
-
-def prefers_fused(problem: Problem, device: torch.device) -> bool:
-    """Whether the one-pass backward with float32 atomics is the faster one here (measured)."""
-    return table()[arch_of(device)].get("fused_widths", []).count(max(64, problem.d)) > 0

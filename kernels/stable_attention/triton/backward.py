@@ -28,8 +28,8 @@ from stable_attention.triton.geometry import (
     tile_and_head,
     visible,
 )
-from stable_attention.triton.memory import load_tile, tile_offsets
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+from stable_attention.triton.memory import load_tile, source, tile_offsets
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, use_tma
 
 
 @triton.jit
@@ -41,11 +41,12 @@ def _dkdv_step(
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, FUSED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM]."""
     rows = m0 + tl.arange(0, BM)
     # [BM, BD]
-    q = load_tile(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, MASKED)
+    q = load_tile(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, MASKED, TMA)
     # [BN, BD] @ [BD, BM] -> [BN, BM]
     s = tl.dot(k, tl.trans(q))
     if MASKED:
@@ -60,7 +61,7 @@ def _dkdv_step(
             rows[None, :], cols[:, None], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
         )
         p = tl.where(ok, p, 0.0)
-    do = load_tile(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED)
+    do = load_tile(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED, TMA)
     # [BN, BDV] @ [BDV, BM] -> [BN, BM]
     dp = tl.dot(v, tl.trans(do))
     p_rounded = p.to(do.dtype)
@@ -83,12 +84,12 @@ def _dkdv_step(
     if FUSED:
         # [BM, BN] @ [BN, BD] -> [BM, BD]
         dq = tl.dot(tl.trans(ds), k)
-        out = dq_ptr + m0.to(tl.int64) * stride_dqs + off_dq
-        if MASKED or D != BD:
-            ok = (rows < sq)[:, None] & (tl.arange(0, BD) < D)[None, :]
-            tl.atomic_add(out, dq, mask=ok, sem="relaxed")
+        if TMA:
+            dq_ptr.atomic_add([m0, 0], dq)
         else:
-            tl.atomic_add(out, dq, sem="relaxed")
+            ok = (rows < sq)[:, None] & (tl.arange(0, BD) < D)[None, :]
+            out = dq_ptr + m0.to(tl.int64) * stride_dqs + off_dq
+            tl.atomic_add(out, dq, mask=ok, sem="relaxed")
     return dk, dv
 
 
@@ -106,7 +107,7 @@ def dkdv_kernel(
     BM: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
-    FUSED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    FUSED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first key tiles see the most queries, so the order is natural.
     tile, hk = tile_and_head(tl.program_id(0), tiles, heads // GROUP, HEAD_BLOCK, False)
@@ -138,13 +139,15 @@ def dkdv_kernel(
     for g in range(0, GROUP):
         h = hk * GROUP + g
         h64 = h.to(tl.int64)
-        q_h = q_ptr + b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
-        do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
+        start = start_q.to(tl.int64)
+        q_h = q_ptr + b64 * stride_qb + h64 * stride_qh + start * stride_qs
+        q_h = source(q_h, stride_qs, sq, BM, BD, D, TMA)
+        do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start * stride_gs
+        do_h = source(do_h, stride_gs, sq, BM, BDV, DV, TMA)
+        dq_h = 0
         if FUSED:
-            dq_h = dq_ptr + b64 * stride_dqb + h64 * stride_dqh
-            dq_h += start_q.to(tl.int64) * stride_dqs
-        else:
-            dq_h = dq_ptr
+            dq_h = dq_ptr + b64 * stride_dqb + h64 * stride_dqh + start * stride_dqs
+            dq_h = source(dq_h, stride_dqs, sq, BM, BD, D, TMA)
         row = b64 * stride_lb + h64 * stride_lh + start_q
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
@@ -155,7 +158,7 @@ def dkdv_kernel(
                     m0, n0, sq, sk, shift, left, right, unit, capped_scale,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                     BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, PAPER, FUSED,
+                    CHUNKED, PAPER, FUSED, TMA,
                 )  # fmt: skip
         for t in range(0, (full_hi - full_lo) // BM):
             m0 = full_lo + t * BM
@@ -165,7 +168,7 @@ def dkdv_kernel(
                 m0, n0, sq, sk, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER, FUSED,
+                CHUNKED, PAPER, FUSED, TMA,
             )  # fmt: skip
     dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + start_k.to(tl.int64) * stride_dks
     dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + start_k.to(tl.int64) * stride_dvs
@@ -194,11 +197,11 @@ def _dq_step(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the key tile that starts at n to dq. lse is already a shift in log2 units."""
-    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED)
-    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED)
+    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
+    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
     s = tl.dot(q, tl.trans(k))
     s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
@@ -235,7 +238,7 @@ def dq_kernel(
     BM: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
-    ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -257,6 +260,8 @@ def dq_kernel(
     row = b64 * stride_lb + h64 * stride_lh + start_q
     off_k = tile_offsets(stride_ks, BN, BD)
     off_v = tile_offsets(stride_vs, BN, BDV)
+    k_ptr = source(k_ptr, stride_ks, sk, BN, BD, D, TMA)
+    v_ptr = source(v_ptr, stride_vs, sk, BN, BDV, DV, TMA)
     # [BM, BD], [BM, BDV]
     q = load_tile(q_ptr, tile_offsets(stride_qs, BM, BD), m0, stride_qs, sq, BM, BD, D, True)
     do = load_tile(do_ptr, tile_offsets(stride_gs, BM, BDV), m0, stride_gs, sq, BM, BDV, DV, True)
@@ -276,7 +281,7 @@ def dq_kernel(
                 n, m0, sq, sk, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER,
+                CHUNKED, PAPER, TMA,
             )  # fmt: skip
     for t in range(0, (full_hi - full_lo) // BN):
         n = full_lo + t * BN
@@ -285,7 +290,7 @@ def dq_kernel(
             n, m0, sq, sk, shift, left, right, unit, capped_scale,
             seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
             BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-            CHUNKED, PAPER,
+            CHUNKED, PAPER, TMA,
         )  # fmt: skip
     dq_ptr += b64 * stride_dqb + h64 * stride_dqh + start_q.to(tl.int64) * stride_dqs
     store_gradient(dq_ptr, dq * scale, m0, stride_dqs, sq, BM, BD, D, ADD)
@@ -305,7 +310,7 @@ def _launch_dkdv(problem, tensors, dq, dk, dv, *, extras, tile, fused, add):
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
         BM=tile.bm, BN=tile.bn, FUSED=fused, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
-        HEAD_BLOCK=group_block, num_warps=tile.warps, num_stages=tile.stages,
+        HEAD_BLOCK=group_block, TMA=use_tma(problem, tile, q, dout), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -320,7 +325,8 @@ def _launch_dq(problem, tensors, dq, *, extras, tile, add):
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
         BM=tile.bm, BN=tile.bn, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0,
-        HEAD_BLOCK=configs.head_block(problem), num_warps=tile.warps, num_stages=tile.stages,
+        HEAD_BLOCK=configs.head_block(problem), TMA=use_tma(problem, tile, k, v),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

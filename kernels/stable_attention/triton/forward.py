@@ -41,8 +41,8 @@ from stable_attention.triton.geometry import (
     tile_and_head,
     visible,
 )
-from stable_attention.triton.memory import load_tile, tile_offsets
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+from stable_attention.triton.memory import load_tile, source, tile_offsets
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, use_tma
 
 
 @triton.jit
@@ -55,10 +55,11 @@ def _forward_step(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr,
     TWO_SUMS: tl.constexpr, PROMOTE: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tile that starts at n into (acc, m, l, l_rounded)."""
     # [BN, BD]
-    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED)
+    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
     s = tl.dot(q, tl.trans(k))
     s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
@@ -80,7 +81,7 @@ def _forward_step(
         keep = keep_mask(seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED)
         p_rounded = tl.where(keep, p_rounded, 0.0)
     # [BN, BDV]
-    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED)
+    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BN] @ [BN, BDV] -> [BM, BDV]
     acc = accumulate(acc, alpha, p_rounded, v, PROMOTE, PAPER)
     return acc, m, l, l_rounded, top
@@ -102,7 +103,7 @@ def forward_kernel(
     HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
     ROUNDED: tl.constexpr, TWO_SUMS: tl.constexpr, PROMOTE: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -124,6 +125,8 @@ def forward_kernel(
     lse_ptr += b64 * stride_lb + h64 * stride_lh + start_q
 
     off_q = tile_offsets(stride_qs, BM, BD)
+    k_ptr = source(k_ptr, stride_ks, sk, BN, BD, D, TMA)
+    v_ptr = source(v_ptr, stride_vs, sk, BN, BDV, DV, TMA)
     off_k = tile_offsets(stride_ks, BN, BD)
     off_v = tile_offsets(stride_vs, BN, BDV)
     # [BM, BD]
@@ -146,7 +149,7 @@ def forward_kernel(
                 n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND,
+                CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     for t in range(0, (full_hi - full_lo) // BN):
         n = full_lo + t * BN
@@ -156,7 +159,7 @@ def forward_kernel(
             n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
             seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
             BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-            CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND,
+            CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND, TMA,
         )  # fmt: skip
 
     rows = m0 + tl.arange(0, BM)
@@ -277,7 +280,7 @@ def forward(
         TWO_SUMS=tile.two_sums or not stabilizer.rounded_normalizer,
         PROMOTE=tile.promote and stabilizer.rounded_normalizer,
         DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
-        HEAD_BLOCK=configs.head_block(problem),
+        HEAD_BLOCK=configs.head_block(problem), TMA=use_tma(problem, tile, k, v),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return result

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.runtime import _allocation
 
-from stable_attention.problem import UNLIMITED, Problem
+from stable_attention.configs import Tile
+from stable_attention.problem import UNLIMITED, Problem, strides
 
 LOG2E = 1.4426950408889634
 
@@ -93,3 +95,28 @@ def common_arguments(problem: Problem, extras: Extras) -> dict[str, object]:
         "CHUNKED": extras.chunked,
         "POS_PTR": extras.pos_q_tensor is not None,
     }
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Scratch memory for the descriptors a kernel makes, from torch's (graph-safe) allocator."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def use_tma(problem: Problem, tile: Tile, *tensors: torch.Tensor) -> bool:
+    """Whether a kernel may read ``tensors`` through TMA descriptors; prepares Triton if so.
+
+    The hardware wants 16-byte aligned rows; other strides take the pointer path of the same kernel.
+    """
+    if not tile.tma:
+        return False
+    for x in tensors:
+        row = strides(x, problem.layout)
+        per_16_bytes = 16 // x.element_size()
+        if row[1] <= 0 or any(s % per_16_bytes for s in row):
+            return False
+        if x.device.type != "meta" and x.data_ptr() % 16:
+            return False
+    # Triton keeps its allocator per thread context, and autograd runs in threads of its own.
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(_allocate)
+    return True
