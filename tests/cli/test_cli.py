@@ -1,0 +1,261 @@
+"""Commands, their help, their exit codes and who prints what."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from minimal_config import MINIMAL
+
+from megatron_patch import config
+from megatron_patch.cli import app
+
+COMMANDS = ["train", "prepare-data", "config", "doctor", "plot", "backends"]
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Every parser of the tree."""
+    found = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                found += leaves(inner)
+    return found
+
+
+def test_every_command_exists() -> None:
+    action = next(
+        a for a in app.build_parser()._actions if isinstance(a, argparse._SubParsersAction)
+    )
+    assert list(action.choices) == COMMANDS
+
+
+def test_help_is_complete() -> None:
+    """Every command says what it does, every option what it means."""
+    for parser in leaves(app.build_parser()):
+        assert parser.description, parser.prog
+        assert parser.format_help()
+        for action in parser._actions:
+            if not isinstance(action, argparse._SubParsersAction):
+                assert action.help, (parser.prog, action.dest)
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "--conf", "x"], ["config"]])
+def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        app.run(argv)
+    assert caught.value.code == 2
+    assert "usage: megatron-patch" in capsys.readouterr().err
+
+
+def test_config_check(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["config", "check", str(run_yaml)]) == 0
+    assert capsys.readouterr().out == f"{run_yaml}: ok\n"
+    bad = run_yaml.with_name("bad.yaml")
+    bad.write_text(MINIMAL + "modle: {}\n")
+    assert app.run(["config", "check", str(bad), str(run_yaml)]) == 2
+    captured = capsys.readouterr()
+    assert f"{bad}:6:1: modle: unknown key" in captured.err
+    assert captured.out == f"{run_yaml}: ok\n"
+    assert app.run(["config", "check", "--config", str(run_yaml), "--set", "optimizer.lr=x"]) == 2
+
+
+def test_config_show_prints_yaml_that_loads(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert app.run(["config", "show", str(run_yaml), "--set", "optimizer.lr=3e-4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"lr: 0.0003 +# --set optimizer.lr=3e-4", shown)
+    again = tmp_path / "again.yaml"
+    again.write_text(shown)
+    assert config.load(again).config == config.load(run_yaml, ["optimizer.lr=3e-4"]).config
+    assert app.run(["config", "show", "--no-origins", str(run_yaml)]) == 0
+    assert "#" not in capsys.readouterr().out
+
+
+def test_config_help_and_docs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert app.run(["config", "help", "optimizer.lr"]) == 0
+    assert "Peak learning rate" in capsys.readouterr().out
+    assert app.run(["config", "help", "optimizer.lrr"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+    page = tmp_path / "page.md"
+    assert app.run(["config", "docs", "--write", str(page)]) == 0
+    assert app.run(["config", "docs"]) == 0
+    assert capsys.readouterr().out == page.read_text()
+
+
+def fake_loop(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> list[object]:
+    """Replace the training loop by one that ends in ``outcome``; what it was called with."""
+    calls: list[object] = []
+
+    def train(loaded: object) -> int:
+        calls.append(loaded)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    import megatron_patch.training as room
+
+    module = types.ModuleType("megatron_patch.training.loop")
+    module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_patch.training.loop", module)
+    monkeypatch.setattr(room, "loop", module, raising=False)
+    return calls
+
+
+class OurError(ValueError):
+    """An error of a room."""
+
+
+OurError.__module__ = "megatron_patch.somewhere"
+
+
+class Lost(RuntimeError):
+    """An error that names its own exit code."""
+
+    exit_code = 4
+
+
+Lost.__module__ = "megatron_patch.somewhere"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(0, 0), (3, 3), (OurError("bad data"), 2), (Lost("gone"), 4), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes_of_train(
+    run_yaml: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: int | BaseException,
+    code: int,
+) -> None:
+    calls = fake_loop(monkeypatch, outcome)
+    assert app.run(["train", "--config", str(run_yaml), "--set", "name=other"]) == code
+    (loaded,) = calls
+    assert isinstance(loaded, config.Loaded)
+    assert loaded.config.name == "other"
+    err = capsys.readouterr().err
+    if isinstance(outcome, Exception):
+        assert err == f"megatron-patch: {outcome}\n"
+
+
+@pytest.mark.parametrize("fault", [ValueError("theirs"), ZeroDivisionError(), OSError("disk")])
+def test_faults_keep_their_traceback(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """Only errors written for the user are shortened; a fault of ours or torch's is shown whole."""
+    fake_loop(monkeypatch, fault)
+    with pytest.raises(type(fault)):
+        app.run(["train", "--config", str(run_yaml)])
+
+
+def test_nothing_starts_for_a_bad_configuration(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_loop(monkeypatch, 0)
+    assert app.run(["train", "--config", str(run_yaml), "--set", "optimizer.lr=x"]) == 2
+    assert calls == []
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0), ("7", 0)])
+def test_one_process_a_node_tells_a_configuration_error(
+    run_yaml: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    local_rank: str,
+    lines: int,
+) -> None:
+    """Under torchrun every process finds the same problems; all exit 2, one of a node prints."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("RANK", "9")
+    assert app.run(["train", "--config", str(run_yaml), "--set", "optimizer.lr=x"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_other_processes_tell_later_errors_in_one_line(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dataset that is damaged for one process only must not end the job without a word."""
+    fake_loop(monkeypatch, OurError("first line\nsecond line"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "9")
+    assert app.run(["train", "--config", str(run_yaml)]) == 2
+    assert capsys.readouterr().err == "[rank 9] first line\n"
+
+
+def test_config_errors_come_fast_and_without_traceback(run_yaml: Path) -> None:
+    """The whole program, on a file with a mistake."""
+    run_yaml.write_text(MINIMAL + "seed: 3\n")
+    command = [sys.executable, "-m", "megatron_patch", "train", "--config", str(run_yaml)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    assert "training.seed is such a key" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_error(run_yaml: Path) -> None:
+    command = f"{sys.executable} -m megatron_patch config help | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("Sections")
+
+
+def test_plot_names_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_patch.monitor import plot
+
+    calls: list[tuple[list[Path], Path]] = []
+
+    def plot_runs(runs: list[Path], out: Path) -> Path:
+        calls.append((runs, out))
+        return out
+
+    monkeypatch.setattr(plot, "plot_runs", plot_runs)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "demo"
+    run.mkdir()
+    assert app.run(["plot", str(run)]) == 0
+    assert app.run(["plot", str(run), str(tmp_path)]) == 0
+    assert app.run(["plot", str(run), "-o", "x.png"]) == 0
+    outputs = [out for _, out in calls]
+    assert outputs == [run / "demo.png", Path("runs.png"), Path("x.png")]
+    assert capsys.readouterr().out.splitlines() == [str(out) for out in outputs]
+
+
+def test_plot_of_nothing_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["plot", str(tmp_path)]) == 2
+    assert "no metrics.csv" in capsys.readouterr().err
+
+
+def test_backends_list_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["backends", "list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("stable_flash", "sdpa_cudnn", "sdpa_flash", "te", "mcore_local", "reference"):
+        assert name in out
+
+
+def test_prepare_data_on_a_small_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("hello world\n" * 20)
+    out = tmp_path / "out" / "a"
+    argv = ["prepare-data", str(source), "--out", str(out), "--workers", "1", "--quiet"]
+    assert app.run(argv) == 0
+    assert {path.suffix for path in out.parent.iterdir()} >= {".bin", ".idx", ".json"}
+    assert app.run(["prepare-data", str(tmp_path / "gone.txt"), "--out", str(out) + "2"]) == 2
+    assert "gone.txt" in capsys.readouterr().err

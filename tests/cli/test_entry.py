@@ -1,0 +1,107 @@
+"""The first seconds of the program: which Python, whose package, which exit code."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_patch
+from megatron_patch import __main__ as entry
+
+PACKAGE = Path(megatron_patch.__file__).parent
+OLD = [f"python3.{minor}" for minor in range(6, 12)]
+
+
+def usable(name: str) -> str | None:
+    """Path of an older interpreter that really runs (a version manager's shim may not)."""
+    path = shutil.which(name)
+    if path is None:
+        return None
+    done = subprocess.run([path, "-c", ""], capture_output=True, check=False)
+    return path if done.returncode == 0 else None
+
+
+def test_the_first_files_parse_on_old_pythons() -> None:
+    for name in ("__init__.py", "__main__.py"):
+        ast.parse((PACKAGE / name).read_text(encoding="utf-8"), feature_version=(3, 7))
+
+
+@pytest.mark.parametrize("version", [(2, 7), (3, 8), (3, 11)])
+def test_an_old_python_gets_one_sentence(version: tuple[int, int]) -> None:
+    sentence = megatron_patch.python_complaint(version)
+    assert sentence is not None
+    assert sentence.startswith("megatron_patch needs Python 3.12 or newer")
+    assert f"this is Python {version[0]}.{version[1]}" in sentence
+    assert "\n" not in sentence
+
+
+def test_this_python_and_later_ones_pass() -> None:
+    for version in ((3, 12), (3, 13, 1), (4, 0), sys.version_info):
+        assert megatron_patch.python_complaint(version) is None
+
+
+def test_a_real_old_python_gets_one_sentence() -> None:
+    """Runs every older interpreter of this machine; where there is none, the parse test stands."""
+    for path in filter(None, map(usable, OLD)):
+        done = subprocess.run(
+            [path, "-m", "megatron_patch", "train"],
+            cwd=PACKAGE.parent,
+            capture_output=True,
+            text=True,
+            env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+            check=False,
+        )
+        assert done.returncode == 2, path
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("megatron_patch needs Python 3.12 or newer")
+
+
+def test_importing_on_an_old_python_raises_import_error() -> None:
+    for path in filter(None, map(usable, OLD)):
+        program = "try:\n import megatron_patch\nexcept ImportError as e: print(e)"
+        command = [path, "-B", "-c", program]
+        done = subprocess.run(
+            command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+        )
+        assert "needs Python 3.12" in done.stdout
+
+
+def test_the_other_package_of_this_name_is_recognized(tmp_path: Path) -> None:
+    """Pai-Megatron-Patch on PYTHONPATH: its package is imported instead of ours."""
+    other = tmp_path / "megatron_patch"
+    other.mkdir()
+    (other / "__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, str(PACKAGE / "__main__.py"), "train"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"belongs to another package here: {other}" in done.stderr
+    assert "PYTHONPATH" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_our_own_package_is_not_complained_about() -> None:
+    assert entry.shadowed() is None
+
+
+def test_module_and_script_are_the_same_program() -> None:
+    outputs = []
+    for command in ([sys.executable, "-m", "megatron_patch"], ["megatron-patch"]):
+        if command[0] == "megatron-patch":
+            script = Path(sys.executable).parent / "megatron-patch"
+            assert script.is_file(), "the project is not installed: make install"
+            command = [str(script)]
+        done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]

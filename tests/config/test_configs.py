@@ -1,0 +1,63 @@
+"""The configurations we ship pass every check; fuzzed ones never end in a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_patch import config
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_shipped_configurations_pass(path: Path) -> None:
+    loaded = config.load(path)
+    assert loaded.config.name
+
+
+def test_gpt2_124m_is_gpt2_124m() -> None:
+    """The shape of the 2019 model: its parameter count with GPT-2's vocabulary is 124,439,808."""
+    model = config.load(ROOT / "configs" / "gpt2_124m.yaml").config.model
+    width, layers = model.hidden_size, model.num_layers
+    assert (model.position_embedding, model.normalization) == ("learned_absolute", "LayerNorm")
+    assert (model.activation, model.tie_embeddings) == ("gelu", True)
+    assert model.add_bias_linear
+    assert model.add_qkv_bias
+    per_layer = 12 * width**2 + 13 * width  # matrices, then biases and the two norms
+    assert (50257 + model.seq_length) * width + layers * per_layer + 2 * width == 124_439_808
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> ModuleType:
+    path = ROOT / "benchmarks" / "fuzz_config.py"
+    spec = importlib.util.spec_from_file_location("fuzz_config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fuzz_config"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_sample_of_fuzzed_files(fuzz: ModuleType) -> None:
+    """Other cases than the committed result's; reproduce one with ``--seed 1 --first N``."""
+    figures = fuzz.run(80, seed=1, cli_every=20)
+    assert figures["failures"] == []
+    assert figures["outcomes"]["load_loaded"] > 0
+    assert figures["outcomes"]["load_refused"] > 0
+
+
+def test_the_fuzzer_notices_a_traceback(
+    fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fuzz.config, "load", crash)
+    assert fuzz.load_case(tmp_path / "x.yaml", []).kind == "failed"

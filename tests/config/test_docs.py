@@ -1,0 +1,62 @@
+"""The generated page and the terminal help know every key and every docstring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.config import ConfigError, docs, schema
+from megatron_patch.config.root import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = [(path, item) for path, item in schema.walk(RunConfig)]
+
+
+def test_the_committed_page_is_current() -> None:
+    """Fails when a field, default or docstring changed: run ``make docs``."""
+    committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert committed == docs.render_reference()
+
+
+def test_every_field_has_a_docstring() -> None:
+    sections = {RunConfig, *(section for _, section in docs._sections(RunConfig))}
+    bare = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name in schema.fields(section)
+        if not schema.help_of(section, name)
+    ]
+    assert bare == []
+
+
+def test_every_section_stands_in_the_page() -> None:
+    page = docs.render_reference()
+    for path, section in docs._sections(RunConfig):
+        assert f" {path}\n" in page
+        for name in schema.fields(section):
+            assert f"| `{name}` |" in page
+
+
+@pytest.mark.parametrize("path", [path for path, _ in KEYS])
+def test_every_key_has_terminal_help(path: str) -> None:
+    text = docs.help_text(path)
+    assert path.rpartition(".")[2] in text
+    assert len(text.splitlines()) >= 2
+
+
+def test_overview_names_every_key() -> None:
+    overview = docs.help_text()
+    assert [path for path, item in KEYS if f"  {path}" not in overview and not _nested(item)] == []
+
+
+def _nested(item: schema.Field) -> bool:
+    return schema.section_of(item.type) is not None
+
+
+def test_unknown_topics_are_refused_with_the_nearest() -> None:
+    for topic, hint in [("optimiser", "optimizer"), ("lr", "optimizer.lr"), ("model.x", "")]:
+        with pytest.raises(ConfigError, match=f"no section or key of this name.*{hint}"):
+            docs.help_text(topic)
+    with pytest.raises(ConfigError, match="no keys under it"):
+        docs.help_text("optimizer.lr.x")

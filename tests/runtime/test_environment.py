@@ -1,0 +1,77 @@
+"""The environment report: complete, JSON, and silent about who and where."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.runtime import environment
+
+
+def test_report_is_json_and_names_what_matters() -> None:
+    report = json.loads(json.dumps(environment.report()))
+    for key in ("python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "cuda",
+                "cudnn", "nccl", "gpu", "driver", "commit"):  # fmt: skip
+        assert key in report
+    import torch
+
+    assert report["torch"] == torch.__version__
+    assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_report_tells_no_names() -> None:
+    text = json.dumps(environment.report())
+    values = {socket.gethostname(), str(Path.home())}
+    user = getpass.getuser()
+    if len(user) > 4:
+        values.add(user)
+    assert not [value for value in values if len(value) > 3 and value in text]
+
+
+def git(folder: Path, *args: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    return subprocess.run(
+        ["git", *identity, *args], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_commit_of_a_tree_and_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "a")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert environment.commit(tmp_path.resolve()) == head
+    (tmp_path / "untracked").write_text("1")
+    assert environment.commit(tmp_path.resolve()) == head
+    (tmp_path / "a").write_text("2")
+    assert environment.commit(tmp_path.resolve()) == head + "+changes"
+    monkeypatch.setenv("SOURCE_COMMIT", "given")
+    assert environment.commit(tmp_path) == "given"
+
+
+def test_an_installed_package_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment inside someone's repository must not report that repository."""
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    git(tmp_path, "init", "-q")
+    inside = tmp_path / "venv" / "site-packages"
+    inside.mkdir(parents=True)
+    assert environment.commit(inside.resolve()) == "unknown"
+
+
+def test_other_copies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "megatron_patch"
+    other.mkdir()
+    (other / "__init__.py").write_text("")
+    assert str(other) not in environment.other_copies()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert str(other.resolve()) in environment.other_copies()
