@@ -14,7 +14,7 @@ Shapes: q [b, sq, hq, d], k [b, sk, hk, d], v [b, sk, hk, dv], O and dO [b, sq, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -162,52 +162,66 @@ def _blocks(
             yield _Rows(some, rows, keys, s, p, lse, out, dp, delta)
 
 
-class _Sums:
-    """Running sums over the probed rows."""
+class _Facts:
+    """Sums over the probed rows of what the inputs alone decide."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
         zeros = lambda: torch.zeros(heads, dtype=torch.float64, device=device)  # noqa: E731
-        self.error, self.square, self.row_sum = zeros(), zeros(), zeros()
-        self.row_sum_square, self.delta_square, self.spread = zeros(), zeros(), zeros()
+        self.delta_square, self.spread = zeros(), zeros()
         self.repeated, self.round_to_one, self.dead, self.top = zeros(), zeros(), zeros(), zeros()
         self.rows = 0
-        self.lse_error = 0.0
 
-    def add_truth(self, block: _Rows, keep: torch.Tensor, v: torch.Tensor, q32: torch.Tensor,
-                  k32: torch.Tensor, scale: float, dtype: torch.dtype) -> None:  # fmt: skip
-        """Facts of the inputs alone; ``keep`` selects the probed rows of the block."""
+    def add(self, block: _Rows, keep: torch.Tensor, flat: tuple[torch.Tensor, ...],
+            scale: float) -> None:  # fmt: skip
+        """``keep`` selects the probed rows of the block."""
         h = block.heads
+        q, k, v, _ = flat
         delta, p, dp = block.delta[:, keep], block.p[:, keep], block.dp[:, keep]
+        self.rows += int(keep.sum()) if h.start == 0 else 0
         self.delta_square[h] += delta.pow(2).sum(-1)
         self.spread[h] += (p * (dp - delta[..., None]).pow(2)).sum((-1, -2))
         top = p.max(-1)
         self.top[h] += top.values.sum(-1)
         # Scores as a kernel sees them: float32 accumulation.
-        s32 = torch.matmul(q32, k32.mT) * scale
+        s32 = torch.matmul(q[h, block.rows][:, keep].float(), k[h, block.keys].float().mT) * scale
         s32 = s32.masked_fill(block.scores[:, keep] == -math.inf, -math.inf)
         m32 = s32.amax(-1, keepdim=True)
         self.repeated[h] += ((s32 == m32).sum(-1) > 1).double().sum(-1)
-        rounded = torch.exp(s32 - m32).to(dtype)
+        rounded = torch.exp(s32 - m32).to(v.dtype)
         self.round_to_one[h] += ((rounded == 1).sum(-1) > 1).double().sum(-1)
         largest = torch.gather(
             v[h, block.keys].double(), 1, top.indices[..., None].expand(-1, -1, v.shape[-1])
         )
         out = block.out[:, keep]
-        swallowed = (out.to(dtype).double() == largest) & (out != largest)
+        swallowed = (out.to(v.dtype).double() == largest) & (out != largest)
         self.dead[h] += swallowed.double().mean(-1).sum(-1)
 
-    def add_error(self, block: _Rows, keep: torch.Tensor, used: torch.Tensor, do: torch.Tensor,
-                  lse: torch.Tensor | None) -> None:  # fmt: skip
-        """Errors of a backend whose delta is rowsum(dO * used)."""
-        h = block.heads
-        e = (do * used).sum(-1) - block.delta[:, keep]
+
+class _Errors:
+    """Sums over the probed rows of one backend's errors."""
+
+    def __init__(self, result: BackendResult, layout: str, heads: int) -> None:
+        used = _flat(result.out, layout, heads).double()
+        if result.low is not None and result.low.numel():
+            used = used + _flat(decode_residual(result.out, result.low), layout, heads).double()
+        self.used = used
+        self.lse = None if result.lse is None else result.lse.detach().flatten(0, 1).double()
+        zeros = lambda: torch.zeros(used.shape[0], dtype=torch.float64, device=used.device)  # noqa: E731
+        self.error, self.square, self.row_sum, self.row_sum_square = (zeros() for _ in range(4))
+        self.lse_error = 0.0
+
+    def add(self, block: _Rows, keep: torch.Tensor, dout: torch.Tensor) -> None:
+        """Errors of a delta that is rowsum(dO * used)."""
+        h, rows = block.heads, block.rows
+        do = dout[h, rows][:, keep].double()
+        e = (do * self.used[h, rows][:, keep]).sum(-1) - block.delta[:, keep]
         self.error[h] += e.sum(-1)
         self.square[h] += e.pow(2).sum(-1)
-        if lse is None:
+        if self.lse is None:
             return
-        gap = lse - block.lse[:, keep]
-        finite = torch.isfinite(block.lse[:, keep])
-        self.lse_error = max(self.lse_error, float(gap[finite].abs().max()))
+        gap = self.lse[h, rows][:, keep] - block.lse[:, keep]
+        gap = gap.masked_fill(~torch.isfinite(block.lse[:, keep]), 0.0)
+        self.lse_error = max(self.lse_error, float(gap.abs().max()))
         row_sum = torch.exp(-gap) * e
         self.row_sum[h] += row_sum.sum(-1)
         self.row_sum_square[h] += row_sum.pow(2).sum(-1)
@@ -240,113 +254,140 @@ def probe(
     see few keys) are left out of every row statistic. ``budget`` bounds the bytes of one block of
     float64 scores (default 64 MiB on CPU, 1 GiB on GPU). Raises ValueError for packed tensors.
     """
+    result = backend if isinstance(backend, BackendResult) else backend(q, k, v, dout)
+    reports = probe_results(
+        q,
+        k,
+        v,
+        dout,
+        results={"": result},
+        layout=layout,
+        causal=causal,
+        window=window,
+        scale=scale,
+        skip_rows=skip_rows,
+        budget=budget,
+    )
+    return reports[""]
+
+
+def probe_results(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    results: Mapping[str, BackendResult],
+    layout: str = "bshd",
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    skip_rows: int = 0,
+    budget: int | None = None,
+) -> dict[str, ProbeReport]:
+    """``probe`` for several results of the same inputs, computing the truth once."""
     if layout == "thd":
         raise ValueError("layout='thd': probe sequences one by one as layout='bshd' with b = 1")
-    result = backend if isinstance(backend, BackendResult) else backend(q, k, v, dout)
     hq = to_bhsd(q, layout).shape[1]
     flat = tuple(_flat(x, layout, hq) for x in (q, k, v, dout))
-    qf, kf, vf, dof = flat
-    used = _flat(result.out, layout, hq).double()
-    if result.low is not None and result.low.numel():
-        used = used + _flat(decode_residual(result.out, result.low), layout, hq).double()
-    lse = None if result.lse is None else result.lse.detach().flatten(0, 1).double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    reach = bounds(causal, window)
     if budget is None:
         budget = (1 << 30) if q.is_cuda else (64 << 20)
-    sums = _Sums(qf.shape[0], q.device)
-    grads = _Gradients(flat, result, layout, hq, scale)
-    for block in _blocks(*flat, scale=scale, reach=reach, budget=budget):
+    facts = _Facts(flat[0].shape[0], q.device)
+    errors = {name: _Errors(result, layout, hq) for name, result in results.items()}
+    truth = _TrueGradients(flat, scale, wanted=any(r.dk is not None for r in results.values()))
+    grads = {name: _Gradients(flat[0], result, layout, hq) for name, result in results.items()}
+    compare = truth.wanted or any(g.dq is not None for g in grads.values())
+    for block in _blocks(*flat, scale=scale, reach=bounds(causal, window), budget=budget):
         keep = torch.arange(block.rows.start, block.rows.stop, device=q.device) >= skip_rows
-        grads.add(block, keep)
+        dq = truth.add(block) if compare else None
         if not bool(keep.any()):
             continue
-        h, rows = block.heads, block.rows
-        sums.rows += int(keep.sum()) if h.start == 0 else 0
-        sums.add_truth(
-            block, keep, vf, qf[h, rows][:, keep].float(), kf[h, block.keys].float(), scale,
-            result.out.dtype,
-        )  # fmt: skip
-        sums.add_error(
-            block, keep, used[h, rows][:, keep], dof[h, rows][:, keep].double(),
-            None if lse is None else lse[h, rows][:, keep],
-        )  # fmt: skip
-    return _report(sums, grads, has_lse=lse is not None)
+        facts.add(block, keep, flat, scale)
+        for name, sums in errors.items():
+            sums.add(block, keep, flat[3])
+            if dq is not None:
+                grads[name].add(block, keep, dq[:, keep])
+    return {name: _report(facts, errors[name], grads[name], truth) for name in results}
+
+
+class _TrueGradients:
+    """dQ of a block and the running dK, float64."""
+
+    def __init__(self, flat: tuple[torch.Tensor, ...], scale: float, *, wanted: bool) -> None:
+        self.q, self.k, self.scale, self.wanted = flat[0], flat[1], scale, wanted
+        self.dk = torch.zeros_like(self.k, dtype=torch.float64) if wanted else None
+
+    def add(self, block: _Rows) -> torch.Tensor:
+        """Add the block's share of dK; returns its dQ."""
+        ds = block.p * (block.dp - block.delta[..., None]) * self.scale
+        if self.dk is not None:
+            self.dk[block.heads, block.keys] += torch.matmul(
+                ds.mT, self.q[block.heads, block.rows].double()
+            )
+        return torch.matmul(ds, self.k[block.heads, block.keys].double())
 
 
 class _Gradients:
-    """dQ and dK of the truth beside the backend's."""
+    """A backend's dQ and dK beside the true ones."""
 
-    def __init__(self, flat: tuple[torch.Tensor, ...], result: BackendResult, layout: str,
-                 heads: int, scale: float) -> None:  # fmt: skip
-        self.q, self.k = flat[0], flat[1]
-        self.scale = scale
+    def __init__(self, q: torch.Tensor, result: BackendResult, layout: str, heads: int) -> None:
         self.dq = None if result.dq is None else _flat(result.dq, layout, heads)
-        self.batch = to_bhsd(result.out, layout).shape[0]
-        self.dk = None if result.dk is None else to_bhsd(result.dk.detach(), layout).double()
-        self.dk_true = torch.zeros_like(self.k, dtype=torch.float64)
+        self.dk = None if result.dk is None else to_bhsd(result.dk.detach(), layout)
         self.difference = self.size = 0.0
-        self.mean_difference = torch.zeros(
-            self.q.shape[0], self.q.shape[2], dtype=torch.float64, device=self.q.device
-        )
+        self.mean_difference = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.float64)
 
-    def add(self, block: _Rows, keep: torch.Tensor) -> None:
-        if self.dq is None and self.dk is None:
+    def add(self, block: _Rows, keep: torch.Tensor, true: torch.Tensor) -> None:
+        if self.dq is None:
             return
-        ds = block.p * (block.dp - block.delta[..., None]) * self.scale
-        h, rows, keys = block.heads, block.rows, block.keys
-        if self.dk is not None:
-            self.dk_true[h, keys] += torch.matmul(ds.mT, self.q[h, rows].double())
-        if self.dq is not None:
-            true = torch.matmul(ds, self.k[h, keys].double())[:, keep]
-            gap = self.dq[h, rows][:, keep].double() - true
-            self.difference += float(gap.pow(2).sum())
-            self.size += float(true.pow(2).sum())
-            self.mean_difference[h] += gap.sum(1)
+        gap = self.dq[block.heads, block.rows][:, keep].double() - true
+        self.difference += float(gap.pow(2).sum())
+        self.size += float(true.pow(2).sum())
+        self.mean_difference[block.heads] += gap.sum(1)
 
-    def errors(self, rows: int) -> tuple[float, float, float]:
+    def errors(self, rows: int, truth: _TrueGradients) -> tuple[float, float, float]:
         """(dQ error, dK error, dQ bias)."""
         dq = dk = bias = math.nan
         if self.dq is not None and self.size > 0:
             dq = math.sqrt(self.difference / self.size)
-            coherent = float((self.mean_difference / max(rows, 1)).pow(2).sum()) * rows
+            coherent = float((self.mean_difference / rows).pow(2).sum()) * rows
             bias = math.sqrt(coherent / self.size)
-        if self.dk is not None:
-            group = self.dk_true.shape[0] // (self.batch * self.dk.shape[1])
-            true = self.dk_true.view(self.batch, self.dk.shape[1], group, *self.dk_true.shape[1:])
-            dk = float((self.dk - true.sum(2)).norm() / true.sum(2).norm())
+        if self.dk is not None and truth.dk is not None:
+            b, hk = self.dk.shape[:2]
+            true = truth.dk.view(b, hk, -1, *truth.dk.shape[1:]).sum(2)
+            dk = float((self.dk.double() - true).norm() / true.norm())
         return dq, dk, bias
 
 
-def _report(sums: _Sums, grads: _Gradients, *, has_lse: bool) -> ProbeReport:
-    heads, rows = sums.error.numel(), max(1, sums.rows)
-    total = heads * rows
-    rms_delta = math.sqrt(float(sums.delta_square.sum()) / total)
+def _report(facts: _Facts, sums: _Errors, grads: _Gradients, truth: _TrueGradients) -> ProbeReport:
+    heads, rows = sums.error.numel(), max(1, facts.rows)
+
+    def share(x: torch.Tensor) -> float:
+        return float(x.sum()) / (heads * rows)
+
+    has_lse = sums.lse is not None
+    rms_delta = math.sqrt(share(facts.delta_square))
     unit = max(rms_delta, 1e-300)
     per_head = sums.error / rows
     mean = float(per_head.mean())
     se = float(per_head.std()) / math.sqrt(heads) if heads > 1 else math.nan
-    rms = math.sqrt(float(sums.square.sum()) / total)
-    spread = math.sqrt(float(sums.spread.sum()) / total)
-    dq_error, dk_error, dq_bias = grads.errors(rows)
-
-    def share(x: torch.Tensor) -> float:
-        return float(x.sum()) / total
-
+    rms = math.sqrt(share(sums.square))
+    spread = math.sqrt(share(facts.spread))
+    dq_error, dk_error, dq_bias = grads.errors(rows, truth)
     return ProbeReport(
         mean=mean / unit,
         standard_error=se / unit,
-        t=mean / se if se and se > 0 else 0.0,
+        t=mean / se if se > 0 else 0.0,
         rms=rms / unit,
         coherence=float(per_head.pow(2).mean().sqrt()) / rms if rms > 0 else 0.0,
         dscore_row_sum_mean=share(sums.row_sum) / unit if has_lse else math.nan,
         dscore_row_sum_rms=math.sqrt(share(sums.row_sum_square)) / unit if has_lse else math.nan,
         lse_error=sums.lse_error if has_lse else math.nan,
         kappa=rms_delta / spread if spread > 0 else math.inf,
-        repeated_max=share(sums.repeated),
-        two_round_to_one=share(sums.round_to_one),
-        dead_zone=share(sums.dead),
-        top_probability=share(sums.top),
+        repeated_max=share(facts.repeated),
+        two_round_to_one=share(facts.round_to_one),
+        dead_zone=share(facts.dead),
+        top_probability=share(facts.top),
         dq_error=dq_error,
         dk_error=dk_error,
         dq_bias=dq_bias,
@@ -362,5 +403,6 @@ __all__ = [
     "ProbeReport",
     "decode_residual",
     "probe",
+    "probe_results",
     "spectral_norm",
 ]
