@@ -93,10 +93,11 @@ class Encoder:
                     skipped += 1
         eod = self._tokenizer.eod_id
         assert eod is not None, "checked when preparing starts"
-        pieces = [
-            np.asarray([*ids, eod], dtype=self._dtype)
-            for ids in self._tokenizer.encode_batch(texts)
-        ]
+        pieces = []
+        for ids in self._tokenizer.encode_batch(texts):
+            pieces.append(np.empty(len(ids) + 1, dtype=self._dtype))
+            pieces[-1][:-1] = ids
+            pieces[-1][-1] = eod
         lengths = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=self._dtype)
         return lengths, tokens, skipped

@@ -91,6 +91,13 @@ def prepare(options: PrepareOptions) -> Manifest:
         )
         _commit(options.out, parts, manifest)
     shutil.rmtree(parts)
+    if not options.quiet:
+        skipped = sum(source.skipped for source in manifest.sources)
+        print(
+            f"{options.out}: {human(manifest.tokens)} tokens in {manifest.documents:,} documents "
+            f"({skipped:,} left out as empty or not text), {manifest.dtype}, "
+            f"{human(manifest.bin.size, 'B')}"
+        )
     return manifest
 
 

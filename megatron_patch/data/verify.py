@@ -249,7 +249,7 @@ def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
         while True:
             found: list[str] = []
             until = time.monotonic() + _ROUND_SECONDS
-            while todo and time.monotonic() < until:
+            while todo:
                 batch = list(islice(todo, 4 * threads))
                 for piece, problem in zip(batch, pool.map(_Piece.check, batch), strict=True):
                     todo.popleft()
@@ -257,6 +257,8 @@ def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
                     if problem:
                         found.append(problem)
                     progress.set(done)
+                if time.monotonic() >= until:
+                    break
             verdicts = _gather((found, len(todo)))
             _raise_if_any([(problems, {}) for problems, _ in verdicts])
             if not any(left for _, left in verdicts):

@@ -1,0 +1,87 @@
+"""``data:`` contradictions that are found without any file."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_patch.data.config import DatasetConfig, TokenizerConfig
+
+A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "reason"),
+    [
+        ({"train": [B]}, "data.blend", "contradicts data.train"),
+        ({"train": [B], "test": [B]}, "data.blend", "contradicts data.train, data.test"),
+        ({"blend": []}, "data.blend", "no training data"),
+        ({"blend": [], "valid": [B]}, "data.train", "no training data"),
+        ({"blend": [DatasetConfig(path="")]}, "data.blend[0].path", "is empty"),
+        ({"blend": [A, DatasetConfig(path="x.bin")]}, "data.blend[1].path", "leave the file's"),
+        ({"blend": [DatasetConfig(path="a", weight=0.0)]}, "data.blend[0].weight", "not a pos"),
+        ({"blend": [DatasetConfig(path="a", weight=float("nan"))]}, "data.blend[0].weight", "nan"),
+        ({"split": [0.5, 0.5]}, "data.split", "has 2 entries"),
+        ({"split": [98.0, 1.0, 1.0]}, "data.split", "sums to 100; the shares must sum to 1"),
+        ({"split": [1.5, -0.5, 0.0]}, "data.split", "must be a number >= 0"),
+        ({"split": [0.0, 0.5, 0.5]}, "data.split", "nothing to train on"),
+        ({"split": [1.0, 0.0, 0.0], "eval_interval": 5}, "data.split", "eval_interval 5"),
+        ({"blend": [], "train": [A], "eval_interval": 5}, "data.valid", "no validation data"),
+        ({"num_workers": -1}, "data.num_workers", "-1 is negative"),
+        ({"seed": -1}, "data.seed", "-1 is negative"),
+        ({"tokenizer": TokenizerConfig(kind="tiktoken")}, "data.tokenizer.path", "needs the path"),
+        ({"tokenizer": TokenizerConfig(path="x")}, "data.tokenizer.path", "reads no file"),
+        ({"tokenizer": TokenizerConfig(kind="none")}, "data.tokenizer.vocab_size", "needs the"),
+        (
+            {"tokenizer": TokenizerConfig(vocab_size=9)},
+            "data.tokenizer.vocab_size",
+            "knows its own size",
+        ),
+        (
+            {"tokenizer": TokenizerConfig(kind="none", vocab_size=9, eod_id=9)},
+            "data.tokenizer.eod_id",
+            "not below vocab_size 9",
+        ),
+        (
+            {"tokenizer": TokenizerConfig(kind="none", vocab_size=9), "eod_mask_loss": True},
+            "data.eod_mask_loss",
+            "set data.tokenizer.eod_id",
+        ),
+    ],
+)
+def test_contradictions_are_named(
+    kit: SimpleNamespace, changes: dict, path: str, reason: str
+) -> None:
+    run = kit.run_config(A, **changes)
+    problems = list(run.data.problems(run))
+    assert [p.path for p in problems] == [path]
+    assert reason in problems[0].message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"blend": [A, B], "split": [0.9, 0.1, 0.0], "eval_interval": 5},
+        {"blend": [], "train": [A], "valid": [B], "eval_interval": 5},
+        {"blend": [], "train": [A]},
+        {"tokenizer": TokenizerConfig(kind="none", vocab_size=9, eod_id=8), "eod_mask_loss": True},
+        {"tokenizer": TokenizerConfig(kind="huggingface", path="t.json")},
+    ],
+)
+def test_good_sections_have_no_problems(kit: SimpleNamespace, changes: dict) -> None:
+    run = kit.run_config(A, **changes)
+    assert list(run.data.problems(run)) == []
+
+
+def test_the_section_is_checked_without_torch() -> None:
+    """config check must answer at once, also where torch is broken."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, megatron_patch.data.config, megatron_patch.data.options; "
+        "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,294 @@
+"""Batches: the order over ranks, resumption, blends, splits, masks and positions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_patch.data.config import DatasetConfig
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.loader import build_loaders, needs_data
+
+QUICK = settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def rows_of_step(loaders_of_ranks: list, step: int) -> torch.Tensor:
+    """The global batch of a step, put together from all ranks in sample order."""
+    micro_batches = loaders_of_ranks[0].micro_batches
+    return torch.cat(
+        [
+            loaders.batch("train", step, micro)["tokens"]
+            for micro in range(micro_batches)
+            for loaders in loaders_of_ranks
+        ]
+    )
+
+
+@QUICK
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    micro=st.sampled_from([1, 2]),
+    step=st.integers(0, 60),
+    seed=st.integers(0, 3),
+)
+def test_the_global_batch_does_not_depend_on_the_ranks(
+    kit: SimpleNamespace, corpora: list[Path], size: int, micro: int, step: int, seed: int
+) -> None:
+    if 12 % (size * micro):
+        return
+    one = build_loaders(kit.run_config(*corpora, seed=seed), kit.layout())
+    run = kit.run_config(*corpora, seed=seed, micro_batch_size=micro)
+    many = [build_loaders(run, kit.layout(rank, size)) for rank in range(size)]
+    assert torch.equal(rows_of_step(many, step), rows_of_step([one], step))
+
+
+@QUICK
+@given(start=st.integers(0, 50), workers=st.sampled_from([0, 1, 3]))
+def test_resuming_at_a_step_equals_skipping_to_it(
+    kit: SimpleNamespace, corpora: list[Path], start: int, workers: int
+) -> None:
+    loaders = build_loaders(kit.run_config(*corpora, micro_batch_size=2), kit.layout(1, 2))
+    skipped = islice(loaders.iterate("train"), start * loaders.micro_batches, None)
+    run = kit.run_config(*corpora, micro_batch_size=2, num_workers=workers)
+    resumed = build_loaders(run, kit.layout(1, 2)).iterate("train", start_step=start)
+    for a, b in islice(zip(skipped, resumed, strict=False), 5):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    resumed.close()
+
+
+def test_the_order_does_not_depend_on_the_length_of_the_run(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    """Megatron-Core's index depends on the number of samples: a longer run sees other data."""
+    short, long = (
+        build_loaders(kit.run_config(*corpora, train_steps=n), kit.layout()) for n in (3, 3000)
+    )
+    for step in (0, 2):
+        assert torch.equal(rows_of_step([short], step), rows_of_step([long], step))
+
+
+def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    run = kit.run_config(corpora[0], split=[1, 0, 0], global_batch_size=1)
+    loaders = build_loaders(run, kit.layout())
+    tokens = np.fromfile(f"{corpora[0]}.bin", dtype=np.uint16)
+    windows = len(tokens) // 16
+    epochs = [
+        [tuple(loaders.batch("train", e * windows + i, 0)["tokens"][0].tolist()) for i in range(n)]
+        for e, n in ((0, windows), (1, windows))
+    ]
+    stream = Counter(tokens.tolist())
+    for epoch in epochs:
+        seen = Counter(token for row in epoch for token in row)
+        assert sum(seen.values()) == windows * 16
+        assert sum((stream - seen).values()) == len(tokens) - windows * 16
+    assert epochs[0] != epochs[1]
+    # 16-token windows that continue at the end of the file go on at its start.
+    ring = np.concatenate([tokens, tokens[:16]])
+    places = {tuple(ring[i : i + 16].tolist()) for i in range(len(tokens))}
+    assert places.issuperset(epochs[0]) and places.issuperset(epochs[1])
+
+
+def test_labels_are_the_next_tokens(kit: SimpleNamespace, corpora: list[Path]) -> None:
+    batch = next(build_loaders(kit.run_config(*corpora), kit.layout()).iterate("train"))
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in batch.items()} == {
+        "tokens": (torch.int64, (1, 16)),
+        "labels": (torch.int64, (1, 16)),
+        "loss_mask": (torch.float32, (1, 16)),
+        "position_ids": (torch.int64, (1, 16)),
+    }
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    assert batch["tokens"].is_contiguous() and batch["labels"].is_contiguous()
+    assert torch.equal(batch["position_ids"][0], torch.arange(16))
+    assert batch["loss_mask"].eq(1).all()
+
+
+def test_weights_decide_the_share_of_each_dataset(
+    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
+) -> None:
+    """Marked datasets: every token of a sample says which dataset it is from."""
+    paths = []
+    for number in range(3):
+        raw = tmp_path / f"raw{number}.bin"
+        np.full(500, number + 1, dtype=np.uint16).tofile(raw)
+        paths.append(tmp_path / f"marked{number}")
+        prepare = kit.options(
+            paths[-1], raw, format="uint16", tokenizer="none", vocab_size=10, eod_id=0
+        )
+        from megatron_patch.data.prepare import prepare as prepare_dataset
+
+        prepare_dataset(prepare)
+    datasets = [
+        DatasetConfig(path=str(path), weight=weight)
+        for path, weight in zip(paths, (5, 1, 2), strict=True)
+    ]
+    loaders = build_loaders(kit.run_config(*datasets, split=[1, 0, 0]), kit.layout())
+    counts: Counter[int] = Counter()
+    for step in range(20):
+        rows = rows_of_step([loaders], step)
+        assert (rows == rows[:, :1]).all()
+        counts.update(rows[:, 0].tolist())
+    assert counts == {1: 150, 2: 30, 3: 60}
+
+
+@QUICK
+@given(a=st.integers(1, 97), b=st.integers(0, 98))
+def test_splits_divide_whole_documents_and_cover_everything(
+    kit: SimpleNamespace, corpora: list[Path], a: int, b: int
+) -> None:
+    b = min(b, 99 - a)
+    split = [a / 100, b / 100, (100 - a - b) / 100]
+    loaders = build_loaders(kit.run_config(corpora[0], split=split, seq_length=4), kit.layout())
+    parts = [p for m in loaders._mixtures.values() for p in m.parts]
+    tokens = np.fromfile(f"{corpora[0]}.bin", dtype=np.uint16)
+    longest = int(np.diff(np.flatnonzero(tokens == 256), prepend=-1).max())
+    at = 0
+    for part in parts:
+        assert part.first == at and (at == 0 or tokens[at - 1] == 256)
+        at += part.ring.tokens
+    if len(parts) == 3:
+        assert at == len(tokens)
+    assert abs(parts[0].ring.tokens - split[0] * len(tokens)) <= longest
+
+
+def test_evaluation_sees_the_same_sequences_every_time_and_with_every_seed(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    passes = []
+    for seed in (1, 1, 2):
+        loaders = build_loaders(kit.run_config(*corpora, seed=seed), kit.layout())
+        for _ in range(2):
+            passes.append(torch.cat([b["tokens"] for b in islice(loaders.iterate("valid"), 24)]))
+    assert all(torch.equal(passes[0], other) for other in passes[1:])
+    train = build_loaders(kit.run_config(*corpora, seed=2), kit.layout())
+    other = build_loaders(kit.run_config(*corpora, seed=3), kit.layout())
+    assert not torch.equal(rows_of_step([train], 0), rows_of_step([other], 0))
+
+
+def test_splits_of_their_own(kit: SimpleNamespace, corpora: list[Path]) -> None:
+    first, second = (DatasetConfig(path=str(path)) for path in corpora)
+    run = kit.run_config(blend=[], train=[first], valid=[second])
+    loaders = build_loaders(run, kit.layout())
+    assert loaders.has("train") and loaders.has("valid") and not loaders.has("test")
+    with pytest.raises(DataError, match=r"there is no test data.*not configured"):
+        loaders.iterate("test")
+    assert any(line.startswith("data test: none") for line in loaders.describe())
+
+
+def naive(tokens: list[int], eod: int) -> tuple[list[int], list[float]]:
+    """Positions and loss mask, one token at a time."""
+    positions, mask, position = [], [], 0
+    for token in tokens:
+        positions.append(position)
+        mask.append(0.0 if token == eod else 1.0)
+        position = 0 if token == eod else position + 1
+    return positions, mask
+
+
+def test_positions_restart_and_ends_carry_no_loss(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    run = kit.run_config(
+        *corpora, eod_mask_loss=True, reset_position_ids=True, seq_length=96, micro_batch_size=4
+    )
+    loaders = build_loaders(run, kit.layout())
+    ends = 0
+    for batch in islice(loaders.iterate("train"), 30):
+        for row, tokens in enumerate(batch["tokens"].tolist()):
+            positions, mask = naive(tokens, eod=256)
+            assert batch["position_ids"][row].tolist() == positions
+            assert batch["loss_mask"][row].tolist() == mask
+            ends += mask.count(0.0)
+    assert ends > 50
+
+
+def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    with pytest.raises(DataError, match=r"its train part has [\d,]+ tokens, one sequence takes"):
+        build_loaders(kit.run_config(*corpora, seq_length=100_000), kit.layout())
+    tiny = kit.run_config(*corpora, seq_length=2000, eval_interval=None)
+    loaders = build_loaders(tiny, kit.layout())
+    assert not loaders.has("valid")
+    with pytest.raises(DataError, match="its valid part has"):
+        build_loaders(kit.run_config(*corpora, seq_length=2000, eval_interval=5), kit.layout())
+
+
+def test_a_file_cut_while_it_is_used_is_an_error_with_its_name(
+    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
+) -> None:
+    """A memory map would end in SIGBUS here."""
+    for ending in (".bin", ".idx", ".manifest.json"):
+        (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
+    loaders = build_loaders(kit.run_config(tmp_path / "c", num_workers=2), kit.layout())
+    batches = loaders.iterate("train")
+    next(batches)
+    with (tmp_path / "c.bin").open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(DataError, match=r"c\.bin: ended at byte .* while it was used"):
+        for _ in range(100):
+            next(batches)
+
+
+def test_the_fingerprint_names_everything_the_order_depends_on(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    def fingerprint(*paths: Path, rank: int = 0, size: int = 1, **changes: object) -> str:
+        return build_loaders(kit.run_config(*paths, **changes), kit.layout(rank, size)).fingerprint
+
+    base = fingerprint(*corpora)
+    for same in ({"train_steps": 99}, {"micro_batch_size": 2}, {"num_workers": 2}):
+        assert fingerprint(*corpora, **same) == base
+    assert fingerprint(*corpora, rank=1, size=2) == base
+    for other in ({"seed": 9}, {"seq_length": 8}, {"global_batch_size": 24}, {"split": [1, 0, 0]}):
+        assert fingerprint(*corpora, **other) != base
+    assert fingerprint(*reversed(corpora)) != base
+    heavy = DatasetConfig(path=str(corpora[0]), weight=2.0)
+    assert fingerprint(heavy, corpora[1]) != base
+    assert len(json.dumps(base)) == 66
+
+
+def test_the_log_says_when_the_corpus_is_shorter_than_the_run(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    brief = build_loaders(kit.run_config(corpora[0], train_steps=1), kit.layout()).describe()
+    assert not any("shorter than the run" in line for line in brief)
+    long = build_loaders(kit.run_config(corpora[0], train_steps=5000), kit.layout()).describe()
+    assert any("shorter than the run" in line and "epochs" in line for line in long)
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    with pytest.raises(DataError, match="global_batch_size 12 is not a multiple of"):
+        build_loaders(kit.run_config(*corpora), kit.layout(0, 5))
+
+
+def test_first_and_last_stage_need_data() -> None:
+    assert [needs_data(stage, 4) for stage in range(4)] == [True, False, False, True]
+    assert needs_data(0, 1)
+
+
+def test_reading_leaves_the_global_random_streams_alone(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    """torch's DataLoader draws from the default generator when an iterator starts."""
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    batches = build_loaders(kit.run_config(*corpora, num_workers=2), kit.layout()).iterate("train")
+    next(batches)
+    batches.close()
+    assert torch.equal(before[0], torch.random.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()  # type: ignore[index]

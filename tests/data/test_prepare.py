@@ -1,0 +1,516 @@
+"""prepare-data: formats, determinism, interruption, refusals, the manifest."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import zstandard
+
+from megatron_patch.data import manifest as manifests
+from megatron_patch.data import prepare as prepare_module
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.manifest import read_manifest
+from megatron_patch.data.options import PrepareOptions, add_arguments, from_args
+from megatron_patch.data.prepare import prepare
+from megatron_patch.data.verify import check_dataset
+
+ENDINGS = (".bin", ".idx", ".manifest.json")
+
+
+def content(prefix: Path) -> dict[str, bytes]:
+    return {ending: Path(f"{prefix}{ending}").read_bytes() for ending in ENDINGS}
+
+
+def tokens_of(prefix: Path) -> list[bytes]:
+    """Documents of a byte-level dataset, without their end."""
+    stream = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    ends = np.flatnonzero(stream == 256)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    return [bytes(stream[a:b].astype(np.uint8)) for a, b in zip(starts, ends, strict=True)]
+
+
+@pytest.fixture
+def texts(kit: SimpleNamespace) -> list[str]:
+    return kit.documents(200, seed=5)
+
+
+def lines(texts: list[str]) -> bytes:
+    records = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts)]
+    return "\n".join(records).encode() + b"\n"
+
+
+def test_every_format_gives_the_same_documents(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace
+) -> None:
+    one_each = tmp_path / "dir"
+    one_each.mkdir()
+    for i, text in enumerate(texts):
+        (one_each / f"{i:04d}.txt").write_text(text, encoding="utf-8")
+    half = len(texts) // 2
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(texts)))
+    frames = [zstandard.compress(lines(part)) for part in (texts[:half], texts[half:])]
+    (tmp_path / "c.jsonl.zst").write_bytes(b"".join(frames))
+    (tmp_path / "d.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    (tmp_path / "e.txt").write_text("\r\n\r\n".join(texts), encoding="utf-8", newline="")
+    wanted = [text.encode() for text in texts]
+    for number, (source, changes) in enumerate(
+        [
+            (one_each, {}),
+            (tmp_path / "dir" / "*.txt", {}),
+            (tmp_path / "a.jsonl", {}),
+            (tmp_path / "b.jsonl.gz", {}),
+            (tmp_path / "c.jsonl.zst", {}),
+            (tmp_path / "d.txt", {"document_separator": "\n\n"}),
+            (tmp_path / "e.txt", {"document_separator": "\n\n"}),
+        ]
+    ):
+        out = tmp_path / f"out{number}"
+        made = prepare(kit.options(out, source, batch_bytes=1000, **changes))
+        assert tokens_of(out) == wanted, source
+        assert made.documents == made.sequences == len(texts)
+        assert made.tokens == sum(map(len, wanted)) + len(wanted)
+        assert check_dataset(out) == []
+
+
+def test_megatrons_reader_sees_the_documents(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    prepare(kit.options(tmp_path / "out", tmp_path / "a.jsonl", batch_bytes=500))
+    read = IndexedDataset(str(tmp_path / "out"))
+    assert len(read) == len(texts) == len(read.document_indices) - 1
+    for i, text in enumerate(texts):
+        assert read[i].tolist() == [*text.encode(), 256]
+
+
+def test_workers_and_batch_size_do_not_change_a_byte(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    for name, changes in (
+        ("serial", {}),
+        ("parallel", {"workers": 2, "batch_bytes": 300}),
+        ("large", {"batch_bytes": 1 << 20}),
+    ):
+        prepare(kit.options(tmp_path / name, tmp_path / "a.jsonl", **changes))
+    assert content(tmp_path / "serial") == content(tmp_path / "parallel")
+    assert content(tmp_path / "serial") == content(tmp_path / "large")
+
+
+PREPARE = """
+import sys
+from megatron_patch.data.prepare import PrepareOptions, prepare
+if __name__ == "__main__":
+    prepare(PrepareOptions(inputs=[sys.argv[1]], out=sys.argv[2], workers=int(sys.argv[3]),
+                           batch_bytes=400, quiet=True))
+"""
+
+
+@pytest.mark.parametrize(("workers", "parts"), [(1, 2), (1, 60), (2, 1), (2, 40)])
+def test_killed_and_run_again_equals_unbroken(
+    tmp_path: Path, kit: SimpleNamespace, workers: int, parts: int
+) -> None:
+    """SIGKILL once a number of parts is there; the workers end too, and the rest is made."""
+    source, script = tmp_path / "a.jsonl", tmp_path / "run.py"
+    source.write_bytes(lines(kit.documents(600, seed=8)))
+    script.write_text(PREPARE)
+    prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=400))
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, script, source, out, str(workers)])
+    work = Path(f"{out}.parts")
+    finished: list[Path] = []
+    while len(finished) < parts and process.poll() is None:
+        finished = [p for p in work.glob("part-*") if p.suffix != ".tmp"]
+        time.sleep(0.001)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "it finished before it could be killed"
+    assert not Path(f"{out}.manifest.json").exists()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, "workers outlived their killed parent"
+    prepare(kit.options(out, source, batch_bytes=400))
+    assert content(out) == content(tmp_path / "unbroken")
+    assert not work.exists()
+
+
+def test_finished_parts_are_not_made_again(
+    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(kit.documents(100, seed=8)))
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
+    monkeypatch.undo()
+    parts = sorted((tmp_path / "out.parts").glob("part-*"))
+    parts[3].write_bytes(parts[3].read_bytes()[:-1])
+    written = []
+    original = prepare_module.Encoder.write
+    monkeypatch.setattr(
+        prepare_module.Encoder,
+        "write",
+        lambda self, number, batch: written.append(number) or original(self, number, batch),
+    )
+    prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
+    assert written == [3], "only the damaged part"
+
+
+def interrupt_at(
+    monkeypatch: pytest.MonkeyPatch, where: object, name: str, call: int, *, after: bool = False
+) -> None:
+    """Interrupt the ``call``-th call of a function, before or after its work."""
+    original, count = getattr(where, name), [0]
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        count[0] += 1
+        if count[0] == call and not after:
+            raise KeyboardInterrupt
+        result = original(*args, **kwargs)
+        if count[0] == call:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(where, name, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "call", "after"),
+    [
+        (prepare_module, "record_file", 1, False),
+        (prepare_module, "record_file", 2, False),
+        (Path, "replace", -3, False),  # joined.bin
+        (Path, "replace", -3, True),
+        (Path, "replace", -2, True),  # joined.idx
+        (Path, "replace", -1, False),  # manifest
+        (Path, "replace", -1, True),
+        (prepare_module.shutil, "rmtree", 1, False),
+    ],
+)
+def test_interrupted_while_committing(
+    tmp_path: Path,
+    texts: list[str],
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    where: object,
+    name: str,
+    call: int,
+    after: bool,
+) -> None:
+    """At every step of the commit: no half dataset passes, and the next run finishes it."""
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(texts))
+    count = [0]
+    if call < 0:  # counted from the end
+        original = Path.replace
+        monkeypatch.setattr(
+            Path, "replace", lambda *a: count.__setitem__(0, count[0] + 1) or original(*a)
+        )
+    prepare(kit.options(tmp_path / "unbroken", source))
+    monkeypatch.undo()
+    interrupt_at(monkeypatch, where, name, call if call > 0 else count[0] + 1 + call, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(tmp_path / "out", source))
+    monkeypatch.undo()
+    if not (tmp_path / "out.manifest.json").exists():
+        assert "there is no manifest" in check_dataset(tmp_path / "out")[0]
+    prepare(kit.options(tmp_path / "out", source))
+    assert content(tmp_path / "out") == content(tmp_path / "unbroken")
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, texts: list[str], kit: SimpleNamespace) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    prepare(kit.options(out, source))
+    before = content(out)
+    for changes in ({}, {"restart": True}):
+        with pytest.raises(DataError, match="never overwritten"):
+            prepare(kit.options(out, source, **changes))
+    (tmp_path / "out.manifest.json").unlink()
+    with pytest.raises(DataError, match="not written by an interrupted prepare-data"):
+        prepare(kit.options(out, source))
+    assert (tmp_path / "out.bin").read_bytes() == before[".bin"]
+
+
+def test_an_interrupted_attempt_with_other_options_is_in_the_way(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(out, source))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"other options is there.*--restart"):
+        prepare(kit.options(out, source, json_key="body"))
+    other = [{"body": text} for text in texts]
+    source.write_text("\n".join(map(json.dumps, other)))
+    made = prepare(kit.options(out, source, json_key="body", restart=True))
+    assert made.documents == len(texts) and check_dataset(out) == []
+
+
+def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str], kit: SimpleNamespace) -> None:
+    source, work = tmp_path / "a.jsonl", tmp_path / "out.parts"
+    source.write_bytes(lines(texts))
+    work.mkdir()
+    with (
+        prepare_module._locked(work),
+        pytest.raises(DataError, match="another prepare-data is working"),
+    ):
+        prepare(kit.options(tmp_path / "out", source))
+
+
+def test_changed_inputs_are_read_again(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is used only for the very bytes it was made from, sizes alone are not trusted."""
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(out, source, batch_bytes=500))
+    monkeypatch.undo()
+    swapped = [text.swapcase() for text in texts]
+    source.write_bytes(lines(swapped))
+    prepare(kit.options(out, source, batch_bytes=500))
+    assert tokens_of(out) == [text.encode() for text in swapped]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_token_files_are_one_stream_cut_at_the_end_id(
+    tmp_path: Path, kit: SimpleNamespace, dtype: str
+) -> None:
+    rng = np.random.default_rng(3)
+    stream = rng.integers(0, 20, size=5000).astype(dtype)
+    cuts = [0, 1111, 1112, 3000, 5000]  # documents go on from file to file
+    paths = []
+    for i, (a, b) in enumerate(pairwise(cuts)):
+        paths.append(tmp_path / f"tokens.{i}.gz")
+        paths[-1].write_bytes(gzip.compress(stream[a:b].tobytes()))
+    common = {"format": dtype, "tokenizer": "none", "vocab_size": 20, "eod_id": 0}
+    for name, batch_bytes in (("small", 64), ("large", 1 << 20)):
+        made = prepare(kit.options(tmp_path / name, *paths, batch_bytes=batch_bytes, **common))
+        assert np.array_equal(np.fromfile(tmp_path / f"{name}.bin", dtype=np.uint16), stream)
+        ends = int((stream == 0).sum())
+        assert made.documents == ends + (stream[-1] != 0)
+        assert made.max_token_id == 19
+        assert sum(s.documents for s in made.sources) == made.documents
+        assert [s.tokens for s in made.sources] == np.diff(cuts).tolist()
+    assert (tmp_path / "small.idx").read_bytes() == (tmp_path / "large.idx").read_bytes()
+    with pytest.raises(DataError, match=r"tokens\.0\.gz.*is id 19, but the tokenizer has 19 ids"):
+        prepare(kit.options(tmp_path / "x", *paths, **(common | {"vocab_size": 19})))
+
+
+def test_large_vocabularies_take_int32(tmp_path: Path, kit: SimpleNamespace) -> None:
+    ids = np.array([70_000, 5, 0, 69_999, 0], dtype=np.int32)
+    ids.tofile(tmp_path / "ids")
+    made = prepare(
+        kit.options(tmp_path / "out", tmp_path / "ids", format="int32", tokenizer="none",
+                    vocab_size=70_001, eod_id=0)
+    )  # fmt: skip
+    assert made.dtype == "int32" and made.documents == 2
+    assert np.fromfile(tmp_path / "out.bin", dtype=np.int32).tolist() == ids.tolist()
+    np.array([-1], dtype=np.int32).tofile(tmp_path / "negative")
+    with pytest.raises(DataError, match="is id -1"):
+        prepare(
+            kit.options(tmp_path / "x", tmp_path / "negative", format="int32", tokenizer="none",
+                        vocab_size=10, eod_id=0)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "changes", "reason"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', {}, r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', {}, r"no text under --json-key 'text'.*body"),
+        ("a.jsonl", b"[1]\n", {}, r"line 1: no text under"),
+        ("a.jsonl", b"[" * 100_000, {}, "not JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "half a surrogate pair"),
+        ("a.jsonl", b"\n\n", {}, "hold no documents"),
+        ("a.txt", b"\xff\xfe\x00", {}, r"a\.txt: not UTF-8 text"),
+        ("a.txt", b"  \n ", {}, "hold no documents"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999)[:-20], {}, "damaged or cut off"),
+        ("a.jsonl.gz", b"no gzip", {}, "damaged or cut off"),
+        (
+            "a.jsonl.zst",
+            zstandard.compress(os.urandom(9999).hex().encode())[:-20],
+            {},
+            "damaged or cut off",
+        ),
+        ("a.jsonl.zst", b"no zstd", {}, "damaged or cut off"),
+        ("a.u16", b"\x01\x00\x02", {"format": "uint16", "tokenizer": "bytes"}, "whole number"),
+        ("a.txt", b"x", {"tokenizer": "none", "vocab_size": 9, "eod_id": 0}, "has no text"),
+        ("a.txt", b"x", {"format": "uint16", "tokenizer": "none", "vocab_size": 9}, "--eod-id"),
+        ("a.txt", b"x", {"document_separator": ""}, "is empty"),
+        ("a.txt", b"x", {"workers": 0}, "--workers 0"),
+        ("a.txt", b"x", {"corpus": "python-stdlib"}, "choose one"),
+        ("a.txt", b"x", {"train_bpe": 300}, "--train-bpe needs --tokenizer huggingface"),
+    ],
+)  # fmt: skip
+def test_unusable_inputs_are_refused_with_a_reason(
+    tmp_path: Path, kit: SimpleNamespace, name: str, data: bytes, changes: dict, reason: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=reason):
+        prepare(kit.options(tmp_path / "out", tmp_path / name, **changes))
+    assert not any((tmp_path / f"out{ending}").exists() for ending in ENDINGS)
+
+
+def test_errors_of_workers_arrive(tmp_path: Path, kit: SimpleNamespace) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 50 + b"{\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 51: not JSON"):
+        prepare(kit.options(tmp_path / "out", tmp_path / "a.jsonl", workers=2, batch_bytes=200))
+
+
+def test_missing_inputs_are_listed_together(tmp_path: Path, kit: SimpleNamespace) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(kit.options(tmp_path / "out", tmp_path / "a", tmp_path / "*.jsonl"))
+    assert len(caught.value.problems) == 2
+    with pytest.raises(DataError, match="no inputs"):
+        prepare(kit.options(tmp_path / "out"))
+
+
+def test_invalid_text_can_be_left_out_or_replaced(tmp_path: Path, kit: SimpleNamespace) -> None:
+    (tmp_path / "t").mkdir()
+    for name, data in (("a", b"good"), ("b", b"b\xffd"), ("c", b"\xef\xbb\xbfmark")):
+        (tmp_path / "t" / f"{name}.txt").write_bytes(data)
+    made = prepare(kit.options(tmp_path / "skip", tmp_path / "t", invalid_text="skip"))
+    assert tokens_of(tmp_path / "skip") == [b"good", b"mark"]
+    assert made.sources[0].skipped == 1
+    prepare(kit.options(tmp_path / "replace", tmp_path / "t", invalid_text="replace"))
+    assert tokens_of(tmp_path / "replace") == [b"good", "b\ufffdd".encode(), b"mark"]
+
+
+def test_separators_across_reads(
+    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A separator or CRLF cut in two by a read must still be found."""
+    from megatron_patch.data import sources
+
+    monkeypatch.setattr(sources, "_READ", 3)
+    (tmp_path / "a.txt").write_bytes(b"one<END>two\r\n2<END><END>three\r")
+    prepare(kit.options(tmp_path / "out", tmp_path / "a.txt", document_separator="<END>"))
+    assert tokens_of(tmp_path / "out") == [b"one", b"two\n2", b"three\r"]
+
+
+def test_the_manifest_says_what_was_read_and_names_no_directory(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_bytes(lines(texts))
+    made = prepare(kit.options(tmp_path / "out", tmp_path / "first", tmp_path / "second"))
+    assert made == read_manifest(tmp_path / "out")
+    size = len(lines(texts))
+    tokens = sum(len(text.encode()) + 1 for text in texts)
+    assert [(s.name, s.files, s.bytes, s.documents, s.tokens) for s in made.sources] == [
+        ("first", 1, size, len(texts), tokens),
+        ("second", 1, size, len(texts), tokens),
+    ]
+    assert (made.tokenizer.kind, made.tokenizer.vocab_size, made.tokenizer.eod_id) == (
+        "bytes",
+        257,
+        256,
+    )
+    text = (tmp_path / "out.manifest.json").read_text()
+    assert str(tmp_path) not in text and "/" not in text
+    digest = subprocess.run(
+        ["sha256sum", tmp_path / "out.bin"], check=True, capture_output=True, text=True
+    )
+    assert digest.stdout.split()[0] == made.bin.sha256
+
+
+def test_the_standard_library_is_a_corpus(tmp_path: Path, kit: SimpleNamespace) -> None:
+    tokenizer = tmp_path / "tok.json"
+    changes = {
+        "corpus": "python-stdlib",
+        "tokenizer": "huggingface",
+        "tokenizer_path": str(tokenizer),
+        "train_bpe": 512,
+    }
+    made = prepare(kit.options(tmp_path / "out", **changes))
+    assert made.documents > 100 and made.tokens > 500_000
+    assert made.tokenizer.vocab_size == 512
+    assert [s.name for s in made.sources] == ["python-stdlib"]
+    before = tokenizer.read_bytes()
+    with pytest.raises(DataError, match="has 512 ids, --train-bpe asks for 600"):
+        prepare(kit.options(tmp_path / "other", **(changes | {"train_bpe": 600})))
+    assert tokenizer.read_bytes() == before
+
+
+def test_a_dataset_of_another_tool_is_adopted(
+    tmp_path: Path, corpora: list[Path], kit: SimpleNamespace
+) -> None:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
+    assert "prepare-data --adopt" in check_dataset(tmp_path / "c")[0]
+    with pytest.raises(DataError, match="holds token id 256, but the tokenizer has 100 ids"):
+        prepare(kit.options(tmp_path / "c", adopt=True, tokenizer="none", vocab_size=100))
+    made = prepare(kit.options(tmp_path / "c", adopt=True))
+    assert check_dataset(tmp_path / "c") == []
+    ours = read_manifest(corpora[0])
+    assert (made.tokens, made.documents, made.bin) == (ours.tokens, ours.documents, ours.bin)
+    with pytest.raises(DataError, match="exists already"):
+        prepare(kit.options(tmp_path / "c", adopt=True))
+    (tmp_path / "c.manifest.json").unlink()
+    with (tmp_path / "c.bin").open("ab") as stream:
+        stream.write(b"\0\0")
+    with pytest.raises(DataError, match=r"the lengths add up to"):
+        prepare(kit.options(tmp_path / "c", adopt=True))
+
+
+def test_every_option_is_an_argument_with_help() -> None:
+    parser = argparse.ArgumentParser(prog="prepare-data")
+    add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for field in ("--out", "--corpus", "--json-key", "--batch-bytes", "--restart", "--adopt"):
+        assert field in text
+    assert "the sources of this Python's standard library" in text
+    arguments = ["a", "b", "--out", "o", "--document-separator", r"\n\n", "--eod-id", "3"]
+    options = from_args(parser.parse_args([*arguments, "--quiet"]))
+    assert options == PrepareOptions(
+        inputs=["a", "b"], out="o", document_separator="\n\n", eod_id=3, quiet=True
+    )
+    with pytest.raises(SystemExit):
+        parser.parse_args(["a"])
+
+
+def test_progress_without_a_terminal_is_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_patch.data import progress
+
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with progress.Progress("prepare", 2_000_000) as bar:
+        bar.skip(500_000)
+        time.sleep(0.01)
+        bar.set(1_000_000, "3 tokens")
+    output = capsys.readouterr().err
+    assert "prepare: 50% of 2MB" in output and "s left, 3 tokens" in output
+    assert "\r" not in output
+
+
+def test_files_of_any_size_have_at_most_4096_pieces() -> None:
+    for size in (0, 1, 1 << 20, (1 << 32) + 1, 10**13):
+        chunk = manifests.chunk_bytes_for(size)
+        assert chunk >= 1 << 20 and -(-size // chunk) <= manifests.MAX_CHUNKS
+        offsets = manifests.sample_offsets(size)
+        assert offsets[0] == 0 and len(offsets) <= manifests.SAMPLE_PAGES
+        assert offsets[-1] == max(0, size - manifests.SAMPLE_PAGE_BYTES)

@@ -1,0 +1,221 @@
+"""Verification: corruption, what sampling misses, tokenizers, ranks, errors at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megatron_patch.data import verify
+from megatron_patch.data.config import TokenizerConfig
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
+from megatron_patch.data.prepare import prepare
+from megatron_patch.data.verify import check_dataset, verify_datasets
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ENDINGS = (".bin", ".idx", ".manifest.json")
+
+
+@pytest.fixture(scope="module")
+def fuzz_data() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("fuzz_data", BENCHMARKS / "fuzz_data.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["fuzz_data"] = module  # its dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def copy(tmp_path: Path, corpora: list[Path]) -> Path:
+    """A dataset that may be damaged."""
+    for ending in ENDINGS:
+        (tmp_path / f"copy{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
+    return tmp_path / "copy"
+
+
+def test_random_corruptions_are_refused(fuzz_data: ModuleType, tmp_path: Path) -> None:
+    """A sample of benchmarks/fuzz_data.py; the figures of all cases are in docs/results."""
+    figures = fuzz_data.fuzz(60, seed=1, root=tmp_path)
+    assert figures["failures"] == []
+    assert figures["refused"] == 60 and len(figures["by_kind"]) == len(fuzz_data.KINDS)
+
+
+def test_good_data_passes_and_is_described(kit: SimpleNamespace, corpora: list[Path]) -> None:
+    lines = verify_datasets(kit.run_config(*corpora))
+    assert len(lines) == 2 and "every byte of" in lines[0] and "300 documents" in lines[0]
+    (sampled, _) = verify_datasets(kit.run_config(*corpora, verify="sampled"))
+    assert "not every byte" in sampled
+
+
+def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
+    path = Path(f"{copy}.manifest.json")
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert check_dataset(copy), f"byte {at} ({content[at : at + 1]!r}) may change"
+    path.write_bytes(content)
+    assert check_dataset(copy) == []
+    assert render(read_manifest(copy)) == content
+
+
+def test_the_place_of_a_difference_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytearray(Path(f"{copy}.bin").read_bytes())
+    content[100] ^= 4
+    Path(f"{copy}.bin").write_bytes(content)
+    (problem,) = check_dataset(copy)
+    assert f"{copy}.bin: the bytes 0 to {len(content):,} are not what" in problem
+    assert "prepare the dataset again, or copy" in problem
+
+
+def test_all_problems_of_all_datasets_are_reported_at_once(
+    kit: SimpleNamespace, copy: Path, corpora: list[Path], tmp_path: Path
+) -> None:
+    os.truncate(f"{copy}.bin", 10)
+    Path(f"{copy}.idx").unlink()
+    run = kit.run_config(
+        copy, corpora[1], tmp_path / "absent", tokenizer=TokenizerConfig(kind="none", vocab_size=99)
+    )
+    with pytest.raises(DataError) as caught:
+        verify_datasets(run)
+    text = str(caught.value)
+    for expected in (
+        f"{copy}.bin: 10 bytes, its manifest says",
+        f"{copy}.idx: missing",
+        f"{corpora[1]}: prepared with another tokenizer (bytes, 257 ids",
+        f"{corpora[1]}: holds token id 256, but data.tokenizer has only 99 ids (0 to 98)",
+        f"{tmp_path / 'absent'}.manifest.json: there is no manifest",
+    ):
+        assert expected in text
+    assert len(caught.value.problems) >= 6
+
+
+def test_an_unusable_tokenizer_is_one_more_problem(
+    kit: SimpleNamespace, copy: Path, tmp_path: Path
+) -> None:
+    Path(f"{copy}.idx").unlink()
+    missing = TokenizerConfig(kind="huggingface", path=str(tmp_path / "none.json"))
+    with pytest.raises(DataError) as caught:
+        verify_datasets(kit.run_config(copy, tokenizer=missing))
+    assert len(caught.value.problems) == 2
+
+
+def big_dataset(kit: SimpleNamespace, root: Path) -> Path:
+    """20 MiB of tokens: larger than what sampling reads."""
+    import numpy as np
+
+    raw = root / "raw"
+    ids = np.random.default_rng(0).integers(0, 1000, size=10 << 20).astype(np.uint16)
+    ids[::999] = 0
+    ids.tofile(raw)
+    prepare(
+        kit.options(root / "big", raw, format="uint16", tokenizer="none", vocab_size=1000, eod_id=0)
+    )
+    return root / "big"
+
+
+def test_what_sampling_finds_and_what_it_misses(kit: SimpleNamespace, tmp_path: Path) -> None:
+    prefix = big_dataset(kit, tmp_path)
+    path = Path(f"{prefix}.bin")
+    content = path.read_bytes()
+    assert len(read_manifest(prefix).bin.chunks) == 20
+    between = SAMPLE_PAGE_BYTES + 1000  # the second sampled page starts at 82,000 or so
+    for at, seen in ((5, True), (len(content) - 1, True), (between, False)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert bool(check_dataset(prefix, mode="sampled")) == seen
+        (problem,) = check_dataset(prefix, mode="full")
+        piece = at >> 20
+        assert f"bytes {piece << 20:,} to {(piece + 1) << 20:,}" in problem
+    path.write_bytes(content[:-2])
+    assert check_dataset(prefix, mode="sampled")
+    path.write_bytes(content)
+    assert check_dataset(prefix, mode="sampled") == []
+
+
+def test_a_changed_index_is_found_also_when_the_data_is_sampled(copy: Path) -> None:
+    index = bytearray(Path(f"{copy}.idx").read_bytes())
+    index[34] ^= 1
+    Path(f"{copy}.idx").write_bytes(index)
+    problems = check_dataset(copy, mode="sampled")
+    assert any("pointer of sequence 1 does not follow" in problem for problem in problems)
+
+
+def test_ranks_of_a_node_share_the_hashing(
+    kit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = big_dataset(kit, tmp_path)
+    tokenizer = TokenizerConfig(kind="none", vocab_size=1000, eod_id=0)
+    run = kit.run_config(prefix, tokenizer=tokenizer)
+    hashed: list[verify._Piece] = []
+    original = verify._Piece.check
+    monkeypatch.setattr(verify._Piece, "check", lambda self: hashed.append(self) or original(self))
+    shares = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(4):
+        hashed.clear()
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        verify_datasets(run)
+        shares.append({(piece.path.suffix, piece.offset) for piece in hashed})
+    assert len(set.union(*shares)) == sum(map(len, shares)) == 21
+    assert max(map(len, shares)) <= 6
+
+
+RANK = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+here, store, rank, *paths = sys.argv[1:]
+sys.path.insert(0, here)
+from conftest import run_config
+from megatron_patch.data import verify
+from megatron_patch.data.errors import DataError
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+verify._ROUND_SECONDS = 0.0
+try:
+    verify.verify_datasets(run_config(*paths), show=False)
+    print("good", flush=True)
+except DataError as error:
+    print("refused:", len(error.problems), error, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_learn_what_one_of_them_finds(
+    copy: Path, corpora: list[Path], tmp_path: Path
+) -> None:
+    def outcomes(store: str) -> list[str]:
+        here = Path(__file__).parent
+        arguments = [sys.executable, "-c", RANK, here, tmp_path / store]
+        processes = [
+            subprocess.Popen(
+                [*arguments, str(rank), copy, corpora[1]],
+                env=os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            return [process.communicate(timeout=60)[0].strip() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+
+    assert outcomes("first") == ["good", "good"]
+    content = bytearray(Path(f"{copy}.bin").read_bytes())
+    content[-1] ^= 1
+    Path(f"{copy}.bin").write_bytes(content)
+    found = outcomes("second")
+    assert found[0] == found[1] and found[0].startswith(f"refused: 1 {copy}.bin: the bytes")
