@@ -6,8 +6,8 @@ Takes the files of configs/ (as written, and resolved by ``config show``), break
 three seeded ways (bytes, syntax, keys, values, overrides; some cases change nothing but typed
 values, which reaches the checks between keys), and loads it. Allowed outcomes: it loads, and what
 it resolves to loads again to the same values; or ``ConfigError``, every problem of which says where
-it is. Anything else, and any case above two seconds, is a failure, printed with the case number that
-reproduces it. Every tenth case also goes through the command line. Writes
+it is. Anything else, and any case above two seconds, is a failure, printed with the case number
+that reproduces it. Every tenth case also goes through the command line. Writes
 docs/results/config_fuzz.json.
 """
 
@@ -42,7 +42,8 @@ TRAPS = [
     "0o7", "1:30", "1_000", "1__0", "1e3", "1e-4", "1.", ".5", "1e400", "1e-400", ".nan", ".inf",
     "-.inf", "NaN", "inf", "1,5", "10%", "-0", "+3", "-", "---", "...", "2026-11-21", "12e",
     "0.1.2", "١٢", "!!python/object:os.system", "!!int", "!!str", "!foo", "&a", "*a", "<<", "=",
-    "?", "|", ">", "[", "]", "{", "}", "@x", "`x", "%x", "#", "#x", "!!binary aGk=", "!!set {a}", "- - - a",
+    "?", "|", ">", "[", "]", "{", "}", "@x", "`x", "%x", "#", "#x", "!!binary aGk=", "!!set {a}",
+    "- - - a",
     "[]", "{}", "[1, 2]", "[[1]]", "{a: 1}", '""', "''", '"x', "'", '"\\x00"', '"\\ud800"',
     '"\\U00110000"', "9" * 30, "9" * 5000, "1" + "0" * 400, "x" * 3000, "a: b", "a b", "\t", "",
     "[" * 40, "{a: " * 40, "? a\n: b", "|\n  text", "\x85",

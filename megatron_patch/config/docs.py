@@ -49,8 +49,8 @@ wins.
 | `list[...]` | `[a, b]` or `- a` lines | a single value |
 
 Anchors, aliases, tags, merge keys, duplicate keys, several documents, text that is not UTF-8, files
-above 256 KiB and nesting deeper than 16 are refused. A key with nothing after its colon is refused:
-write a value or `null`.
+above 256 KiB or 10,000 keys and values, and nesting deeper than 16 are refused. A key with nothing
+after its colon is refused: write a value or `null`.
 """
 
 

@@ -23,6 +23,8 @@ from megatron_patch.config.problem import ConfigError, Place, Problem
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
+# Keys and values; bounds the time on a hostile file to about a second. Thousands of datasets fit.
+MAX_NODES = 10_000
 
 # Control characters, and the line separators that YAML counts as line ends but editors do not.
 FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")
@@ -99,6 +101,7 @@ class _Builder:
     line: int | None
     """Line reported for every place; None: the line in the text."""
     problems: list[Problem] = field(default_factory=list)
+    nodes: int = 0
 
     def place(self, mark: Any) -> Place:
         if self.line is not None or mark is None:
@@ -146,6 +149,9 @@ class _Builder:
             )
         if depth > MAX_DEPTH:
             raise self.refuse(mark, f"nested deeper than {MAX_DEPTH} levels")
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise self.refuse(mark, f"more than {MAX_NODES} keys and values")
         if isinstance(event, yaml.ScalarEvent):
             bad = FORBIDDEN.search(event.value)
             if bad:

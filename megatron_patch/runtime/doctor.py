@@ -82,7 +82,7 @@ def requirements() -> dict[str, str]:
 
 
 def pins() -> Iterator[Finding]:
-    """Versions of what is required, against the ranges this project declares."""
+    """What is required: its version in the range this project declares, and it imports."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
@@ -101,7 +101,19 @@ def pins() -> Iterator[Finding]:
         elif not SpecifierSet(wanted).contains(Version(found).base_version):
             yield Finding(State.BROKEN, name, f"{found} is outside {wanted}")
         else:
-            yield Finding(State.OK, name, f"{found} ({wanted})")
+            yield _imports(name, f"{found} ({wanted})")
+
+
+IMPORT_NAMES = {"pyyaml": "yaml", "megatron-core": "megatron.core"}
+
+
+def _imports(distribution: str, text: str) -> Finding:
+    """Installed is not working: a library it needs may be missing."""
+    try:
+        importlib.import_module(IMPORT_NAMES.get(distribution, distribution))
+    except Exception as error:
+        return Finding(State.BROKEN, distribution, f"{text} fails to import: {_reason(error)}")
+    return Finding(State.OK, distribution, text)
 
 
 def program() -> Iterator[Finding]:
@@ -155,10 +167,8 @@ def _matrix_product(index: int) -> Finding:
     return Finding(state, f"cuda:{index}", f"BF16 matrix product, largest error {error:.1e}")
 
 
-def megatron() -> Iterator[Finding]:
-    """Megatron-Core imports, and its optional companions."""
-    importlib.import_module("megatron.core")
-    yield Finding(State.OK, "megatron.core", "imports")
+def companions() -> Iterator[Finding]:
+    """Megatron-Core's optional companions."""
     yield _transformer_engine()
     yield _apex()
 
@@ -249,7 +259,7 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("program", program),
     ("pins", pins),
     ("device", device),
-    ("megatron", megatron),
+    ("companions", companions),
     ("kernel", kernel),
     ("backends", backends),
 )

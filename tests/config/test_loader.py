@@ -137,9 +137,9 @@ def test_a_problem_of_a_section_is_placed_at_its_first_value(write: Write, refus
 
 
 def test_error_text_is_bounded(write: Write, refused: Load) -> None:
-    error = refused(write("".join(f"key_{i}: 1\n" for i in range(5000))), root=Whole)
-    assert len(error.problems) == 5000
-    assert "... and 4900 more" in str(error)
+    error = refused(write("".join(f"key_{i}: 1\n" for i in range(2000))), root=Whole)
+    assert len(error.problems) == 2000
+    assert "... and 1900 more" in str(error)
     assert len(str(error)) < 20_000
 
 

@@ -233,6 +233,7 @@ def test_alias_bomb_is_refused_at_its_first_anchor(write: Write, refused: Load) 
         ("count: 1\n\ntext: a\x00b\n", "cannot stand in a configuration"),
         ("text: a\u2028b\n", "cannot stand in a configuration"),
         ("text: a\x85b\n", "cannot stand in a configuration"),
+        ("many: [" + "1," * 100_000 + "]", "more than 10000 keys and values"),
         ("x: " + "y" * 300_000, "a configuration has at most 262144"),
     ],
 )

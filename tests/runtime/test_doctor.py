@@ -58,6 +58,13 @@ def test_pins(
     assert reason in finding.text
 
 
+def test_installed_is_not_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    finding = found("psutil", doctor.pins())
+    assert finding.state is State.BROKEN
+    assert "fails to import" in finding.text
+
+
 def test_a_broken_requirement_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", (("pins", doctor.pins),))
     out = io.StringIO()
