@@ -55,8 +55,8 @@ def replace_core_attention(
 
     result, count = rewrite_spec(spec, decide)
     if count == 0:
-        there = ", ".join(sorted({cls.__qualname__ for cls in found})) or "no core attention at all"
-        names = ", ".join(sorted(cls.__qualname__ for cls in wanted))
+        there = ", ".join(sorted({_name(cls) for cls in found})) or "no core attention at all"
+        names = ", ".join(sorted(_name(cls) for cls in wanted))
         raise ValueError(
             f"nothing to replace in this {type(spec).__name__}: it holds {there}, and only {names} "
             "are replaced; pass only={...} with the class to replace"
@@ -69,8 +69,12 @@ def default_classes() -> frozenset[type]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    # Without Transformer Engine the second is still a class (its constructor raises).
+    # Without Transformer Engine the second is a stand-in object, which specs carry all the same.
     return frozenset({DotProductAttention, TEDotProductAttention})
+
+
+def _name(cls: Any) -> str:
+    return getattr(cls, "__qualname__", "TEDotProductAttention (not installed)")
 
 
 class _Keep:

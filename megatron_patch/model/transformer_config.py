@@ -91,6 +91,7 @@ def _precision(run: RunConfig) -> dict[str, Any]:
         # The fused kernels behind these need Apex-style extensions or torch.compile.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
+        "cuda_graph_modules": [],  # core's own default warns that it is deprecated
     }
 
 

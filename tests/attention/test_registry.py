@@ -1,0 +1,219 @@
+"""The capability table: complete errors, honest choices, no torch while a configuration is checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_cpu import tiny_run
+
+from megatron_patch.attention import checks, registry
+from megatron_patch.attention.capabilities import BACKENDS, Facts, Machine, unmet
+from megatron_patch.attention.registry import BackendError
+from megatron_patch.model.config import MLAConfig, MTPConfig
+
+HOPPER = Machine(sm=(9, 0), missing={"transformer_engine": "ModuleNotFoundError: none"})
+CPU = Machine(missing={"transformer_engine": "ModuleNotFoundError: none"})
+
+
+def facts(**changes) -> Facts:
+    plain = {
+        "kind": "self-attention",
+        "dtype": "bf16",
+        "device": "cuda",
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "heads": 8,
+        "kv_heads": 8,
+    }
+    return Facts(**(plain | changes))
+
+
+def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
+    run = tiny_run(attention={"backend": "sdpa_cudnn"})
+    wanted = facts(
+        dtype="fp32",
+        head_dim=100,
+        v_head_dim=64,
+        window=(128, 0),
+        sinks=True,
+        thd=True,
+        deterministic=True,
+        max_logits=True,
+        cp=2,
+    )
+    with pytest.raises(BackendError) as caught:
+        registry.select(run, wanted, machine=Machine(sm=(7, 5)))
+    text = str(caught.value)
+    for part in (
+        "'sdpa_cudnn' cannot serve self-attention",
+        "'fp32'",
+        "head dimension 100",
+        "differs from the query/key head dimension",
+        "sliding window [128, 0]",
+        "sinks",
+        "packed sequences",
+        "repeatable backward",
+        "maximum logit",
+        "context parallelism (2 ranks)",
+        "sm_75; it needs sm_80",
+    ):
+        assert part in text, part
+    assert text.endswith("backends that can serve this layer here: none")
+    assert text.count("\n  - ") == 10
+
+
+@given(
+    st.builds(
+        facts,
+        dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+        device=st.sampled_from(["cuda", "cpu"]),
+        head_dim=st.sampled_from([8, 60, 64, 128, 192, 256, 512]),
+        v_head_dim=st.sampled_from([64, 128]),
+        kv_heads=st.sampled_from([1, 8]),
+        window=st.sampled_from([None, (128, 0), (-1, 0)]),
+        sinks=st.booleans(),
+        thd=st.booleans(),
+        deterministic=st.booleans(),
+        max_logits=st.booleans(),
+        cp=st.sampled_from([1, 2]),
+        stabilizer=st.sampled_from(["compensated", "none"]),
+    ),
+    st.sampled_from([HOPPER, CPU, Machine(sm=(7, 5)), Machine(triton_interpreter=True)]),
+)
+@settings(max_examples=300, deadline=None)
+def test_select_raises_exactly_where_something_is_unmet(wanted, machine):
+    """Every complaint is in the error, and checking without a machine never invents one."""
+    for name in BACKENDS:
+        complaints = list(unmet(name, wanted, machine=machine))
+        assert set(unmet(name, wanted)) <= set(complaints)
+        if not complaints:
+            assert registry.check(name, wanted, machine=machine).backend == name
+            continue
+        with pytest.raises(BackendError) as caught:
+            registry.check(name, wanted, machine=machine)
+        assert all(c in str(caught.value) for c in complaints)
+
+
+def test_every_complaint_says_what_to_do():
+    extreme = facts(
+        dtype="fp32",
+        device="cpu",
+        head_dim=1001,
+        v_head_dim=7,
+        kv_heads=1,
+        window=(-1, 0),
+        sinks=True,
+        dropout=True,
+        thd=True,
+        deterministic=True,
+        max_logits=True,
+        cp=2,
+        stabilizer="none",
+    )
+    verbs = ("Use ", "Turn ", "Set ", "Change ", "Install ", "Export ", "Remove ", "Reinstall ")
+    for name in BACKENDS:
+        for device in ("cpu", "cuda"):
+            asked = facts(**{f: getattr(extreme, f) for f in ("dtype", "head_dim", "thd", "cp")})
+            for wanted in (extreme, asked):
+                wanted = facts(**{**_fields(wanted), "device": device})
+                for complaint in unmet(name, wanted, machine=CPU):
+                    assert any(verb in complaint for verb in verbs), complaint
+
+
+def _fields(wanted: Facts) -> dict:
+    return {name: getattr(wanted, name) for name in Facts.__slots__}
+
+
+def test_stable_flash_says_what_is_missing():
+    broken = Machine(sm=(9, 0), missing={"stable_attention.api": "ImportError: no kernels"})
+    assert any(
+        "ImportError: no kernels" in c for c in unmet("stable_flash", facts(), machine=broken)
+    )
+    assert not list(unmet("stable_flash", facts(), machine=HOPPER))
+    on_cpu = " ".join(unmet("stable_flash", facts(device="cpu"), machine=CPU))
+    assert "TRITON_INTERPRET=1" in on_cpu
+    interpreted = Machine(triton_interpreter=True)
+    assert not list(unmet("stable_flash", facts(device="cpu"), machine=interpreted))
+
+
+def test_te_determinism_needs_its_variable(monkeypatch):
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    machine = Machine(sm=(9, 0))
+    assert list(unmet("te", facts(deterministic=True), machine=machine))
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert not list(unmet("te", facts(deterministic=True), machine=machine))
+
+
+def test_one_kind_of_layer_a_line():
+    run = tiny_run(
+        {"num_layers": 6, "window": [4, 0], "window_skip_freq": 3, "mtp": MTPConfig()},
+        parallel={"tensor_model_parallel_size": 2},
+    )
+    kinds = registry.layer_kinds(run)
+    assert [k.kind for k in kinds] == [
+        "self-attention, window [4, 0]",
+        "self-attention",
+        "multi-token prediction: self-attention",
+    ]
+    assert kinds[0].heads == 2
+    line = registry.select(run, kinds[0], machine=CPU).line()
+    assert line.startswith("attention: self-attention, window [4, 0] -> reference: ")
+
+
+def test_latent_attention_reports_its_own_head_dims():
+    run = tiny_run({"mla": MLAConfig(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)})
+    (kind,) = registry.layer_kinds(run)
+    assert (kind.head_dim, kind.v_head_dim, kind.kv_heads) == (192, 128, 4)
+    complaints = list(unmet("mcore_local", kind))
+    assert len(complaints) == 1 and "differs" in complaints[0]
+    same = tiny_run({"mla": MLAConfig(qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=16)})
+    assert "k_channels" in next(unmet("mcore_local", registry.layer_kinds(same)[0]))
+
+
+def test_configuration_problems_name_the_key():
+    run = tiny_run(
+        {"softmax_type": "learnable"},
+        attention={"backend": "sdpa_flash", "stabilizer": "none", "allow_broken": True},
+    )
+    found = [(p.path, p.message) for p in checks.problems(run)]
+    assert [path for path, _ in found] == ["attention.allow_broken"] + ["attention.backend"] * 4
+    text = "\n".join(message for _, message in found)
+    for part in ("training.device is 'cpu'", "training.precision is 'fp32'", "sinks", "stabilizer"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("attention", "path"),
+    [
+        ({"stabilizer": "paper_bf16"}, "attention.stabilizer"),
+        ({"allow_broken": True}, "attention.allow_broken"),
+        ({"residual": "int8", "stabilizer": "none"}, "attention.residual"),
+        ({"stabilizer": "dynamic_max", "dynamic_max_beta": 1.0}, "attention.dynamic_max_beta"),
+        ({"stabilizer": "dynamic_max", "dynamic_max_eps": -1.0}, "attention.dynamic_max_eps"),
+    ],
+)
+def test_contradictions(attention, path):
+    run = tiny_run(
+        attention={"backend": "stable_flash", **attention},
+        training={"precision": "bf16", "device": "cuda"},
+    )
+    assert [p.path for p in checks.problems(run)] == [path]
+
+
+def test_checking_imports_no_torch():
+    code = (
+        "import sys; from megatron_patch.attention import checks, registry; "
+        "from megatron_patch.model import checks; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_table_has_a_row_for_every_backend_and_says_what_runs_here():
+    lines = registry.table().splitlines()
+    assert lines[0].split()[0] == "backend" and lines[0].rstrip().endswith("here")
+    assert [line.split()[0] for line in lines[1 : 1 + len(BACKENDS)]] == list(BACKENDS)
+    assert lines[1 + list(BACKENDS).index("reference")].endswith("yes")

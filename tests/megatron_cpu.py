@@ -1,0 +1,90 @@
+"""One Megatron-Core rank on the CPU inside a test process, and small runs for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.attention.config import AttentionConfig
+from megatron_patch.config.root import RunConfig
+from megatron_patch.data.config import DataConfig
+from megatron_patch.model.config import ModelConfig
+from megatron_patch.parallel.config import ParallelConfig
+from megatron_patch.runtime import cpu_mode
+from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+
+SEQ, VOCAB = 16, 60
+
+
+@contextlib.contextmanager
+def single_rank(seed: int = 1) -> Iterator[None]:
+    """CPU mode, a gloo group of one, Megatron's groups and seeds; all undone at the end."""
+    cpu_mode.install()
+    from megatron.core import parallel_state
+
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        reseed(seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        cpu_mode.uninstall()
+
+
+def reseed(seed: int = 1) -> None:
+    """The default and the model-parallel random streams."""
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def tiny_run(
+    model: dict[str, Any] | None = None,
+    *,
+    attention: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+) -> RunConfig:
+    """A two-layer GPT on the CPU with the reference backend, changed as asked."""
+    shape = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": SEQ,
+        "ffn_hidden_size": 64,
+        "make_vocab_size_divisible_by": 8,
+    }
+    loop = {
+        "train_steps": 2,
+        "global_batch_size": 2,
+        "micro_batch_size": 2,
+        "device": "cpu",
+        "precision": "fp32",
+    }
+    return RunConfig(
+        name="test",
+        model=ModelConfig(**(shape | (model or {}))),
+        training=TrainingConfig(**(loop | (training or {}))),
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(),
+        attention=AttentionConfig(**({"backend": "reference"} | (attention or {}))),
+        parallel=ParallelConfig(**(parallel or {})),
+    )
+
+
+def loss_and_grads(chunk: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one forward and backward pass over fixed tokens."""
+    tokens = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(SEQ).repeat(2, 1)
+    loss = chunk(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
+    loss.backward()
+    grads = {n: p.grad for n, p in chunk.named_parameters() if p.grad is not None}
+    return loss.item(), grads
