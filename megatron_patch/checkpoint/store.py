@@ -284,11 +284,14 @@ class CheckpointStore:
 
     # --------------------------------------------------------------- loading
 
-    def find(self, *, move_aside: bool = True) -> Found | None:
+    def find(
+        self, *, move_aside: bool = True, accept: Callable[[Found], None] | None = None
+    ) -> Found | None:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
         The one ``latest`` names is tried first, then the others, newest first. Why one was refused
-        is logged; damaged ones are moved aside unless ``move_aside`` is False.
+        is logged; damaged ones are moved aside unless ``move_aside`` is False. ``accept`` is called
+        on all ranks with a verified checkpoint and may still refuse it with BadCheckpoint.
 
         Raises:
             CheckpointError: there are checkpoints and none is good.
@@ -301,6 +304,8 @@ class CheckpointStore:
             path = self.root / name
             try:
                 found = self.check(path)
+                if accept is not None:
+                    accept(found)
             except BadCheckpoint as bad:
                 self._say(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
                 refused.append(f"{name}: {bad.why}")

@@ -1,0 +1,177 @@
+"""What a checkpoint holds, as Megatron-Core's sharded state dicts, and how it is compared.
+
+model, model0, model1 ...   parameters (one entry a virtual pipeline stage)
+optimizer                   moments and main weights
+rng_state                   one object a rank
+run                         progress, schedule, layout, configuration text: plain data
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.checkpoint import optimizer_state, random_state
+from megatron_patch.checkpoint.errors import BadCheckpoint, MismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from megatron_patch.checkpoint.collective import Collective
+
+RNG = "rng_state"
+COMMON = "common_state"
+NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|" + RNG + r"(/|$)|" + COMMON + r"(/|$)")
+SHOWN = 12
+
+
+@dataclass(slots=True)
+class Parts:
+    """The live objects a checkpoint is made of."""
+
+    chunks: list[Any]
+    """Model chunks of this rank; wrappers are looked through."""
+    optimizer: Any
+    schedule: Any
+    distributed_optimizer: bool
+
+    def models(self) -> dict[str, Any]:
+        """Bare models by their name in the state dict."""
+        bare = [_unwrap(chunk) for chunk in self.chunks]
+        if len(bare) == 1:
+            return {"model": bare[0]}
+        return {f"model{index}": model for index, model in enumerate(bare)}
+
+
+def _unwrap(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def core_metadata(optimizer_sharding: str) -> dict[str, Any]:
+    """The options core's ``sharded_state_dict`` methods read."""
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": optimizer_sharding,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def model_state(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Sharded parameters, sharing memory with the models."""
+    return {name: m.sharded_state_dict(metadata=metadata) for name, m in parts.models().items()}
+
+
+def build(
+    parts: Parts, *, optimizer_sharding: str, loading: bool, rng: tuple[int, int] | None
+) -> dict[str, Any]:
+    """The sharded state dict to save, or to load into. Collective.
+
+    Args:
+        parts: the live objects.
+        optimizer_sharding: ``fully_reshardable`` or ``dp_reshardable``.
+        loading: allocate what is missing instead of reading it.
+        rng: (rank, world size) to include this rank's random streams; None to leave them out.
+    """
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    metadata = core_metadata(optimizer_sharding)
+    optimizer_state.ensure_state(parts.optimizer)
+    state = model_state(parts, metadata)
+    with torch.no_grad():
+        state["optimizer"] = parts.optimizer.sharded_state_dict(
+            state if len(parts.chunks) > 1 else state["model"],
+            is_loading=loading,
+            metadata=metadata,
+        )
+    if rng is not None:
+        state[RNG] = ShardedObject(RNG, random_state.capture(), (rng[1],), (rng[0],))
+    return state
+
+
+def check_fit(request: dict[str, Any], index: Metadata, ranks: Collective, *, skip: str) -> None:
+    """Compare names and global shapes of what is asked for with what is saved. Collective.
+
+    Args:
+        request: sharded state dict to load into.
+        index: of the checkpoint.
+        ranks: all ranks of the job.
+        skip: regular expression of saved names that need not be asked for.
+
+    Raises:
+        MismatchError: on every rank, naming parameters that differ, are missing or are left over.
+    """
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+    from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+    wanted: dict[str, tuple[int, ...] | None] = {}
+    sharded, _ = extract_sharded_base(load_preprocess(request)[0])
+    for entry in nested_values(sharded):
+        if isinstance(entry, ShardedTensor):
+            wanted[entry.key] = tuple(entry.global_shape)
+        elif isinstance(entry, ShardedObject):
+            wanted[entry.unique_key] = None
+    everything: dict[str, tuple[int, ...] | None] = {}
+    for part in ranks.all_gather(wanted):
+        everything |= part
+    saved = index.state_dict_metadata
+    problems = [
+        f"{name}: the model has shape {list(shape)}, the checkpoint {list(_size(saved[name]))}"
+        for name, shape in sorted(everything.items())
+        if shape is not None and name in saved and tuple(_size(saved[name])) != shape
+    ]
+    problems += [f"{name}: not in the checkpoint" for name in sorted(set(everything) - set(saved))]
+    problems += [
+        f"{name}: in the checkpoint, but not in the model"
+        for name in sorted(set(saved) - set(everything))
+        if not re.match(skip, name)
+    ]
+    if problems:
+        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise MismatchError(
+            "the checkpoint does not fit this configuration:\n  "
+            + "\n  ".join(problems[:SHOWN] + more)
+        )
+
+
+def _size(entry: Any) -> tuple[int, ...]:
+    return tuple(getattr(entry, "size", ()))
+
+
+def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, Any]:
+    """Load into ``request`` and return the state dict, reading nothing but data. Collective.
+
+    Raises:
+        BadCheckpoint: a shard holds something that is not data.
+    """
+    from megatron.core import dist_checkpointing
+
+    from megatron_patch.checkpoint.safe_reader import safe_loading
+
+    try:
+        with safe_loading(index), torch.no_grad():
+            return dist_checkpointing.load(request, str(folder))
+    except Exception as error:
+        refused = _refusal(error)
+        if refused is None:
+            raise
+        raise refused from None
+
+
+def _refusal(error: BaseException) -> BadCheckpoint | None:
+    """The BadCheckpoint inside torch's collection of exceptions, if that is what it is."""
+    if isinstance(error, BadCheckpoint):
+        return error
+    for inner, _ in getattr(error, "failures", {}).values():
+        if isinstance(inner, BadCheckpoint):
+            return inner
+    return None

@@ -1,0 +1,414 @@
+"""`Checkpointer`: what the training loop saves and resumes.
+
+    checkpointer = Checkpointer(run, layout, chunks, optimizer, schedule)
+    progress = checkpointer.load()              # Progress, or None for a fresh start
+    for step in ...:
+        checkpointer.finalize(blocking=False)   # at every step boundary: commits a background save
+        if due: checkpointer.save(progress)
+    checkpointer.finalize(blocking=True)        # before the process ends
+
+Every method is collective. The store (`checkpoint.store`) decides what counts as complete and good;
+content and layout of the state are in `checkpoint.content`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.checkpoint import content, optimizer_state, random_state, writer
+from megatron_patch.checkpoint.collective import make_collective
+from megatron_patch.checkpoint.content import Parts
+from megatron_patch.checkpoint.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    MismatchError,
+    SaveError,
+)
+from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
+from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.checkpoint.safe_metadata import read_metadata
+from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found, describe
+from megatron_patch.runtime import environment
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.parallel.setup import Layout
+
+log = logging.getLogger(__name__)
+
+AXES = ("tp", "pp", "cp", "dp", "ep")
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose files are being written."""
+
+    attempt: Attempt
+    plan: writer.Plan
+    thread: threading.Thread | None = None
+    digests: dict[str, FileDigest] | None = None
+    error: BaseException | None = None
+
+    def work(self, store: CheckpointStore) -> None:
+        """Write and hash this rank's files; runs in the background of an asynchronous save."""
+        try:
+            self.plan.write()
+            self.digests = store.hash_files(self.attempt, self.plan.names)
+        except BaseException as error:  # said by every rank at the next step boundary
+            self.error = error
+
+
+class Checkpointer:
+    """Saves and resumes one run."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: Layout,
+        chunks: list[Any],
+        optimizer: Any,
+        schedule: Any,
+        *,
+        config_text: str = "",
+        root: str | Path | None = None,
+    ) -> None:
+        """Nothing is read or written yet. Collective: makes a gloo group of all ranks.
+
+        Args:
+            run: the resolved configuration.
+            layout: from ``parallel.setup.initialize``.
+            chunks: model chunks of this rank, wrapped or not.
+            optimizer: from Megatron's ``get_megatron_optimizer``.
+            schedule: an OptimizerParamScheduler.
+            config_text: the resolved configuration as YAML, kept inside every checkpoint.
+            root: directory of the checkpoints; default: ``checkpoint.directory`` or
+                ``<run_dir>/checkpoints``.
+
+        Raises:
+            ValueError: the key file cannot be used.
+        """
+        self.run, self.layout = run, layout
+        self.parts = Parts(
+            list(chunks), optimizer, schedule, run.parallel.use_distributed_optimizer
+        )
+        self.config_text = config_text
+        options = run.checkpoint
+        key = read_key(options.hmac_key_file) if options.hmac_key_file is not None else None
+        self.ranks = make_collective()
+        self._open: Callable[[Path], CheckpointStore] = partial(
+            CheckpointStore,
+            keep_last=options.keep_last,
+            hmac_key=key,
+            verify=options.verify,
+            collective=self.ranks,
+        )
+        self.store = self._open(Path(root) if root is not None else checkpoint_directory(run))
+        self._pending: _Pending | None = None
+        self._abandoned = 0
+        self._environment: dict[str, Any] | None = None
+
+    # ---------------------------------------------------------------- saving
+
+    @property
+    def saving(self) -> bool:
+        """Whether a background save is not committed yet."""
+        return self._pending is not None
+
+    def save(self, progress: Progress) -> None:
+        """Save everything at ``progress``; with ``checkpoint.async_save`` in the background.
+
+        An earlier background save is committed first. The state may change as soon as this returns.
+
+        Raises:
+            SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
+        """
+        self.finalize(blocking=True)
+        progress = replace(progress, abandoned_saves=progress.abandoned_saves + self._abandoned)
+        attempt = self.store.begin(progress.step)
+        background = self.run.checkpoint.async_save
+        error: BaseException | None = None
+        plan = None
+        try:
+            plan = writer.plan(self._state(progress), attempt.path)
+            plan.stage(copy=background)
+        except Exception as caught:
+            error = caught
+        self._agree(attempt, error)
+        assert plan is not None
+        self._pending = pending = _Pending(attempt, plan)
+        if background:
+            pending.thread = threading.Thread(
+                target=pending.work, args=(self.store,), name="checkpoint-writer"
+            )
+            pending.thread.start()
+        else:
+            pending.work(self.store)
+            self._commit()
+
+    def finalize(self, *, blocking: bool = False) -> bool:
+        """Commit a background save whose writers are done on all ranks; whether none is left.
+
+        Args:
+            blocking: wait for the writers.
+
+        Raises:
+            SaveError: a rank could not write; the attempt was abandoned on all ranks.
+        """
+        pending = self._pending
+        if pending is None:
+            return True
+        if pending.thread is not None:
+            if blocking:
+                pending.thread.join()
+            if any(self.ranks.all_gather(pending.thread.is_alive())):
+                return False
+        self._commit()
+        return True
+
+    def _commit(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        attempt, plan = pending.attempt, pending.plan
+        self._agree(attempt, pending.error)
+        results = self.ranks.all_gather(plan.results)
+        mine, error = dict(pending.digests or {}), None
+        if self.ranks.rank == 0:
+            try:
+                names = plan.finish(results, attempt.path)
+                mine |= self.store.hash_files(attempt, names)
+            except Exception as caught:
+                error = caught
+        self._agree(attempt, error)
+        try:
+            path = self.store.commit(attempt, mine, self._info())
+        except SaveError:
+            self._abandoned += 1
+            raise
+        if self.ranks.rank == 0:
+            log.info("saved %s", path)
+
+    def _agree(self, attempt: Attempt, error: BaseException | None) -> None:
+        try:
+            self.store.agree(attempt, error)
+        except SaveError:
+            self._abandoned += 1
+            raise
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        options = self.run.checkpoint
+        state = content.build(
+            self.parts,
+            optimizer_sharding=options.optimizer_sharding,
+            loading=False,
+            rng=(self.layout.rank, self.layout.world_size),
+        )
+        state["run"] = {
+            "progress": progress.as_dict(),
+            "schedule": self.parts.schedule.state_dict(),
+            "optimizer_step": optimizer_state.read_step(self.parts.optimizer),
+            "config": self.config_text,
+            "environment": self._report(),
+        }
+        return state
+
+    def _info(self) -> dict[str, Any]:
+        """What the manifest says about the content; read before anything else is."""
+        return {
+            "layout": self._shape(),
+            "optimizer_sharding": self.run.checkpoint.optimizer_sharding,
+            "distributed_optimizer": self.parts.distributed_optimizer,
+            "precision": self.run.training.precision,
+            "config_sha256": hashlib.sha256(self.config_text.encode()).hexdigest(),
+            "environment": self._report(),
+        }
+
+    def _report(self) -> dict[str, Any]:
+        if self._environment is None:
+            # Plain JSON: torch's own version is a class, and only data may enter a checkpoint.
+            self._environment = json.loads(json.dumps(environment.report(), default=str))
+        return self._environment
+
+    def _shape(self) -> dict[str, Any]:
+        """What must be equal for random streams to be taken over."""
+        sizes = {axis: getattr(self.layout, f"{axis}_size") for axis in AXES}
+        return {
+            "world_size": self.layout.world_size,
+            **sizes,
+            "virtual_stages": len(self.parts.chunks),
+            "device": self.run.training.device,
+        }
+
+    # --------------------------------------------------------------- loading
+
+    def load(self) -> Progress | None:
+        """Resume: model, optimizer, schedule and random streams; None for a fresh start.
+
+        The run's own newest good checkpoint is taken, else ``checkpoint.load_from``.
+
+        Raises:
+            CheckpointError: checkpoints exist and none is good, or one is required and missing.
+            MismatchError: a good checkpoint does not fit the configuration.
+        """
+        options = self.run.checkpoint
+        progress: Progress | None = None
+        if options.resume != "never":
+            progress = self._load_newest(self.store, weights_only=False, move_aside=True)
+        if progress is None and options.resume == "required":
+            raise CheckpointError(
+                f"checkpoint.resume is required, and there is no checkpoint in {self.store.root}"
+            )
+        if progress is not None or options.load_from is None:
+            return progress
+        return self._load_from(Path(options.load_from), options.load_weights_only)
+
+    def _load_from(self, path: Path, weights_only: bool) -> Progress | None:
+        """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
+        progress: Progress | None
+        if (path / MANIFEST).is_file():
+            store = self._open(path.parent)
+            try:
+                found = store.check(path)
+                progress = self._apply(found, weights_only)
+            except BadCheckpoint as bad:
+                raise CheckpointError(f"checkpoint.load_from {path}: {bad.why}") from None
+        else:
+            root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            progress = self._load_newest(
+                self._open(root), weights_only=weights_only, move_aside=False
+            )
+            if progress is None:
+                raise CheckpointError(f"checkpoint.load_from: there is no checkpoint in {root}")
+        return None if weights_only else progress
+
+    def _load_newest(
+        self, store: CheckpointStore, *, weights_only: bool, move_aside: bool
+    ) -> Progress | None:
+        progress: list[Progress] = []
+
+        def accept(found: Found) -> None:
+            progress[:] = [self._apply(found, weights_only)]
+
+        found = store.find(move_aside=move_aside, accept=accept)
+        return progress[0] if found is not None else None
+
+    def _apply(self, found: Found, weights_only: bool) -> Progress:
+        """Load a verified checkpoint into the live objects. Collective.
+
+        Raises:
+            BadCheckpoint: its content is not what it should be; on all ranks.
+            MismatchError: it does not fit; on all ranks.
+        """
+        same_layout = found.manifest.info.get("layout") == self._shape()
+        try:
+            self._together(found, lambda: self._check_options(found, weights_only))
+            index = self._together(
+                found,
+                lambda: read_metadata(
+                    found.path, {name: d.size for name, d in found.manifest.files.items()}
+                ),
+            )
+            request = self._request(found, weights_only, same_layout)
+            skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
+            content.check_fit(request, index, self.ranks, skip=skip)
+        except MismatchError as error:
+            raise MismatchError(f"{found.path.name}: {error}") from None
+        loaded = self._together(found, lambda: content.read(request, found.path, index))
+        return self._together(found, lambda: self._put(loaded, weights_only, same_layout))
+
+    def _together(self, found: Found, work: Callable[[], Any]) -> Any:
+        """Do ``work`` on all ranks; where it fails on one it fails on all, with that reason."""
+        result: Any = None
+        problem: Exception | None = None
+        try:
+            result = work()
+        except (BadCheckpoint, MismatchError) as caught:
+            problem = caught
+        except Exception as caught:
+            log.debug("loading %s failed", found.path, exc_info=True)
+            problem = CheckpointError(f"{found.path.name} cannot be loaded: {describe(caught)}")
+        for other in self.ranks.all_gather(problem):
+            if other is not None:
+                raise other
+        return result
+
+    def _check_options(self, found: Found, weights_only: bool) -> None:
+        """What must agree before a request can be built."""
+        info = found.manifest.info
+        if weights_only:
+            return
+        if info.get("distributed_optimizer") != self.parts.distributed_optimizer:
+            raise MismatchError(
+                "it was saved with parallel.use_distributed_optimizer: "
+                f"{str(info.get('distributed_optimizer')).lower()}, this run has "
+                f"{str(self.parts.distributed_optimizer).lower()}; set it back, or start from its "
+                "weights with checkpoint.load_from and load_weights_only"
+            )
+        if info.get("precision") != self.run.training.precision:
+            raise MismatchError(
+                f"it was saved with training.precision: {info.get('precision')}, this run has "
+                f"{self.run.training.precision}; set it back, or start from its weights with "
+                "checkpoint.load_from and load_weights_only"
+            )
+        before, now = dict(info.get("layout") or {}), self._shape()
+        changed = [
+            axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != now[axis]
+        ]
+        if info.get("optimizer_sharding") == "dp_reshardable" and changed:
+            raise MismatchError(
+                "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
+                f"which loads on other data-parallel sizes only, and {', '.join(changed)} changed; "
+                "resume on the old layout, save with fully_reshardable, then change"
+            )
+
+    def _request(self, found: Found, weights_only: bool, same_layout: bool) -> dict[str, Any]:
+        if weights_only:
+            return content.model_state(self.parts, content.core_metadata("fully_reshardable"))
+        return content.build(
+            self.parts,
+            optimizer_sharding=str(found.manifest.info.get("optimizer_sharding")),
+            loading=True,
+            rng=(self.layout.rank, self.layout.world_size) if same_layout else None,
+        )
+
+    def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> Progress:
+        """Hand what was loaded to the live objects."""
+        run = loaded["run"]
+        progress = Progress.from_dict(run["progress"])
+        for name, model in self.parts.models().items():
+            model.load_state_dict(loaded[name], strict=True)
+        if weights_only:
+            self.parts.optimizer.reload_model_params()
+            self._say("took the weights of step %d", progress.step)
+            return progress
+        optimizer_state.load(self.parts.optimizer, loaded["optimizer"], int(run["optimizer_step"]))
+        self.parts.schedule.load_state_dict(dict(run["schedule"]))
+        if same_layout:
+            random_state.restore(loaded[content.RNG])
+        else:
+            seed = random_state.reseed(self.run.training.seed, progress.step, self.layout.pp_rank)
+            self._say(
+                "the layout changed: random streams start anew from seed %d (training.seed and "
+                "step %d); results agree to rounding, dropout differs",
+                seed,
+                progress.step,
+            )
+        return progress
+
+    def _say(self, text: str, *args: Any) -> None:
+        if self.ranks.rank == 0:
+            log.warning(text, *args)
+
+
+def checkpoint_directory(run: RunConfig) -> Path:
+    """``checkpoint.directory``, or ``checkpoints`` in the run directory."""
+    if run.checkpoint.directory is not None:
+        return Path(run.checkpoint.directory)
+    return Path(run.run_dir or Path("runs") / run.name) / "checkpoints"

@@ -1,0 +1,154 @@
+"""What Megatron-Core's optimizers need around ``sharded_state_dict`` and ``load_state_dict``.
+
+Core 0.19.2 finds Adam's step counter in one tensor a parameter (PyTorch's AdamW) or one integer a
+parameter group (Apex, Transformer Engine), and decides by what is *installed*, not by what runs.
+With PyTorch's AdamW that goes wrong in these ways, each covered by a test:
+
+* an optimizer that has not stepped has no state, and ``DistributedOptimizer.state_dict`` asserts;
+* ``fully_reshardable`` looks for a saved ``step`` tensor that it never saves: ``KeyError: 'step'``;
+* ``dp_reshardable`` puts the step of the *new* process back over the loaded one;
+* after a load all parameters share one step tensor, which then counts once for every parameter.
+
+So the step travels as one integer of ours, and is put where the running kernel looks for it. The
+hyperparameters of the groups stay those of the configuration: a checkpoint restores state, not
+settings.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The Megatron optimizers inside ``optimizer`` that own parameters."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    found = [optimizer] if chained is None else list(chained)
+    return [part for part in found if getattr(part, "optimizer", None) is not None]
+
+
+def read_step(optimizer: Any) -> int:
+    """Updates done, wherever the kernel counts them; 0 before the first.
+
+    Raises:
+        ValueError: parameters disagree, which no Megatron optimizer supports.
+    """
+    steps = set()
+    for part in parts(optimizer):
+        inner = part.optimizer
+        for state in inner.state.values():
+            if "step" in state:
+                steps.add(int(state["step"]))
+        for group in inner.param_groups:
+            if "step" in group and group["params"]:
+                steps.add(int(group["step"]))
+    if len(steps) > 1:
+        raise ValueError(f"the optimizer's step differs between parameters: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def write_step(optimizer: Any, step: int) -> None:
+    """Set the number of updates done, with a tensor of its own for every parameter that has one."""
+    for part in parts(optimizer):
+        inner = part.optimizer
+        per_parameter = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+        for group in inner.param_groups:
+            on_device = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                if per_parameter and parameter in inner.state:
+                    device = parameter.device if on_device else torch.device("cpu")
+                    counter = torch.tensor(float(step), dtype=torch.float32, device=device)
+                    inner.state[parameter]["step"] = counter
+            if per_parameter:
+                group.pop("step", None)  # core's copy; PyTorch does not know it
+            elif isinstance(group.get("step"), torch.Tensor):
+                group["step"] = torch.full_like(group["step"], step)
+            else:
+                group["step"] = step
+
+
+def ensure_state(optimizer: Any) -> None:
+    """Give a fresh optimizer zero moments, so that there is something to load into.
+
+    Nothing is stepped: weights, decay and counters stay as they are.
+    """
+    for part in parts(optimizer):
+        inner = part.optimizer
+        if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            continue  # core allocates for the fused kernels
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if state:
+                    continue
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _groups(part: Any) -> list[dict[str, Any]]:
+    """The settings of every parameter group, without parameters and step."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in part.optimizer.param_groups
+    ]
+
+
+def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
+    """Replace the loaded parameter groups by the optimizer's own, with the loaded step.
+
+    Groups are matched by settings in core, so a changed learning rate would otherwise make them
+    unrecognizable; and with pipeline stages only the first rank's are saved at all.
+    """
+    holder = loaded.get("optimizer", loaded)
+    indices = [group["params"] for group in part.optimizer.state_dict()["param_groups"]]
+    groups = copy.deepcopy(_groups(part))
+    for group, parameters in zip(groups, indices, strict=True):
+        group["params"] = parameters
+        group["step"] = step
+    holder["param_groups"] = groups
+
+
+@contextmanager
+def _own_step(part: Any) -> Iterator[None]:
+    """Let a DistributedOptimizer take moments from the checkpoint and steps from itself."""
+    original = getattr(part, "_set_main_param_and_optimizer_states", None)
+    if original is None:
+        yield
+        return
+
+    def set_states(model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = part.model_param_group_index_map[model_param]
+        main = part.optimizer.param_groups[group]["params"][order]
+        own = part.optimizer.state.get(main, {}).get("step")
+        original(model_param, tensors if own is None else {**tensors, "step": own})
+
+    with mock.patch.object(part, "_set_main_param_and_optimizer_states", set_states):
+        yield
+
+
+def load(optimizer: Any, loaded: Any, step: int) -> None:
+    """``optimizer.load_state_dict`` with the corrections above.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned.
+        loaded: its state dict as ``dist_checkpointing.load`` returned it.
+        step: updates done, as `read_step` gave it when the checkpoint was written.
+    """
+    owners = parts(optimizer)
+    states = [loaded] if len(owners) == 1 else [loaded[key] for key in sorted(loaded)]
+    settings = [_groups(part) for part in owners]
+    for part, state in zip(owners, states, strict=True):
+        _use_own_groups(part, state, step)
+        # FP32 DistributedOptimizers copy into views of leaf parameters.
+        with torch.no_grad(), _own_step(part):
+            part.load_state_dict(state)
+    for part, groups in zip(owners, settings, strict=True):
+        for group, own in zip(part.optimizer.param_groups, groups, strict=True):
+            group.update(own)
+    write_step(optimizer, step)

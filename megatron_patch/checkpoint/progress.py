@@ -1,0 +1,38 @@
+"""How far a run is: what a checkpoint says about the position in the data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Progress:
+    """Position of a run after a whole number of optimizer steps."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int = 0
+    """Sequences trained on, over all ranks."""
+    consumed_tokens: int = 0
+    """Tokens trained on, over all ranks."""
+    abandoned_saves: int = 0
+    """Saves of this run that were given up."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain integers, for the checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Progress:
+        """Inverse of `as_dict`.
+
+        Raises:
+            ValueError: not exactly these counts.
+        """
+        names = {field.name for field in fields(cls)}
+        if type(values) is not dict or set(values) != names:
+            raise ValueError(f"progress is {values!r}, expected the counts {sorted(names)}")
+        if any(type(value) is not int or value < 0 for value in values.values()):
+            raise ValueError(f"progress {values!r} holds something that is not a count")
+        return cls(**values)

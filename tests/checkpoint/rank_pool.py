@@ -1,0 +1,96 @@
+"""Rank processes that import torch and Megatron once and then play one scenario after another.
+
+A scenario is a function in ``scenarios.py`` called on every rank with the path of a scratch folder and
+keyword arguments; it starts and leaves its own process group. Importing costs far more than a scenario.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from typing import Any
+
+TIMEOUT = 180
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(connection: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)
+    from megatron_patch.runtime import cpu_mode
+
+    cpu_mode.install()
+    scenarios = importlib.import_module("scenarios")
+    while True:
+        call = connection.recv()
+        if call is None:
+            return
+        name, environment, arguments = call
+        os.environ.update(environment)
+        try:
+            answer = (True, getattr(scenarios, name)(**arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            scenarios.leave()
+        connection.send(answer)
+
+
+class RankPool:
+    """``size`` idle ranks; `play` gives the first ``world`` of them a scenario."""
+
+    def __init__(self, size: int) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("spawn")
+        self._ranks = []
+        for _ in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, list(sys.path)), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process, connection in self._ranks:
+            if process.is_alive():
+                connection.send(None)
+        for process, _ in self._ranks:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def play(self, scenario: str, *, world: int = 1, **arguments: Any) -> list[Any]:
+        """Run a scenario on ``world`` ranks; what each rank returned."""
+        port = str(_free_port())
+        for rank, (_, connection) in enumerate(self._ranks[:world]):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            connection.send((scenario, environment, arguments))
+        answers = []
+        for rank, (_, connection) in enumerate(self._ranks[:world]):
+            if not connection.poll(TIMEOUT):
+                raise TimeoutError(f"rank {rank} of {scenario} gave no answer in {TIMEOUT} s")
+            answers.append(connection.recv())
+        for rank, (good, value) in enumerate(answers):
+            if not good:
+                raise AssertionError(f"rank {rank} of {scenario}:\n{value}")
+        return [value for _, value in answers]
