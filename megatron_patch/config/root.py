@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_patch.attention.config import AttentionConfig
 from megatron_patch.checkpoint.config import CheckpointConfig
 from megatron_patch.data.config import DataConfig
+from megatron_patch.launcher.config import ClusterConfig
 from megatron_patch.model.config import ModelConfig
 from megatron_patch.monitor.config import LoggingConfig
 from megatron_patch.parallel.config import ParallelConfig
@@ -47,6 +48,8 @@ class RunConfig:
     """Saving and resuming."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """What a person sees."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """How it is started on a Slurm cluster."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """What is wrong outside the sections; each section checks itself."""

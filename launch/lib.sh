@@ -1,0 +1,425 @@
+# shellcheck shell=bash
+# What train.sbatch is made of. Sourced; needs its settings. State lives in $RUN_DIR/launch:
+#   events.log   one line an attempt and a decision; the budgets count its lines
+#   lock         the job that owns the run directory
+#   report.txt   why the run was stopped for good
+#   excluded_nodes   nodes that failed a preflight
+# shellcheck disable=SC2034,SC2153 # settings and results are shared with train.sbatch
+
+# Settings of a stop, not of a fault: these exit codes come back on every retry (docs/clusters.md).
+readonly EXIT_CONFIG=2 EXIT_NONFINITE=3 EXIT_NO_CHECKPOINT=4
+# Ports of torchrun: below the kernel's ephemeral range (32768), ten to a job.
+readonly PORT_BASE=15000 PORT_JOBS=1500 PORT_SLOTS=10
+
+say() {
+  printf '[%(%F %T)T] %s\n' -1 "$*"
+}
+
+start_job() {
+  JOB=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+  RESTART=${SLURM_RESTART_COUNT:-0}
+  ATTEMPT=0
+  CRASHES=0
+  STOPPING=0
+  STEP_PID=
+  STATE_DIR=$RUN_DIR/launch
+  mkdir -p "$STATE_DIR" "$RUN_DIR/logs"
+  RUN_DIR=$(cd "$RUN_DIR" && pwd)
+  LAUNCH_DIR=$(cd "$LAUNCH_DIR" && pwd)
+  STATE_DIR=$RUN_DIR/launch
+  trap 'ask_to_stop USR1' USR1
+  trap 'ask_to_stop TERM' TERM
+  say "job $JOB${SLURM_ARRAY_TASK_ID:+ (array task $SLURM_ARRAY_TASK_ID)}, restart $RESTART," \
+    "nodes ${SLURM_JOB_NODELIST:-?}, run directory $RUN_DIR"
+  if [[ -n $SETUP_SCRIPT ]]; then
+    # shellcheck source=/dev/null
+    source "$SETUP_SCRIPT"
+  fi
+}
+
+# --- ends -----------------------------------------------------------------------------------------
+
+# The marker of a run with fewer steps than are wanted now is not the end.
+finished() {
+  local marker=$RUN_DIR/FINISHED text
+  [[ -f $marker ]] || return 1
+  text=$(<"$marker")
+  if [[ $text =~ \"step\":\ *([0-9]+) ]]; then
+    ((BASH_REMATCH[1] >= TRAIN_STEPS))
+  fi
+}
+
+end_job() {
+  say "$2; exit code $1"
+  if [[ $CONTINUATION == chain && -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
+    cancel_rest_of_chain
+  fi
+  release_lock
+  exit "$1"
+}
+
+cancel_rest_of_chain() {
+  local task rest=()
+  for ((task = SLURM_ARRAY_TASK_ID + 1; task <= ${SLURM_ARRAY_TASK_MAX:-0}; task++)); do
+    rest+=("${SLURM_ARRAY_JOB_ID}_$task")
+  done
+  if ((${#rest[@]})); then
+    say "the chain ends here"
+    scancel "${rest[@]}" || say "scancel failed: cancel the rest of the array by hand"
+  fi
+}
+
+# stop_for_good CODE REASON: never again by itself; a person reads the report.
+stop_for_good() {
+  record "stopped-for-good code=$1"
+  {
+    say "job $JOB stopped for good: $2"
+    echo
+    echo "Last events:"
+    tail -n 20 "$STATE_DIR/events.log"
+    print_failures
+    echo
+    echo "When the cause is removed, 'megatron-patch launch' continues from the newest checkpoint."
+  } >"$STATE_DIR/report.txt"
+  cat "$STATE_DIR/report.txt"
+  end_job "$1" "stopped for good: $2"
+}
+
+# Count the lines of this job in the ledger that match.
+count_events() {
+  local file=$STATE_DIR/events.log
+  [[ -f $file ]] || {
+    echo 0
+    return
+  }
+  awk -v job="job=$JOB" -v want="$1" '$2 == job && index($0 " ", " " want " ") { n++ } END { print n + 0 }' "$file"
+}
+
+record() {
+  printf '%(%FT%TZ)T job=%s restart=%s attempt=%s step=%s %s\n' -1 "$JOB" "$RESTART" "$ATTEMPT" \
+    "$(last_step)" "$1" >>"$STATE_DIR/events.log"
+}
+
+# --- one job at a time ----------------------------------------------------------------------------
+
+take_lock() {
+  local lock=$STATE_DIR/lock owner state try
+  for try in 1 2; do
+    # noclobber: created by us, or it was there (atomic on NFS too).
+    if (set -o noclobber && echo "$JOB" >"$lock") 2>/dev/null; then
+      return
+    fi
+    owner=$(<"$lock") || continue
+    if [[ $owner == "$JOB" ]]; then
+      return # our own earlier start
+    fi
+    if state=$(squeue --noheader --jobs="$owner" --format=%T 2>&1); then
+      if [[ -n $state ]]; then
+        echo "job $owner ($state) has this run directory; this job does not start" >&2
+        exit 1
+      fi
+    elif [[ $state != *"Invalid job id"* ]]; then
+      echo "job $owner has this run directory, and squeue does not answer: $state" >&2
+      exit 1
+    fi
+    say "taking over the run directory from job $owner, which is gone"
+    rm -f "$lock"
+  done
+  echo "another job took the run directory at the same moment; this job does not start" >&2
+  exit 1
+}
+
+release_lock() {
+  if [[ -f $STATE_DIR/lock && $(<"$STATE_DIR/lock") == "$JOB" ]]; then
+    rm -f "$STATE_DIR/lock"
+  fi
+}
+
+# --- attempts -------------------------------------------------------------------------------------
+
+find_nodes() {
+  local hosts host
+  hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  MASTER_ADDR=${hosts%%$'\n'*}
+  if [[ -f $STATE_DIR/excluded_nodes ]]; then
+    for host in $hosts; do
+      if grep -qxF -- "$host" "$STATE_DIR/excluded_nodes"; then
+        say "note: $host failed an earlier preflight and is part of this job again"
+      fi
+    done
+  fi
+}
+
+# A directory of logs and a port of its own for every srun step.
+new_attempt() {
+  ATTEMPT=$((ATTEMPT + 1))
+  ATTEMPT_DIR=$RUN_DIR/logs/$SLURM_JOB_ID.$RESTART.$ATTEMPT
+  if [[ $1 == preflight ]]; then
+    ATTEMPT_DIR+=.preflight
+  fi
+  MASTER_PORT=$((PORT_BASE + SLURM_JOB_ID % PORT_JOBS * PORT_SLOTS + (RESTART + ATTEMPT - 1) % PORT_SLOTS))
+  if [[ -e $ATTEMPT_DIR ]]; then
+    # Slurm can start the same restart twice (node failure before the script ran on).
+    mv "$ATTEMPT_DIR" "$ATTEMPT_DIR.before-$(date +%s)"
+  fi
+  mkdir -p "$ATTEMPT_DIR/exit"
+}
+
+# on_nodes ARG...: node.sh with ARG on every node (or as $STEP_OPTIONS say), signals kept apart.
+on_nodes() {
+  local names=(PATH HOME USER LOGNAME LANG LD_LIBRARY_PATH) options=() status=0
+  export MASTER_ADDR MASTER_PORT ATTEMPT_DIR DEVICE RANKS_PER_NODE PYTHON LOCAL_DIR CONFIG
+  export MEGATRON_PATCH_ATTEMPT_DIR=$ATTEMPT_DIR MEGATRON_PATCH_SECRETS_FILE=$SECRETS_FILE
+  export MEGATRON_PATCH_HEARTBEAT=$ATTEMPT_DIR/step
+  export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$ATTEMPT_DIR/flight_recorder_
+  export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 SLURM_UNBUFFEREDIO=1
+  if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # newer srun does not inherit it
+  fi
+  names+=(MASTER_ADDR MASTER_PORT ATTEMPT_DIR DEVICE RANKS_PER_NODE PYTHON LOCAL_DIR CONFIG
+    MEGATRON_PATCH_ATTEMPT_DIR MEGATRON_PATCH_SECRETS_FILE MEGATRON_PATCH_HEARTBEAT
+    TORCH_NCCL_DEBUG_INFO_TEMP_FILE PYTHONUNBUFFERED PYTHONFAULTHANDLER
+    ${SETTINGS_ENVIRONMENT[@]+"${SETTINGS_ENVIRONMENT[@]}"}
+    ${PASS_ENVIRONMENT[@]+"${PASS_ENVIRONMENT[@]}"})
+  if [[ -n $CONTAINER_IMAGE ]]; then
+    options+=("--container-image=$CONTAINER_IMAGE" --no-container-mount-home
+      "--container-mounts=$CONTAINER_MOUNTS" "--container-workdir=$PWD"
+      # Without it, variables that the image sets as well keep the image's value.
+      "--container-env=$(join , ${SETTINGS_ENVIRONMENT[@]+"${SETTINGS_ENVIRONMENT[@]}"})")
+  fi
+  # A session of its own: what Slurm sends to this shell's group must not reach srun, which would
+  # answer TERM by killing the step before it has saved.
+  setsid srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=60 --label \
+    --export="$(join , "${names[@]}")" ${options[@]+"${options[@]}"} \
+    ${STEP_OPTIONS[@]+"${STEP_OPTIONS[@]}"} bash "$LAUNCH_DIR/node.sh" "$@" &
+  STEP_PID=$!
+  if ((STOPPING)); then
+    forward_stop # the signal came between the last step and this one
+  fi
+  while :; do
+    status=0
+    wait "$STEP_PID" || status=$?
+    kill -0 "$STEP_PID" 2>/dev/null || break # else: a trap interrupted the wait
+  done
+  STEP_PID=
+  STEP_STATUS=$status
+}
+
+join() {
+  local IFS=$1
+  shift
+  printf '%s' "$*"
+}
+
+run_ranks() {
+  STEP_OPTIONS=()
+  say "attempt $ATTEMPT: $SLURM_NNODES node(s) x $RANKS_PER_NODE rank(s), rendezvous" \
+    "$MASTER_ADDR:$MASTER_PORT, logs $ATTEMPT_DIR"
+  record start
+  if ((STOPPING)); then
+    STEP_STATUS=0
+    return
+  fi
+  on_nodes train "${PROGRAM[@]}"
+}
+
+ask_to_stop() {
+  if ((STOPPING == 0)); then
+    say "got $1: asking the ranks to save and stop"
+  fi
+  STOPPING=1
+  forward_stop
+}
+
+forward_stop() {
+  if [[ -n $STEP_PID ]]; then
+    # Every step of the job, not this shell. It fails when the step is about to end: then it is
+    # not needed.
+    scancel --signal=USR1 "$SLURM_JOB_ID" 2>/dev/null || true
+  fi
+}
+
+# --- what happened --------------------------------------------------------------------------------
+
+# The step the first rank has begun last; -1 before the first.
+last_step() {
+  local step=
+  if [[ -s ${ATTEMPT_DIR:-}/step ]]; then
+    read -r step <"$ATTEMPT_DIR/step" || true
+  fi
+  [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo -1
+}
+
+# OUTCOME of the attempt: finished, fatal (FATAL_CODE, FATAL_REASON), stopped or crash.
+classify() {
+  local file code rest stopped=0 known=0
+  OUTCOME=crash FATAL_CODE='' FATAL_REASON=''
+  for file in "$ATTEMPT_DIR"/exit/[0-9]*; do
+    [[ -f $file && $file != *.tmp ]] || continue
+    read -r code _ rest <"$file" || true
+    known=$((known + 1))
+    case $code in
+      "$EXIT_CONFIG" | "$EXIT_NONFINITE" | "$EXIT_NO_CHECKPOINT")
+        FATAL_CODE=${FATAL_CODE:-$code}
+        ;;
+      0) stopped=$((stopped + 1)) ;;
+    esac
+  done
+  if finished; then
+    OUTCOME=finished
+  elif [[ -n $FATAL_CODE ]]; then
+    OUTCOME=fatal
+    FATAL_REASON=$(meaning "$FATAL_CODE")
+  elif ((STOPPING)); then
+    OUTCOME=stopped
+  elif ((stopped == SLURM_NNODES * RANKS_PER_NODE)) && [[ $(last_step) != -1 ]]; then
+    OUTCOME=stopped # by preemption, of which this shell hears nothing, or by a limit of its own
+  fi
+  say "attempt $ATTEMPT: $OUTCOME after step $(last_step) (srun $STEP_STATUS, $known of" \
+    "$((SLURM_NNODES * RANKS_PER_NODE)) ranks left an exit code, $stopped of them 0)"
+}
+
+meaning() {
+  case $1 in
+    "$EXIT_CONFIG") echo "configuration or data error (exit code 2); a retry meets it again" ;;
+    "$EXIT_NONFINITE") echo "non-finite loss or gradient (exit code 3); a retry meets it again" ;;
+    "$EXIT_NO_CHECKPOINT") echo "no good checkpoint where one is required (exit code 4)" ;;
+  esac
+}
+
+# Ranks that ended with an error, the first one first, with the end of its log.
+print_failures() {
+  local lines first log
+  lines=$(for file in "$ATTEMPT_DIR"/exit/[0-9]*; do
+    [[ -f $file && $file != *.tmp ]] || continue
+    read -r code when reason <"$file" || true
+    if [[ $code != 0 ]]; then
+      printf '%s %s %s %s\n' "$when" "${file##*/}" "$code" "$reason"
+    fi
+  done | sort -n | head -n 8)
+  echo
+  if [[ -z $lines ]]; then
+    echo "No rank left an exit code other than 0: killed from outside, or before Python started."
+    return
+  fi
+  echo "Ranks that failed, the first one first (time, rank, exit code, reason):"
+  echo "$lines"
+  read -r _ first _ <<<"$lines"
+  log=$ATTEMPT_DIR/rank_$first.log
+  if [[ -f $log ]]; then
+    echo
+    echo "End of $log:"
+    tail -n 20 "$log"
+  fi
+}
+
+after_crash() {
+  local step same
+  CRASHES=$((CRASHES + 1))
+  step=$(last_step)
+  print_failures
+  same=$(awk -v job="job=$JOB" -v step="step=$step" \
+    '$2 == job && $NF == "crash" { if ($5 == step) n++; else n = 0 }
+     $2 == job && $NF == "stopped" { n = 0 }
+     END { print n + 0 }' "$STATE_DIR/events.log")
+  if ((same >= SAME_STEP_LIMIT)); then
+    stop_for_good 1 "$same crashes in a row at step $step"
+  fi
+  if ((CRASHES <= MAX_RESTARTS)); then
+    say "restart $CRASHES of $MAX_RESTARTS inside this allocation"
+    pause "$RESTART_PAUSE"
+    return
+  fi
+  if (($(count_events requeue=crash) >= MAX_CRASH_REQUEUES)); then
+    stop_for_good 1 "retry budget used up ($MAX_CRASH_REQUEUES requeues after crashes)"
+  fi
+  continue_later crash
+}
+
+# A sleep that signals end.
+pause() {
+  local pid
+  sleep "$1" &
+  pid=$!
+  wait "$pid" || true
+  kill "$pid" 2>/dev/null || true
+}
+
+# continue_later CAUSE: requeue, or leave it to the next job of the chain.
+continue_later() {
+  case $CONTINUATION in
+    chain)
+      record "chain=$1"
+      say "not finished; the next task of the array goes on"
+      release_lock
+      exit 0
+      ;;
+    requeue) ;;
+    *) end_job 1 "not finished, and cluster.continuation is none" ;;
+  esac
+  if [[ $(job_state) == *CANCELLED* ]]; then
+    end_job 1 "not finished; the job was cancelled and is not requeued"
+  fi
+  if (($(count_events requeue=stop) + $(count_events requeue=crash) >= MAX_REQUEUES)); then
+    stop_for_good 1 "retry budget used up ($MAX_REQUEUES requeues)"
+  fi
+  record "requeue=$1"
+  say "not finished: requeueing job $SLURM_JOB_ID (cause: $1)"
+  # Slurm may end this shell from here on; the exclusion is for a pending job only and comes last.
+  trap '' TERM USR1
+  if ! scontrol requeue "$SLURM_JOB_ID"; then
+    record "requeue-failed"
+    end_job 1 "scontrol requeue failed; submit again with 'megatron-patch launch'"
+  fi
+  exclude_bad_nodes
+  exit 0
+}
+
+job_state() {
+  local line
+  line=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null) || true
+  [[ $line =~ JobState=([A-Z_+]+) ]] && echo "${BASH_REMATCH[1]}" || echo UNKNOWN
+}
+
+exclude_bad_nodes() {
+  local try nodes
+  [[ -s $STATE_DIR/excluded_nodes ]] || return 0
+  nodes=$(sort -u "$STATE_DIR/excluded_nodes" | paste -sd, -)
+  for try in 1 2 3 4 5 6 7 8; do
+    if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${EXCLUDED_NODES:+$EXCLUDED_NODES,}$nodes" 2>/dev/null; then
+      say "excluded: $nodes"
+      return 0
+    fi
+    sleep 1
+  done
+  say "could not exclude $nodes: $try tries; cluster.exclude_nodes does it for the next submission"
+}
+
+# --- preflight ------------------------------------------------------------------------------------
+
+preflight() {
+  local bad
+  say "preflight, results in $ATTEMPT_DIR"
+  STEP_OPTIONS=()
+  on_nodes preflight
+  STEP_OPTIONS=(--nodes=1 --ntasks=1)
+  on_nodes compare
+  if ((STOPPING)); then
+    record stopped
+    continue_later stop
+  fi
+  if ((STEP_STATUS == 0)); then
+    return
+  fi
+  record preflight-failed
+  if [[ ! -s $ATTEMPT_DIR/bad_nodes ]]; then
+    stop_for_good 1 "the preflight failed on no node in particular; its table is above"
+  fi
+  bad=$(paste -sd' ' "$ATTEMPT_DIR/bad_nodes")
+  cat "$ATTEMPT_DIR/bad_nodes" >>"$STATE_DIR/excluded_nodes"
+  say "bad node(s): $bad"
+  if (($(count_events requeue=crash) >= MAX_CRASH_REQUEUES)); then
+    stop_for_good 1 "retry budget used up ($MAX_CRASH_REQUEUES requeues); bad node(s): $bad"
+  fi
+  continue_later crash
+}

@@ -1,0 +1,145 @@
+"""What torchrun starts as a rank: ``python -m megatron_patch.launcher.rank PROGRAM [ARG...]``.
+
+torchrun turns every failure into its own exit code 1, so the rank's own code is left in a file,
+where the batch script finds it: ``$MEGATRON_PATCH_ATTEMPT_DIR/exit/00003`` holds
+``CODE UNIX_TIME REASON``. A rank that was killed leaves none.
+
+``PROGRAM`` is a module (``megatron_patch``: the trainer) or a ``.py`` file (tests put a stand-in
+there); it runs as ``__main__`` with the remaining arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import runpy
+import signal
+import stat
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
+SECRETS_FILE = "MEGATRON_PATCH_SECRETS_FILE"
+PR_SET_PDEATHSIG = 1
+_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
+
+class SecretsError(ValueError):
+    """The secrets file cannot be used; the text never holds a value of it."""
+
+    exit_code = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank to its end; returns the exit code, which is also left in the exit file."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or ATTEMPT_DIR not in os.environ:
+        print("the launcher starts this module; see launch/node.sh", file=sys.stderr)
+        return 2
+    rank = int(os.environ["RANK"])
+    attempt = Path(os.environ[ATTEMPT_DIR])
+    _die_with_parent()
+    # The node script starts torchrun with TERM and USR1 ignored, and that is inherited. TERM must
+    # end a rank that has not installed its own handler; USR1 stays ignored until the trainer
+    # listens, and is sent again until the rank is gone.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _redirect(attempt / f"rank_{rank:05d}.log")
+    code, reason = _run(arguments[0], arguments[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _leave(attempt / "exit" / f"{rank:05d}", f"{code} {time.time():.3f} {reason}\n")
+    return code
+
+
+def _run(program: str, arguments: list[str]) -> tuple[int, str]:
+    """Exit code and one-line reason of the program."""
+    try:
+        load_secrets(os.environ.get(SECRETS_FILE, ""))
+        sys.argv = [program, *arguments]
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code is None:
+            return 0, "ended"
+        if isinstance(error.code, int):
+            return error.code, "ended"
+        print(error.code, file=sys.stderr)
+        return 1, _first_line(str(error.code))
+    except SecretsError as error:
+        print(f"megatron-patch: {error}", file=sys.stderr)
+        return error.exit_code, _first_line(str(error))
+    except BaseException as error:
+        traceback.print_exc()
+        return 1, _first_line(f"{type(error).__name__}: {error}")
+    return 0, "ended"
+
+
+def _first_line(text: str) -> str:
+    line = text.splitlines()[0] if text else ""
+    return "".join(c if c.isprintable() else " " for c in line)[:200]
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this rank when torchrun dies: no orphan holds GPUs or ports."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _redirect(path: Path) -> None:
+    """Everything this process and its children print goes to ``path`` (appending)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _leave(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def load_secrets(name: str) -> None:
+    """Put the NAME=VALUE lines of a file into this process's environment; ``""``: there is none.
+
+    The file must be this user's and closed to everyone else. Values are not expanded, and show in
+    no process list: they are set after the process started.
+
+    Raises:
+        SecretsError: the file is missing, open to others, or has a line that is no NAME=VALUE.
+    """
+    if not name:
+        return
+    path = Path(name).expanduser()
+    try:
+        status = path.stat()
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecretsError(f"cluster.secrets_file {path}: {type(error).__name__}") from None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise SecretsError(
+            f"cluster.secrets_file {path}: must be yours and have mode 0600 (chmod 600 {path})"
+        )
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise SecretsError(f"cluster.secrets_file {path}:{number}: is not NAME=VALUE")
+        os.environ[match[1]] = match[2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
