@@ -6,6 +6,8 @@ so calling code needs no rank tests.
 
 from __future__ import annotations
 
+import logging
+import statistics
 import sys
 import time
 from collections import deque
@@ -40,9 +42,16 @@ class Monitor:
         self._bar: Any = None
         self._rates: deque[float] = deque(maxlen=RATE_RECORDS)
         self._file: TextIO | None = None
+        self._relay: _Relay | None = None
         if active:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (run_dir / "train.log").open("a", buffering=1)
+
+    def relay_logs(self) -> None:
+        """Show what this program's modules log (saves, resumes, warnings) here, until ``close``."""
+        if self.active:
+            self._relay = _Relay(self)
+            self._relay.attach()
 
     def check(self) -> None:
         """Fail now, not after the model is built, when a sink cannot work.
@@ -119,13 +128,16 @@ class Monitor:
         total = self.run.training.train_steps
         left = None
         if self._rates:
-            left = (total - metrics.step) * sum(self._rates) / len(self._rates)
+            left = (total - metrics.step) * statistics.median(self._rates)
         self.say(console_line(metrics, train_steps=total, seconds_left=left))
         for sink in self._sinks:
             sink.log(metrics)
 
     def close(self) -> None:
         """Close bar, sinks and log file; safe to call twice."""
+        if self._relay is not None:
+            self._relay.detach()
+            self._relay = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -135,3 +147,26 @@ class Monitor:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class _Relay(logging.Handler):
+    """Hands the records of the package's loggers to a Monitor."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        super().__init__(logging.INFO)
+        self._monitor = monitor
+        self._logger = logging.getLogger("megatron_patch")
+        self._before = self._logger.level, self._logger.propagate
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        self._monitor.say(prefix + record.getMessage())
+
+    def attach(self) -> None:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+
+    def detach(self) -> None:
+        self._logger.removeHandler(self)
+        self._logger.level, self._logger.propagate = self._before

@@ -11,21 +11,24 @@ saved).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
+from megatron_patch.runtime.heartbeat import Heartbeat
 from megatron_patch.training import startup
-from megatron_patch.training.recorder import Recorder, device_peak, tokens_per_step
+from megatron_patch.training.evaluate import evaluate, parameters_in_place
+from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.rundir import mark_finished, run_directory
+from megatron_patch.training.saver import Position, Saver
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
+from megatron_patch.training.step import StepResult, fetch, train_step
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
     from megatron_patch.data.loader import Loaders
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.training.step import StepResult
 
 
 def train(loaded: Loaded) -> int:
@@ -61,6 +64,7 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
     directory = startup.take_directory(loaded, layout)
     monitor = Monitor(run, run_directory(run), active=layout.print_rank)
     try:
+        monitor.relay_logs()
         if directory is not None and directory.finished:
             monitor.say(f"run {run.name} has finished already; raise training.train_steps to go on")
             return
@@ -78,20 +82,13 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
             directory.close()
 
 
-@dataclass(slots=True)
-class _Position:
-    """How far the run is."""
-
-    step: int = 0
-    consumed_tokens: int = 0
-
-
 class _Training:
     """The parts of one attempt and the loop over them."""
 
     def __init__(
         self, loaded: Loaded, layout: Layout, *, stop: StopFlags, monitor: Monitor
     ) -> None:
+        from megatron_patch.checkpoint.megatron import Checkpointer
         from megatron_patch.data.loader import build_loaders
         from megatron_patch.data.verify import verify_datasets
 
@@ -108,43 +105,73 @@ class _Training:
         peak, line = device_peak(run, layout)
         monitor.say(line)
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
-        self.position = _Position()
+        s = self.session
+        self.saver = Saver(
+            Checkpointer(
+                run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml()
+            ),
+            monitor,
+        )
+        self.position = Position()
 
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
+        self._resume()
         self.monitor.start(self.position.step, settings=self.loaded.tree)
         reason = self._steps()
-        if reason is None:
-            if self.layout.print_rank:
-                mark_finished(
-                    run_directory(self.run),
-                    step=self.position.step,
-                    consumed_tokens=self.position.consumed_tokens,
-                )
-            self.monitor.say(f"finished: {self.position.step:,} steps")
-        else:
+        with parameters_in_place(self.session):
+            self.saver.save_last(self.position)
+        self.loaders.close()
+        if reason is not None:
             self.monitor.say(
                 f"stopped gracefully after step {self.position.step:,}: {reason}; the same "
                 "command continues the run"
             )
+            return
+        if self.layout.print_rank:
+            mark_finished(
+                run_directory(self.run),
+                step=self.position.step,
+                consumed_tokens=self.position.consumed_tokens,
+            )
+        self.monitor.say(f"finished: {self.position.step:,} steps")
+
+    def _resume(self) -> None:
+        """Take over the newest good checkpoint, where there is one.
+
+        Raises:
+            ConfigError: the data is not what the run was trained on so far.
+        """
+        position = self.saver.load()
+        if position is None:
+            self.monitor.say("no checkpoint: starting at step 0")
+        else:
+            self.position = position
+            self.monitor.say(
+                f"resuming after step {position.step:,} ({position.consumed_tokens:,} tokens)"
+            )
+        startup.keep_optimizer_kernel(self.session)
+        startup.check_data_identity(self.run, self.layout, self.loaders, step=self.position.step)
 
     def _steps(self) -> str | None:
         """Train until the end (None) or a reason to stop."""
-        from megatron_patch.training.step import fetch, train_step
-
         t, position = self.run.training, self.position
+        reason = self._reason_to_stop()
+        if position.step >= t.train_steps or reason is not None:
+            return reason
         batches = self._batches()
         self.recorder.restart()
-        reason = None
         try:
             while position.step < t.train_steps and reason is None:
+                self.heartbeat.beat(position.step + 1)
                 result = train_step(self.session, fetch(self.session, batches), position.step + 1)
-                position.step += 1
-                position.consumed_tokens += tokens_per_step(self.run)
+                position.advance(self.run)
                 self.recorder.stepped()
                 self.monitor.tick()
                 reason = self._reason_to_stop()
-                self._report(result, last=reason is not None or position.step == t.train_steps)
+                last = reason is not None or position.step == t.train_steps
+                self._report(result, last=last)
+                self._save(last=last)
         finally:
             if batches is not None:
                 batches.close()  # type: ignore[attr-defined]
@@ -152,25 +179,22 @@ class _Training:
 
     def _batches(self) -> Iterator[Any] | None:
         """This rank's training micro-batches from the current step on; None if it reads none."""
-        if not self.session.reads_data or self.position.step >= self.run.training.train_steps:
+        if not self.session.reads_data:
             return None
         return self.loaders.iterate("train", start_step=self.position.step)
 
     def _reason_to_stop(self) -> str | None:
-        """Why the run ends after this step although it is not finished; the same on all ranks."""
-        if self.position.step >= self.run.training.train_steps:
+        """Why the run ends here although it is not finished; the same on all ranks."""
+        t, step = self.run.training, self.position.step
+        if step >= t.train_steps:
             return None
-        if self.position.step == self.run.training.exit_at_step:
-            return f"training.exit_at_step is {self.position.step}"
+        if t.exit_at_step is not None and step >= t.exit_at_step:
+            return f"training.exit_at_step is {t.exit_at_step}"
         code = self.session.guard.stop_code
         return None if code == NO_STOP else REASONS[code]
 
     def _report(self, result: StepResult, *, last: bool) -> None:
         """Evaluate and log, when due. Collective."""
-        from dataclasses import replace
-
-        from megatron_patch.training.evaluate import evaluate
-
         t, step = self.run.training, self.position.step
         finished = step == t.train_steps
         due = finished or (t.eval_interval is not None and step % t.eval_interval == 0)
@@ -182,3 +206,12 @@ class _Training:
             with self.recorder.away():
                 metrics = replace(metrics, eval_loss=evaluate(self.session, self.loaders))
         self.monitor.log(metrics)
+
+    def _save(self, *, last: bool) -> None:
+        """Commit a background save that is ready; begin the next one, when due. Collective."""
+        self.saver.poll()
+        interval = self.run.checkpoint.interval
+        if last or interval is None or self.position.step % interval:
+            return
+        with self.recorder.away(), parameters_in_place(self.session):
+            self.saver.save(self.position)

@@ -46,6 +46,7 @@ CHANGEABLE = (
     "data.verify",
     "data.cache_dir",
     "model.layer_spec",
+    "cluster",
 )
 """Keys a resumed run may change: they say how, how long and where, not what is trained."""
 
@@ -214,6 +215,28 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> None:
     write_atomically(path / "origins.yaml", loaded.dump_origins())
     attempts.append({"utc": utc(), **report})
     write_atomically(file, json.dumps({"attempts": attempts}, indent=1) + "\n")
+
+
+def check_data(run: RunConfig, fingerprint: str, *, step: int) -> list[Problem]:
+    """Compare the data's fingerprint with that of the steps before, then record it.
+
+    Args:
+        run: configuration.
+        fingerprint: ``Loaders.fingerprint``: everything the order of samples depends on.
+        step: steps done; nothing is compared at step 0.
+    """
+    file = run_directory(run) / "data.sha256"
+    if step > 0 and file.exists() and file.read_text().strip() != fingerprint:
+        return [
+            Problem(
+                "data",
+                f"the token files are not those the first {step} steps were trained on (their "
+                "manifests differ): put the old ones back, or start a new run with "
+                "checkpoint.load_from",
+            )
+        ]
+    write_atomically(file, fingerprint + "\n")
+    return []
 
 
 def mark_finished(path: Path, *, step: int, consumed_tokens: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from megatron_patch.runtime import environment
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard
 from megatron_patch.training.recorder import tokens_per_step
-from megatron_patch.training.rundir import RunDirectory, open_run
+from megatron_patch.training.rundir import RunDirectory, check_data, open_run, run_directory
 from megatron_patch.training.signals import StopFlags
 
 if TYPE_CHECKING:
@@ -83,14 +82,8 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
     if problems:
         raise ConfigError(problems)
     if directory is None and finished:
-        return RunDirectory(path=_nowhere(loaded), notes=[], finished=True, _lock=None)
+        return RunDirectory(run_directory(loaded.config), notes=[], finished=True, _lock=None)
     return directory
-
-
-def _nowhere(loaded: Loaded) -> Any:
-    from megatron_patch.training.rundir import run_directory
-
-    return run_directory(loaded.config)
 
 
 def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
@@ -105,10 +98,7 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
     monitor.say(f"optional: {', '.join(optional)}")
     if run.training.device == "cpu":
         threads = torch.get_num_threads()
-        monitor.say(
-            "device: CPU mode (gloo, PyTorch's CPU kernels, Megatron-Core's CUDA assumptions "
-            f"answered in runtime/cpu_mode.py), {threads} thread(s) a rank"
-        )
+        monitor.say(f"device: CPU mode, gloo and PyTorch's CPU kernels, {threads} thread(s) a rank")
     else:
         monitor.say(
             f"device: {found.get('gpu')}, CUDA {found.get('cuda')}, driver {found.get('driver')}, "
@@ -164,8 +154,6 @@ def build_session(
 
     vocab_size = build_tokenizer(run.data.tokenizer).vocab_size
     built = build_model(run, vocab_size=vocab_size)
-    for selection in built.selections:
-        monitor.say(selection.line())
     chunks = optimizers.wrap_chunks(run, built.chunks)
     optimizer, line = optimizers.build_optimizer(run, chunks)
     monitor.say(line)
@@ -225,4 +213,25 @@ def silence_other_ranks(layout: Layout) -> None:
     """Log records below errors come from the first rank only."""
     if not layout.print_rank:
         logging.getLogger("megatron_patch").setLevel(logging.ERROR)
-        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def keep_optimizer_kernel(session: Session) -> None:
+    """A checkpoint carries its writer's optimizer flags: put this run's back."""
+    if session.run.training.device == "cuda":
+        from megatron_patch.training.optimizer import use_fused_kernel
+
+        use_fused_kernel(session.optimizer)
+
+
+def check_data_identity(run: RunConfig, layout: Layout, loaders: Loaders, *, step: int) -> None:
+    """Refuse to go on with other data, or another order, than the steps before had. Collective.
+
+    Raises:
+        ConfigError: the fingerprint in the run directory differs.
+    """
+    problems: list[Any] = [[]]
+    if layout.print_rank:
+        problems = [check_data(run, loaders.fingerprint, step=step)]
+    torch.distributed.broadcast_object_list(problems, src=0)
+    if problems[0]:
+        raise ConfigError(problems[0])

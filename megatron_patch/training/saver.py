@@ -1,0 +1,105 @@
+"""When a failed save is survivable, and how far the run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_patch.checkpoint.errors import SaveError
+from megatron_patch.checkpoint.progress import Progress
+
+if TYPE_CHECKING:
+    from megatron_patch.checkpoint.megatron import Checkpointer
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.monitor.hub import Monitor
+
+MAX_FAILURES = 3
+"""Periodic saves that may fail in a row before the run ends: it would train for nothing."""
+
+
+@dataclass(slots=True)
+class Position:
+    """How far the run is, counted over all ranks."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    abandoned_saves: int = 0
+
+    def advance(self, run: RunConfig) -> None:
+        """One more step is done."""
+        self.step += 1
+        self.consumed_samples += run.training.global_batch_size
+        self.consumed_tokens += run.training.global_batch_size * run.model.seq_length
+
+    def progress(self) -> Progress:
+        """As checkpoints record it."""
+        return Progress(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            abandoned_saves=self.abandoned_saves,
+        )
+
+
+class Saver:
+    """Checkpoints of the loop. Every method is collective."""
+
+    def __init__(self, checkpointer: Checkpointer, monitor: Monitor) -> None:
+        self._checkpointer, self._monitor = checkpointer, monitor
+        self._saved: int | None = None
+        self._failures = 0
+
+    def load(self) -> Position | None:
+        """Resume from the newest good checkpoint, or ``load_from``; None for a fresh start."""
+        progress = self._checkpointer.load()
+        if progress is None:
+            return None
+        return Position(**progress.as_dict())
+
+    def save(self, position: Position) -> None:
+        """A periodic checkpoint. A failure (full disk) is reported and survived a few times.
+
+        Raises:
+            SaveError: it failed MAX_FAILURES times in a row.
+        """
+        self._attempt(lambda: self._checkpointer.save(position.progress()), position.step)
+
+    def poll(self) -> None:
+        """Commit a background save that is ready."""
+        if self._checkpointer.saving:
+            self._attempt(lambda: self._checkpointer.finalize(blocking=False), self._saved)
+
+    def _attempt(self, work: object, step: int | None) -> None:
+        assert callable(work)
+        try:
+            work()
+        except SaveError as error:
+            self._saved = None
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            self._monitor.say(
+                f"warning: {error}; training goes on, {MAX_FAILURES - self._failures} more "
+                "failure(s) in a row end it"
+            )
+            return
+        self._saved = step
+        if not self._checkpointer.saving:
+            self._failures = 0
+
+    def save_last(self, position: Position) -> None:
+        """The checkpoint a run ends with, committed when this returns.
+
+        Raises:
+            SaveError: it could not be written; the one before it is the newest.
+        """
+        try:
+            self._checkpointer.finalize(blocking=True)
+        except SaveError as error:
+            self._monitor.say(f"warning: {error}; trying once more")
+            self._saved = None
+        if self._saved != position.step and position.step > 0:
+            self._checkpointer.save(position.progress())
+            self._checkpointer.finalize(blocking=True)
+            self._saved = position.step

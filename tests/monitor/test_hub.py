@@ -1,0 +1,179 @@
+"""Console lines, metrics.csv over a resume, TensorBoard, the optional W&B, plots."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from run_config import run_config
+
+from megatron_patch.monitor.hub import Monitor
+from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics, console_line, duration
+from megatron_patch.monitor.plot import PlotError, plot_runs, read_curves
+from megatron_patch.monitor.sinks import CsvSink, MissingPackageError
+
+
+def metrics(step: int, **values: object) -> StepMetrics:
+    known = {"consumed_tokens": 512 * step, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3}
+    return StepMetrics(step=step, **(known | values))  # type: ignore[arg-type]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_console_line_has_fixed_order_and_leaves_out_what_is_absent() -> None:
+    full = metrics(7, tokens_per_s=1234.5, tflops_per_device=400.0, mfu=0.4, memory_gib=12.0)
+    line = console_line(full, train_steps=100, seconds_left=3725)
+    assert line == (
+        "step   7/100 | loss 0.7143 | grad norm 1.000 | lr 1.00e-03 | 1,234 tok/s | 400 TFLOP/s | "
+        "MFU 40.0% | mem 12.0 GiB | skipped 0 | nan 0 | left 1:02:05"
+    )
+    assert "MFU" not in console_line(metrics(7), train_steps=100, seconds_left=None)
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.6, 3600, 90061)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:00:00",
+        "1 d 1:01:01",
+    ]
+
+
+def test_csv_keeps_every_bit(tmp_path: Path) -> None:
+    value = 5.982365131378174
+    sink = CsvSink(tmp_path / "metrics.csv", start_step=0)
+    sink.log(metrics(1, loss=value, extra={"b": 2.0, "a": 1.0}))
+    sink.close()
+    (row,) = rows(tmp_path / "metrics.csv")
+    assert float(row["loss"]) == value and list(row) == CSV_COLUMNS
+    assert row["extra"] == '{"a": 1.0, "b": 2.0}' and row["eval_loss"] == ""
+
+
+def test_resume_moves_repeated_rows_aside_and_drops_torn_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    first = CsvSink(path, start_step=0)
+    for step in (1, 2, 3, 4):
+        first.log(metrics(step))
+    first.close()
+    with path.open("a") as tail:
+        tail.write("5,25")  # killed while writing
+    second = CsvSink(path, start_step=2)
+    assert second.abandoned == 3
+    second.log(metrics(3, loss=9.0))
+    second.close()
+    assert [(r["step"], r["loss"]) for r in rows(path)] == [
+        ("1", "5.0"),
+        ("2", "2.5"),
+        ("3", "9.0"),
+    ]
+    kept = rows(tmp_path / "metrics.abandoned.csv")
+    assert [r["step"] for r in kept] == ["3", "4", "5"]
+
+
+def test_monitor_writes_console_log_csv_and_events(tmp_path: Path) -> None:
+    out = io.StringIO()
+    monitor = Monitor(run_config(), tmp_path, stream=out)
+    monitor.start(0)
+    monitor.say("hello")
+    monitor.log(metrics(10, step_seconds=2.0, extra={"attention/max_logit": 3.0}))
+    monitor.note("only in the file")
+    monitor.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "hello" and lines[1].startswith("step 10/20 | loss 0.5000")
+    assert lines[1].endswith("left 0:00:20") and len(lines) == 2
+    log = (tmp_path / "train.log").read_text()
+    assert "hello" in log and "only in the file" in log and "\r" not in log
+    assert events(tmp_path / "tensorboard")["train/attention/max_logit"] == [(10, 3.0)]
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return {
+        tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]
+    }
+
+
+def test_progress_bar_on_request(tmp_path: Path) -> None:
+    out = io.StringIO()
+    monitor = Monitor(run_config(logging={"progress": "on", "tensorboard": False}), tmp_path,
+                      stream=out)  # fmt: skip
+    monitor.start(5)
+    for _ in range(3):
+        monitor.tick()
+    monitor.log(metrics(8))
+    monitor.close()
+    assert "/20" in out.getvalue() and "step  8/20" in out.getvalue()
+
+
+def test_inactive_monitor_writes_nothing(tmp_path: Path) -> None:
+    monitor = Monitor(run_config(), tmp_path / "no", active=False)
+    monitor.start(0)
+    monitor.say("x")
+    monitor.log(metrics(1))
+    monitor.close()
+    assert not (tmp_path / "no").exists()
+
+
+def test_wandb_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_patch.monitor.config import WandbConfig
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monitor = Monitor(run_config(logging={"wandb": WandbConfig(enabled=True)}), tmp_path)
+    with pytest.raises(MissingPackageError, match=r"wandb is not installed.*enabled: false"):
+        monitor.check()
+    monitor.close()
+
+
+def test_logging_section_problems() -> None:
+    run = run_config(logging={"interval": 0, "peak_tflops": -1.0})
+    assert [p.path for p in run.logging.problems(run)] == [
+        "logging.interval",
+        "logging.peak_tflops",
+    ]
+
+
+def write_run(folder: Path, steps: list[int], **values: object) -> Path:
+    folder.mkdir()
+    sink = CsvSink(folder / "metrics.csv", start_step=0)
+    for step in steps:
+        sink.log(metrics(step, tokens_per_s=100.0, elapsed_seconds=float(step), **values))
+    sink.close()
+    return folder
+
+
+def test_plot_overlays_runs_and_tolerates_one_row(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", [1, 2, 3], eval_loss=4.0)
+    b = write_run(tmp_path / "b", [1], loss=None)
+    out = plot_runs([a, b / "metrics.csv"], tmp_path / "new" / "plot.png")
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and out.stat().st_size > 5000
+
+
+def test_plot_marks_restarts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [1, 2])
+    sink = CsvSink(folder / "metrics.csv", start_step=2)
+    sink.log(metrics(3, elapsed_seconds=0.5))
+    sink.close()
+    curves = read_curves(folder)
+    assert curves.restarts() == [3.0]
+    assert curves.points("loss")[0] == [1.0, 2.0, 3.0]
+
+
+def test_plot_skips_values_that_are_not_numbers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [1, 2, 3])
+    text = (folder / "metrics.csv").read_text().replace("2.5", "nan")
+    (folder / "metrics.csv").write_text(text + "4,half a ro")
+    assert read_curves(folder).points("loss") == ([1.0, 3.0], [5.0, 5.0 / 3])
+
+
+@pytest.mark.parametrize("content", [None, "", "step,loss\n"])
+def test_plot_says_what_is_missing(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(PlotError, match=r"metrics\.csv"):
+        plot_runs([tmp_path], tmp_path / "out.png")

@@ -1,0 +1,109 @@
+"""What the training, optimizer and parallel sections refuse."""
+
+from typing import Any
+
+import pytest
+from run_config import run_config
+
+from megatron_patch.model.config import MoEConfig
+from megatron_patch.parallel.setup import LayoutError, check_world_size, world_size_problems
+
+
+def paths(section: str, keys: dict[str, Any], **others: dict[str, Any]) -> list[str]:
+    run = run_config(**{section: keys}, **others)
+    return [p.path for p in getattr(run, section).problems(run)]
+
+
+@pytest.mark.parametrize("section", ["training", "optimizer", "parallel"])
+def test_a_good_section_has_no_problems(section: str) -> None:
+    assert paths(section, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "bad"),
+    [
+        ({"train_steps": 0}, "train_steps"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"micro_batch_size": 3}, "global_batch_size"),
+        ({"eval_interval": 0}, "eval_interval"),
+        ({"exit_at_step": 0}, "exit_at_step"),
+        ({"exit_after_minutes": 0.0}, "exit_after_minutes"),
+        ({"exit_after_minutes": float("nan")}, "exit_after_minutes"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_training(keys: dict[str, Any], bad: str) -> None:
+    assert paths("training", keys) == [f"training.{bad}"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "bad"),
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"lr": float("inf")}, "lr"),
+        ({"min_lr": 1.0}, "min_lr"),
+        ({"warmup_steps": 20}, "warmup_steps"),
+        ({"decay_steps": 4, "warmup_steps": 4}, "warmup_steps"),
+        ({"schedule": "wsd"}, "wsd_decay_steps"),
+        ({"schedule": "wsd", "wsd_decay_steps": 18, "warmup_steps": 3}, "wsd_decay_steps"),
+        ({"wsd_decay_steps": 5}, "wsd_decay_steps"),
+        ({"beta2": 1.0}, "beta2"),
+        ({"eps": 0.0}, "eps"),
+        ({"clip_grad": -1.0}, "clip_grad"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+    ],
+)
+def test_optimizer(keys: dict[str, Any], bad: str) -> None:
+    assert f"optimizer.{bad}" in paths("optimizer", keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "bad"),
+    [
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size"),
+        ({"sequence_parallel": True}, "sequence_parallel"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1},
+            "virtual_pipeline_model_parallel_size",
+        ),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size"),
+        ({"overlap_param_gather": True}, "overlap_param_gather"),
+        ({"distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes"),
+        ({"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}, "cp_comm_type"),
+        (
+            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 4]},
+            "hierarchical_context_parallel_sizes",
+        ),
+    ],
+)
+def test_parallel(keys: dict[str, Any], bad: str) -> None:
+    assert paths("parallel", keys) == [f"parallel.{bad}"]
+
+
+def world(ranks: int, parallel: dict[str, Any], **others: dict[str, Any]) -> list[str]:
+    return [p.path for p in world_size_problems(run_config(parallel=parallel, **others), ranks)]
+
+
+def test_world_size() -> None:
+    two = {"tensor_model_parallel_size": 2}
+    assert world(1, {}) == world(2, two) == world(8, two) == []
+    assert world(3, two) == ["parallel"]
+    assert world(3, {}) == ["training.global_batch_size"]
+    virtual = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+    batch = {"global_batch_size": 12, "micro_batch_size": 2}
+    assert world(4, virtual, training=batch) == ["training.global_batch_size"]
+    experts = {"expert_model_parallel_size": 4}
+    moe = {"moe": MoEConfig(num_experts=4)}
+    assert world(2, experts, model=moe) == ["parallel.expert_model_parallel_size"]
+    assert world(4, experts, model=moe) == []
+
+
+def test_the_error_names_the_remedy() -> None:
+    run = run_config(parallel={"tensor_model_parallel_size": 4})
+    with pytest.raises(LayoutError, match="start a multiple of 4 ranks") as caught:
+        check_world_size(run, 6)
+    assert caught.value.exit_code == 2

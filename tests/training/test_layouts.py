@@ -1,0 +1,138 @@
+"""Every parallel layout computes the same training, from one checkpoint resharded on load.
+
+One process trains two steps and saves. It and every layout continue for three steps on the same
+data; loss and gradient norm must agree. FP32: 1e-5 relative (sums in another order; measured 1e-6).
+BF16: 2e-3 for the loss and 2e-2 for the norm (weights and activations carry 8 bits).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_ranks import distance, figures, metrics, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+START, END = 2, 5
+STEPS = list(range(START + 1, END + 1))
+FP32 = 1e-5
+TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
+PP, VPP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
+DIST_OPT, EP = "parallel.use_distributed_optimizer", "parallel.expert_model_parallel_size"
+OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+BF16 = ["training.precision=bf16"]
+MOE = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32", "model.moe.aux_loss_coeff=0.0"]
+
+
+def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
+    return {"set": [f"name={name}", *keys], **faults}
+
+
+def newest(folder: Path, name: str) -> Path:
+    return sorted((folder / "runs" / name / "checkpoints").glob("step_*"))[-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path, corpus: Path) -> dict[str, dict[int, tuple[str, str]]]:
+    """One process: checkpoints after START steps and the figures of the steps that follow."""
+    stop = f"training.exit_at_step={START}"
+    variants = {
+        "fp32": [],
+        "bf16": BF16,
+        "moe": MOE,
+        "whole": ["parallel.use_distributed_optimizer=false"],
+    }
+    runs = []
+    for name, keys in variants.items():
+        # Starting and continuing under one name is the resume on the same layout.
+        runs += [run(name, stop, *keys), run(name, *keys)]
+    results = run_ranks(folder, corpus, 1, runs)
+    assert [r[0]["code"] for r in results] == [0] * len(runs)
+    return {name: figures(folder / "runs" / name) for name in variants}
+
+
+def start_of(folder: Path, name: str) -> str:
+    """The checkpoint after START steps of a single-process run."""
+    (found,) = (folder / "runs" / name / "checkpoints").glob(f"step_{START:08d}.*")
+    return f"checkpoint.load_from={found}"
+
+
+def check(
+    folder: Path, corpus: Path, ranks: int, layouts: dict[str, tuple[str, list[str]]]
+) -> dict[str, dict[int, tuple[str, str]]]:
+    """Run layouts (name -> (source run, keys)) one after the other on the same processes."""
+    runs = [run(name, start_of(folder, source), *keys) for name, (source, keys) in layouts.items()]
+    results = run_ranks(folder, corpus, ranks, runs)
+    assert all(rank["code"] == 0 and rank["step"] == END for run_ in results for rank in run_)
+    return {name: figures(folder / "runs" / name) for name in layouts}
+
+
+def test_single_process_resume_continues_the_run(single: dict[str, Any]) -> None:
+    assert all(sorted(found) == list(range(1, END + 1)) for found in single.values())
+
+
+def test_data_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
+    found = check(folder, corpus, 2, {
+        "dp2": ("fp32", []),
+        "dp2_overlap": ("fp32", OVERLAP),
+        "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
+        "dp2_bf16": ("bf16", BF16),
+    })  # fmt: skip
+    assert distance(found["dp2"], single["fp32"], STEPS) < FP32
+    assert found["dp2_overlap"] == found["dp2"]  # other times, same sums
+    assert distance(found["dp2_whole"], single["whole"], STEPS) < FP32
+    assert distance(found["dp2_bf16"], single["bf16"], STEPS) < 2e-2
+
+
+def test_tensor_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
+    found = check(folder, corpus, 2, {
+        "tp2": ("fp32", [f"{TP}=2"]),
+        "tp2_sp": ("fp32", [f"{TP}=2", f"{SP}=true"]),
+        "tp2_whole": ("whole", [f"{TP}=2", f"{DIST_OPT}=false"]),
+        "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *BF16]),
+    })  # fmt: skip
+    assert distance(found["tp2"], single["fp32"], STEPS) < FP32
+    assert distance(found["tp2_sp"], single["fp32"], STEPS) < FP32
+    assert distance(found["tp2_whole"], single["whole"], STEPS) < FP32
+    assert distance(found["tp2_bf16"], single["bf16"], STEPS) < 2e-2
+
+
+def test_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
+    found = check(folder, corpus, 2, {
+        "pp2": ("fp32", [f"{PP}=2"]),
+        "pp2_virtual": ("fp32", [f"{PP}=2", f"{VPP}=2"]),
+    })  # fmt: skip
+    assert distance(found["pp2"], single["fp32"], STEPS) < FP32
+    assert distance(found["pp2_virtual"], single["fp32"], STEPS) < FP32
+
+
+def test_tensor_and_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
+    keys = [f"{TP}=2", f"{SP}=true", f"{PP}=2"]
+    found = check(folder, corpus, 4, {"tp2_pp2": ("fp32", keys)})
+    assert distance(found["tp2_pp2"], single["fp32"], STEPS) < FP32
+
+
+def test_expert_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
+    found = check(folder, corpus, 2, {
+        "ep2": ("moe", [f"{EP}=2", *MOE]),
+        "ep1_tp2": ("moe", [f"{TP}=2", f"{SP}=true", *MOE]),
+    })  # fmt: skip
+    assert distance(found["ep2"], single["moe"], STEPS) < FP32
+    assert distance(found["ep1_tp2"], single["moe"], STEPS) < FP32
+
+
+def test_evaluation_agrees(folder: Path, single: dict[str, Any]) -> None:
+    """The validation loss of the last step, over layouts that other tests have run."""
+    expected = float(metrics(folder / "runs" / "fp32")[END]["eval_loss"])
+    for name in ("dp2", "tp2_sp", "pp2_virtual"):
+        path = folder / "runs" / name
+        if path.exists():
+            found = float(metrics(path)[END]["eval_loss"])
+            assert found == pytest.approx(expected, rel=FP32)

@@ -1,0 +1,128 @@
+"""The run directory: what is written, what is refused, what is never lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_patch.config import load
+from megatron_patch.training import rundir
+
+CONFIG = """
+name: tiny
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32}
+training: {device: cpu, precision: fp32, train_steps: 20, global_batch_size: 8, micro_batch_size: 2}
+optimizer: {lr: 1.0e-3}
+data: {blend: [{path: tiny}], tokenizer: {kind: bytes}}
+attention: {backend: reference}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Loads CONFIG with overrides; the run directory is tmp_path/runs/tiny."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    return lambda *overrides: load(tmp_path / "tiny.yaml", list(overrides))
+
+
+def start(loaded, *, trained: bool = True):
+    """One attempt: opens, leaves a trace of training, closes; returns (directory, problems)."""
+    directory, problems = rundir.open_run(loaded, {"torch": "2"})
+    if directory is not None:
+        if trained:
+            (directory.path / "metrics.csv").touch()
+        directory.close()
+    return directory, problems
+
+
+def test_a_new_run_says_what_it_is(tiny) -> None:
+    directory, problems = start(tiny("optimizer.lr=0.01"))
+    assert not problems and not directory.finished
+    saved = yaml.safe_load((directory.path / "config.yaml").read_text())
+    assert saved["optimizer"]["lr"] == 0.01 and saved["training"]["train_steps"] == 20
+    assert "optimizer.lr" in (directory.path / "origins.yaml").read_text()
+    (attempt,) = json.loads((directory.path / "environment.json").read_text())["attempts"]
+    assert attempt["torch"] == "2" and attempt["utc"].endswith("Z")
+
+
+def test_every_attempt_is_recorded(tiny) -> None:
+    start(tiny())
+    directory, problems = start(tiny())
+    assert not problems
+    assert len(json.loads((directory.path / "environment.json").read_text())["attempts"]) == 2
+
+
+def test_changes_that_do_not_alter_the_training_are_allowed_and_said(tiny) -> None:
+    start(tiny())
+    directory, problems = start(tiny("training.train_steps=40", "logging.interval=1"))
+    assert not problems
+    notes = "\n".join(directory.notes)
+    assert "training.train_steps: 20 -> 40" in notes and "logging.interval: 10 -> 1" in notes
+    before = yaml.safe_load((directory.path / "config.attempt_1.yaml").read_text())
+    assert before["training"]["train_steps"] == 20
+
+
+def test_another_configuration_is_refused_and_nothing_is_touched(tiny) -> None:
+    first, _ = start(tiny())
+    before = {p.name: p.read_bytes() for p in first.path.iterdir() if p.is_file()}
+    directory, problems = start(tiny("model.num_layers=4", "optimizer.lr=0.5", "run_dir=runs/tiny"))
+    assert directory is None
+    assert [p.path for p in problems] == ["model.num_layers", "optimizer.lr"]
+    assert "started with 2" in problems[0].message and "run_dir" in problems[0].message
+    assert before == {p.name: p.read_bytes() for p in first.path.iterdir() if p.is_file()}
+
+
+def test_a_directory_in_which_nothing_was_trained_may_be_taken_over(tiny) -> None:
+    start(tiny(), trained=False)
+    _, problems = start(tiny("model.num_layers=4"))
+    assert not problems
+
+
+def test_resume_never_refuses_an_existing_run(tiny) -> None:
+    start(tiny())
+    directory, problems = start(tiny("checkpoint.resume=never"))
+    assert directory is None and problems[0].path == "checkpoint.resume"
+
+
+def test_two_processes_cannot_share_a_directory(tiny) -> None:
+    """Without the lock both would append to metrics.csv and race for checkpoint names."""
+    first, _ = rundir.open_run(tiny(), {})
+    second, problems = rundir.open_run(tiny(), {})
+    assert second is None and "another process" in problems[0].message
+    first.close()
+    third, problems = rundir.open_run(tiny(), {})
+    assert not problems
+    third.close()
+
+
+def test_finished_is_final_until_the_run_is_made_longer(tiny) -> None:
+    directory, _ = start(tiny())
+    rundir.mark_finished(directory.path, step=20, consumed_tokens=1)
+    again, _ = start(tiny())
+    assert again.finished
+    longer, problems = start(tiny("training.train_steps=30"))
+    assert not problems and not longer.finished
+    assert not (longer.path / rundir.FINISHED).exists()
+    assert (longer.path / "FINISHED.step_20").exists()
+
+
+def test_a_damaged_environment_file_is_kept_aside(tiny) -> None:
+    directory, _ = start(tiny())
+    (directory.path / "environment.json").write_text("{")
+    directory, problems = start(tiny())
+    assert not problems
+    assert list(directory.path.glob("environment.unreadable_*.json"))
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_configuration_problem(tiny, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    directory, problems = start(tiny("run_dir=file/run"))
+    assert directory is None and problems[0].path == "run_dir"
+
+
+def test_differences_see_lists_and_missing_keys() -> None:
+    found = rundir.differences("a: [1, 2]\nb: {}\n", "a: [1, 3, 4]\nb: {c: 1}\n")
+    assert ("a.1", "2", "3") in found and ("a.2", "absent", "4") in found
+    assert ("b.c", "absent", "1") in found

@@ -1,0 +1,106 @@
+"""One rank of a test: runs a list of trainings in this process and reports what happened.
+
+    RANK=.. WORLD_SIZE=.. python worker.py PLAN.json
+
+The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
+into one rank's local gradient before it is reduced; ``signal`` delivers a real signal to one rank
+in the middle of a step. Results go to PLAN.json.rank<N>.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def digest(session: Any) -> str:
+    """Hash of every weight, main weight and optimizer moment of this rank."""
+    found = hashlib.sha256()
+
+    def add(tensor: torch.Tensor) -> None:
+        found.update(tensor.detach().float().contiguous().cpu().numpy().tobytes())
+
+    for chunk in session.chunks:
+        for parameter in chunk.parameters():
+            add(parameter)
+    for part in session.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            for value in state.values():
+                add(torch.as_tensor(value))
+    return found.hexdigest()
+
+
+def install_faults(run: dict[str, Any]) -> None:
+    """Patch the guard: its hook runs when local gradients are complete, before any reduction."""
+    from megatron_patch.training import finite
+
+    original = finite.StepGuard.before_reduction
+    nan, sent = run.get("nan"), run.get("signal")
+
+    def before_reduction(self: Any, chunks: list[Any]) -> None:
+        if nan and self.step == nan["step"] and self.layout.rank == nan["rank"]:
+            for chunk in chunks:
+                for name, parameter in finite.unwrap(chunk).named_parameters():
+                    if name == nan["parameter"]:
+                        parameter.main_grad.view(-1)[3] = math.nan
+        if sent and self.step == sent["step"] and self.layout.rank == sent["rank"]:
+            os.kill(os.getpid(), getattr(signal, sent["name"]))
+        original(self, chunks)
+
+    finite.StepGuard.before_reduction = before_reduction  # type: ignore[method-assign]
+    run["_undo"] = lambda: setattr(finite.StepGuard, "before_reduction", original)
+
+
+def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
+    """One training; the exit code and weights, or the error."""
+    from megatron_patch.cli.app import exit_code
+    from megatron_patch.config import load
+    from megatron_patch.parallel import setup
+    from megatron_patch.training import loop
+
+    result: dict[str, Any] = {}
+    install_faults(run)
+    original = loop._Training.run_to_end
+
+    def run_to_end(self: Any) -> None:
+        try:
+            original(self)
+        finally:
+            result["weights"] = digest(self.session)
+            result["step"] = self.position.step
+
+    loop._Training.run_to_end = run_to_end  # type: ignore[method-assign]
+    try:
+        result["code"] = loop.train(load(config, run["set"]))
+    except Exception as error:
+        result["error"], result["code"] = str(error), exit_code(error)
+        if result["code"] is None:
+            raise
+        setup.destroy()  # the plan makes all ranks fail together
+    finally:
+        loop._Training.run_to_end = original  # type: ignore[method-assign]
+        run["_undo"]()
+    return result
+
+
+def main() -> None:
+    plan_path = Path(sys.argv[1])
+    plan = json.loads(plan_path.read_text())
+    torch.set_num_threads(1)
+    results = []
+    for index, run in enumerate(plan["runs"]):
+        os.environ["MASTER_PORT"] = str(plan["ports"][index])
+        results.append(execute(plan["config"], run))
+        Path(f"{plan_path}.rank{os.environ['RANK']}").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Starts several gloo ranks for one test and collects what each of them reports."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).parent / "training" / "worker.py"
+
+CONFIG = """
+name: tiny
+model:
+  num_layers: 4
+  hidden_size: 32
+  num_attention_heads: 4
+  num_query_groups: 2
+  ffn_hidden_size: 64
+  seq_length: 32
+training:
+  device: cpu
+  precision: fp32
+  train_steps: 5
+  global_batch_size: 8
+  micro_batch_size: 1
+  eval_steps: 1
+optimizer: {lr: 1.0e-2, warmup_steps: 2}
+data:
+  blend: [{path: CORPUS}]
+  split: [0.9, 0.1, 0.0]
+  num_workers: 0
+attention: {backend: reference}
+checkpoint: {interval: null}
+logging: {interval: 1, tensorboard: false}
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def run_ranks(
+    folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]], *, timeout: float = 150
+) -> list[list[dict[str, Any]]]:
+    """Run the trainings one after the other on ``ranks`` processes.
+
+    Args:
+        folder: working directory; relative run directories end up here.
+        corpus: dataset prefix.
+        ranks: processes.
+        runs: see worker.py.
+        timeout: seconds until all ranks are killed and the test fails.
+
+    Returns:
+        results[run][rank]
+    """
+    config = folder / "tiny.yaml"
+    config.write_text(CONFIG.replace("CORPUS", str(corpus)))
+    plan = folder / f"plan_{len(list(folder.glob('plan_*.json')))}.json"
+    ports = free_ports(len(runs))
+    plan.write_text(json.dumps({"config": str(config), "ports": ports, "runs": runs}))
+    base = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ports[0]),
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+    }
+    logs = [plan.with_suffix(f".log{rank}") for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as out:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), str(plan)],
+                    cwd=folder,
+                    env=environment,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a test's Ctrl-C must not reach ranks as a stop
+                )
+            )
+    codes = _wait(processes, timeout)
+    if any(codes):
+        tail = "\n".join(f"--- rank {r}: {log.read_text()[-3000:]}" for r, log in enumerate(logs))
+        raise AssertionError(f"ranks ended with {codes}\n{tail}")
+    reports = [json.loads(Path(f"{plan}.rank{rank}").read_text()) for rank in range(ranks)]
+    return [[report[i] for report in reports] for i in range(len(runs))]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Exit codes; when one rank fails or time is over, the others are killed."""
+    import time
+
+    end = time.monotonic() + timeout
+    try:
+        while time.monotonic() < end:
+            codes = [p.poll() for p in processes]
+            if all(code == 0 for code in codes) or any(code for code in codes):
+                break
+            time.sleep(0.1)
+        return [p.poll() for p in processes]
+    finally:
+        for p in processes:
+            if p.poll() is None:
+                os.killpg(p.pid, signal.SIGKILL)
+            p.wait()
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, str]]:
+    """Rows of a run's metrics.csv by step."""
+    with (run_dir / "metrics.csv").open() as lines:
+        return {int(row["step"]): row for row in csv.DictReader(lines)}
+
+
+def figures(run_dir: Path) -> dict[int, tuple[str, str]]:
+    """step -> (loss, gradient norm) as text with every digit."""
+    return {step: (row["loss"], row["grad_norm"]) for step, row in metrics(run_dir).items()}
+
+
+def distance(found: dict[int, Any], expected: dict[int, Any], steps: list[int]) -> float:
+    """Largest relative difference of loss and gradient norm over the steps."""
+    worst = 0.0
+    for step in steps:
+        for a, b in zip(found[step], expected[step], strict=True):
+            worst = max(worst, abs(float(a) - float(b)) / abs(float(b)))
+    return worst
