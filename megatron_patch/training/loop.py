@@ -104,6 +104,7 @@ class _Training:
         )
         peak, line = device_peak(run, layout)
         monitor.say(line)
+        self.heartbeat = Heartbeat(layout.rank)
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
         s = self.session
         self.saver = Saver(
