@@ -11,10 +11,10 @@ import os
 import sys
 
 import megatron_patch
-from megatron_patch.cli import backends, config, doctor, plot, prepare_data, train
+from megatron_patch.cli import backends, config, doctor, launch, plot, prepare_data, train
 from megatron_patch.cli.common import Formatter, tell
 
-COMMANDS = (train, prepare_data, config, doctor, plot, backends)
+COMMANDS = (train, launch, prepare_data, config, doctor, plot, backends)
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
 INTERRUPTED = 130

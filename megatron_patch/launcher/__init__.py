@@ -1,1 +1,1 @@
-"""From a configuration to a Slurm job: rendering, submitting, preflight, and what runs in a rank."""
+"""From a configuration to a Slurm job: rendering, submitting, preflight, rank start-up."""

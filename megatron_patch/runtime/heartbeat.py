@@ -1,8 +1,8 @@
 """How far the run is, for whoever watches it from outside.
 
-The launcher names a file in ``MEGATRON_PATCH_HEARTBEAT``; the first rank keeps the step it has begun
-in it. A crash at the same step again and again is told apart from bad luck by it, and a file that no
-longer changes is a hang. Without the variable nothing is written.
+The launcher names a file in ``MEGATRON_PATCH_HEARTBEAT``; the first rank keeps the step it has
+begun in it. A crash at the same step again and again is told apart from bad luck by it, and a file
+that no longer changes is a hang. Without the variable nothing is written.
 """
 
 from __future__ import annotations

@@ -1,0 +1,265 @@
+"""A configuration as a batch script: ``launch/train.sbatch``, its two marked blocks filled in.
+
+Everything outside the blocks is the shipped file, byte for byte. Texts are quoted by
+``shlex.quote`` although ``cluster.problems`` has refused whatever would need it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.launcher.config import HOSTS, PATH
+from megatron_patch.runtime.environment import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.root import RunConfig
+
+SCRIPT, PARTS = "train.sbatch", ("lib.sh", "node.sh")
+OPTIONS, SETTINGS = "sbatch options", "settings"
+BASE_ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LD_LIBRARY_PATH")
+MAX_NODES = 100_000
+
+
+class ScriptsMissingError(ValueError):
+    """The package is installed without its ``launch/`` directory."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be submitted, all paths absolute."""
+
+    run: RunConfig
+    nodes: int
+    work_dir: Path
+    """Where the job runs: relative paths of the configuration start here."""
+    run_dir: Path
+    program: tuple[str, ...] = ()
+    """Module or .py file and arguments; default: the trainer on ``launch/config.yaml``."""
+
+    @property
+    def launch_dir(self) -> Path:
+        """The rendered script, its parts and the state of the launcher."""
+        return self.run_dir / "launch"
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration the job reads."""
+        return self.launch_dir / "config.yaml"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.run.cluster.ranks
+
+
+def scripts() -> Path:
+    """The directory of the shipped scripts.
+
+    Raises:
+        ScriptsMissingError: the package is installed without them.
+    """
+    for folder in (ROOT / "launch", Path(sys.prefix) / "share" / "megatron_patch" / "launch"):
+        if (folder / SCRIPT).is_file():
+            return folder
+    raise ScriptsMissingError(
+        f"launch/{SCRIPT} is not beside the package ({ROOT}): launch from a checkout of the "
+        "repository, or copy its launch/ there"
+    )
+
+
+def job_problems(job: Job) -> Iterator[Problem]:
+    """What stands against this job beyond the sections' own checks."""
+    from megatron_patch.parallel.setup import world_size_problems
+
+    run, c = job.run, job.run.cluster
+    if not 1 <= job.nodes <= MAX_NODES:
+        yield Problem("cluster", f"--nodes {job.nodes}: must be between 1 and {MAX_NODES}")
+        return
+    if c.ranks < 1:
+        yield Problem(
+            "cluster.ranks_per_node", "is required where cluster.gpus_per_node is 0 (CPU runs)"
+        )
+        return
+    if run.training.device == "cuda" and c.gpus_per_node == 0:
+        yield Problem(
+            "cluster.gpus_per_node", "0, but training.device is cuda; ask for GPUs, or train on cpu"
+        )
+    if run.training.device == "cpu" and c.gpus_per_node > 0:
+        yield Problem(
+            "cluster.gpus_per_node",
+            f"{c.gpus_per_node} GPUs would stand idle: training.device is cpu; set it to 0",
+        )
+    if run.training.exit_at_step is not None and c.continuation != "none":
+        yield Problem(
+            "training.exit_at_step",
+            f"{run.training.exit_at_step}: a job that stops there is continued "
+            f"(cluster.continuation: {c.continuation}); set cluster.continuation: none",
+        )
+    yield from world_size_problems(run, job.world_size)
+    for path, folder in (("run_dir", job.run_dir), ("working directory", job.work_dir)):
+        if not PATH.fullmatch(str(folder)):
+            yield Problem(
+                path, f"{str(folder)[:120]!r}: only letters, digits and . _ / + = @ - are taken"
+            )
+
+
+def check(job: Job) -> None:
+    """Refuse a job that cannot be right.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems = list(job_problems(job))
+    if problems:
+        raise ConfigError(problems)
+
+
+def render(job: Job, *, chain: int | None = None) -> str:
+    """The batch script of ``job``; ``check`` must have passed.
+
+    Args:
+        job: what to render.
+        chain: tasks of the job array, under ``cluster.continuation: chain``; default: its
+            ``chain_length``.
+    """
+    text = (scripts() / SCRIPT).read_text(encoding="utf-8")
+    text = _replace(text, OPTIONS, "".join(f"#SBATCH {o}\n" for o in options(job, chain=chain)))
+    return _replace(text, SETTINGS, "".join(line + "\n" for line in settings(job)))
+
+
+def _replace(text: str, block: str, content: str) -> str:
+    begin, end = f"# >>> {block}\n", f"# <<< {block}\n"
+    assert text.count(begin) == 1 and text.count(end) == 1, block
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return head + begin + content + end + tail
+
+
+def options(job: Job, *, chain: int | None = None) -> Iterator[str]:
+    """The ``#SBATCH`` options, one a line."""
+    c = job.run.cluster
+    yield f"--job-name={job.run.name}"
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    if c.gpus_per_node:
+        yield f"--gpus-per-node={c.gpus_per_node}"
+    if c.cpus_per_node is not None:
+        yield f"--cpus-per-task={c.cpus_per_node}"
+    if c.memory is not None:
+        yield f"--mem={c.memory}"
+    if c.exclusive:
+        yield "--exclusive"
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        value = getattr(c, name)
+        if value is not None:
+            yield f"--{name}={value}"
+    excluded = excluded_nodes(job)
+    if excluded:
+        yield f"--exclude={excluded}"
+    yield f"--time={c.time_limit}"
+    # To the batch shell only: it tells the ranks.
+    yield f"--signal=B:USR1@{c.stop_lead_seconds}"
+    yield "--requeue" if c.continuation == "requeue" else "--no-requeue"
+    if c.continuation == "chain":
+        yield f"--array=1-{c.chain_length if chain is None else chain}%1"
+    yield "--open-mode=append"
+    yield f"--chdir={job.work_dir}"
+    pattern = "%A_%a" if c.continuation == "chain" else "%j"
+    yield f"--output={job.run_dir}/logs/slurm-{pattern}.log"
+    yield f"--export={','.join([*BASE_ENVIRONMENT, *c.pass_environment])}"
+
+
+def excluded_nodes(job: Job) -> str:
+    """``cluster.exclude_nodes`` and the nodes that failed an earlier preflight of this run."""
+    names = [job.run.cluster.exclude_nodes] if job.run.cluster.exclude_nodes else []
+    file = job.launch_dir / "excluded_nodes"
+    if file.is_file():
+        found = {line.strip() for line in file.read_text(encoding="utf-8").splitlines()}
+        names += sorted(n for n in found if HOSTS.fullmatch(n) and n not in names)
+    return ",".join(names)
+
+
+def settings(job: Job) -> Iterator[str]:
+    """The shell assignments, one a line."""
+    run, c = job.run, job.run.cluster
+    container = c.container.image is not None
+    program = job.program or ("megatron_patch", "train", "--config", str(job.config_file))
+    values: dict[str, str | int | None] = {
+        "RUN_DIR": str(job.run_dir),
+        "LAUNCH_DIR": str(job.launch_dir),
+        "PROGRAM": None,
+        "CONFIG": str(job.config_file),
+        "TRAIN_STEPS": run.training.train_steps,
+        "DEVICE": run.training.device,
+        "RANKS_PER_NODE": c.ranks,
+        "PYTHON": c.container.python if container else _expanded(c.python),
+        "SETUP_SCRIPT": _expanded(c.setup_script or ""),
+        "LOCAL_DIR": _expanded(c.local_dir),
+        "CONTINUATION": c.continuation,
+        "MAX_REQUEUES": c.max_requeues,
+        "MAX_CRASH_REQUEUES": c.max_crash_requeues,
+        "MAX_RESTARTS": c.max_restarts,
+        "SAME_STEP_LIMIT": c.same_step_limit,
+        "RESTART_PAUSE": c.restart_pause_seconds,
+        "EXCLUDED_NODES": excluded_nodes(job),
+        "PREFLIGHT": int(c.preflight.enabled),
+        "CONTAINER_IMAGE": c.container.image or "",
+        "CONTAINER_MOUNTS": ",".join(mounts(job)) if container else "",
+        "PASS_ENVIRONMENT": None,
+        "SECRETS_FILE": _expanded(c.secrets_file or ""),
+    }
+    arrays = {"PROGRAM": program, "PASS_ENVIRONMENT": c.pass_environment}
+    for name, value in values.items():
+        if name in arrays:
+            yield f"{name}=({' '.join(map(shlex.quote, arrays[name]))})"
+        else:
+            yield f"{name}={shlex.quote(str(value))}"
+    variables = c.variables()
+    yield f"SETTINGS_ENVIRONMENT=({' '.join(shlex.quote(v.name) for v in variables)})"
+    for variable in variables:
+        yield f"# {variable.reason}"
+        yield f"export {variable.name}={shlex.quote(variable.value)}"
+
+
+def mounts(job: Job) -> list[str]:
+    """Container mounts: the run and working directories, the node's disk, what was asked for."""
+    c = job.run.cluster
+    own = [str(job.work_dir), str(job.run_dir), _expanded(c.local_dir)]
+    if c.secrets_file:
+        own.append(_expanded(c.secrets_file))
+    return [f"{path}:{path}" for path in dict.fromkeys(own)] + c.container.mounts
+
+
+def _expanded(path: str) -> str:
+    return os.path.expanduser(path)
+
+
+def rank_map(job: Job) -> str:
+    """How many ranks of what: ``16 ranks = 2 nodes x 8; TP2 x PP1 x CP1 x DP8``."""
+    p, world = job.run.parallel, job.world_size
+    replica = (
+        p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    )
+    expert_tp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
+    text = (
+        f"{world} ranks = {job.nodes} node(s) x {job.run.cluster.ranks}; "
+        f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x "
+        f"CP{p.context_parallel_size} x DP{world // replica}"
+    )
+    if p.expert_model_parallel_size > 1:
+        expert = expert_tp * p.expert_model_parallel_size * p.pipeline_model_parallel_size
+        text += (
+            f"; experts: ETP{expert_tp} x EP{p.expert_model_parallel_size} x "
+            f"PP{p.pipeline_model_parallel_size} x EDP{world // expert}"
+        )
+    return text

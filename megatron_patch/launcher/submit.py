@@ -1,0 +1,123 @@
+"""Writing a job into its run directory and handing it to Slurm. Argument lists, never a shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_patch.launcher import render
+from megatron_patch.launcher.render import Job
+from megatron_patch.training.rundir import run_directory, write_atomically
+
+if TYPE_CHECKING:
+    from megatron_patch.config import Loaded
+
+JOB_ID = re.compile(r"([0-9]+)(;[A-Za-z0-9._-]+)?")
+TIMEOUT = 120  # seconds Slurm's controller may take to answer
+
+
+class LaunchError(ValueError):
+    """The job cannot be submitted; the text says what to do."""
+
+    exit_code = 2
+
+
+def build_job(loaded: Loaded, nodes: int, *, work_dir: Path | None = None) -> Job:
+    """The job of a configuration, checked.
+
+    Raises:
+        ConfigError: what does not fit this number of nodes, or cannot stand in a script.
+    """
+    here = (work_dir or Path.cwd()).resolve()
+    job = Job(
+        run=loaded.config,
+        nodes=nodes,
+        work_dir=here,
+        run_dir=(here / run_directory(loaded.config)).resolve(),
+    )
+    render.check(job)
+    return job
+
+
+def write(job: Job, loaded: Loaded) -> Path:
+    """Render ``job`` into its run directory; returns the batch script.
+
+    The scripts it sources are copied beside it, so that a requeue next week runs what was
+    submitted today.
+    """
+    job.launch_dir.mkdir(parents=True, exist_ok=True)
+    # Without it the job would die with JobLaunchFailure and write nothing.
+    (job.run_dir / "logs").mkdir(exist_ok=True)
+    source = render.scripts()
+    for part in render.PARTS:
+        write_atomically(job.launch_dir / part, (source / part).read_text(encoding="utf-8"))
+    write_atomically(job.config_file, loaded.dump_yaml())
+    script, text = job.launch_dir / "job.sbatch", render.render(job)
+    if script.exists() and script.read_text(encoding="utf-8") != text:
+        os.replace(script, script.with_suffix(f".{int(script.stat().st_mtime)}.sbatch"))
+    write_atomically(script, text)
+    return script
+
+
+def submit(job: Job, loaded: Loaded) -> str:
+    """Write, test and submit ``job``; returns the job id.
+
+    Raises:
+        LaunchError: a job has the run directory already, or Slurm refuses the script.
+    """
+    for tool in ("sbatch", "squeue"):
+        if shutil.which(tool) is None:
+            raise LaunchError(f"{tool} is not on PATH: launch on a login node of the cluster")
+    refuse_second(job)
+    script = write(job, loaded)
+    tested = _call(["sbatch", "--test-only", str(script)], job.work_dir)
+    if tested.returncode != 0:
+        raise LaunchError(
+            f"sbatch --test-only refuses {script}: {_text(tested)}; nothing was submitted"
+        )
+    answer = _call(["sbatch", "--parsable", str(script)], job.work_dir)
+    match = JOB_ID.fullmatch(answer.stdout.strip())
+    if answer.returncode != 0 or match is None:
+        raise LaunchError(f"sbatch refuses {script}: {_text(answer)}")
+    with (job.launch_dir / "submitted").open("a", encoding="utf-8") as out:
+        out.write(f"{match[1]} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
+    return match[1]
+
+
+def refuse_second(job: Job) -> None:
+    """Refuse when a job of this run directory is waiting or running.
+
+    Raises:
+        LaunchError: it is, or Slurm does not say.
+    """
+    file = job.launch_dir / "submitted"
+    if not file.is_file():
+        return
+    lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+    for job_id in [words[0] for words in lines if words and words[0].isdigit()][-1:]:
+        answer = _call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], job.work_dir)
+        if answer.returncode == 0 and answer.stdout.strip():
+            raise LaunchError(
+                f"job {job_id} ({answer.stdout.split()[0].lower()}) has {job.run_dir} already; "
+                f"cancel it first (scancel {job_id}), or choose another name or run_dir"
+            )
+        if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+            raise LaunchError(f"squeue does not answer for job {job_id}: {_text(answer)}")
+
+
+def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} did not answer within {TIMEOUT} s") from None
+
+
+def _text(answer: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((answer.stderr + answer.stdout).split()) or f"exit code {answer.returncode}"
