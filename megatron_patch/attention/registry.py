@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from megatron_patch.config.root import RunConfig
 
+MAX_LAYERS = 10_000
+"""Far above any model; one that asks for more has a mistyped number of layers."""
+
 
 class BackendError(ValueError):
     """A backend cannot serve a configuration; the text lists every unmet requirement."""
@@ -129,7 +132,9 @@ def layer_kinds(run: RunConfig) -> list[Facts]:
     """The facts of every kind of attention layer in a model, without repeats."""
     model = run.model
     kinds = []
-    windows = [layer_window(run, number) for number in range(1, model.num_layers + 1)]
+    # A mistyped number of layers is the model section's to refuse; it must not be counted up to.
+    layers = min(model.num_layers, MAX_LAYERS)
+    windows = [layer_window(run, number) for number in range(1, layers + 1)]
     for window in dict.fromkeys(windows):
         kinds.append(facts_of(run, window=window))
     if model.mtp is not None:

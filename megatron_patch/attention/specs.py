@@ -1,13 +1,13 @@
 """Ready specs for programs that take a spec by name, and a wrapper for those that take a function.
 
-Megatron-LM's ``--spec MODULE NAME`` looks ``NAME`` up in the module and never calls it, so these are
-objects, one for each backend and kind of layer:
+Megatron-LM's ``--spec MODULE NAME`` looks ``NAME`` up in the module and never calls it, so these
+are objects, one for each backend and kind of layer:
 
     --spec megatron_patch.attention.specs stable_flash_local_rmsnorm
 
 Names are ``<backend>_<layers>`` with layers ``local_layernorm``, ``local_rmsnorm`` and, where
-Transformer Engine is installed, ``te`` and ``te_qk_layernorm``; docs/integrations.md says what such a
-spec leaves out. Megatron-Bridge takes a function instead: `with_backend`.
+Transformer Engine is installed, ``te`` and ``te_qk_layernorm``; docs/integrations.md says what such
+a spec leaves out. Megatron-Bridge takes a function instead: `with_backend`.
 """
 
 from __future__ import annotations

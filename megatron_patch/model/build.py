@@ -40,6 +40,11 @@ __all__ = ["BuiltModel", "build_model", "layer_specs", "padded_vocab_size", "tra
 
 log = logging.getLogger(__name__)
 
+_HYBRID_NOTE = (
+    "model: GPTModel of Megatron-Core 0.19, which it plans to replace by HybridModel "
+    "(docs/backends.md)"
+)
+
 _NORM_FIELDS = frozenset(
     {
         "input_layernorm",
@@ -93,6 +98,7 @@ def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
     if _first_rank():
         for selection in selections:
             log.info(selection.line())
+        log.info(_HYBRID_NOTE)
     config = transformer_config(run)
     stages = config.virtual_pipeline_model_parallel_size
     chunks = [
@@ -158,6 +164,7 @@ def _chunk(
 ) -> GPTModel:
     model = run.model
     block, mtp = layer_specs(run, config, vp_stage)
+    _core_log.addFilter(_drop_deprecation)
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(
         config=config,
@@ -174,6 +181,14 @@ def _chunk(
         vp_stage=vp_stage,
     )
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
+
+
+_core_log = logging.getLogger("megatron.core.models.gpt.gpt_model")
+
+
+def _drop_deprecation(record: logging.LogRecord) -> bool:
+    """Core shouts "GPTModel IS DEPRECATED" for every chunk; `_HYBRID_NOTE` says it once."""
+    return "GPTModel IS DEPRECATED" not in record.getMessage()
 
 
 def _first_rank() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def _sizes(run: RunConfig) -> Iterator[Problem]:
     for path, value in values.items():
         if value is not None and value < 1:
             yield Problem(path, f"{value}: must be at least 1")
+    if model.num_layers > MAX_LAYERS:
+        yield Problem("model.num_layers", f"{model.num_layers}: must be at most {MAX_LAYERS}")
 
 
 def _ranges(run: RunConfig) -> Iterator[Problem]:

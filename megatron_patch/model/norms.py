@@ -11,22 +11,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm over the last dimension, computed in float32 for BF16 input."""
+    """Root-mean-square norm of the last dimension; float32 inside, output in the weight's type."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
         _mark(self, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize x [..., hidden_size]; a float32 residual stream meets BF16 weights here."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        out = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+        return out.to(self.weight.dtype)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Layer norm over the last dimension, with weight and bias."""
+    """Layer norm of the last dimension; float32 inside, output in the weight's type."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
         _mark(self, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize x [..., hidden_size]; a float32 residual stream meets BF16 weights here."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        weight, bias = self.weight.float(), self.bias.float()
+        out = F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+        return out.to(self.weight.dtype)
 
 
 def norm_class(normalization: str) -> type[torch.nn.Module]:

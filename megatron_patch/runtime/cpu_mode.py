@@ -7,7 +7,7 @@ its pipeline schedules, dropout with recompute and ``dist_checkpointing`` run un
 without a GPU. Nothing of Megatron-Core's code is replaced; only what it asks torch for.
 
     from megatron_patch.runtime import cpu_mode
-    cpu_mode.install()        # once per process, before the first Megatron import
+    cpu_mode.install()        # once per process, before anything of Megatron is built
 
 One difference to a GPU remains and is stated here: there the default CPU generator and the CUDA
 generator are two streams, here they are the same one. Code that draws from the default CPU
@@ -20,7 +20,6 @@ import contextlib
 import importlib
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,25 +42,25 @@ _installed = False
 
 
 def install() -> None:
-    """Make Megatron-Core usable on CPU and gloo, and say so in one log line. Idempotent.
-
-    Must come before the first Megatron import: later, core's small functions are already wrapped in
-    ``torch.compile`` and need a C++ compiler at run time (a warning says so).
-    """
+    """Make Megatron-Core usable on CPU and gloo, and say so in one log line. Idempotent."""
     global _installed
     if _installed:
         return
     _installed = True
     if os.environ.get("RANK", "0") == "0":
         log.warning(ANNOUNCEMENT)
-    # Dynamo inspects torch.cuda's functions when it is first imported (by any torch optimizer) and
-    # fails on replaced ones; so it has to see the originals.
-    importlib.import_module("torch._dynamo")
-    for owner, name, value in _replacements():
+    # Dynamo inspects torch.cuda's functions when it first wraps one (core does while it is
+    # imported, torch when an optimizer is built) and fails on replaced ones. Making this list
+    # imports both, so that it sees the originals.
+    replacements = [*_core_replacements(), *_replacements()]
+    for owner, name, value in replacements:
         _undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
     _exit.enter_context(_CudaIsCpu())
-    _import_megatron_uncompiled()
+    # Core wraps about thirty small functions (activations, routing, losses) in torch.compile. On a
+    # CPU the first step would call a C++ compiler, which a machine need not have, and the fused
+    # loops round differently. So everything stays eager.
+    torch.compiler.set_stance("force_eager")
     # The tracker compares the CPU stream before and after a fork and warns when they differ: here
     # the forked stream IS the CPU stream. Without the filter every dropout prints that warning.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_drop_rng_warning)
@@ -73,6 +72,7 @@ def uninstall() -> None:
     if not _installed:
         return
     _installed = False
+    torch.compiler.set_stance("default")
     _exit.close()
     while _undo:
         owner, name, value = _undo.pop()
@@ -170,8 +170,9 @@ class _NullEvent:
         return True
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A new do-nothing function: dynamo refuses one object under two names."""
+    return lambda *args, **kwargs: None
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
@@ -232,21 +233,21 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     cuda: Any = torch.cuda
     # Buffers of TP/PP communication, rotary tables, embeddings: "Torch not compiled with CUDA".
     yield cuda, "current_device", lambda: _CPU
-    yield cuda, "set_device", _nothing  # launchers pin a rank to a GPU
+    yield cuda, "set_device", _nothing()  # launchers pin a rank to a GPU
     # Timers, pipeline send/recv and checkpoint staging wait for the device.
-    yield cuda, "synchronize", _nothing
-    yield cuda, "empty_cache", _nothing
-    yield cuda, "reset_peak_memory_stats", _nothing  # the other queries already answer 0
+    yield cuda, "synchronize", _nothing()
+    yield cuda, "empty_cache", _nothing()
+    yield cuda, "reset_peak_memory_stats", _nothing()  # the other queries already answer 0
     # Streams and events: DDP, dispatcher of MoE, shared experts, delayed weight gradients.
     yield cuda, "Stream", _NullStream
     yield cuda, "Event", _NullEvent
     yield cuda, "current_stream", _null_stream
     yield cuda, "default_stream", _null_stream
-    yield cuda, "set_stream", _nothing
+    yield cuda, "set_stream", _nothing()
     yield cuda, "stream", lambda stream: contextlib.nullcontext(stream)
     yield cuda, "is_current_stream_capturing", lambda: False
-    yield cuda.nvtx, "range_push", _nothing  # "NVTX functions not installed"
-    yield cuda.nvtx, "range_pop", _nothing
+    yield cuda.nvtx, "range_push", _nothing()  # "NVTX functions not installed"
+    yield cuda.nvtx, "range_pop", _nothing()
     # The model-parallel tracker keeps one CUDA stream per parallel group and switches between them;
     # on CPU it switches the default generator instead, so that dropout differs between TP ranks and
     # recompute replays it exactly as on a GPU.
@@ -262,36 +263,20 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.distributed, "all_to_all_single", _all_to_all_single
 
 
-def _import_megatron_uncompiled() -> None:
-    """Import Megatron-Core with its fused functions left eager, then patch its own CUDA getters.
-
-    Core decorates about thirty small functions (activations, routing, losses) with torch.compile at
-    import. On CPU that would call a C++ compiler at the first step, which a machine need not have,
-    and would change their rounding.
-    """
-    if "megatron.core.jit" in sys.modules:
-        log.warning(
-            "CPU mode was installed after Megatron-Core had been imported: its fused functions "
-            "stay under torch.compile; call cpu_mode.install() first"
-        )
-    real_compile = torch.compile
-    torch.compile = _leave_eager  # type: ignore[assignment]
-    try:
-        from megatron.core import jit
-    finally:
-        torch.compile = real_compile
-    jit.disable_jit_fuser()  # modules imported later
-
+def _core_replacements() -> Iterator[tuple[Any, str, Any]]:
+    """The same for Megatron-Core's own helpers that bypass torch's public functions."""
+    importlib.import_module("torch._dynamo")
     from megatron.core.tensor_parallel import random as tracker
 
-    # Core's own copies of torch.cuda's functions, which go to the CUDA generators directly.
-    for name, value in (
-        ("_get_cuda_rng_state", _get_rng_state),
-        ("_set_cuda_rng_state", _set_rng_state),
-    ):
-        _undo.append((tracker, name, getattr(tracker, name)))
-        setattr(tracker, name, value)
+    # Core's copies of torch.cuda's functions go to the CUDA generators directly.
+    yield tracker, "_get_cuda_rng_state", _get_rng_state
+    yield tracker, "_set_cuda_rng_state", _set_rng_state
+    # Recompute without kept output (mla_up_proj) compiles a C++ extension to share memory.
+    yield tracker, "_get_share_storage", lambda: _share_storage
 
 
-def _leave_eager(function: Any = None, **options: Any) -> Any:
-    return function if function is not None else (lambda decorated: decorated)
+def _share_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Give ``dst`` the contents of ``src`` below autograd, for all views of ``dst`` at once."""
+    storage = src.untyped_storage()
+    dst.untyped_storage().resize_(storage.nbytes())
+    dst.untyped_storage().copy_(storage)

@@ -6,6 +6,7 @@ Shapes: q [s, b, np, hn], k and v [s, b, ng, hn], output [s, b, np * hv]; packed
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -159,7 +160,7 @@ def test_packed_input_is_each_document_alone():
     )
     out = module(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
     assert out.shape == (S, HEADS * DIM)
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in itertools.pairwise(ends):
         q1, k1, v1 = (x[start:end, None] for x in (q, k, v))
         alone = module(q1, k1, v1, None, attn_mask_type=AttnMaskType.causal)
         torch.testing.assert_close(out[start:end], alone[:, 0])

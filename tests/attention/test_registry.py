@@ -1,4 +1,4 @@
-"""The capability table: complete errors, honest choices, no torch while a configuration is checked."""
+"""The capability table: complete errors, honest choices, and no torch while checking a file."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_mtp(rank):
 
 
 def test_module_level_spec_of_another_family_keeps_its_sparse_attention():
-    """Hybrid specs are module-level singletons, hold TE's class, and a sparse attention beside it."""
+    """Hybrid specs are module-level singletons with TE's class and a sparse attention in them."""
     before = core_classes(hybrid_stack_spec)
     replaced, count = replace_core_attention(hybrid_stack_spec, New)
     kept = [c for c in before if c is not TEDotProductAttention]
