@@ -11,8 +11,9 @@ What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
       l_rounded   sum of rounded P           normalises O
       l_fp32      sum of unrounded P         gives LSE, the merge weights and the backward's P
 * A third, which grows with the key length: tensor cores truncate when they add to a large
-  accumulator. "compensated" lets them accumulate inside one key block only and adds the blocks in
-  float32 with rounding to nearest (`accumulate`).
+  accumulator, a one-sided error of up to 2^-24 of it per 16 keys. "compensated" lets them
+  accumulate inside a segment of SEGMENT keys only and adds the segments with rounding to nearest
+  (`add_segment`).
 
 Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so that
 one fused multiply-add and exp2 make a probability. Row statistics m are in log2 units.
@@ -25,6 +26,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Columns of the matrix of ones that sums the rounded P: the narrowest tensor-core product.
+ONES = tl.constexpr(8)
 
 # Largest distance, in log2 units, by which the dynamic maximum may exceed a row's true maximum: the
 # largest P of the row stays >= 2^-bound. fp16 has no exponents below 2^-24, BF16 reaches 2^-126.
@@ -68,51 +71,47 @@ def row_shift(s, m, unit, beta, eps, DYNAMIC: tl.constexpr, BOUND: tl.constexpr)
 
 @triton.jit
 def softmax_step(
-    s, m, l, l_rounded, unit, beta, eps,
-    P_DTYPE: tl.constexpr, MASKED: tl.constexpr, ROUNDED: tl.constexpr,
-    TWO_SUMS: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr,
-    BOUND: tl.constexpr,
+    s, m, l, unit, beta, eps,
+    MASKED: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a score tile.
 
     Args:
-        s: [BM, BN] float32 scores (-inf where masked); m, l, l_rounded: [BM] running statistics.
+        s: [BM, BN] float32 scores (-inf where masked); m, l: [BM] running shift and float32 sum.
 
     Returns:
-        (p float32 [BM, BN], p rounded to P_DTYPE, alpha [BM] that rescales what was accumulated,
-        and the new m, l, l_rounded).
+        (p float32 [BM, BN], alpha [BM] that rescales what was accumulated, the new m and l).
     """
     m_new = row_shift(s, m, unit, beta, eps, DYNAMIC, BOUND)
     # A row that has seen no key yet has m = -inf; -inf - -inf would be NaN.
     shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     p = tl.exp2(s * unit - shift[:, None])
     alpha = tl.exp2(m - shift)
-    p_rounded = p.to(P_DTYPE)
-    if ROUNDED:
-        l_rounded = l_rounded * alpha + tl.sum(p_rounded.to(tl.float32), 1)
-    if TWO_SUMS:
-        l = l * alpha + tl.sum(p, 1)
+    l = l * alpha + tl.sum(p, 1)
     if PAPER:
         l = l.to(tl.bfloat16).to(tl.float32)
-    return p, p_rounded, alpha, m_new, l, l_rounded
+    return p, alpha, m_new, l
 
 
 @triton.jit
-def accumulate(acc, alpha, p, v, PROMOTE: tl.constexpr, PAPER: tl.constexpr):
-    """acc * alpha + p @ v, [BM, DV] float32.
+def accumulate(acc, alpha, p, v, PAPER: tl.constexpr):
+    """acc * alpha + p @ v, [BM, DV] float32; p rounded to v's dtype.
 
-    PROMOTE adds the block's product outside the tensor cores: their additions truncate, a one-sided
-    relative error of about 2^-24 per 16 keys, which 32k keys turn into 1e-4. ``fma`` and not ``+``,
-    because the compiler folds a plain addition back into the tensor core's accumulator.
+    With a matrix of ones for v this is the sum of the *rounded* p, for free: the tensor cores read
+    the very numbers that multiply V, and no instruction widens them back to float32.
     """
     if PAPER:
         acc = (acc * alpha[:, None]).to(tl.bfloat16).to(tl.float32)
         acc = (acc + tl.dot(p, v).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    elif PROMOTE:
-        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), tl.dot(p, v))
     else:
         acc = tl.dot(p, v, acc * alpha[:, None])
     return acc
+
+
+@triton.jit
+def add_segment(total, part, m_before, m):
+    """total rescaled from shift m_before to m, plus the part that has shift m; [BM, *] float32."""
+    return total * tl.exp2(m_before - m)[:, None] + part
 
 
 @triton.jit

@@ -21,7 +21,9 @@ from stable_attention.numerics import (
     DYNAMIC_BOUND_BF16,
     DYNAMIC_BOUND_FP16,
     LN2,
+    ONES,
     accumulate,
+    add_segment,
     add_sink,
     inverse,
     log_sum_exp,
@@ -47,17 +49,20 @@ from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_argume
 
 @triton.jit
 def _forward_step(
-    acc, m, l, l_rounded, top, q, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+    acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
     n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr,
-    TWO_SUMS: tl.constexpr, PROMOTE: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+    DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key tile that starts at n into (acc, m, l, l_rounded)."""
+    """Fold the key tile that starts at n into (acc, m, l, l_acc).
+
+    l_acc [BM, ONES] sums the rounded P, if ROUNDED; all its columns are equal.
+    """
     # [BN, BD]
     k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
@@ -73,18 +78,20 @@ def _forward_step(
     if DYNAMIC:
         # The shift is no longer the maximum, which the caller may want.
         top = tl.maximum(top, tl.max(s, 1) * unit)
-    _, p_rounded, alpha, m, l, l_rounded = softmax_step(
-        s, m, l, l_rounded, unit, beta, eps,
-        k.dtype, MASKED, ROUNDED, TWO_SUMS, DYNAMIC, PAPER, BOUND,
-    )  # fmt: skip
+    p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, DYNAMIC, PAPER, BOUND)
+    p = p.to(k.dtype)
+    if ROUNDED:
+        l_acc = accumulate(l_acc, alpha, p, ones, False)
     if DROPOUT:
-        keep = keep_mask(seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED)
-        p_rounded = tl.where(keep, p_rounded, 0.0)
+        keep = keep_mask(
+            seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
+        )
+        p = tl.where(keep, p, 0.0)
     # [BN, BDV]
     v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BN] @ [BN, BDV] -> [BM, BDV]
-    acc = accumulate(acc, alpha, p_rounded, v, PROMOTE, PAPER)
-    return acc, m, l, l_rounded, top
+    acc = accumulate(acc, alpha, p, v, PAPER)
+    return acc, m, l, l_acc, top
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -101,7 +108,7 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
-    ROUNDED: tl.constexpr, TWO_SUMS: tl.constexpr, PROMOTE: tl.constexpr,
+    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +140,8 @@ def forward_kernel(
     q = load_tile(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, True)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    l_rounded = tl.zeros([BM], tl.float32)
+    l_acc = tl.zeros([BM, ONES], tl.float32)
+    ones = tl.full([BN, ONES], 1.0, tl.float32).to(q.dtype)
     top = m
     acc = tl.zeros([BM, BDV], tl.float32)
     seed = tl.load(seed_ptr) if DROPOUT else 0
@@ -144,35 +152,51 @@ def forward_kernel(
     if HAS_LEFT or HAS_RIGHT or not EVEN_K:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             n = edge_tile(t, lo, full_lo, full_hi, BN)
-            acc, m, l, l_rounded, top = _forward_step(
-                acc, m, l, l_rounded, top, q, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+            acc, m, l, l_acc, top = _forward_step(
+                acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
                 n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, ROUNDED, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
-    for t in range(0, (full_hi - full_lo) // BN):
-        n = full_lo + t * BN
-        # Masked tiles may have left rows without a key (m = -inf); an unmasked tile ends that.
-        acc, m, l, l_rounded, top = _forward_step(
-            acc, m, l, l_rounded, top, q, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-            n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
-            seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-            BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-            CHUNKED, ROUNDED, TWO_SUMS, PROMOTE, DYNAMIC, PAPER, BOUND, TMA,
-        )  # fmt: skip
+    # Masked tiles may leave rows without a key (m = -inf); an unmasked tile ends that.
+    if SEGMENT == 0:
+        for t in range(0, (full_hi - full_lo) // BN):
+            acc, m, l, l_acc, top = _forward_step(
+                acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+                full_lo + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                CHUNKED, ROUNDED, DYNAMIC, PAPER, BOUND, TMA,
+            )  # fmt: skip
+    else:
+        for g in range(0, tl.cdiv(full_hi - full_lo, SEGMENT)):
+            n0 = full_lo + g * SEGMENT
+            m_before = m
+            part = tl.zeros([BM, BDV], tl.float32)
+            l_part = tl.zeros([BM, ONES], tl.float32)
+            for t in range(0, tl.minimum(SEGMENT, full_hi - n0) // BN):
+                part, m, l, l_part, top = _forward_step(
+                    part, m, l, l_part, top, q, ones,
+                    k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+                    n0 + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+                    seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                    BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                    CHUNKED, ROUNDED, DYNAMIC, PAPER, BOUND, TMA,
+                )  # fmt: skip
+            acc = add_segment(acc, part, m_before, m)
+            l_acc = add_segment(l_acc, l_part, m_before, m)
 
     rows = m0 + tl.arange(0, BM)
     row_ok = rows < sq
     if HAS_MAX:
         seen = tl.where(row_ok, top if DYNAMIC else m, -float("inf"))
         tl.atomic_max(max_ptr + h, tl.max(seen, 0) * LN2, sem="relaxed")
+    l_rounded = tl.max(l_acc, 1) if ROUNDED else l
     if HAS_SINK:
         alpha, m, l, l_rounded = add_sink(tl.load(sink_ptr + h), m, l, l_rounded)
         acc = acc * alpha[:, None]
-    if not TWO_SUMS:
-        l = l_rounded
-    o = acc * (inverse(l_rounded if ROUNDED else l) * keep_scale)[:, None]
+    o = acc * (inverse(l_rounded) * keep_scale)[:, None]
     hi_part = o.to(o_ptr.dtype.element_ty)
     off_o = o_row + rows.to(tl.int64)[:, None] * stride_os + tl.arange(0, BDV)[None, :]
     ok = row_ok[:, None] & (tl.arange(0, BDV)[None, :] < DV)
@@ -277,8 +301,7 @@ def forward(
         HAS_LOW=result.low.numel() > 0,
         HAS_MAX=with_max_logits,
         ROUNDED=stabilizer.rounded_normalizer,
-        TWO_SUMS=tile.two_sums or not stabilizer.rounded_normalizer,
-        PROMOTE=tile.promote and stabilizer.rounded_normalizer,
+        SEGMENT=tile.segment if stabilizer.rounded_normalizer else 0,
         DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
         HEAD_BLOCK=configs.head_block(problem), TMA=use_tma(problem, tile, k, v),
         num_warps=tile.warps, num_stages=tile.stages,

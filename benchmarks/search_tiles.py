@@ -1,0 +1,252 @@
+"""Search tile sizes, warps and stages for this GPU and print (or write) rows of configs.json.
+
+    python benchmarks/search_tiles.py --out tiles.json [--write] [--passes forward,dq] [--widths 128]
+
+Candidates are first compiled in parallel processes (one launch each), so that the GPU is timed
+without waiting for the compiler; those that do not fit are reported with the reason and dropped.
+`--write` puts the winners into kernels/stable_attention/configs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+from stable_attention import configs
+from stable_attention.configs import Tile
+from stable_attention.problem import Problem
+from stable_attention.triton.backward import _launch_dkdv, _launch_dq
+from stable_attention.triton.forward import forward
+from stable_attention.triton.options import Extras
+
+TABLE = Path(configs.__file__).with_name("configs.json")
+# (bm, bn, warps, stages); C75xx and heavy spills were dropped with stable_attention.aot beforehand.
+CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
+    ("forward", 64): [
+        (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+        (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 4, 2),
+    ],
+    ("forward", 128): [
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 2),
+        (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4), (128, 64, 4, 3),
+    ],
+    ("forward", 256): [
+        (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3),
+        (128, 64, 8, 1),
+    ],
+    ("dkdv", 64): [
+        (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+        (128, 64, 4, 2), (32, 128, 8, 3),
+    ],
+    ("dkdv", 128): [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3),
+        (32, 64, 4, 3), (128, 64, 8, 2),
+    ],
+    ("dkdv", 256): [(32, 64, 8, 1), (32, 64, 8, 2), (64, 64, 8, 1), (32, 64, 4, 2), (64, 64, 8, 2)],
+    ("dq", 64): [
+        (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3),
+        (64, 128, 4, 2),
+    ],
+    ("dq", 128): [
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+        (64, 128, 4, 2), (128, 32, 8, 3),
+    ],
+    ("dq", 256): [(64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1)],
+    ("fused", 64): [
+        (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+        (128, 64, 4, 2), (32, 128, 8, 2),
+    ],
+    ("fused", 128): [
+        (64, 128, 8, 1), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2),
+        (128, 64, 8, 1),
+    ],
+    ("fused", 256): [(32, 64, 8, 1), (32, 64, 8, 2), (64, 64, 8, 1)],
+}  # fmt: skip
+
+
+def make_problem(width: int, *, banded: bool, stabilizer: str = "compensated") -> Problem:
+    """4 x 4k tokens, hidden 2048."""
+    batch, s, heads = 4, 4096, 2048 // width
+    return Problem(
+        layout="bshd",
+        dtype=torch.bfloat16,
+        batch=batch,
+        sq=s,
+        sk=s,
+        heads=heads,
+        kv_heads=heads,
+        d=width,
+        dv=width,
+        tq=batch * s,
+        tk=batch * s,
+        scale=width**-0.5,
+        window_right=0 if banded else -1,
+        stabilizer=stabilizer,
+    )
+
+
+class Bench:
+    """Tensors of one problem and a launcher for each pass."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        shape = (problem.batch, problem.sq, problem.heads, problem.d)
+        q, k, v, dout = (
+            torch.randn(shape, device="cuda", dtype=problem.dtype) for _ in range(4)
+        )
+        done = forward(problem, q, k, v, extras=Extras())
+        self.forward_inputs = (q, k, v)
+        self.tensors = (q, k, v, dout, done.lse, torch.randn_like(done.lse))
+        self.grads = [torch.empty_like(q) for _ in range(3)]
+        self.total = torch.zeros(shape, device="cuda", dtype=torch.float32)
+
+    def run(self, which: str, tile: Tile) -> None:
+        common: dict[str, Any] = {"extras": Extras(), "tile": tile, "add": False}
+        dq, dk, dv = self.grads
+        if which == "forward":
+            forward(self.problem, *self.forward_inputs, extras=Extras(), config=tile)
+        elif which == "dq":
+            _launch_dq(self.problem, self.tensors, dq, **common)
+        else:
+            fused = which == "fused"
+            target = self.total if fused else dq
+            _launch_dkdv(self.problem, self.tensors, target, dk, dv, fused=fused, **common)
+
+    def time(self, which: str, tile: Tile, repeats: int = 12) -> float:
+        """Median milliseconds."""
+        for _ in range(3):
+            self.run(which, tile)
+        times = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.run(which, tile)
+            end.record()
+            times.append((start, end))
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in times)
+
+
+_BENCHES: dict[tuple[int, bool, str], Bench] = {}
+
+
+def bench_of(width: int, banded: bool, stabilizer: str) -> Bench:
+    key = (width, banded, stabilizer)
+    if key not in _BENCHES:
+        _BENCHES.clear()
+        _BENCHES[key] = Bench(make_problem(width, banded=banded, stabilizer=stabilizer))
+    return _BENCHES[key]
+
+
+def compile_once(job: tuple[str, int, bool, str, Tile]) -> str:
+    """Compile (and run once) in a worker process; returns "" or why it cannot run."""
+    which, width, banded, stabilizer, tile = job
+    try:
+        bench_of(width, banded, stabilizer).run(which, tile)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    return ""
+
+
+def variants(which: str, tile: Tile) -> list[tuple[str, Tile]]:
+    """The winner with one thing changed, to see what each thing costs."""
+    rows = asdict(tile)
+    found = [("none", tile), ("compensated", Tile(**rows | {"tma": not tile.tma}))]
+    if which == "forward":
+        found += [
+            ("compensated", Tile(**rows | {"promote": False})),
+            ("compensated", Tile(**rows | {"two_sums": False})),
+            ("compensated", Tile(**rows | {"promote": False, "two_sums": False})),
+        ]
+    return found
+
+
+def search(passes: list[str], widths: list[int], workers: int) -> list[dict[str, Any]]:
+    jobs = [
+        (which, width, banded, "compensated", Tile(*c, tma=True))
+        for (which, width), rows in CANDIDATES.items()
+        if which in passes and width in widths
+        for banded in (False, True)
+        for c in rows
+    ]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        jobs.sort(key=lambda j: (j[1], j[2]))
+        faults = list(pool.map(compile_once, jobs, chunksize=max(1, len(jobs) // workers)))
+    records: list[dict[str, Any]] = []
+    for job, fault in zip(jobs, faults, strict=True):
+        which, width, banded, stabilizer, tile = job
+        ms = None if fault else bench_of(width, banded, stabilizer).time(which, tile)
+        records.append(
+            {"pass": which, "width": width, "banded": banded, "stabilizer": stabilizer}
+            | asdict(tile)
+            | {"ms": ms, "fault": fault}
+        )
+        print(f"{which:8s} {width} {'band' if banded else 'full'} {tile} {ms} {fault}", flush=True)
+    return records
+
+
+def winners(records: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Best row of each (pass, width, mask), in the table's form."""
+    best: dict[str, tuple[float, list[int]]] = {}
+    for r in records:
+        name = configs.key(r["pass"], r["width"], r["banded"])
+        if r["ms"] is not None and (name not in best or r["ms"] < best[name][0]):
+            best[name] = (r["ms"], [r["bm"], r["bn"], r["warps"], r["stages"]])
+    return {name: row for name, (_, row) in best.items()}
+
+
+def compare_variants(best: dict[str, list[int]]) -> list[dict[str, Any]]:
+    found = []
+    for name, row in best.items():
+        which, width, mask = name.split("/")
+        tile = Tile(*row, tma=True)
+        for stabilizer, changed in [("compensated", tile), *variants(which, tile)]:
+            bench = bench_of(int(width), mask == "band", stabilizer)
+            ms = bench.time(which, changed, repeats=30)
+            found.append({"row": name, "stabilizer": stabilizer} | asdict(changed) | {"ms": ms})
+            print("variant", found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="tiles.json")
+    parser.add_argument("--passes", default=",".join(configs.PASSES))
+    parser.add_argument("--widths", default="64,128,256")
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--write", action="store_true", help="update configs.json")
+    args = parser.parse_args()
+    widths = [int(w) for w in args.widths.split(",")]
+    records = search(args.passes.split(","), widths, args.workers)
+    best = winners(records)
+    result = describe() | {"rows": best, "records": records, "variants": compare_variants(best)}
+    Path(args.out).write_text(json.dumps(result, indent=1))
+    print(json.dumps(best, indent=1))
+    if args.write:
+        table = json.loads(TABLE.read_text())
+        table.setdefault(configs.arch_of(torch.device("cuda")), {}).update(best)
+        TABLE.write_text(render(table))
+
+
+def render(table: dict[str, dict[str, list[int]]]) -> str:
+    """configs.json with one row a line."""
+    archs = []
+    for arch, rows in table.items():
+        lines = ",\n".join(f'    "{name}": {json.dumps(row)}' for name, row in rows.items())
+        archs.append(f'  "{arch}": {{\n{lines}\n  }}')
+    return "{\n" + ",\n".join(archs) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()
