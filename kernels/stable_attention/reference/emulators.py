@@ -111,12 +111,14 @@ def emulate(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dlse: torch.Tensor | None = None,
+    wide_gradients: bool = False,
     seed: int = 0,
 ) -> Emulation:
     """Forward and backward with the roundings of ``rounding``.
 
     ``mask`` boolean [sq, sk] of allowed pairs; ``sink`` [h] logits; ``keep`` boolean
-    [b, h, sq, sk] of weights that dropout keeps; ``dlse`` [b, h, sq]; ``seed`` draws the lag.
+    [b, h, sq, sk] of weights that dropout keeps; ``dlse`` [b, h, sq]; ``wide_gradients`` leaves
+    the gradients in float32 (for grouped heads, summed before the rounding); ``seed`` draws the lag.
     """
     gen = torch.Generator().manual_seed(seed)
     down = lambda x: x.to(rounding.dtype).float()  # noqa: E731
@@ -155,12 +157,7 @@ def emulate(
     if keep is not None:
         used, dp = p_back * keep, dp * keep * gain
     ds = maybe(p_back * (dp - less[..., None]) * slope, rounding.dscores)
-    return Emulation(
-        out,
-        low,
-        lse,
-        delta,
-        (torch.matmul(ds, k) * scale).to(rounding.dtype),
-        (torch.matmul(ds.mT, q) * scale).to(rounding.dtype),
-        (torch.matmul(maybe(used, rounding.probabilities).mT, dout) * gain).to(rounding.dtype),
-    )
+    final = torch.float32 if wide_gradients else rounding.dtype
+    dq, dk = torch.matmul(ds, k) * scale, torch.matmul(ds.mT, q) * scale
+    dv = torch.matmul(maybe(used, rounding.probabilities).mT, dout) * gain
+    return Emulation(out, low, lse, delta, dq.to(final), dk.to(final), dv.to(final))
