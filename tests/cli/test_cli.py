@@ -15,7 +15,7 @@ from minimal_config import MINIMAL
 from megatron_patch import config
 from megatron_patch.cli import app
 
-COMMANDS = ["train", "prepare-data", "config", "doctor", "plot", "backends"]
+COMMANDS = ["train", "launch", "prepare-data", "config", "doctor", "plot", "backends"]
 
 
 @pytest.fixture
