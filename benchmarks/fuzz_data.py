@@ -191,6 +191,8 @@ def ours(copy: Path, case: Case) -> str:
 
 def megatron(copy: Path, good: Path) -> str:
     """What Megatron-Core's reader does with the files, in a child process."""
+    from megatron.core.datasets import indexed_dataset  # noqa: F401 (once, not in every child)
+
     child = os.fork()
     if child == 0:
         os._exit(_read_with_megatron(copy, good))
