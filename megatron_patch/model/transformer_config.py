@@ -23,6 +23,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     fields: dict[str, Any] = {
         **_shape(run),
         **_precision(run),
+        **_fusions(run),
         **_layout(run),
         **_recompute(run),
         **_experts(run),
@@ -92,6 +93,18 @@ def _precision(run: RunConfig) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "cuda_graph_modules": [],  # core's own default warns that it is deprecated
+    }
+
+
+def _fusions(run: RunConfig) -> dict[str, Any]:
+    model, on = run.model, run.training.compile_fusions
+    # Core fuses SwiGLU with or without a bias, GELU only with one, and no other activation.
+    fusible = model.activation == "swiglu" or (model.activation == "gelu" and model.add_bias_linear)
+    return {
+        "bias_activation_fusion": on and fusible,
+        "bias_dropout_fusion": on,
+        "cross_entropy_loss_fusion": on,
+        "cross_entropy_fusion_impl": "native",
     }
 
 

@@ -60,6 +60,8 @@ class TrainingConfig:
     """Save and stop gracefully after this step; the run can be resumed."""
     check_finite: bool = True
     """Stop before the update when loss or gradients are not finite; names step, rank, parameter."""
+    compile_fusions: bool = False
+    """Megatron-Core's torch.compile fusions: bias + activation, bias + residual, cross entropy."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
@@ -78,6 +80,10 @@ class TrainingConfig:
                 "training.global_batch_size",
                 f"{self.global_batch_size} is not a multiple of training.micro_batch_size "
                 f"({self.micro_batch_size})",
+            )
+        if self.compile_fusions and self.device == "cpu":
+            yield Problem(
+                "training.compile_fusions", "true: CPU mode runs eagerly; set it to false"
             )
         if self.recompute.granularity == "selective" and not self.recompute.modules:
             yield Problem(
