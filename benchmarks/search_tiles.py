@@ -24,7 +24,7 @@ from machine import describe
 from stable_attention import configs
 from stable_attention.configs import Tile
 from stable_attention.problem import Problem
-from stable_attention.triton.backward import _launch_dkdv, _launch_dq
+from stable_attention.triton.backward import launch_dkdv, launch_dq
 from stable_attention.triton.forward import forward
 from stable_attention.triton.options import Extras
 
@@ -32,26 +32,30 @@ TABLE = Path(configs.__file__).with_name("configs.json")
 # (bm, bn, warps, stages); C75xx and heavy spills were dropped with stable_attention.aot beforehand.
 CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("forward", 64): [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3),
         (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-        (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 4, 2),
+        (64, 32, 4, 4),
     ],
     ("forward", 128): [
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 2),
-        (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4), (128, 64, 4, 3),
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 3),
+        (64, 32, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
     ],
     ("forward", 256): [
-        (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3),
-        (128, 64, 8, 1),
+        (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2),
+        (64, 32, 4, 3), (64, 64, 8, 2),
     ],
     ("dkdv", 64): [
         (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-        (128, 64, 4, 2), (32, 128, 8, 3),
+        (128, 64, 4, 2), (128, 64, 4, 3), (32, 64, 4, 3),
     ],
     ("dkdv", 128): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3),
-        (32, 64, 4, 3), (128, 64, 8, 2),
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 64, 4, 2),
+        (32, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3),
     ],
-    ("dkdv", 256): [(32, 64, 8, 1), (32, 64, 8, 2), (64, 64, 8, 1), (32, 64, 4, 2), (64, 64, 8, 2)],
+    ("dkdv", 256): [
+        (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 3), (32, 128, 8, 1), (32, 128, 8, 2),
+        (128, 64, 8, 1), (64, 128, 8, 1),
+    ],
     ("dq", 64): [
         (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3),
         (64, 128, 4, 2),
@@ -61,15 +65,6 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
         (64, 128, 4, 2), (128, 32, 8, 3),
     ],
     ("dq", 256): [(64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1)],
-    ("fused", 64): [
-        (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-        (128, 64, 4, 2), (32, 128, 8, 2),
-    ],
-    ("fused", 128): [
-        (64, 128, 8, 1), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2),
-        (128, 64, 8, 1),
-    ],
-    ("fused", 256): [(32, 64, 8, 1), (32, 64, 8, 2), (64, 64, 8, 1)],
 }  # fmt: skip
 
 
@@ -100,14 +95,11 @@ class Bench:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         shape = (problem.batch, problem.sq, problem.heads, problem.d)
-        q, k, v, dout = (
-            torch.randn(shape, device="cuda", dtype=problem.dtype) for _ in range(4)
-        )
+        q, k, v, dout = (torch.randn(shape, device="cuda", dtype=problem.dtype) for _ in range(4))
         done = forward(problem, q, k, v, extras=Extras())
         self.forward_inputs = (q, k, v)
         self.tensors = (q, k, v, dout, done.lse, torch.randn_like(done.lse))
         self.grads = [torch.empty_like(q) for _ in range(3)]
-        self.total = torch.zeros(shape, device="cuda", dtype=torch.float32)
 
     def run(self, which: str, tile: Tile) -> None:
         common: dict[str, Any] = {"extras": Extras(), "tile": tile, "add": False}
@@ -115,11 +107,9 @@ class Bench:
         if which == "forward":
             forward(self.problem, *self.forward_inputs, extras=Extras(), config=tile)
         elif which == "dq":
-            _launch_dq(self.problem, self.tensors, dq, **common)
+            launch_dq(self.problem, self.tensors, dq, **common)
         else:
-            fused = which == "fused"
-            target = self.total if fused else dq
-            _launch_dkdv(self.problem, self.tensors, target, dk, dv, fused=fused, **common)
+            launch_dkdv(self.problem, self.tensors, dk, dv, **common)
 
     def time(self, which: str, tile: Tile, repeats: int = 12) -> float:
         """Median milliseconds."""
@@ -163,11 +153,8 @@ def variants(which: str, tile: Tile) -> list[tuple[str, Tile]]:
     rows = asdict(tile)
     found = [("none", tile), ("compensated", Tile(**rows | {"tma": not tile.tma}))]
     if which == "forward":
-        found += [
-            ("compensated", Tile(**rows | {"promote": False})),
-            ("compensated", Tile(**rows | {"two_sums": False})),
-            ("compensated", Tile(**rows | {"promote": False, "two_sums": False})),
-        ]
+        lengths = (0, 512, 1024, 4096)
+        found += [("compensated", Tile(**rows | {"segment": n})) for n in lengths]
     return found
 
 

@@ -151,7 +151,11 @@ def stable_attention(
     )
     extra = [
         x
-        for wanted, x in ((return_lse, lse), (return_max_logits, max_logits), (return_residual, low))
+        for wanted, x in (
+            (return_lse, lse),
+            (return_max_logits, max_logits),
+            (return_residual, low),
+        )
         if wanted
     ]
     return (out, *extra) if extra else out

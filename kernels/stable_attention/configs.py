@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Bytes of keys and values that one group of neighbouring heads may keep in L2.
 L2_BUDGET = 24 * 2**20
-PASSES = ("forward", "dkdv", "dq", "fused")
+PASSES = ("forward", "dkdv", "dq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,6 @@ def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
 def _row_width(arch: str, width: int) -> int:
     # Head dims up to 64 share a row; the interpreter has one row for all.
     return 0 if arch == "interpreter" else max(width, 64)
-
-
-def prefers_fused(problem: Problem, device: torch.device) -> bool:
-    """Whether the one-pass backward with float32 atomics is the faster one here (measured)."""
-    arch = arch_of(device)
-    width = max(16, 1 << (max(problem.d, problem.dv) - 1).bit_length())
-    return _row_width(arch, width) in table()[arch]["fused_widths"]
 
 
 def head_block(problem: Problem) -> int:

@@ -247,9 +247,7 @@ def _autograd(ctx, dout, dlse, _dlow, _dmax):
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv, dsinks = backward_op(
-        dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars
-    )
+    dq, dk, dv, dsinks = backward_op(dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars)
     return (dq, dk, dv, None if sinks is None else dsinks, *(None,) * 21)
 
 

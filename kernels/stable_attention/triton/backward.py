@@ -1,11 +1,11 @@
-"""Backward attention kernels: (dK, dV) by key tile, dQ by query tile, or all three in one pass.
+"""Backward attention kernels: (dK, dV) by key tile, then dQ by query tile.
 
 Shape legend: as in `forward`; LSE and D' (see `preprocess`) are [B, H, sq] or [H, T], float32.
 
-Two-kernel path: every gradient tile is owned by one program and summed in a fixed order, so repeats
-are bitwise equal. Fused path: the (dK, dV) program adds its share of dQ to a float32 buffer with
-atomics; five tile products instead of seven, but the order of the additions is the scheduler's.
-Grouped-query heads are summed in float32 inside the program that owns the key/value tile.
+Every gradient tile is owned by one program and summed in a fixed order, so repeats are bitwise
+equal, always. Grouped-query heads are summed in float32 inside the program that owns the key/value
+tile. A one-pass kernel that adds dQ with float32 atomics needs five tile products instead of seven,
+but was 1.2 to 1.9 times slower on an H200 (docs/kernels.md), so there is none.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_argume
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, off_q, off_do, off_dq,
-    stride_qs, stride_gs, stride_dqs, m0, n0, sq, sk, shift, left, right,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, off_q, off_do,
+    stride_qs, stride_gs, m0, n0, sq, sk, shift, left, right,
     unit, capped_scale, seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, FUSED: tl.constexpr,
-    TMA: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM]."""
     rows = m0 + tl.arange(0, BM)
@@ -57,9 +56,7 @@ def _dkdv_step(
     p = tl.exp2(s * unit - lse_to_shift(lse)[None, :])
     if MASKED:
         cols = n0 + tl.arange(0, BN)
-        ok = visible(
-            rows[None, :], cols[:, None], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
-        )
+        ok = visible(rows[None, :], cols[:, None], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
         p = tl.where(ok, p, 0.0)
     do = load_tile(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED, TMA)
     # [BN, BDV] @ [BDV, BM] -> [BN, BM]
@@ -81,33 +78,23 @@ def _dkdv_step(
     ds = score_slope(p * (dp - delta[None, :]), s, CAPPED).to(q.dtype)
     # [BN, BM] @ [BM, BD] -> [BN, BD]
     dk = tl.dot(ds, q, dk)
-    if FUSED:
-        # [BM, BN] @ [BN, BD] -> [BM, BD]
-        dq = tl.dot(tl.trans(ds), k)
-        if TMA:
-            dq_ptr.atomic_add([m0, 0], dq)
-        else:
-            ok = (rows < sq)[:, None] & (tl.arange(0, BD) < D)[None, :]
-            out = dq_ptr + m0.to(tl.int64) * stride_dqs + off_dq
-            tl.atomic_add(out, dq, mask=ok, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
-    stride_dqb, stride_dqs, stride_dqh, stride_dkb, stride_dks, stride_dkh,
-    stride_dvb, stride_dvs, stride_dvh, stride_lb, stride_lh,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_lb, stride_lh,
     sq, sk, tq, tk, heads, tiles, left, right, pos_q, pos_k, batch_offset, head_offset, threshold,
     unit, capped_scale, keep_scale, scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
-    FUSED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first key tiles see the most queries, so the order is natural.
     tile, hk = tile_and_head(tl.program_id(0), tiles, heads // GROUP, HEAD_BLOCK, False)
@@ -117,16 +104,13 @@ def dkdv_kernel(
     n0 = tile * BN
     if n0 >= sk:
         return
-    q_pos, k_pos, shift = align(
-        sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR
-    )
+    q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
     hk64 = hk.to(tl.int64)
     k_ptr += b64 * stride_kb + hk64 * stride_kh + start_k.to(tl.int64) * stride_ks
     v_ptr += b64 * stride_vb + hk64 * stride_vh + start_k.to(tl.int64) * stride_vs
     off_q = tile_offsets(stride_qs, BM, BD)
     off_do = tile_offsets(stride_gs, BM, BDV)
-    off_dq = tile_offsets(stride_dqs, BM, BD) if FUSED else 0
     # [BN, BD], [BN, BDV]
     k = load_tile(k_ptr, tile_offsets(stride_ks, BN, BD), n0, stride_ks, sk, BN, BD, D, True)
     v = load_tile(v_ptr, tile_offsets(stride_vs, BN, BDV), n0, stride_vs, sk, BN, BDV, DV, True)
@@ -144,31 +128,27 @@ def dkdv_kernel(
         q_h = source(q_h, stride_qs, sq, BM, BD, D, TMA)
         do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start * stride_gs
         do_h = source(do_h, stride_gs, sq, BM, BDV, DV, TMA)
-        dq_h = 0
-        if FUSED:
-            dq_h = dq_ptr + b64 * stride_dqb + h64 * stride_dqh + start * stride_dqs
-            dq_h = source(dq_h, stride_dqs, sq, BM, BD, D, TMA)
         row = b64 * stride_lb + h64 * stride_lh + start_q
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
                 m0 = edge_tile(t, lo, full_lo, full_hi, BM)
                 dk, dv = _dkdv_step(
-                    dk, dv, k, v, q_h, do_h, dq_h, lse_ptr + row, delta_ptr + row,
-                    off_q, off_do, off_dq, stride_qs, stride_gs, stride_dqs,
+                    dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row,
+                    off_q, off_do, stride_qs, stride_gs,
                     m0, n0, sq, sk, shift, left, right, unit, capped_scale,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                     BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, PAPER, FUSED, TMA,
+                    CHUNKED, PAPER, TMA,
                 )  # fmt: skip
         for t in range(0, (full_hi - full_lo) // BM):
             m0 = full_lo + t * BM
             dk, dv = _dkdv_step(
-                dk, dv, k, v, q_h, do_h, dq_h, lse_ptr + row, delta_ptr + row,
-                off_q, off_do, off_dq, stride_qs, stride_gs, stride_dqs,
+                dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row,
+                off_q, off_do, stride_qs, stride_gs,
                 m0, n0, sq, sk, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER, FUSED, TMA,
+                CHUNKED, PAPER, TMA,
             )  # fmt: skip
     dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + start_k.to(tl.int64) * stride_dks
     dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + start_k.to(tl.int64) * stride_dvs
@@ -209,9 +189,7 @@ def _dq_step(
     if MASKED:
         rows = m0 + tl.arange(0, BM)
         cols = n + tl.arange(0, BN)
-        ok = visible(
-            rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
-        )
+        ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
         p = tl.where(ok, p, 0.0)
     # [BM, BDV] @ [BDV, BN] -> [BM, BN]
     dp = tl.dot(do, tl.trans(v))
@@ -247,9 +225,7 @@ def dq_kernel(
     m0 = tile * BM
     if m0 >= sq:
         return
-    q_pos, k_pos, shift = align(
-        sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR
-    )
+    q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     hk = h64 // GROUP
@@ -296,25 +272,23 @@ def dq_kernel(
     store_gradient(dq_ptr, dq * scale, m0, stride_dqs, sq, BM, BD, D, ADD)
 
 
-def _launch_dkdv(problem, tensors, dq, dk, dv, *, extras, tile, fused, add):
+def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
     q, k, v, dout, lse, delta = tensors
     tiles = triton.cdiv(problem.sk, tile.bn)
     group_block = max(1, configs.head_block(problem) // problem.group)
-    dq_strides = strides(dq, problem.layout) if fused else (0, 0, 0)
     dkdv_kernel[(tiles * problem.kv_heads, problem.batch)](
-        q, k, v, dout, dq if fused else None, dk, dv, lse, delta,
+        q, k, v, dout, dk, dv, lse, delta,
         extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
-        *(s for x in (q, k, v, dout) for s in strides(x, problem.layout)), *dq_strides,
-        *(s for x in (dk, dv) for s in strides(x, problem.layout)),
+        *(s for x in (q, k, v, dout, dk, dv) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
-        BM=tile.bm, BN=tile.bn, FUSED=fused, ADD=add,
+        BM=tile.bm, BN=tile.bn, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
         HEAD_BLOCK=group_block, TMA=use_tma(problem, tile, q, dout), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _launch_dq(problem, tensors, dq, *, extras, tile, add):
+def launch_dq(problem, tensors, dq, *, extras, tile, add):
     q, k, v, dout, lse, delta = tensors
     tiles = triton.cdiv(problem.sq, tile.bm)
     dq_kernel[(tiles * problem.heads, problem.batch)](
@@ -370,15 +344,10 @@ def backward(
     if problem.batch == 0:
         return dq, dk, dv
     tensors = (q, k, v, dout, lse, delta)
-    fused = not problem.deterministic and not add and configs.prefers_fused(problem, q.device)
     if k.numel():
-        total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else dq
-        tile = configs.lookup("fused" if fused else "dkdv", problem, q.device)
-        _launch_dkdv(problem, tensors, total, dk, dv, extras=extras, tile=tile, fused=fused, add=add)
-        if fused:
-            torch.mul(total, problem.scale, out=dq)
-            return dq, dk, dv
+        tile = configs.lookup("dkdv", problem, q.device)
+        launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
     if q.numel():
         tile = configs.lookup("dq", problem, q.device)
-        _launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
+        launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
     return dq, dk, dv

@@ -71,9 +71,7 @@ def _forward_step(
     if MASKED:
         rows = m0 + tl.arange(0, BM)
         cols = n + tl.arange(0, BN)
-        ok = visible(
-            rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT
-        )
+        ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = tl.where(ok, s, -float("inf"))
     if DYNAMIC:
         # The shift is no longer the maximum, which the caller may want.
@@ -119,9 +117,7 @@ def forward_kernel(
     m0 = tile * BM
     if m0 >= sq:
         return
-    q_pos, k_pos, shift = align(
-        sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR
-    )
+    q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     hk = h64 // GROUP
@@ -237,17 +233,13 @@ def allocate(
     if problem.varlen:
         return ForwardResult(
             torch.zeros(full, dtype=out_dtype, device=device),
-            torch.full(
-                (problem.heads, problem.tq), -torch.inf, dtype=torch.float32, device=device
-            ),
+            torch.full((problem.heads, problem.tq), -torch.inf, dtype=torch.float32, device=device),
             torch.zeros(low_shape, dtype=low_dtype, device=device),
             max_logits,
         )
     return ForwardResult(
         torch.empty(full, dtype=out_dtype, device=device),
-        torch.empty(
-            (problem.batch, problem.heads, problem.sq), dtype=torch.float32, device=device
-        ),
+        torch.empty((problem.batch, problem.heads, problem.sq), dtype=torch.float32, device=device),
         torch.empty(low_shape, dtype=low_dtype, device=device),
         max_logits,
     )

@@ -19,9 +19,7 @@ def source(
 ):
     """What `load_tile` reads from: the pointer itself, or a TMA descriptor of [rows, WIDTH]."""
     if TMA:
-        return tl.make_tensor_descriptor(
-            ptr, [rows, WIDTH], [tl.cast(stride, tl.int64), 1], [R, C]
-        )
+        return tl.make_tensor_descriptor(ptr, [rows, WIDTH], [tl.cast(stride, tl.int64), 1], [R, C])
     else:
         return ptr
 
