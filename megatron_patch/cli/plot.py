@@ -10,7 +10,7 @@ DESCRIPTION = """\
 Draw loss, gradient norm and throughput of one or several runs into one PNG, runs overlaid.
 
   megatron-patch plot runs/gpt2_124m
-  megatron-patch plot runs/a runs/b --output comparison.png
+  megatron-patch plot runs/a runs/b --out comparison.png
 """
 
 
@@ -28,7 +28,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument(
         "-o",
-        "--output",
+        "--out",
         metavar="PNG",
         help="file to write; default: <RUN>/<name of RUN>.png for one run, runs.png for several",
     )
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_patch.monitor import plot
 
     runs = [Path(run) for run in args.runs]
-    if args.output:
-        output = Path(args.output)
+    if args.out:
+        output = Path(args.out)
     elif len(runs) == 1:
         folder = runs[0] if runs[0].is_dir() else runs[0].parent
         output = folder / f"{folder.resolve().name}.png"

@@ -230,7 +230,7 @@ def test_plot_names_its_output(
     run.mkdir()
     assert app.run(["plot", str(run)]) == 0
     assert app.run(["plot", str(run), str(tmp_path)]) == 0
-    assert app.run(["plot", str(run), "-o", "x.png"]) == 0
+    assert app.run(["plot", str(run), "--out", "x.png"]) == 0
     outputs = [out for _, out in calls]
     assert outputs == [run / "demo.png", Path("runs.png"), Path("x.png")]
     assert capsys.readouterr().out.splitlines() == [str(out) for out in outputs]
