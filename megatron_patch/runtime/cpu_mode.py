@@ -109,8 +109,6 @@ class _CudaIsCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        if func is torch.Tensor.record_stream:  # MoE: keeps memory alive for a stream; none here
-            return None
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         # Optimizers sort parameters by the string "torch.cuda.BFloat16Tensor" and raise on others.
@@ -246,6 +244,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "set_stream", _nothing()
     yield cuda, "stream", lambda stream: contextlib.nullcontext(stream)
     yield cuda, "is_current_stream_capturing", lambda: False
+    yield torch.Tensor, "record_stream", _nothing()  # takes no stand-in for a stream
     yield cuda.nvtx, "range_push", _nothing()  # "NVTX functions not installed"
     yield cuda.nvtx, "range_pop", _nothing()
     # The model-parallel tracker keeps one CUDA stream per parallel group and switches between them;
