@@ -125,9 +125,9 @@ def missing(path: Path, rng: random.Random) -> None:
 
 
 def wrong_dtype(path: Path, rng: random.Random) -> None:
-    """Another dtype code in the index: same size, every token read wrongly."""
+    """Another valid dtype code in the index: same size, every token read wrongly."""
     data = bytearray(path.read_bytes())
-    data[17] = rng.choice([code for code in range(256) if code != data[17]])
+    data[17] = rng.choice([code for code in range(1, 9) if code != data[17]])
     path.write_bytes(data)
 
 
@@ -245,7 +245,7 @@ def fuzz(cases: int, seed: int, root: Path, *, with_megatron: bool = False) -> d
             refused[case.kind] += 1
         else:
             failures.append(f"case {number} ({case.kind} {case.target}): {outcome}")
-        if with_megatron:
+        if with_megatron and case.tokenizer == BYTES:  # its reader knows of no tokenizer
             theirs.setdefault(case.kind, Counter())[megatron(copy, corpora.good)] += 1
     return {
         "cases": cases,
