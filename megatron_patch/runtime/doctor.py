@@ -6,6 +6,9 @@ Every check is a function that returns findings; one that is ``BROKEN`` makes th
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import shutil
 import sys
 import tomllib
 import warnings
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
+from pathlib import Path
 from typing import TextIO
 
 from megatron_patch.runtime import environment
@@ -137,9 +141,9 @@ def device() -> Iterator[Finding]:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         yield Finding(State.BROKEN, "gloo", "torch is built without gloo; the trainer needs it")
     facts = environment.devices()
+    yield from _shared_memory()
     if not torch.cuda.is_available():
-        reason = "torch is built without CUDA" if torch.version.cuda is None else "no CUDA device"
-        yield Finding(State.NOTE, "gpu", f"{reason}: only training.device: cpu works here")
+        yield _no_gpu()
         product = torch.eye(8) @ torch.eye(8)
         right = torch.equal(product, torch.eye(8))
         yield Finding(State.OK if right else State.BROKEN, "cpu", "matrix product")
@@ -151,6 +155,33 @@ def device() -> Iterator[Finding]:
     yield Finding(State.OK, "nccl", str(facts["nccl"]))
     for index in range(count):
         yield _matrix_product(index)
+
+
+def _no_gpu() -> Finding:
+    """No GPU is fine; a GPU that torch cannot use is not."""
+    import torch
+
+    only = "only training.device: cpu works here"
+    driver = environment.driver()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if driver is None or hidden:
+        reason = "hidden by CUDA_VISIBLE_DEVICES" if driver else "no CUDA device"
+        return Finding(State.NOTE, "gpu", f"{reason}: {only}")
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return Finding(
+        State.BROKEN,
+        "gpu",
+        f"driver {driver} is here, but torch {torch.__version__}, built {built}, finds no device: "
+        "install a torch built for this driver, or a newer driver",
+    )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """NCCL and gloo talk through /dev/shm; containers get 64 MiB of it unless told otherwise."""
+    folder = Path("/dev/shm")
+    if folder.is_dir() and (size := shutil.disk_usage(folder).total) < 1 << 30:
+        text = f"/dev/shm has {size >> 20} MiB; give a container --shm-size=1g or --ipc=host"
+        yield Finding(State.NOTE, "shared memory", text)
 
 
 def _matrix_product(index: int) -> Finding:

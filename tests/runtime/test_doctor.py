@@ -129,6 +129,30 @@ def test_the_device_of_this_machine_works() -> None:
     assert not [finding for finding in findings if finding.state is State.BROKEN]
 
 
+@pytest.mark.parametrize(
+    ("driver", "visible", "state", "reason"),
+    [
+        (None, None, State.NOTE, "no CUDA device"),
+        ("570.1", "", State.NOTE, "hidden by CUDA_VISIBLE_DEVICES"),
+        ("570.1", None, State.BROKEN, "driver 570.1 is here, but torch"),
+    ],
+)
+def test_no_gpu_is_fine_but_an_unusable_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str | None,
+    visible: str | None,
+    state: State,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(environment, "driver", lambda: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    finding = doctor._no_gpu()
+    assert finding.state is state
+    assert reason in finding.text
+
+
 @pytest.mark.gpu
 def test_the_kernel_of_this_machine_works() -> None:
     findings = list(doctor.kernel())
