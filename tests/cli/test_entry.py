@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -96,12 +97,17 @@ def test_our_own_package_is_not_complained_about() -> None:
 
 
 def test_module_and_script_are_the_same_program() -> None:
-    outputs = []
-    for command in ([sys.executable, "-m", "megatron_patch"], ["megatron-patch"]):
-        if command[0] == "megatron-patch":
-            script = Path(sys.executable).parent / "megatron-patch"
-            assert script.is_file(), "the project is not installed: make install"
-            command = [str(script)]
-        done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-        outputs.append(done.stdout)
-    assert outputs[0] == outputs[1]
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"megatron-patch": "megatron_patch.__main__:main"}
+    assert entry.main.__module__ == "megatron_patch.__main__"
+    commands = [[sys.executable, "-m", "megatron_patch"]]
+    # Absent where the tree is used without being installed; the entry above is the same then.
+    script = Path(sys.executable).parent / "megatron-patch"
+    if script.is_file():
+        commands.append([str(script)])
+    outputs = {
+        subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+        for command in commands
+    }
+    assert len(outputs) == 1
+    assert "usage: megatron-patch" in outputs.pop()
