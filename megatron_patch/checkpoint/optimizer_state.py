@@ -105,7 +105,13 @@ def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
     Groups are matched by settings in core, so a changed learning rate would otherwise make them
     unrecognizable; and with pipeline stages only the first rank's are saved at all.
     """
-    holder = loaded.get("optimizer", loaded)
+    # A DistributedOptimizer keeps its settings one level down, also where the writer had none: on
+    # one rank the experts share the dense optimizer, spread over ranks they have their own.
+    sharded = "param_state" in loaded
+    if sharded:
+        loaded.setdefault("optimizer", {})
+        loaded.setdefault("param_state_sharding_type", "fully_reshardable")
+    holder = loaded["optimizer"] if sharded else loaded.get("optimizer", loaded)
     indices = [group["params"] for group in part.optimizer.state_dict()["param_groups"]]
     groups = copy.deepcopy(_groups(part))
     for group, parameters in zip(groups, indices, strict=True):
@@ -141,7 +147,8 @@ def load(optimizer: Any, loaded: Any, step: int) -> None:
         step: updates done, as `read_step` gave it when the checkpoint was written.
     """
     owners = parts(optimizer)
-    states = [loaded] if len(owners) == 1 else [loaded[key] for key in sorted(loaded)]
+    # Core numbers several optimizers; what a single one saved may stand beside the numbers.
+    states = [loaded] if len(owners) == 1 else [loaded[index] for index in range(len(owners))]
     settings = [_groups(part) for part in owners]
     for part, state in zip(owners, states, strict=True):
         _use_own_groups(part, state, step)
