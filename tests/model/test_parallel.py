@@ -1,0 +1,62 @@
+"""The model over two gloo ranks: norms under sequence parallelism, pipeline stages, experts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    worker = Path(__file__).with_name("two_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(worker)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "SEEN": str(folder)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def worst(one, other) -> float:
+    return max(
+        (torch.tensor(value) - torch.tensor(other[name])).abs().max().item()
+        for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
+def test_norm_gradients_are_those_of_one_rank(seen, layout):
+    """Without the mark on our norms, each rank would keep the sum over its part of the sequence."""
+    plain = seen[0]["dp2"]
+    assert len(plain["grads"]) == 2 * 8 + 2  # weight and bias of 4 norms a layer, and the last
+    for rank in seen:
+        assert rank[layout]["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+        assert worst(plain["grads"], rank[layout]["grads"]) < 1e-6
+    wrong = [worst(plain["grads"], rank["tp2 sp unmarked"]["grads"]) for rank in seen]
+    assert min(wrong) > 1e-4
+
+
+def test_pipeline_stages_hold_their_layers(seen):
+    assert [rank["pp2"] for rank in seen] == [[[[1], False]], [[[2], False]]]
+    assert seen[0]["pp2 vp2"] == [[[1], False], [[3], False]]
+    assert seen[1]["pp2 vp2"] == [[[2], False], [[4], True]]
+
+
+def test_experts_are_spread(seen):
+    for layout in ("ep2", "tp2 sp moe"):
+        assert seen[0][layout][0] == pytest.approx(seen[1][layout][0], rel=1e-6)
+        assert [rank[layout][1] for rank in seen] == [2, 2]

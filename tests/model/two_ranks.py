@@ -1,0 +1,113 @@
+"""Worker of test_parallel.py: builds models over two gloo ranks and prints what it saw as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from megatron_cpu import SEQ, VOCAB, reseed, tiny_run
+
+from megatron_patch.model.config import MoEConfig, MTPConfig
+from megatron_patch.runtime import cpu_mode
+
+
+def groups(run):
+    from megatron.core import parallel_state
+
+    p = run.parallel
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=p.expert_model_parallel_size,
+        expert_tensor_parallel_size=p.expert_tensor_parallel_size,
+    )
+    reseed()
+
+
+def norm_grads(*, mark=True, **parallel):
+    """Loss and gradients of all norms after core's finalization, by name."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from megatron_patch.model.build import build_model
+
+    run = tiny_run({"qk_layernorm": True, "normalization": "LayerNorm"}, parallel=parallel)
+    groups(run)
+    built = build_model(run, vocab_size=VOCAB)
+    (chunk,) = built.chunks
+    if not mark:
+        for parameter in chunk.parameters():
+            parameter.sequence_parallel = False
+    model = DistributedDataParallel(built.config, DistributedDataParallelConfig(), chunk)
+    tokens = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(SEQ).repeat(2, 1)
+    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+    losses.sum().backward()
+    finalize_model_grads([model], torch.tensor(losses.numel()))
+    grads = {n: p.main_grad.tolist() for n, p in chunk.named_parameters() if "norm" in n}
+    return {"loss": losses.mean().item(), "grads": grads}
+
+
+def layers(model, **parallel):
+    """Global layer numbers of every chunk of this rank, and whether it holds MTP."""
+    from megatron_patch.model.build import build_model
+
+    run = tiny_run(model, parallel=parallel)
+    groups(run)
+    chunks = build_model(run, vocab_size=VOCAB).chunks
+    return [[[layer.layer_number for layer in c.decoder.layers], c.mtp_process] for c in chunks]
+
+
+def experts(**parallel):
+    """Loss and number of local experts of an MoE model."""
+    from megatron_patch.model.build import build_model
+
+    run = tiny_run({"moe": MoEConfig(num_experts=4)}, parallel=parallel)
+    groups(run)
+    (chunk,) = build_model(run, vocab_size=VOCAB).chunks
+    tokens = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(3))
+    loss = chunk(tokens, torch.arange(SEQ).repeat(2, 1), None, labels=tokens).mean()
+    loss.backward()
+    return [loss.item(), len(chunk.decoder.layers[0].mlp.experts.local_experts)]
+
+
+def main() -> None:
+    cpu_mode.install()
+    dist.init_process_group("gloo")
+    tp2 = {"tensor_model_parallel_size": 2}
+    seen = {
+        "dp2": norm_grads(),
+        "tp2": norm_grads(**tp2),
+        "tp2 sp": norm_grads(**tp2, sequence_parallel=True),
+        "tp2 sp unmarked": norm_grads(mark=False, **tp2, sequence_parallel=True),
+        "pp2": layers({}, pipeline_model_parallel_size=2),
+        "pp2 vp2": layers(
+            {"num_layers": 4, "mtp": MTPConfig()},
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+        ),
+        "ep2": experts(expert_model_parallel_size=2),
+        "tp2 sp moe": experts(
+            **tp2,
+            sequence_parallel=True,
+            expert_tensor_parallel_size=1,
+            expert_model_parallel_size=2,
+        ),
+    }
+    Path(os.environ["SEEN"], f"{dist.get_rank()}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
