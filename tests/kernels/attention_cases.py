@@ -54,7 +54,8 @@ class Case:
     memory: str = "plain"
     """plain, fused (q, k, v are views of one tensor), strided (dO is a view), expanded (K, V)."""
     values: str = "gauss"
-    """gauss, outlier (K has a huge channel), positive (all of one sign), repeat (equal keys)."""
+    """gauss, outlier (K has a huge channel), positive (all of one sign), repeat (equal keys),
+    below and above (every score near -160 or +160 at d = 32, so LSE is too)."""
     gain: float = 1.0
     dlse: int = 0
     """Also send a gradient into LSE."""
@@ -169,6 +170,9 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     if case.values == "outlier":
         k[..., 0] += 70.0
         q[..., 0] = q[..., 0].abs()
+    if case.values in ("below", "above"):
+        q[..., 0] += 30.0
+        k[..., 0] += 30.0 if case.values == "above" else -30.0
     if case.values == "repeat":
         k[:] = k[..., :1, :] if case.layout != "thd" else k[:1]
     tensors = _place(case, [x.to(device).to(dtype) for x in (q, k, v, dout)])

@@ -61,6 +61,8 @@ class Emulation:
     low: torch.Tensor
     lse: torch.Tensor
     delta: torch.Tensor
+    ds: torch.Tensor
+    """dS [b, h, sq, sk] before its rounding."""
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
@@ -118,7 +120,7 @@ def emulate(
 
     ``mask`` boolean [sq, sk] of allowed pairs; ``sink`` [h] logits; ``keep`` boolean
     [b, h, sq, sk] of weights that dropout keeps; ``dlse`` [b, h, sq]; ``wide_gradients`` leaves
-    the gradients in float32 (for grouped heads, summed before the rounding); ``seed`` draws the lag.
+    the gradients in float32 (grouped heads are summed before the rounding); ``seed`` draws the lag.
     """
     gen = torch.Generator().manual_seed(seed)
     down = lambda x: x.to(rounding.dtype).float()  # noqa: E731
@@ -156,8 +158,9 @@ def emulate(
     used, dp = p_back, torch.matmul(dout, v.mT)
     if keep is not None:
         used, dp = p_back * keep, dp * keep * gain
-    ds = maybe(p_back * (dp - less[..., None]) * slope, rounding.dscores)
+    exact_ds = p_back * (dp - less[..., None]) * slope
+    ds = maybe(exact_ds, rounding.dscores)
     final = torch.float32 if wide_gradients else rounding.dtype
     dq, dk = torch.matmul(ds, k) * scale, torch.matmul(ds.mT, q) * scale
     dv = torch.matmul(maybe(used, rounding.probabilities).mT, dout) * gain
-    return Emulation(out, low, lse, delta, dq.to(final), dk.to(final), dv.to(final))
+    return Emulation(out, low, lse, delta, exact_ds, dq.to(final), dk.to(final), dv.to(final))

@@ -1,0 +1,96 @@
+"""The kernels under the error rule, in the interpreter: every feature, small shapes, NaN-filled
+outputs inside guard bands. The GPU runs thousands of these (benchmarks/kernel_grid.py).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, make_inputs, random_case
+from error_rule import Report, Yardsticks, check_case, compare, judge, run_ours
+
+FEATURES = [
+    "b=2 sq=70 sk=45 hq=4 layout=bshd",
+    "sq=45 sk=70 causal=1 layout=sbhd b=2",
+    "sq=70 sk=45 causal=1 layout=bhsd",
+    "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16",
+    "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided",
+    "sq=90 sk=40 left=11 right=5",
+    "sq=50 sk=50 right=3 d=40 dv=24",
+    "sq=33 sk=33 sinks=off-by-one d=64 dv=32",
+    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1",
+    "sq=34 sk=66 softcap=3 causal=1",
+    "sq=66 sk=34 dropout=0.3 b=2 hq=4",
+    "sq=40 sk=70 dropout=0.17 causal=1 left=20 dtype=fp16",
+    "sq=40 sk=40 residual=int8 causal=1 sinks=learned",
+    "sq=64 sk=64 values=repeat causal=1",
+    "sq=40 sk=64 values=outlier",
+    "sq=64 sk=64 values=above dlse=1",
+    "sq=64 sk=64 scale=0.5 gain=3 memory=fused",
+    "sq=48 sk=48 memory=expanded b=3",
+    "sq=64 sk=64 causal=1 stabilizer=none dtype=fp16",
+    "sq=64 sk=64 causal=1 deterministic=0 hq=4",
+    "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1",
+    "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused",
+    "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=4 hk=2 residual=int8",
+    "d=96 dv=128 sq=20 sk=36 causal=1",
+]
+
+
+@pytest.mark.parametrize("line", FEATURES)
+def test_feature(line: str) -> None:
+    check_case(Case.parse(line)).raise_if_bad()
+
+
+def _random_cases(count: int) -> list[Case]:
+    rng = random.Random(20)
+    cases = []
+    while len(cases) < count:
+        case = random_case(rng, small=True)
+        # The interpreter's time goes with heads x rows x columns: the small half of the draws.
+        if case.d <= 64 and case.hq * case.sq * case.sk * case.b < 30_000 and case.v_dim <= 64:
+            cases.append(case)
+    return cases
+
+
+@pytest.mark.parametrize("case", _random_cases(12), ids=lambda case: case.id)
+def test_random_case(case: Case) -> None:
+    check_case(case).raise_if_bad()
+
+
+@pytest.mark.parametrize("stabilizer", ["dynamic_max", "paper_bf16"])
+def test_comparison_stabilizers_are_finite_and_masked(stabilizer: str) -> None:
+    """Exempt from the error gates, never from NaN and mask gates; far from garbage all the same."""
+    case = Case(sq=50, sk=40, causal=1, values="repeat", stabilizer=stabilizer, seed=4)
+    given = make_inputs(case)
+    ours = run_ours(case, given)
+    for name, x in ours.named().items():
+        expected_infinite = 20 if name == "lse" else 0  # 10 rows without keys in each of 2 heads
+        assert int((~torch.isfinite(x)).sum()) == expected_infinite, name
+    assert bool((ours.out[:, :10] == 0).all()) and bool((ours.dq[:, :10] == 0).all())
+    truth = compare(replace(case, stabilizer="none"), given, ours)
+    assert truth.ratios["out"][1] < 20, truth.ratios
+
+
+def test_the_rule_itself_refuses_zeros_and_a_bias() -> None:
+    """Zero gradients pass absolute tolerances used elsewhere (1.5e-2 on 0.1 * randn inputs)."""
+    case = Case(sq=64, sk=64, gain=0.1)
+    given = make_inputs(case)
+    ours = run_ours(case, given)
+    for change in (
+        {"dq": torch.zeros_like(ours.dq)},
+        {"out": (ours.out.float() * 1.016).bfloat16()},
+        {"dk": (ours.dk.float() * 1.05).bfloat16()},
+        {"lse": ours.lse + 1e-4},
+        {"dv": ours.dv.roll(1, 1)},
+    ):
+        report = compare(case, given, replace(ours, **change))
+        assert any(p.startswith(next(iter(change))) for p in report.problems), change.keys()
+    report = Report(case)
+    nan = ours.out.clone()
+    nan[0, 3, 1, 5] = torch.nan
+    judge(report, "out", nan, Yardsticks(truth=ours.out, pytorch=ours.out))
+    assert "1 of" in report.problems[0]
