@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -39,4 +40,40 @@ class CheckpointConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        yield from ()
+        from megatron_patch.checkpoint.manifest import read_key
+        from megatron_patch.config.problem import Problem
+
+        for name in ("interval", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield Problem(f"checkpoint.{name}", f"is {value}; use at least 1, or null")
+        if self.directory is not None and Path(self.directory).is_file():
+            yield Problem("checkpoint.directory", f"{self.directory!r} is a file")
+        if self.load_weights_only and self.load_from is None:
+            yield Problem("checkpoint.load_weights_only", "has no effect without load_from")
+        if self.load_from is not None and self.resume == "required":
+            yield Problem(
+                "checkpoint.load_from",
+                "is never read with resume: required, which fails without a checkpoint of the "
+                "run's own; use resume: auto",
+            )
+        if self.load_from is not None and not Path(self.load_from).is_dir():
+            yield Problem(
+                "checkpoint.load_from",
+                f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
+                "checkpoints",
+            )
+        if (
+            self.optimizer_sharding == "dp_reshardable"
+            and not run.parallel.use_distributed_optimizer
+        ):
+            yield Problem(
+                "checkpoint.optimizer_sharding",
+                "dp_reshardable belongs to the distributed optimizer; set "
+                "parallel.use_distributed_optimizer: true, or fully_reshardable here",
+            )
+        if self.hmac_key_file is not None:
+            try:
+                read_key(self.hmac_key_file)
+            except ValueError as error:
+                yield Problem("checkpoint.hmac_key_file", str(error))

@@ -9,6 +9,7 @@ run                         progress, schedule, layout, configuration text: plai
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,8 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
     from megatron_patch.checkpoint.safe_reader import safe_loading
 
     try:
-        with safe_loading(index), torch.no_grad():
+        with safe_loading(index), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # core and torch about their own future
             return dist_checkpointing.load(request, str(folder))
     except Exception as error:
         refused = _refusal(error)

@@ -169,7 +169,7 @@ def load_object(value: io.BytesIO, name: str) -> Any:
 
 
 class _Slice(io.RawIOBase):
-    """Bytes ``offset`` to ``offset + length`` of an open file; torch's own view cannot seek back."""
+    """``length`` bytes from ``offset`` of an open file; torch's own view cannot seek back."""
 
     def __init__(self, handle: int, offset: int, length: int) -> None:
         super().__init__()

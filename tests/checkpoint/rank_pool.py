@@ -1,7 +1,7 @@
 """Rank processes that import torch and Megatron once and then play one scenario after another.
 
-A scenario is a function in ``scenarios.py`` called on every rank with the path of a scratch folder and
-keyword arguments; it starts and leaves its own process group. Importing costs far more than a scenario.
+A scenario is a function in ``scenarios.py`` called on every rank with keyword arguments; it starts
+its own process group. Importing costs far more than playing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import traceback
+import warnings
 from typing import Any
 
 TIMEOUT = 180
@@ -28,6 +29,7 @@ def _serve(connection: Any, path: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's and core's own deprecations
     from megatron_patch.runtime import cpu_mode
 
     cpu_mode.install()

@@ -1,4 +1,4 @@
-"""What ranks do in tests: a small GPT, a few steps, saves and loads. Imported in rank processes only."""
+"""What ranks do in tests: a small GPT, a few steps, saves and loads."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ def config(
     run = RunConfig(
         name="checkpoint-test",
         model=ModelConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_query_groups=2,
-            seq_length=SEQ,
-            make_vocab_size_divisible_by=8,
-            **(model or {}),
+            **{
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "seq_length": SEQ,
+                "make_vocab_size_divisible_by": 8,
+                **(model or {}),
+            }
         ),
         training=TrainingConfig(
             **{
@@ -140,11 +142,11 @@ class Live:
         return float(total[0] / total[1])
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Parameters of this rank by global layer number, as exact numbers."""
+        """Parameters of this rank by chunk and local name."""
         found = {}
-        for chunk in self.chunks:
+        for stage, chunk in enumerate(self.chunks):
             for name, value in chunk.named_parameters():
-                found[name] = value.detach().float().numpy().copy()
+                found[f"{stage}:{name}"] = value.detach().float().numpy().copy()
         return found
 
     def moments(self) -> list[dict[str, Any]]:
@@ -154,6 +156,8 @@ class Live:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     state = part.optimizer.state[parameter]
+                    if not state:
+                        continue
                     found.append(
                         {
                             "main": parameter.detach().float().numpy().copy(),
@@ -243,3 +247,201 @@ def load_and_train(
         "progress": None if progress is None else progress.as_dict(),
         "lines": lines,
     }
+
+
+def convert(source: str, target: str, *, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Load what ``source`` holds on this layout and save it, unchanged, under ``target``."""
+    live = Live(config(**(changes or {})), source, seed=999)
+    with _lines() as lines:
+        progress = live.checkpointer.load()
+        assert progress is not None
+    live.checkpointer.store.root = live.checkpointer.store.root.parent / target
+    live.checkpointer.save(progress)
+    return {"progress": progress.as_dict(), "lines": lines}
+
+
+def contents(path: str) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, whole, by its name in the file."""
+    from torch.distributed import checkpoint as dcp
+
+    from megatron_patch.checkpoint.safe_metadata import read_metadata
+    from megatron_patch.checkpoint.safe_reader import SafeReader
+
+    index = read_metadata(path)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(found, storage_reader=SafeReader(path, index), no_dist=True)
+    return {name: value.float().numpy() for name, value in found.items()}
+
+
+def core_alone(root: str, *, optimizer_sharding: str) -> dict[str, Any]:
+    """The same state through core's own functions, without our corrections of the optimizer."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_patch.checkpoint import content, optimizer_state
+
+    live = Live(config(), root)
+    live.train(1, 2)
+    metadata = content.core_metadata(optimizer_sharding)
+
+    def state(loading: bool) -> dict[str, Any]:
+        model = content.model_state(live.checkpointer.parts, metadata)
+        sharded = live.optimizer.sharded_state_dict(
+            model["model"], is_loading=loading, metadata=metadata
+        )
+        return {**model, "optimizer": sharded}
+
+    dist_checkpointing.save(state(False), root)
+    optimizer_state.write_step(live.optimizer, 0)  # as a new process has it
+    with torch.no_grad():
+        loaded = dist_checkpointing.load(state(True), root)
+        try:
+            live.optimizer.load_state_dict(loaded["optimizer"])
+        except KeyError as error:
+            return {"error": repr(error)}
+    moments = live.moments()
+    return {
+        "steps": sorted({m["step"] for m in moments}),
+        "step_tensors": len({m["own_step"] for m in moments}),
+        "parameters": len(moments),
+    }
+
+
+def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[str, Any]:
+    """A good save of step 1, then one of step 2 in which one rank fails."""
+    from megatron_patch.checkpoint import writer
+
+    live = Live(config("dp", checkpoint={"async_save": background}), root)
+    live.checkpointer.save(Progress(step=1))
+    live.checkpointer.finalize(blocking=True)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    original = getattr(writer.Plan, where)
+    if live.layout.rank == rank:
+        setattr(writer.Plan, where, fail)
+    try:
+        live.checkpointer.save(Progress(step=2))
+        live.checkpointer.finalize(blocking=True)
+        text = ""
+    except CheckpointError as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        setattr(writer.Plan, where, original)
+    live.checkpointer.save(Progress(step=3))
+    live.checkpointer.finalize(blocking=True)
+    progress = live.checkpointer.load()
+    assert progress is not None
+    return {"text": text, "progress": progress.as_dict()}
+
+
+def steps_while_saving(root: str) -> dict[str, Any]:
+    """A background save held up: finalize must not commit it, later steps must not leak into it."""
+    import threading
+
+    from megatron_patch.checkpoint import writer
+
+    live = Live(config("dp", checkpoint={"async_save": True}), root)
+    live.train(1, 2)
+    gate, original = threading.Event(), writer.Plan.write
+
+    def slow(self: Any) -> None:
+        gate.wait(60)
+        original(self)
+
+    if live.layout.rank == 1:
+        writer.Plan.write = slow  # type: ignore[method-assign]
+    before = live.moments()
+    try:
+        live.checkpointer.save(Progress(step=2))
+        early = [live.checkpointer.finalize(blocking=False) for _ in range(3)]
+        visible = live.checkpointer.store.find() is not None
+        live.train(3, 4)
+    finally:
+        gate.set()
+        writer.Plan.write = original  # type: ignore[method-assign]
+    live.checkpointer.finalize(blocking=True)
+    live.checkpointer.load()
+    return {"early": early, "visible": visible, "before": before, "loaded": live.moments()}
+
+
+# What an attacker would want resolved; gloo and core pickle their own messages, which are not files.
+FORBIDDEN = {"os", "posix", "nt", "subprocess", "builtins", "sys", "runpy", "importlib"}
+_resolved: list[str] = []
+_hooked = False
+
+
+def _watch(event: str, arguments: Any) -> None:
+    if event == "pickle.find_class" and str(arguments[0]).split(".")[0] in FORBIDDEN:
+        _resolved.append(f"{arguments[0]}.{arguments[1]}")
+    elif event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn"):
+        _resolved.append(event)
+
+
+def hostile_loads(folder: str, good: str, names: list[str]) -> dict[str, Any]:
+    """Load after every attack on the newer of two checkpoints; what happened, by attack."""
+    import shutil
+    import sys
+    from pathlib import Path
+
+    import hostile
+
+    global _hooked
+    live = Live(config(), good)
+    live.checkpointer._report()  # asks git for the commit: before the audit hook
+    if not _hooked:
+        sys.addaudithook(_watch)
+        _hooked = True
+    found = {}
+    for name in names:
+        root, sentinel = Path(folder) / name / "checkpoints", Path(folder) / name / "sentinel"
+        shutil.copytree(good, root)
+        newest = root / (root / "latest").read_text().strip()
+        hostile.attack(newest, name, sentinel)
+        live.checkpointer.store.root = root
+        _resolved.clear()
+        with _lines() as lines:
+            try:
+                progress = live.checkpointer.load()
+                outcome = f"step {progress.step if progress else None}"
+            except CheckpointError as error:
+                outcome = f"{type(error).__name__}: {error}"
+        found[name] = {
+            "outcome": outcome,
+            "lines": lines,
+            "ran": sentinel.exists(),
+            "resolved": list(_resolved),
+        }
+    return found
+
+
+def core_runs_it(folder: str, good: str, names: list[str]) -> dict[str, bool]:
+    """The same attacks on core's own loading: whether the payload ran."""
+    import shutil
+    from pathlib import Path
+
+    import hostile
+    from megatron.core import dist_checkpointing
+
+    from megatron_patch.checkpoint import content
+
+    live = Live(config(), good)
+    found = {}
+    for name in names:
+        copy, sentinel = Path(folder) / name / "copy", Path(folder) / name / "sentinel"
+        source = Path(good) / (Path(good) / "latest").read_text().strip()
+        shutil.copytree(source, copy)
+        hostile.attack(copy, name, sentinel)
+        request = content.model_state(
+            live.checkpointer.parts, content.core_metadata("fully_reshardable")
+        )
+        try:
+            dist_checkpointing.load(request, str(copy))
+        except Exception:
+            pass
+        found[name] = sentinel.exists()
+    return found

@@ -1,0 +1,463 @@
+"""The store by itself: protocol, pointer, signatures, retention, ranks. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patch.checkpoint import manifest as manifests
+from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError
+from megatron_patch.checkpoint.manifest import MANIFEST, PAGE_BYTES, SEAL, read_key, seal
+from megatron_patch.checkpoint.store import CheckpointStore
+
+KEY = b"0123456789abcdef"
+
+
+def save(store: CheckpointStore, step: int, content: bytes = b"shard") -> Path:
+    attempt = store.begin(step)
+    name = f"__{store.ranks.rank}_0.distcp"
+    (attempt.path / name).write_bytes(content + str((step, store.ranks.rank)).encode())
+    return store.commit(attempt, store.hash_files(attempt, [name]), {"layout": "any"})
+
+
+def complete(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.name.startswith("step_"))
+
+
+def aside(root: Path) -> list[str]:
+    return sorted(p.name for p in (root / "aside").iterdir()) if (root / "aside").exists() else []
+
+
+class Threads:
+    """Ranks of one process, for the store's collectives."""
+
+    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
+        self.rank, self.size, self._shared = rank, size, shared
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._shared["values"][self.rank] = value
+        self.barrier()
+        values = list(self._shared["values"])
+        self.barrier()
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        return self.all_gather(value)[0]
+
+    def barrier(self) -> None:
+        self._shared["barrier"].wait(20)
+
+
+def on_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
+    """``work`` on every rank; results, or the exceptions raised."""
+    shared = {"values": [None] * size, "barrier": threading.Barrier(size)}
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Threads(rank, size, shared))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "none").find() is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_save_and_find(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save(store, 7)
+    assert path.name == "step_00000007.attempt-1"
+    found = CheckpointStore(tmp_path).find()
+    assert found is not None and found.path == path
+    assert (found.manifest.step, found.manifest.attempt, found.manifest.world_size) == (7, 1, 1)
+    assert found.manifest.info == {"layout": "any"}
+    assert (tmp_path / "latest").read_text() == "step_00000007.attempt-1\n"
+    body = json.loads((path / MANIFEST).read_bytes())
+    assert list(body["files"]) == ["__0_0.distcp"]
+
+
+def test_a_complete_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = save(store, 5)
+    before = {p.name: p.read_bytes() for p in first.iterdir()}
+    second = save(store, 5, b"other")
+    assert second.name == "step_00000005.attempt-2"
+    assert {p.name: p.read_bytes() for p in first.iterdir()} == before
+    assert store.find().path == second
+
+
+def test_a_directory_that_appears_in_between_is_not_replaced(tmp_path: Path) -> None:
+    """The name is taken while the ranks write: the commit refuses instead of replacing."""
+    store = CheckpointStore(tmp_path)
+    attempt = store.begin(5)
+    (attempt.path / "__0_0.distcp").write_bytes(b"x")
+    digests = store.hash_files(attempt, ["__0_0.distcp"])
+    (tmp_path / attempt.name).mkdir()
+    with pytest.raises(SaveError, match="never overwritten"):
+        store.commit(attempt, digests, {})
+    assert list((tmp_path / attempt.name).iterdir()) == []
+
+
+def test_abandoned_attempts_are_moved_aside_not_deleted(tmp_path: Path) -> None:
+    attempt = CheckpointStore(tmp_path).begin(3)
+    (attempt.path / "__0_0.distcp").write_bytes(b"half")
+    assert CheckpointStore(tmp_path).find() is None
+    path = save(CheckpointStore(tmp_path), 3)
+    assert path.name == "step_00000003.attempt-2"
+    (left,) = aside(tmp_path)
+    assert left.startswith("step_00000003.attempt-1.tmp.abandoned.")
+    assert (tmp_path / "aside" / left / "__0_0.distcp").read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "step_00000009.attempt-1\n", "../../etc\n"])
+def test_a_useless_pointer_is_said_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    if content is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(content)
+    assert store.find().manifest.step == 2
+    assert "taking the newest" in caplog.text
+
+
+def test_the_pointer_is_respected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pointing it at an older checkpoint is how a person goes back."""
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    (tmp_path / "latest").write_text("step_00000001.attempt-1\n")
+    assert store.find().manifest.step == 1
+    assert "although step_00000002.attempt-1 is newer" in caplog.text
+
+
+def test_bad_ones_are_named_moved_aside_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    (tmp_path / "step_00000003.attempt-1" / "__0_0.distcp").unlink()
+    shard = tmp_path / "step_00000002.attempt-1" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes().swapcase())
+    assert store.find().manifest.step == 1
+    assert "step_00000003.attempt-1 refused: missing: '__0_0.distcp'" in caplog.text
+    assert "step_00000002.attempt-1 refused: __0_0.distcp does not match" in caplog.text
+    assert "continuing from the older checkpoint step_00000001.attempt-1" in caplog.text
+    assert [name.split(".2")[0] for name in aside(tmp_path)] == [
+        "step_00000002.attempt-1.hash",
+        "step_00000003.attempt-1.missing",
+    ]
+
+
+def test_none_good_is_an_error_with_exit_code_4(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1)
+    (path / MANIFEST).unlink()
+    with pytest.raises(
+        CheckpointError, match="no good checkpoint.*\n.*manifest.json is missing"
+    ) as e:
+        store.find(move_aside=False)
+    assert e.value.exit_code == 4
+    assert path.exists()
+
+
+def test_the_reader_can_still_refuse(tmp_path: Path) -> None:
+    """What hashes well may hold something that is not data: then the next one is taken."""
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    seen = []
+
+    def accept(found: Any) -> None:
+        seen.append(found.manifest.step)
+        if found.manifest.step == 2:
+            raise BadCheckpoint("hostile", "it names posix.system")
+
+    assert store.find(accept=accept).manifest.step == 1
+    assert seen == [2, 1]
+    assert aside(tmp_path)[0].startswith("step_00000002.attempt-1.hostile.")
+
+
+class TestSignatures:
+    def test_signed_and_found(self, tmp_path: Path) -> None:
+        save(CheckpointStore(tmp_path, hmac_key=KEY), 1)
+        assert CheckpointStore(tmp_path, hmac_key=KEY).find().manifest.step == 1
+        assert CheckpointStore(tmp_path).find().manifest.step == 1  # no key: hashes only
+
+    def test_unsigned_is_refused_and_left_in_place(self, tmp_path: Path) -> None:
+        path = save(CheckpointStore(tmp_path), 1)
+        with pytest.raises(CheckpointError, match="not signed"):
+            CheckpointStore(tmp_path, hmac_key=KEY).find()
+        assert path.exists()
+
+    def test_another_key_is_refused_and_left_in_place(self, tmp_path: Path) -> None:
+        path = save(CheckpointStore(tmp_path, hmac_key=KEY), 1)
+        with pytest.raises(CheckpointError, match="another key, or was forged"):
+            CheckpointStore(tmp_path, hmac_key=KEY[::-1]).find()
+        assert path.exists()
+
+    def test_a_writer_without_the_key_cannot_forge(self, tmp_path: Path) -> None:
+        """Shard and manifest rewritten consistently, the seal's plain hash too."""
+        store = CheckpointStore(tmp_path, hmac_key=KEY)
+        path = save(store, 1)
+        old_seal = (path / SEAL).read_bytes()
+        (path / "__0_0.distcp").write_bytes(b"evil")
+        attempt = CheckpointStore(tmp_path / "x").begin(1)
+        (attempt.path / "__0_0.distcp").write_bytes(b"evil")
+        digest = store.hash_files(attempt, ["__0_0.distcp"])["__0_0.distcp"]
+        body = json.loads((path / MANIFEST).read_bytes())
+        body["files"]["__0_0.distcp"] = {
+            "size": digest.size,
+            "sha256": digest.sha256,
+            "pages": digest.pages,
+        }
+        raw = json.dumps(body).encode()
+        (path / MANIFEST).write_bytes(raw)
+        for forged in (seal(raw, None), seal(raw, None) + old_seal.split(b"\n")[1] + b"\n"):
+            (path / SEAL).write_bytes(forged)
+            with pytest.raises(CheckpointError):
+                store.find(move_aside=False)
+            assert CheckpointStore(tmp_path).check(path).manifest.step == 1  # only the key helps
+
+    def test_the_seal_is_checked_before_the_json_is_parsed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = save(CheckpointStore(tmp_path, hmac_key=KEY), 1)
+        (path / MANIFEST).write_bytes(b"[" * 100_000)
+        monkeypatch.setattr(manifests.json, "loads", lambda *a: pytest.fail("parsed"))
+        with pytest.raises(BadCheckpoint, match="does not match its seal"):
+            CheckpointStore(tmp_path, hmac_key=KEY).check(path)
+
+    @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700])
+    def test_a_key_others_can_read_is_refused(self, tmp_path: Path, mode: int) -> None:
+        key = tmp_path / "key"
+        key.write_bytes(KEY)
+        key.chmod(mode)
+        with pytest.raises(ValueError, match="chmod 600"):
+            read_key(key)
+
+    def test_key_files(self, tmp_path: Path) -> None:
+        key = tmp_path / "key"
+        with pytest.raises(ValueError, match="cannot read the key file"):
+            read_key(key)
+        key.write_bytes(b"short\n")
+        key.chmod(0o600)
+        with pytest.raises(ValueError, match="at least 16"):
+            read_key(key)
+        key.write_bytes(KEY + b"\n")
+        assert read_key(key) == KEY
+
+
+class TestManifestInput:
+    """Manifests of someone who can reseal them: refused before a file is touched."""
+
+    @staticmethod
+    def refuse(tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> str:
+        store = CheckpointStore(tmp_path)
+        path = save(store, 1)
+        body = json.loads((path / MANIFEST).read_bytes())
+        raw = edit(body)
+        raw = raw if isinstance(raw, bytes) else json.dumps(body).encode()
+        (path / MANIFEST).write_bytes(raw)
+        (path / SEAL).write_bytes(seal(raw, None))
+        with pytest.raises(BadCheckpoint) as bad:
+            store.check(path)
+        return bad.value.why
+
+    @pytest.mark.parametrize(
+        "name", ["../outside", "/etc/passwd", "a/b", "..", ".", "", "-x", "a\0b", "manifest.json"]
+    )
+    def test_names_that_leave_the_directory(self, tmp_path: Path, name: str) -> None:
+        def edit(body: dict[str, Any]) -> None:
+            body["files"][name] = body["files"]["__0_0.distcp"]
+
+        assert "names a file" in self.refuse(tmp_path, edit)
+
+    @pytest.mark.parametrize("size", [1 << 61, -1, 1.5, True, "9", None, 10**30])
+    def test_sizes_that_are_none(self, tmp_path: Path, size: Any) -> None:
+        def edit(body: dict[str, Any]) -> None:
+            body["files"]["__0_0.distcp"]["size"] = size
+
+        assert "malformed" in self.refuse(tmp_path, edit)
+
+    @pytest.mark.parametrize(
+        "raw", [b"", b"null", b"[]", b"{}", b"[" * 200_000, b'{"format": 1}', b"\xff\xfe"]
+    )
+    def test_things_that_are_no_manifest(self, tmp_path: Path, raw: bytes) -> None:
+        assert "malformed" in self.refuse(tmp_path, lambda body: raw)
+
+    def test_another_step(self, tmp_path: Path) -> None:
+        why = self.refuse(tmp_path, lambda body: body.update(step=2))
+        assert why == "step_00000001.attempt-1 holds step 2 attempt 1"
+
+
+def test_links_are_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "root")
+    path = save(store, 1)
+    shard = path / "__0_0.distcp"
+    os.rename(shard, tmp_path / "outside")
+    shard.symlink_to(tmp_path / "outside")
+    with pytest.raises(BadCheckpoint, match="not a plain file"):
+        store.check(path)
+    os.rename(path, tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadCheckpoint, match="symbolic link"):
+        store.check(path)
+
+
+class TestRetention:
+    def test_keeps_the_last(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path, keep_last=2)
+        for step in (1, 2, 3, 3, 4):
+            save(store, step)
+        assert complete(tmp_path) == ["step_00000003.attempt-2", "step_00000004.attempt-1"]
+
+    def test_keeps_what_is_not_its_own_or_not_good(self, tmp_path: Path) -> None:
+        """A copied-in checkpoint, a damaged one and other files are not the store's to delete."""
+        foreign = save(CheckpointStore(tmp_path / "other"), 1)
+        store = CheckpointStore(tmp_path / "root", keep_last=1)
+        damaged = save(store, 2)
+        os.rename(foreign, tmp_path / "root" / foreign.name)
+        (damaged / SEAL).write_bytes(b"?")
+        (tmp_path / "root" / "step_notes").mkdir()
+        save(store, 3)
+        save(store, 4)
+        assert complete(tmp_path / "root") == [
+            "step_00000001.attempt-1",
+            "step_00000002.attempt-1",
+            "step_00000004.attempt-1",
+            "step_notes",
+        ]
+
+    def test_nothing_is_deleted_before_the_new_one_is_complete(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path, keep_last=1)
+        first = save(store, 1)
+        attempt = store.begin(2)
+        with pytest.raises(SaveError):
+            store.commit(attempt, {}, {})
+        assert store.find().path == first
+
+    def test_newer_ones_are_never_deleted(self, tmp_path: Path) -> None:
+        """After going back by the pointer, the abandoned future stays until a person removes it."""
+        store = CheckpointStore(tmp_path, keep_last=1)
+        save(store, 10)
+        (tmp_path / "aside").mkdir(exist_ok=True)
+        save(store, 5)
+        assert complete(tmp_path) == ["step_00000005.attempt-1", "step_00000010.attempt-1"]
+
+    def test_half_deleted_ones_are_finished_later(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path, keep_last=1)
+        path = save(store, 1)
+        os.rename(path, path.with_name(path.name + ".deleting"))
+        assert store.find() is None
+        save(store, 2)
+        assert complete(tmp_path) == ["step_00000002.attempt-1"]
+
+    @pytest.mark.parametrize("keep", [0, -1])
+    def test_keeping_none_is_refused(self, tmp_path: Path, keep: int) -> None:
+        with pytest.raises(ValueError, match="at least 1"):
+            CheckpointStore(tmp_path, keep_last=keep)
+
+
+class TestRanks:
+    def test_every_rank_hashes_its_own_and_agrees(self, tmp_path: Path) -> None:
+        paths = on_ranks(3, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 1))
+        assert set(paths) == {tmp_path / "step_00000001.attempt-1"}
+        found = on_ranks(3, lambda ranks: CheckpointStore(tmp_path, collective=ranks).find())
+        assert all(f.manifest == found[0].manifest for f in found)
+        assert sorted(found[0].manifest.files) == [f"__{r}_0.distcp" for r in range(3)]
+
+    def test_one_failing_rank_abandons_on_all(self, tmp_path: Path) -> None:
+        def work(ranks: Threads) -> None:
+            store = CheckpointStore(tmp_path, collective=ranks)
+            attempt = store.begin(1)
+            store.agree(
+                attempt, OSError(28, "No space left on device") if ranks.rank == 1 else None
+            )
+
+        for error in on_ranks(3, work):
+            assert isinstance(error, SaveError) and "rank 1: OSError" in str(error)
+        assert aside(tmp_path)[0].startswith("step_00000001.attempt-1.tmp.write-failed")
+
+    def test_a_file_nobody_claims_is_not_committed(self, tmp_path: Path) -> None:
+        def work(ranks: Threads) -> None:
+            store = CheckpointStore(tmp_path, collective=ranks)
+            attempt = store.begin(1)
+            (attempt.path / f"__{ranks.rank}_0.distcp").write_bytes(b"x")
+            ranks.barrier()
+            names = [] if ranks.rank == 1 else [f"__{ranks.rank}_0.distcp"]
+            store.commit(attempt, store.hash_files(attempt, names), {})
+
+        for error in on_ranks(2, work):
+            assert isinstance(error, SaveError) and "'__1_0.distcp'" in str(error)
+
+    def test_all_ranks_refuse_for_the_same_reason(self, tmp_path: Path) -> None:
+        on_ranks(3, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 1))
+        on_ranks(3, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 2))
+        shard = tmp_path / "step_00000002.attempt-1" / "__2_0.distcp"
+        shard.write_bytes(shard.read_bytes().swapcase())
+        found = on_ranks(3, lambda ranks: CheckpointStore(tmp_path, collective=ranks).find())
+        assert [f.manifest.step for f in found] == [1, 1, 1]
+
+
+class TestSampling:
+    """What ``verify: sampled`` reads: small files whole, large ones in pages."""
+
+    @staticmethod
+    def big(tmp_path: Path, pages: int) -> tuple[CheckpointStore, Path]:
+        store = CheckpointStore(tmp_path, verify="sampled")
+        attempt = store.begin(1)
+        with (attempt.path / "big").open("wb") as file:
+            file.truncate(pages * PAGE_BYTES)
+        path = store.commit(attempt, store.hash_files(attempt, ["big"]), {})
+        return store, path
+
+    def damage(self, path: Path, page: int) -> None:
+        with (path / "big").open("r+b") as file:
+            file.seek(page * PAGE_BYTES + 77)
+            file.write(b"!")
+
+    def test_it_finds_damage_in_its_pages_and_misses_the_rest(self, tmp_path: Path) -> None:
+        store, path = self.big(tmp_path, 80)
+        digest = store.check(path).manifest.files["big"]
+        sampled = manifests.sample_pages("big", digest)
+        assert len(sampled) == manifests.SAMPLED_PAGES and {0, 79} <= set(sampled)
+        missed = next(page for page in range(80) if page not in sampled)
+        self.damage(path, missed)
+        assert store.check(path)
+        with pytest.raises(BadCheckpoint, match=rf"bytes {missed * PAGE_BYTES}\.\. of"):
+            CheckpointStore(tmp_path).check(path)
+        self.damage(path, sampled[30])
+        with pytest.raises(BadCheckpoint, match=rf"bytes {sampled[30] * PAGE_BYTES}\.\. of"):
+            store.check(path)
+
+    def test_sizes_are_always_checked(self, tmp_path: Path) -> None:
+        store, path = self.big(tmp_path, 80)
+        os.truncate(path / "big", 80 * PAGE_BYTES - 1)
+        with pytest.raises(BadCheckpoint, match="expected 83886080"):
+            store.check(path)
+
+    def test_small_files_are_read_whole(self, tmp_path: Path) -> None:
+        store, path = self.big(tmp_path, 3)
+        self.damage(path, 1)
+        with pytest.raises(BadCheckpoint, match="does not match"):
+            store.check(path)
