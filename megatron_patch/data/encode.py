@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -141,11 +141,11 @@ class Encoder:
             )
         return text
 
-    def _invalid(self, problem: str, replaced: object) -> str:
+    def _invalid(self, problem: str, replaced: Callable[[], str]) -> str:
         how = self._options.invalid_text
         if how == "error":
             raise DataError(f"{problem}; see --invalid-text")
-        return "" if how == "skip" else replaced()  # type: ignore[operator]
+        return "" if how == "skip" else replaced()
 
     def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Token bytes to documents that end at the end-of-document id."""

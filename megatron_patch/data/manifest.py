@@ -194,14 +194,34 @@ def _manifest(tree: dict[str, Any]) -> Manifest:
     parts["tokenizer"] = _record(TokenizerRecord, parts["tokenizer"])
     parts["bin"] = _record(FileRecord, parts["bin"])
     parts["idx"] = _record(FileRecord, parts["idx"])
+    for record in (parts["bin"], parts["idx"]):
+        if record.chunk_bytes < 1 or len(record.chunks) != -(-record.size // record.chunk_bytes):
+            raise ValueError(f"{len(record.chunks)} hashed pieces do not make {record.size} bytes")
     parts["sources"] = [_record(SourceRecord, item) for item in parts["sources"]]
     return _record(Manifest, parts)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "str": (str,),
+    "list[str]": (list,),
+    "list[SourceRecord]": (list,),
+    "dict[str, Any]": (dict,),
+    "dict[str, str]": (dict,),
+    "TokenizerRecord": (TokenizerRecord,),
+    "FileRecord": (FileRecord,),
+}
 
 
 def _record[T](kind: type[T], tree: dict[str, Any]) -> T:
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     if set(tree) != names:
         raise ValueError(f"fields {sorted(set(tree) ^ names)} are missing or unknown")
+    for f in fields(kind):  # type: ignore[arg-type]
+        allowed = _TYPES[str(f.type)]
+        if not isinstance(tree[f.name], allowed) or isinstance(tree[f.name], bool):
+            raise ValueError(f"{f.name} is {tree[f.name]!r:.80}, not {f.type}")
     return kind(**tree)
 
 

@@ -49,7 +49,7 @@ class PrepareOptions:
     """Number of ids, for tokenizer none."""
     eod_id: int | None = None
     """End-of-document id: appended to every document; token files are cut after it."""
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Processes; the output does not depend on it. Default: one a core."""
     batch_bytes: int = 8 << 20
     """Text handed to a worker at a time: the unit that is not done twice after an interruption."""

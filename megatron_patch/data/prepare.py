@@ -71,8 +71,7 @@ def prepare(options: PrepareOptions) -> Manifest:
     finished = _refuse_to_overwrite(options, parts, plan)
     if finished is not None:
         return finished
-    parts.mkdir(parents=True, exist_ok=True)
-    with _locked(parts):
+    with _errors_of_disk(options.out), _locked(parts):
         _continue_or_begin(parts, plan, restart=options.restart)
         headers = _encode_all(options, sources, parts)
         joined = _join(headers, sources, parts, dtype_for(tokenizer.vocab_size))
@@ -146,6 +145,8 @@ def adopt(options: PrepareOptions) -> Manifest:
         software=_software(),
     )
     write_file(target, render(manifest))
+    if not options.quiet:
+        print(f"{target}: {human(manifest.tokens)} tokens in {manifest.documents:,} documents")
     return manifest
 
 
@@ -263,7 +264,20 @@ def _continue_or_begin(parts: Path, plan: dict, *, restart: bool) -> None:
 
 
 @contextmanager
+def _errors_of_disk(out: str) -> Iterator[None]:
+    """Full, read-only and failing disks end in a ``DataError``; reading reports its own."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{out}: cannot be written ({error.strerror or error}); put it right and run the same "
+            "command again: finished parts are kept"
+        ) from error
+
+
+@contextmanager
 def _locked(parts: Path) -> Iterator[None]:
+    parts.mkdir(parents=True, exist_ok=True)
     with (parts / "lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

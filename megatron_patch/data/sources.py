@@ -14,6 +14,7 @@ import io
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -249,24 +250,17 @@ class _Zstd(io.RawIOBase):
         return count
 
 
-class _errors_of:
-    """Turns what can go wrong while reading a file into a ``DataError`` that names it."""
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn what can go wrong while a file is read into a ``DataError`` that names it."""
+    import zstandard
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        import zstandard
-
-        if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | zstandard.ZstdError):
-            raise DataError(
-                f"{self._path}: the compressed data is damaged or cut off ({error})"
-            ) from error
-        if isinstance(error, OSError):
-            raise DataError(f"{self._path}: cannot be read ({error.strerror})") from error
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: the compressed data is damaged or cut off ({error})") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _size(files: list[Path]) -> int:

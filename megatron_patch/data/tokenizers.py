@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -263,6 +264,8 @@ def _existing(path: str | None, what: str) -> Path:
     found = Path(path)
     if not found.is_file():
         raise DataError(f"tokenizer.path: no {what} file at {path}")
+    if not os.access(found, os.R_OK):
+        raise DataError(f"tokenizer.path: {path} cannot be read; check its permissions")
     return found
 
 

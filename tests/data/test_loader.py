@@ -292,3 +292,17 @@ def test_reading_leaves_the_global_random_streams_alone(
     batches.close()
     assert torch.equal(before[0], torch.random.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()  # type: ignore[index]
+
+
+@pytest.mark.gpu
+def test_batches_are_pinned_for_a_gpu(kit: SimpleNamespace, corpora: list[Path]) -> None:
+    """From reader threads and from the training thread alike, with the same content."""
+    for workers in (0, 2):
+        run = kit.run_config(*corpora, device="cuda", num_workers=workers)
+        pinned = build_loaders(run, kit.layout()).iterate("train")
+        reference = build_loaders(kit.run_config(*corpora), kit.layout()).iterate("train")
+        for batch, other in islice(zip(pinned, reference, strict=False), 6):
+            assert all(tensor.is_pinned() for tensor in batch.values())
+            assert all(torch.equal(batch[name], other[name]) for name in other)
+            assert batch["tokens"].to("cuda", non_blocking=True).device.type == "cuda"
+        pinned.close()

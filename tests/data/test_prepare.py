@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gzip
 import json
 import os
@@ -143,7 +144,7 @@ def test_killed_and_run_again_equals_unbroken(
     process.wait()
     assert process.returncode == -signal.SIGKILL, "it finished before it could be killed"
     assert not Path(f"{out}.manifest.json").exists()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "workers outlived their killed parent"
     prepare(kit.options(out, source, batch_bytes=400))
     assert content(out) == content(tmp_path / "unbroken")
@@ -291,6 +292,32 @@ def test_changed_inputs_are_read_again(
     source.write_bytes(lines(swapped))
     prepare(kit.options(out, source, batch_bytes=500))
     assert tokens_of(out) == [text.encode() for text in swapped]
+
+
+@pytest.mark.parametrize("call", [1, 3, 8])
+def test_a_full_disk_is_an_error_and_the_rest_is_made_later(
+    tmp_path: Path,
+    texts: list[str],
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    call: int,
+) -> None:
+    source, out, count = tmp_path / "a.jsonl", tmp_path / "out", [0]
+    source.write_bytes(lines(texts))
+    prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=3000))
+
+    def full(handle: int) -> None:
+        count[0] += 1
+        if count[0] == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
+        prepare(kit.options(out, source, batch_bytes=3000))
+    monkeypatch.undo()
+    assert not any(Path(f"{out}{ending}").exists() for ending in ENDINGS)
+    prepare(kit.options(out, source, batch_bytes=3000))
+    assert content(out) == content(tmp_path / "unbroken")
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_patch.data import verify
+from megatron_patch.data import manifest, verify
 from megatron_patch.data.config import TokenizerConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
@@ -67,6 +69,25 @@ def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
     path.write_bytes(content)
     assert check_dataset(copy) == []
     assert render(read_manifest(copy)) == content
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tokens", "many"), ("tokens", True), ("dtype", None), ("dtype", "float32"), ("bin", {}),
+     ("sources", [1]), ("bin.chunks", []), ("bin.chunk_bytes", 0), ("max_token_id", 9999)],
+)  # fmt: skip
+def test_a_forged_manifest_is_an_error_not_a_traceback(
+    copy: Path, field: str, value: object
+) -> None:
+    """Its own hash recomputed: only the checks of its content are left."""
+    path = Path(f"{copy}.manifest.json")
+    tree = json.loads(path.read_bytes())
+    node, _, leaf = field.rpartition(".")
+    (tree[node] if node else tree)[leaf] = value
+    tree.pop("sha256")
+    digest = hashlib.sha256(manifest._dump(tree)).hexdigest()
+    path.write_bytes(manifest._dump(tree | {"sha256": digest}))
+    assert check_dataset(copy)
 
 
 def test_the_place_of_a_difference_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +229,7 @@ def test_all_ranks_learn_what_one_of_them_finds(
             for rank in range(2)
         ]
         try:
-            return [process.communicate(timeout=60)[0].strip() for process in processes]
+            return [process.communicate(timeout=300)[0].strip() for process in processes]
         finally:
             for process in processes:
                 process.kill()
