@@ -88,7 +88,7 @@ NCCL_DEFAULTS = (
         reason="a failed collective ends the rank instead of leaving it waiting",
     ),
     EnvironmentVariable(
-        name="TORCH_NCCL_TRACE_BUFFER_SIZE",
+        name="TORCH_FR_BUFFER_SIZE",
         value="2000",
         reason="flight recorder: the last collectives of every rank",
     ),

@@ -1,0 +1,117 @@
+"""One run on the cluster of the slurm tests: rendering, submitting, waiting, reading its traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import one_machine
+
+HERE = Path(__file__).resolve().parent
+
+CONFIG = """\
+name: {name}
+model: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32}}
+training: {{train_steps: {steps}, global_batch_size: 4, micro_batch_size: 1, device: cpu,
+           precision: fp32, deterministic: true}}
+optimizer: {{lr: 1e-3}}
+data: {{blend: [{{path: corpus}}], tokenizer: {{kind: bytes}}, num_workers: 0}}
+attention: {{backend: reference}}
+logging: {{interval: 1, tensorboard: false}}
+cluster:
+  gpus_per_node: 0
+  ranks_per_node: 2
+  cpus_per_node: 2
+  memory: null
+  exclusive: false
+  python: {python}
+  local_dir: {local}
+  time_limit: "00:10:00"
+  stop_lead_seconds: 30
+  restart_pause_seconds: 0
+  preflight: {{enabled: false}}
+  environment:
+    - {{name: OMP_NUM_THREADS, value: "1", reason: two cores run four ranks}}
+    - {{name: GLOO_SOCKET_IFNAME, value: lo, reason: every node is this machine}}
+"""
+
+
+class Run:
+    """A run directory and the job on it."""
+
+    def __init__(self, slurm: one_machine.OneMachine, folder: Path, name: str) -> None:
+        self.slurm, self.work, self.name = slurm, folder, name
+        self.dir = folder / "runs" / name
+        self.job = ""
+
+    def submit(
+        self, *, steps: int, sets: tuple[str, ...] = (), program: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+    ) -> str:  # fmt: skip
+        """Render and submit on two nodes; ``options`` go to sbatch. Returns the job id."""
+        from megatron_patch import config
+        from megatron_patch.launcher import submit
+
+        path = self.work / f"{self.name}.yaml"
+        local = self.work / "local"
+        path.write_text(
+            CONFIG.format(name=self.name, steps=steps, python=sys.executable, local=local)
+        )
+        loaded = config.load(path, list(sets))
+        job = submit.build_job(loaded, 2, work_dir=self.work)
+        if program:
+            job = dataclasses.replace(job, program=program)
+        script = submit.write(job, loaded)
+        self.slurm.run("sbatch", "--test-only", str(script))
+        answer = self.slurm.run("sbatch", "--parsable", *options, str(script))
+        self.job = answer.stdout.strip()
+        return self.job
+
+    def stand_in(
+        self, *, steps: int, pause: float, fault: str = "", sets: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+    ) -> str:  # fmt: skip
+        """Submit the stand-in training program."""
+        program = (str(HERE / "stand_in.py"), str(self.dir), str(steps), str(pause))
+        program += (fault,) if fault else ()
+        return self.submit(steps=steps, sets=sets, program=program, options=options)
+
+    def log(self) -> str:
+        """The job's log."""
+        return "".join(p.read_text() for p in sorted((self.dir / "logs").glob("slurm-*.log")))
+
+    def events(self) -> list[str]:
+        """What happened, without times: ``restart=0 attempt=1 step=4 crash``."""
+        file = self.dir / "launch" / "events.log"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.split(" ", 2)[2] for line in lines]
+
+    def step(self) -> int:
+        """The step the run has begun, 0 before the first."""
+        beats = sorted((self.dir / "logs").glob("*/step"), key=lambda p: p.stat().st_mtime)
+        text = beats[-1].read_text().strip() if beats else ""
+        return int(text) if text.isdigit() else 0
+
+    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+        """Wait until ``step`` has begun."""
+        self.slurm.wait_for(lambda: self.step() >= step, seconds, f"step {step}\n{self.log()}")
+
+    def wait_for_end(self, *states: str, seconds: float = 180) -> None:
+        """Wait for a final state of the job; releases it whenever it was requeued."""
+        states = states or ("COMPLETED",)
+
+        def ended() -> bool:
+            state = self.slurm.state(self.job)
+            if state == "PENDING" and self.slurm.fact(self.job, "Reason") == "BeginTime":
+                self.slurm.start_now(self.job)
+            final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            assert state in states or state not in final, f"{state}\n{self.log()}"
+            return state in states
+
+        self.slurm.wait_for(ended, seconds, f"{states}")
+
+    def losses(self) -> dict[int, str]:
+        """Step -> what the stand-in computed, in hexadecimal; the last attempt's word counts."""
+        rows = [line.split() for line in (self.dir / "losses").read_text().splitlines()]
+        return {int(step): value for step, value in rows}

@@ -1,0 +1,110 @@
+"""A training program with the trainer's contract and nothing else, started without torch in a second.
+
+stand_in.py RUN_DIR STEPS PAUSE [FAULT]: one number, changed every step by a sum over the ranks; a
+checkpoint every 10 steps and on a graceful stop; heartbeat, FINISHED and exit codes as the trainer
+leaves them. FAULT: ``exit:CODE:STEP:RANK`` (every attempt) or ``once:CODE:STEP:RANK`` (the first
+attempt only).
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+run_dir, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+kind, code, at, who = sys.argv[4].split(":") if len(sys.argv) > 4 else ("none", "0", "0", "0")
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+asked = False
+
+
+def ask(*_):
+    global asked
+    asked = True
+
+
+class Ranks:
+    """Sums over all ranks through the first one; a peer that dies is an error for the others."""
+
+    def __init__(self):
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 5)
+        self.peers = []
+        if rank == 0:
+            server = socket.create_server(address, backlog=world)
+            for _ in range(world - 1):
+                self.peers.append(server.accept()[0].makefile("rw"))
+            self.peers.sort(key=lambda p: int(p.readline()))
+            return
+        while not self.peers:
+            try:
+                self.peers.append(socket.create_connection(address).makefile("rw"))
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+        print(rank, file=self.peers[0], flush=True)
+
+    def sum(self, value):
+        if rank:
+            print(value.hex(), file=self.peers[0], flush=True)
+            return self.read(self.peers[0])
+        total = value
+        for peer in self.peers:
+            total += self.read(peer)
+        for peer in self.peers:
+            print(total.hex(), file=peer, flush=True)
+        return total
+
+    def read(self, peer):
+        line = peer.readline()
+        if not line.endswith("\n"):
+            raise ConnectionError("a peer is gone")
+        return float.fromhex(line)
+
+
+def save(step, value):
+    if rank == 0:
+        temporary = checkpoint.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"step": step, "value": value.hex()}))
+        os.replace(temporary, checkpoint)
+    ranks.sum(0.0)
+
+
+signal.signal(signal.SIGUSR1, ask)
+signal.signal(signal.SIGTERM, ask)
+checkpoint = run_dir / "checkpoint.json"
+saved = {"step": 0, "value": (1.0).hex()}
+if checkpoint.exists():
+    saved = json.loads(checkpoint.read_text())
+step, value = saved["step"], float.fromhex(saved["value"])
+first_attempt = not (run_dir / "faulted").exists()
+print(
+    f"rank {rank} of {world} local {os.environ['LOCAL_RANK']} on {os.environ['SLURMD_NODENAME']} "
+    f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, from step {step}",
+    flush=True,
+)
+ranks = Ranks()
+while step < steps:
+    if rank == 0:
+        Path(os.environ["MEGATRON_PATCH_HEARTBEAT"]).write_text(f"{step + 1}\n")
+    faulty = kind == "exit" or (kind == "once" and first_attempt)
+    if faulty and step + 1 == int(at) and rank == int(who):
+        (run_dir / "faulted").touch()
+        sys.exit(int(code))
+    value += ranks.sum(math.sin(value * (rank + 1)) / world)
+    step += 1
+    if rank == 0:
+        with (run_dir / "losses").open("a") as out:
+            out.write(f"{step} {value.hex()}\n")
+    stop = ranks.sum(float(asked)) > 0
+    if step % 10 == 0 or stop:
+        save(step, value)
+    if stop:
+        print(f"stopped gracefully after step {step}", flush=True)
+        sys.exit(0)
+    time.sleep(pause)
+save(step, value)
+if rank == 0:
+    (run_dir / "FINISHED").write_text(json.dumps({"step": step}) + "\n")
+print("finished", flush=True)
