@@ -49,8 +49,11 @@ def run_plain(args: argparse.Namespace, gpus: int, work: Path, tag: str) -> dict
     return row
 
 
-def run_trainer(args: argparse.Namespace, gpus: int, work: Path, backend: str) -> dict[str, object]:
-    run_dir = work / f"trainer_{backend}_{gpus}"
+def run_trainer(
+    args: argparse.Namespace, gpus: int, work: Path, backend: str, *, fused: bool = False
+) -> dict[str, object]:
+    tag = f"trainer_{backend}{'_fused' if fused else ''}_{gpus}"
+    run_dir = work / tag
     shutil.rmtree(run_dir, ignore_errors=True)
     keys = {
         "run_dir": run_dir,
@@ -59,7 +62,10 @@ def run_trainer(args: argparse.Namespace, gpus: int, work: Path, backend: str) -
         "training.micro_batch_size": args.micro_batch,
         "training.global_batch_size": args.global_batch,
         "checkpoint.interval": "null",
-        "logging.interval": 5,
+        "logging.interval": 4,
+        "optimizer.warmup_steps": args.warmup,
+        "training.compile_fusions": str(fused).lower(),
+        "training.eval_steps": 1,
         "data.blend": f"[{{path: {args.dataset}}}]",
         "data.tokenizer.path": args.tokenizer,
     }
@@ -67,10 +73,11 @@ def run_trainer(args: argparse.Namespace, gpus: int, work: Path, backend: str) -
     for key, value in keys.items():
         arguments += ["--set", f"{key}={value}"]
     arguments += [part for extra in args.set for part in ("--set", extra)]
-    code = torchrun(gpus, arguments, work / f"trainer_{backend}_{gpus}.log")
-    row: dict[str, object] = {"system": f"trainer, {backend}", "gpus": gpus, "exit": code}
+    code = torchrun(gpus, arguments, work / f"{tag}.log")
+    system = f"trainer, {backend}{', compile_fusions' if fused else ''}"
+    row: dict[str, object] = {"system": system, "gpus": gpus, "exit": code}
     if code:
-        row["error"] = (work / f"trainer_{backend}_{gpus}.log").read_text()[-1500:]
+        row["error"] = (work / f"{tag}.log").read_text()[-1500:]
         return row
     with (run_dir / "metrics.csv").open() as lines:
         rows = [r for r in csv.DictReader(lines) if int(r["step"]) > args.warmup]
@@ -119,9 +126,12 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for gpus in args.gpus:
         plan = [("plain", f"plain_{gpus}_a"), *(("trainer", b) for b in args.backends)]
-        for kind, name in [*plan, ("plain", f"plain_{gpus}_b")]:
-            measure = run_plain if kind == "plain" else run_trainer
-            row = measure(args, gpus, work, name)
+        plan += [("fused", args.backends[-1]), ("plain", f"plain_{gpus}_b")]
+        for kind, name in plan:
+            if kind == "plain":
+                row = run_plain(args, gpus, work, name)
+            else:
+                row = run_trainer(args, gpus, work, name, fused=kind == "fused")
             add_mfu(row, flops, peak)
             rows.append(row)
             print({k: v for k, v in row.items() if k != "error"}, flush=True)

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +76,8 @@ class Runner:
         self.folder = Path(args.work)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        # Layouts are compared, not timed: they may share the devices.
+        self.pool = ThreadPoolExecutor(args.jobs)
 
     def train(self, name: str, ranks: int, keys: dict[str, object]) -> dict[int, tuple[str, str]]:
         """Run to the end; step -> (loss, grad norm) as printed in metrics.csv."""
@@ -120,10 +123,8 @@ def compare(runner: Runner, precision: str, *, moe: bool, gpus: int) -> list[dic
     resumed = {**base, "checkpoint.load_from": source}
     expected = runner.train(f"{tag} one", 1, resumed)
     tolerance = FP32_TOLERANCE if precision == "fp32" else BF16_TOLERANCE
-    rows: list[dict[str, object]] = []
-    for layout in LAYOUTS:
-        if layout.ranks > gpus or layout.moe != moe:
-            continue
+
+    def one(layout: Layout) -> dict[str, object]:
         row: dict[str, object] = {"layout": layout.name, "ranks": layout.ranks, "model": tag}
         begin = time.time()
         try:
@@ -140,8 +141,10 @@ def compare(runner: Runner, precision: str, *, moe: bool, gpus: int) -> list[dic
         row["tolerance"] = tolerance
         row["seconds"] = round(time.time() - begin, 1)
         print(row, flush=True)
-        rows.append(row)
-    return rows
+        return row
+
+    fitting = [x for x in LAYOUTS if x.ranks <= gpus and x.moe == moe]
+    return list(runner.pool.map(one, fitting))
 
 
 def resume(runner: Runner, ranks: int, keys: dict[str, object]) -> dict[str, object]:
@@ -170,6 +173,7 @@ def main() -> None:
     parser.add_argument("--backend", default="reference", help="attention backend")
     parser.add_argument("--gpus", type=int, default=2, help="largest number of ranks")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], help="fp32, bf16")
+    parser.add_argument("--jobs", type=int, default=1, help="layouts run at the same time")
     parser.add_argument("--no-moe", action="store_true", help="leave the MoE layouts out")
     parser.add_argument("--no-resume", action="store_true", help="leave the resume checks out")
     parser.add_argument("--work", default="runs/layouts", help="scratch folder")
@@ -183,8 +187,8 @@ def main() -> None:
         rows += compare(runner, "fp32", moe=True, gpus=args.gpus)
     resumes: list[dict[str, object]] = []
     if not args.no_resume:
-        resumes = [resume(runner, 1, {}), resume(runner, 2, {})]
-        resumes.append(resume(runner, 2, {TP: 2, SP: True}))
+        cases = [(1, {}), (2, {}), (2, {TP: 2, SP: True}), (2, {PP: 2})]
+        resumes = list(runner.pool.map(lambda case: resume(runner, *case), cases))
     figures = {"layouts": rows, "resume": resumes, "backend": args.backend, "gpus": args.gpus}
     out = machine.write_result(
         f"layouts_{args.device}_{args.gpus}", figures, Path(args.out) if args.out else None
