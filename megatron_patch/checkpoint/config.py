@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield Problem(f"checkpoint.{name}", f"is {value}; use at least 1, or null")
-        if self.directory is not None and Path(self.directory).is_file():
+        if self.directory is not None and os.path.isfile(self.directory):
             yield Problem("checkpoint.directory", f"{self.directory!r} is a file")
         if self.load_weights_only and self.load_from is None:
             yield Problem("checkpoint.load_weights_only", "has no effect without load_from")
@@ -57,7 +56,7 @@ class CheckpointConfig:
                 "is never read with resume: required, which fails without a checkpoint of the "
                 "run's own; use resume: auto",
             )
-        if self.load_from is not None and not Path(self.load_from).is_dir():
+        if self.load_from is not None and not os.path.isdir(self.load_from):
             yield Problem(
                 "checkpoint.load_from",
                 f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "

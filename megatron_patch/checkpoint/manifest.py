@@ -184,11 +184,11 @@ def read_key(path: str | Path) -> bytes:
     """
     try:
         found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):  # before reading: /dev/zero has no end
+            raise ValueError(f"key file {str(path)!r} is not a regular file")
         secret = Path(path).read_bytes().strip()
     except OSError as error:
         raise ValueError(f"cannot read the key file {str(path)!r}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"key file {str(path)!r} is not a regular file")
     if stat.S_IMODE(found.st_mode) & 0o177:
         raise ValueError(
             f"key file {str(path)!r} has mode {stat.S_IMODE(found.st_mode):04o}; "

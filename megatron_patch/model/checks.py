@@ -110,8 +110,10 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
     if model.num_attention_heads < 1:
         return
     head_dim = model.kv_channels or model.hidden_size // model.num_attention_heads
+    if head_dim < 1 or not 0 < model.rotary_percent <= 1:  # said by _sizes and _ranges
+        return
     rotated = int(head_dim * model.rotary_percent)
-    if head_dim > 0 and 0 < model.rotary_percent <= 1 and (rotated < 2 or rotated % 2):
+    if rotated < 2 or rotated % 2:
         yield Problem(
             "model.rotary_percent",
             f"{model.rotary_percent} of head dimension {head_dim} rotates {rotated} channels; "

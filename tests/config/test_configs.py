@@ -61,3 +61,26 @@ def test_the_fuzzer_notices_a_traceback(
 
     monkeypatch.setattr(fuzz.config, "load", crash)
     assert fuzz.load_case(tmp_path / "x.yaml", []).kind == "failed"
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        # Each of these once ended `config check` in a traceback or in hours of counting.
+        ("model.num_layers=9223372036854775807", "model.num_layers"),
+        ("model.rotary_percent=1e308", "model.rotary_percent"),
+        ("checkpoint.load_from=" + "x" * 3000, "checkpoint.load_from"),
+        ("checkpoint.hmac_key_file=/dev/zero", "checkpoint.hmac_key_file"),
+    ],
+)
+def test_values_out_of_all_proportion_are_refused_in_words(override: str, path: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load(ROOT / "configs" / "quickstart.yaml", [override])
+    assert path in {problem.path for problem in caught.value.problems}
+
+
+def test_a_long_directory_name_is_no_crash() -> None:
+    """Path.is_file() raises for it; the directory is made, or not, when training starts."""
+    long = "x" * 3000
+    loaded = config.load(ROOT / "configs" / "quickstart.yaml", [f"checkpoint.directory={long}"])
+    assert loaded.config.checkpoint.directory == long
