@@ -3,8 +3,8 @@
     RANK=.. WORLD_SIZE=.. python worker.py PLAN.json
 
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
-into one rank's local gradient before it is reduced; ``signal`` delivers a real signal to one rank
-in the middle of a step. Results go to PLAN.json.rank<N>.
+into one rank's (null: every rank's) local gradient before it is reduced; ``signal`` delivers a real
+signal to one rank in the middle of a step. Results go to PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def install_faults(run: dict[str, Any]) -> None:
     nan, sent = run.get("nan"), run.get("signal")
 
     def before_reduction(self: Any, chunks: list[Any]) -> None:
-        if nan and self.step == nan["step"] and self.layout.rank == nan["rank"]:
+        if nan and self.step == nan["step"] and nan["rank"] in (None, self.layout.rank):
             for chunk in chunks:
                 for name, parameter in finite.unwrap(chunk).named_parameters():
                     if name == nan["parameter"]:

@@ -1,0 +1,85 @@
+"""How a rank finds its place, with and without torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_config import run_config
+
+from megatron_patch.parallel import setup
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_without_torchrun_there_is_a_world_of_one() -> None:
+    assert setup.launched_world_size() == 1
+    assert setup._launch_environment() == (0, 1, 0)
+    assert int(os.environ["MASTER_PORT"]) > 0
+
+
+def test_torchrun_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(NAMES, ("3", "4", "1", "host", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert setup._launch_environment() == (3, 4, 1)
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(setup.LayoutError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"):
+        setup._launch_environment()
+
+
+def test_what_the_user_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    setup._communication_environment(run_config(parallel={"tensor_model_parallel_size": 2}))
+    assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+ALONE = """
+import random, sys
+import numpy as np, torch
+from run_config import run_config
+from megatron_patch.runtime import cpu_mode
+from megatron_patch.parallel import setup
+cpu_mode.install()
+run = run_config()
+draws = []
+for _ in range(2):  # a second start in one process draws the same numbers
+    layout = setup.initialize(run)
+    draws.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert layout.print_rank and layout.is_first_stage and layout.is_last_stage
+    assert (layout.dp_size, layout.tp_size, layout.device.type) == (1, 1, "cpu")
+    assert layout.describe() == "rank 0 (tp 0, pp 0, cp 0, dp 0, ep 0)"
+    setup.destroy()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del __import__("os").environ[name]
+setup.destroy()
+assert draws[0] == draws[1], draws
+"""
+
+
+def test_initialize_and_destroy_in_a_fresh_process() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env=environment,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

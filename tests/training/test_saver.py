@@ -1,0 +1,109 @@
+"""When a failed save ends a run and when it does not."""
+
+from __future__ import annotations
+
+import pytest
+from run_config import run_config
+
+from megatron_patch.checkpoint.errors import SaveError
+from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.training.saver import MAX_FAILURES, Position, Saver
+
+
+class Disk:
+    """A Checkpointer whose disk is full when told so; ``background`` saves fail when committed."""
+
+    def __init__(self, *, background: bool = False) -> None:
+        self.full, self.background, self.saving = False, background, False
+        self.saved: list[int] = []
+        self._step = 0
+
+    def save(self, progress: Progress) -> None:
+        self.finalize(blocking=True)
+        self._step, self.saving = progress.step, True
+        if not self.background:
+            self.finalize(blocking=True)
+
+    def finalize(self, *, blocking: bool = False) -> bool:
+        if self.saving:
+            self.saving = False
+            if self.full:
+                raise SaveError("no space left on device")
+            self.saved.append(self._step)
+        return True
+
+    def load(self) -> Progress | None:
+        return Progress(step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1)
+
+
+class Said(list[str]):
+    """A Monitor that keeps what is said."""
+
+    say = list.append
+
+
+def make(*, background: bool = False) -> tuple[Saver, Disk, Said]:
+    disk, said = Disk(background=background), Said()
+    return Saver(disk, said), disk, said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_survived_twice_in_a_row(background: bool) -> None:
+    saver, disk, said = make(background=background)
+    disk.full = True
+    for step in range(1, MAX_FAILURES):
+        saver.save(Position(step))
+        saver.poll()
+    assert len(said) == MAX_FAILURES - 1 and "no space left" in said[0]
+    with pytest.raises(SaveError):
+        saver.save(Position(9))
+        saver.poll()
+
+
+def test_a_good_save_starts_the_count_anew() -> None:
+    saver, disk, _ = make()
+    for step in range(1, 10):
+        disk.full = step % MAX_FAILURES != 0
+        saver.save(Position(step))
+    assert disk.saved == [3, 6, 9]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_checkpoint_is_committed_once(background: bool) -> None:
+    saver, disk, _ = make(background=background)
+    saver.save(Position(5))
+    saver.save_last(Position(5))
+    assert disk.saved == [5]
+    saver.save_last(Position(6))
+    assert disk.saved == [5, 6]
+
+
+def test_a_failed_background_save_is_made_good_at_the_end() -> None:
+    saver, disk, said = make(background=True)
+    disk.full = True
+    saver.save(Position(5))
+
+    def say(message: str) -> None:  # the disk is cleared once the failure is known
+        said.append(message)
+        disk.full = False
+
+    said.say = say  # type: ignore[method-assign]
+    saver.save_last(Position(5))
+    assert disk.saved == [5] and "trying once more" in said[0]
+
+
+def test_the_last_save_must_succeed() -> None:
+    saver, disk, _ = make()
+    disk.full = True
+    with pytest.raises(SaveError):
+        saver.save_last(Position(5))
+
+
+def test_position_survives_a_checkpoint() -> None:
+    saver, _, _ = make()
+    position = saver.load()
+    assert position is not None and position.progress() == Progress(
+        step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1
+    )
+    position.advance(run_config())
+    assert (position.step, position.consumed_samples, position.consumed_tokens) == (5, 40, 1280)

@@ -1,0 +1,175 @@
+"""Runs that end early and go on: signals, limits, NaNs, and resumes that repeat every bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_ranks import figures, metrics, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+DETERMINISTIC = "training.deterministic=true"
+PARAMETER = "decoder.layers.2.mlp.linear_fc1.weight"
+
+
+def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
+    return {"set": [f"name={name}", *keys], **faults}
+
+
+def on(step: int, rank: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "rank": rank, **more}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stops")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    """Two data-parallel ranks with the distributed optimizer, through everything."""
+    term = on(2, 1, name="SIGTERM")
+    nan = on(3, 1, parameter=PARAMETER)
+    every = "checkpoint.interval=2"
+    runs = [
+        run("whole", DETERMINISTIC),
+        run("broken", DETERMINISTIC, signal=term),
+        run("broken", DETERMINISTIC),
+        run("nan", DETERMINISTIC, every, nan=nan),
+        run("nan", DETERMINISTIC, every),
+        run("nan_whole", "parallel.use_distributed_optimizer=false", nan=nan),
+        # The reduction is over when the fault is planted, so it goes to the owner of the shard too.
+        run("nan_overlap", "parallel.overlap_grad_reduce=true", nan=nan | {"rank": None}),
+        run("nan_ignored", "training.check_finite=false", nan=nan),
+    ]
+    results = run_ranks(folder, corpus, 2, runs)
+    names = ["whole", "stopped", "resumed", "nan", "after nan", "nan_whole", "nan_overlap",
+             "nan_ignored"]  # fmt: skip
+    return dict(zip(names, results, strict=True))
+
+
+def weights(results: list[dict[str, Any]]) -> list[str]:
+    return [rank["weights"] for rank in results]
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(two: Any, folder: Path) -> None:
+    assert [(r["code"], r["step"]) for r in two["stopped"]] == [(0, 2), (0, 2)]
+    assert "received SIGTERM" in (folder / "runs" / "broken" / "train.log").read_text()
+
+
+def test_only_a_run_that_reached_train_steps_is_marked_finished(two: Any, folder: Path) -> None:
+    marker = json.loads((folder / "runs" / "whole" / "FINISHED").read_text())
+    assert marker["step"] == 5 and marker["consumed_tokens"] == 5 * 8 * 32
+    assert not (folder / "runs" / "nan_whole" / "FINISHED").exists()
+
+
+def test_resume_repeats_every_bit_of_losses_weights_and_optimizer_state(
+    two: Any, folder: Path
+) -> None:
+    assert figures(folder / "runs" / "broken") == figures(folder / "runs" / "whole")
+    assert len(figures(folder / "runs" / "whole")) == 5
+    assert weights(two["resumed"]) == weights(two["whole"])
+    assert two["stopped"][0]["weights"] != two["whole"][0]["weights"]
+
+
+def test_a_nan_stops_all_ranks_before_the_update_and_is_traced(two: Any, folder: Path) -> None:
+    """The NaN is written into rank 1's local gradient, before the ranks' gradients are summed."""
+    assert [(r["code"], r["step"]) for r in two["nan"]] == [(3, 2), (3, 2)]
+    text = two["nan"][0]["error"]
+    assert text == two["nan"][1]["error"]
+    assert text.startswith("step 3: gradients not finite; stopped before the update")
+    assert "before their reduction on rank 1 (tp 0, pp 0, cp 0, dp 1, ep 0)\n" in text
+    assert f"{PARAMETER}: 1 of 4096 values" in text and "rank 0 (" not in text.split("\n")[1]
+    assert [n for n in text.split() if n.startswith("decoder.")] == [f"{PARAMETER}:"]
+    log = (folder / "runs" / "nan" / "train.log").read_text()
+    assert "stopped by NonFiniteError: step 3" in log
+
+
+def test_after_a_nan_the_run_continues_from_the_checkpoint_before_it(
+    two: Any, folder: Path
+) -> None:
+    assert [(r["code"], r["step"]) for r in two["after nan"]] == [(0, 5), (0, 5)]
+    assert weights(two["after nan"]) == weights(two["whole"])
+    assert figures(folder / "runs" / "nan") == figures(folder / "runs" / "whole")
+
+
+def test_the_rank_is_named_without_the_distributed_optimizer_too(two: Any) -> None:
+    """There the reduction leaves the NaN on every rank."""
+    text = two["nan_whole"][0]["error"]
+    assert two["nan_whole"][0]["code"] == 3 and "before their reduction on rank 1 (" in text
+    assert f"{PARAMETER}: 1 of 4096 values" in text
+
+
+def test_with_overlap_the_parameter_is_named_and_the_rank_honestly_not(two: Any) -> None:
+    text = two["nan_overlap"][0]["error"]
+    assert two["nan_overlap"][0]["code"] == 3 and PARAMETER in text
+    assert "the rank cannot be told" in text
+
+
+def test_without_the_check_non_finite_steps_are_counted(two: Any, folder: Path) -> None:
+    assert two["nan_ignored"][0]["code"] == 0
+    rows = metrics(folder / "runs" / "nan_ignored")
+    assert [rows[s]["nonfinite"] for s in sorted(rows)] == ["0", "0", "1", "2", "3"]
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    """One process: BF16 with dropout, recompute and background saves; limits; refusals."""
+    noisy = [
+        DETERMINISTIC,
+        "training.precision=bf16",
+        "model.hidden_dropout=0.1",
+        "model.attention_dropout=0.1",
+        "training.recompute.granularity=full",
+        "checkpoint.async_save=true",
+        "checkpoint.interval=1",
+        "checkpoint.optimizer_sharding=dp_reshardable",
+    ]
+    plan = {
+        "noisy": run("noisy", *noisy),
+        "noisy stopped": run("noisy_broken", *noisy, "training.exit_at_step=3"),
+        "noisy at the limit": run("noisy_broken", *noisy, "training.exit_at_step=3"),
+        "noisy resumed": run("noisy_broken", *noisy),
+        "finished": run("noisy", *noisy),
+        "limit": run("limit", "training.exit_after_minutes=1.0e-9"),
+        "usr1": run("usr1", signal=on(1, 0, name="SIGUSR1")),
+        "int": run("int", signal=on(4, 0, name="SIGINT")),
+        "other": run("limit", "model.num_layers=2"),
+        "required": run("none", "checkpoint.resume=required"),
+    }
+    results = run_ranks(folder, corpus, 1, list(plan.values()))
+    return dict(zip(plan, results, strict=True))
+
+
+def test_resume_is_bitwise_with_dropout_recompute_and_background_saves(
+    one: Any, folder: Path
+) -> None:
+    assert [one[n][0]["step"] for n in ("noisy", "noisy stopped", "noisy resumed")] == [5, 3, 5]
+    assert weights(one["noisy resumed"]) == weights(one["noisy"])
+    assert figures(folder / "runs" / "noisy_broken") == figures(folder / "runs" / "noisy")
+
+
+def test_a_run_at_its_step_limit_does_not_train_on(one: Any) -> None:
+    assert one["noisy at the limit"][0]["step"] == 3
+    assert weights(one["noisy at the limit"]) == weights(one["noisy stopped"])
+
+
+def test_a_finished_run_is_left_alone(one: Any, folder: Path) -> None:
+    assert one["finished"] == [{"code": 0}]
+    assert "has finished already" in (folder / "runs" / "noisy" / "train.log").read_text()
+
+
+def test_time_limit_and_signals_stop_gracefully_with_a_checkpoint(one: Any, folder: Path) -> None:
+    for name, step in (("limit", 1), ("usr1", 1), ("int", 4)):
+        assert (one[name][0]["code"], one[name][0]["step"]) == (0, step)
+        (saved,) = (folder / "runs" / name / "checkpoints").glob("step_*")
+        assert saved.name.startswith(f"step_{step:08d}")
+        assert not (folder / "runs" / name / "FINISHED").exists()
+
+
+def test_errors_have_their_exit_codes(one: Any) -> None:
+    assert one["other"][0]["code"] == 2 and "model.num_layers" in one["other"][0]["error"]
+    assert one["required"][0]["code"] == 4
