@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint import optimizer_state, random_state
-from megatron_patch.checkpoint.errors import BadCheckpoint, MismatchError
+from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, MismatchError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -153,6 +154,7 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
 
     Raises:
         BadCheckpoint: a shard holds something that is not data.
+        CheckpointError: it cannot be loaded for another reason.
     """
     from megatron.core import dist_checkpointing
 
@@ -162,18 +164,18 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
         with safe_loading(index), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # core and torch about their own future
             return dist_checkpointing.load(request, str(folder))
-    except Exception as error:
-        refused = _refusal(error)
-        if refused is None:
-            raise
-        raise refused from None
+    except (Exception, CheckpointException) as error:  # torch's is a BaseException
+        cause = _cause(error)
+        if isinstance(cause, (BadCheckpoint, CheckpointError)):
+            raise cause from None
+        raise CheckpointError(
+            f"{folder.name} cannot be loaded: {type(cause).__name__}: {cause}"
+        ) from error
 
 
-def _refusal(error: BaseException) -> BadCheckpoint | None:
-    """The BadCheckpoint inside torch's collection of exceptions, if that is what it is."""
-    if isinstance(error, BadCheckpoint):
-        return error
-    for inner, _ in getattr(error, "failures", {}).values():
-        if isinstance(inner, BadCheckpoint):
-            return inner
-    return None
+def _cause(error: BaseException) -> BaseException:
+    """The first exception inside torch's collection of them, or the exception itself."""
+    if isinstance(error, CheckpointException):
+        for inner, _ in error.failures.values():
+            return _cause(inner)
+    return error

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron_patch.checkpoint import content, optimizer_state, random_state, writer
 from megatron_patch.checkpoint.collective import make_collective
 from megatron_patch.checkpoint.content import Parts
@@ -139,7 +141,7 @@ class Checkpointer:
         try:
             plan = writer.plan(self._state(progress), attempt.path)
             plan.stage(copy=background)
-        except Exception as caught:
+        except (Exception, CheckpointException) as caught:  # torch's is a BaseException
             error = caught
         self._agree(attempt, error)
         assert plan is not None
@@ -329,7 +331,7 @@ class Checkpointer:
         problem: Exception | None = None
         try:
             result = work()
-        except (BadCheckpoint, MismatchError) as caught:
+        except (BadCheckpoint, CheckpointError) as caught:
             problem = caught
         except Exception as caught:
             log.debug("loading %s failed", found.path, exc_info=True)

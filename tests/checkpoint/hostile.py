@@ -1,7 +1,7 @@
 """Checkpoints of an attacker who can write files and reseal an unsigned manifest.
 
-Every attack starts from a good directory and leaves one whose hashes are right, so that what refuses
-it is the reader and not the hash. ``ATTACKS`` maps a name to ``attack(folder, sentinel)``.
+Every attack starts from a good directory and leaves one whose hashes are right, so that what
+refuses it is the reader and not the hash. ``ATTACKS`` maps a name to ``attack(folder, sentinel)``.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _index_eval_inside(folder: Path, sentinel: Path) -> None:
 def _index_sets_class(folder: Path, sentinel: Path) -> None:
     """A BUILD instruction aimed at the class: harmless values, but it would stay."""
     good = (folder / ".metadata").read_bytes()
-    name = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n"
+    name = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n"
     patch = name + b"(N}(V__setstate__\nctorch\nSize\nutb"
     put_index(folder, good[:-1] + b"0" + patch + b".")
 

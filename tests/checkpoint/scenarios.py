@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.megatron import Checkpointer
@@ -340,7 +341,7 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
 
 
 def steps_while_saving(root: str) -> dict[str, Any]:
-    """A background save held up: finalize must not commit it, later steps must not leak into it."""
+    """A background save held up: not committed early, and later steps do not leak into it."""
     import threading
 
     from megatron_patch.checkpoint import writer
@@ -369,8 +370,18 @@ def steps_while_saving(root: str) -> dict[str, Any]:
     return {"early": early, "visible": visible, "before": before, "loaded": live.moments()}
 
 
-# What an attacker would want resolved; gloo and core pickle their own messages, which are not files.
-FORBIDDEN = {"os", "posix", "nt", "subprocess", "builtins", "sys", "runpy", "importlib"}
+# What an attacker wants resolved; gloo and core pickle messages of their own, which are not files.
+FORBIDDEN = {
+    "os",
+    "posix",
+    "nt",
+    "subprocess",
+    "builtins",
+    "__builtin__",
+    "sys",
+    "runpy",
+    "importlib",
+}
 _resolved: list[str] = []
 _hooked = False
 
@@ -439,9 +450,7 @@ def core_runs_it(folder: str, good: str, names: list[str]) -> dict[str, bool]:
         request = content.model_state(
             live.checkpointer.parts, content.core_metadata("fully_reshardable")
         )
-        try:
+        with suppress(Exception, CheckpointException):
             dist_checkpointing.load(request, str(copy))
-        except Exception:
-            pass
         found[name] = sentinel.exists()
     return found

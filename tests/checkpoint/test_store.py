@@ -172,10 +172,9 @@ def test_none_good_is_an_error_with_exit_code_4(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = save(store, 1)
     (path / MANIFEST).unlink()
-    with pytest.raises(
-        CheckpointError, match="no good checkpoint.*\n.*manifest.json is missing"
-    ) as e:
+    with pytest.raises(CheckpointError, match="no good checkpoint") as e:
         store.find(move_aside=False)
+    assert "manifest.json is missing" in str(e.value)
     assert e.value.exit_code == 4
     assert path.exists()
 
