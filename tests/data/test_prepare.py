@@ -7,7 +7,6 @@ import errno
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -115,34 +114,51 @@ def test_workers_and_batch_size_do_not_change_a_byte(
 
 
 PREPARE = """
-import sys
+import os, sys, time
+from pathlib import Path
+from megatron_patch.data import encode
 from megatron_patch.data.prepare import PrepareOptions, prepare
+
+source, out, workers, last = sys.argv[1:]
+write = encode.Encoder.write
+
+def stall(encoder, number, batch):
+    if number < int(last):
+        return write(encoder, number, batch)
+    Path(f"{out}.parts/part-{number:08d}.{os.getpid()}.half").write_bytes(b"half a part")
+    time.sleep(600)
+
+encode.Encoder.write = stall  # here and, as the script is imported again, in the workers
 if __name__ == "__main__":
-    prepare(PrepareOptions(inputs=[sys.argv[1]], out=sys.argv[2], workers=int(sys.argv[3]),
-                           batch_bytes=400, quiet=True))
+    prepare(PrepareOptions(inputs=[source], out=out, workers=int(workers), batch_bytes=400,
+                           quiet=True))
 """
 
 
-@pytest.mark.parametrize(("workers", "parts"), [(1, 2), (1, 60), (2, 1), (2, 40)])
+@pytest.mark.parametrize(("workers", "parts"), [(1, 1), (1, 60), (2, 2), (2, 40)])
 def test_killed_and_run_again_equals_unbroken(
     tmp_path: Path, kit: SimpleNamespace, workers: int, parts: int
 ) -> None:
-    """SIGKILL once a number of parts is there; the workers end too, and the rest is made."""
-    source, script = tmp_path / "a.jsonl", tmp_path / "run.py"
+    """SIGKILL in the middle of a part; the workers end too, and what is missing is made."""
+    source, script, out = tmp_path / "a.jsonl", tmp_path / "run.py", tmp_path / "out"
     source.write_bytes(lines(kit.documents(600, seed=8)))
     script.write_text(PREPARE)
     prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=400))
-    out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, script, source, out, str(workers)])
+    process = subprocess.Popen(
+        [sys.executable, script, source, out, str(workers), str(parts)],
+        env=os.environ | {"PYTHONPATH": str(Path(prepare_module.__file__).parents[2])},
+    )
     work = Path(f"{out}.parts")
-    finished: list[Path] = []
-    while len(finished) < parts and process.poll() is None:
-        finished = [p for p in work.glob("part-*") if p.suffix != ".tmp"]
-        time.sleep(0.001)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "it finished before it could be killed"
+    try:
+        until = time.monotonic() + 300
+        while len(list(work.glob("part-*.half"))) < workers and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    assert len([path for path in work.glob("part-*") if not path.suffix]) == parts
     assert not Path(f"{out}.manifest.json").exists()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "workers outlived their killed parent"
