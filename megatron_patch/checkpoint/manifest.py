@@ -182,11 +182,12 @@ def read_key(path: str | Path) -> bytes:
     Raises:
         ValueError: missing, readable by others, or too short; the text says what to do.
     """
+    path = Path(path).expanduser()
     try:
-        found = os.stat(path)
+        found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # before reading: /dev/zero has no end
             raise ValueError(f"key file {str(path)!r} is not a regular file")
-        secret = Path(path).read_bytes().strip()
+        secret = path.read_bytes().strip()
     except OSError as error:
         raise ValueError(f"cannot read the key file {str(path)!r}: {error.strerror}") from None
     if stat.S_IMODE(found.st_mode) & 0o177:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_patch.model.config import MoEConfig
+
 pytestmark = pytest.mark.multiprocess
 
 
@@ -109,6 +111,25 @@ RESHARDED: dict[str, dict[str, Any]] = {
     "pp": {},
     "pp with virtual stages": {"parallel": {"virtual_pipeline_model_parallel_size": 2}},
 }
+
+
+def test_experts_are_resharded(ranks: Any, tmp_path: Path) -> None:
+    """Two optimizers (dense and expert parameters) and expert parallelism."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    model = {"moe": MoEConfig(num_experts=4)}
+    layout = {"model": model, "parallel": {"expert_model_parallel_size": 2}}
+    (unbroken,) = ranks.play(
+        "train_and_save", root=str(one), save_at=2, stop_at=4, changes={"model": model}
+    )
+    (resumed,) = ranks.play("load_and_train", root=str(one), stop_at=4, changes={"model": model})
+    assert_same(unbroken["losses"][2:], resumed["losses"])
+    ranks.play("convert", world=2, source=str(one), target=str(two), changes=layout)
+    (first,) = ranks.play("contents", path=str(newest(one)))
+    (second,) = ranks.play("contents", path=str(newest(two)))
+    assert any("experts" in name and "exp_avg" in name for name in first)
+    assert_same(first, second)
+    for result in ranks.play("load_and_train", world=2, root=str(two), stop_at=4, changes=layout):
+        np.testing.assert_allclose(result["losses"], unbroken["losses"][2:], rtol=2e-6)
 
 
 @pytest.mark.parametrize("case", RESHARDED)
