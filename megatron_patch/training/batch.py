@@ -1,7 +1,4 @@
-"""Micro-batches on their way to the model: to the device, and cut along the sequence under CP.
-
-Legend: b micro-batch, s sequence, cp context-parallel size.
-"""
+"""Micro-batches on their way to the model: cut along the sequence under CP, then to the device."""
 
 from __future__ import annotations
 
@@ -9,32 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_patch.context_parallel.layout import shard
+
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
 
 Batch = dict[str, torch.Tensor]
 
 
-def zigzag(x: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
-    """Megatron's balanced share of the sequence: of 2 cp chunks, rank r owns r and 2 cp - 1 - r.
+def place(batch: Batch, layout: Layout) -> Batch:
+    """The part of a micro-batch this rank computes on, on its device.
 
     Args:
-        x: [b, s], s divisible by 2 cp.
-        rank, size: context-parallel coordinates.
-
-    Returns:
-        [b, s / cp]
+        batch: tensors [micro-batch, sequence].
+        layout: coordinates; under context parallelism each rank keeps its zigzag share.
     """
-    if size == 1:
-        return x
-    chunks = x.chunk(2 * size, dim=1)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
-
-
-def place(batch: Batch, layout: Layout) -> Batch:
-    """The part of a micro-batch this rank computes on, on its device."""
     return {
-        name: zigzag(tensor, rank=layout.cp_rank, size=layout.cp_size).to(
+        name: shard(tensor, rank=layout.cp_rank, size=layout.cp_size, dim=1).to(
             layout.device, non_blocking=True
         )
         for name, tensor in batch.items()

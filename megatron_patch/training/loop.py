@@ -19,6 +19,7 @@ from megatron_patch.parallel import setup
 from megatron_patch.runtime.heartbeat import Heartbeat
 from megatron_patch.training import startup
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
+from megatron_patch.training.finite import NonFiniteError
 from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.rundir import mark_finished, run_directory
 from megatron_patch.training.saver import Position, Saver
@@ -47,10 +48,10 @@ def train(loaded: Loaded) -> int:
     try:
         _train(loaded, layout, stop)
         setup.destroy()
-    except BaseException:
-        # Other ranks may be inside a collective: leaving the groups together is not possible,
-        # and the launcher ends them. A world of one can always clean up.
-        if layout.world_size == 1:
+    except BaseException as error:
+        # Elsewhere other ranks may be inside a collective: leaving the groups together is not
+        # possible, and the launcher ends them.
+        if layout.world_size == 1 or isinstance(error, NonFiniteError):
             setup.destroy()
         raise
     finally:
@@ -123,6 +124,7 @@ class _Training:
         with parameters_in_place(self.session):
             self.saver.save_last(self.position)
         self.loaders.close()
+        self.heartbeat.close()
         if reason is not None:
             self.monitor.say(
                 f"stopped gracefully after step {self.position.step:,}: {reason}; the same "
