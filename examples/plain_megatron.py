@@ -23,6 +23,7 @@ def build_model(args: argparse.Namespace):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
 
     from megatron_patch.attention.core import core_attention_spec  # 1
     from megatron_patch.attention.replace import replace_core_attention  # 2
@@ -51,7 +52,7 @@ def build_model(args: argparse.Namespace):
         max_sequence_length=SEQ,
         position_embedding_type="rope",
     )
-    return config, model if args.cpu else model.cuda()
+    return config, model if args.cpu else Float16Module(config, model.cuda())
 
 
 def train(args: argparse.Namespace) -> list[float]:

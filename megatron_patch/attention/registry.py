@@ -74,7 +74,6 @@ def check(name: str, facts: Facts, *, machine: Machine | None = None) -> Selecti
     return Selection(kind=facts.kind, backend=name, kernel=row.kernel, why=row.why)
 
 
-@functools.cache
 def probe() -> Machine:
     """Look at this machine: importable packages, GPU architecture, Triton interpreter."""
     import torch
@@ -87,6 +86,7 @@ def probe() -> Machine:
     )
 
 
+@functools.cache
 def _import_error(name: str) -> str:
     """Why a module cannot be imported, in one line; empty if it can."""
     try:

@@ -229,6 +229,10 @@ _original_all_to_all_single = torch.distributed.all_to_all_single
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, CPU equivalent), each with what fails without it."""
     cuda: Any = torch.cuda
+    # On a machine that has a GPU everybody must still agree that this run uses none: memory
+    # queries, checkpoint staging and the backend table ask.
+    yield cuda, "is_available", lambda: False
+    yield cuda, "device_count", lambda: 0
     # Buffers of TP/PP communication, rotary tables, embeddings: "Torch not compiled with CUDA".
     yield cuda, "current_device", lambda: _CPU
     yield cuda, "set_device", _nothing()  # launchers pin a rank to a GPU

@@ -78,6 +78,8 @@ class TestInstalled:
         torch.cuda.nvtx.range_push("x")
         torch.cuda.nvtx.range_pop()
         assert torch.cuda.is_current_stream_capturing() is False
+        assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() == 0
+        assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
 
     def test_random_streams_are_independent_and_repeat(self):
         x = torch.ones(4096)
