@@ -53,7 +53,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def run_ranks(
-    folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]], *, timeout: float = 150
+    folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]], *, timeout: float = 400
 ) -> list[list[dict[str, Any]]]:
     """Run the trainings one after the other on ``ranks`` processes.
 

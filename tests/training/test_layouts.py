@@ -1,8 +1,8 @@
 """Every parallel layout computes the same training, from one checkpoint resharded on load.
 
 One process trains two steps and saves. It and every layout continue for three steps on the same
-data; loss and gradient norm must agree. FP32: 1e-5 relative (sums in another order; measured 1e-6).
-BF16: 2e-3 for the loss and 2e-2 for the norm (weights and activations carry 8 bits).
+data; loss and gradient norm must agree to FP32 = 2e-6 relative (sums in another order; measured at
+most 2e-7), or BF16 = 5e-3 (ranks round partial sums to 8 bits before adding; measured 3e-4).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.multiprocess
 
 START, END = 2, 5
 STEPS = list(range(START + 1, END + 1))
-FP32 = 1e-5
+FP32, BF16 = 2e-6, 5e-3
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
 PP, VPP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
 DIST_OPT, EP = "parallel.use_distributed_optimizer", "parallel.expert_model_parallel_size"
 OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
-BF16 = ["training.precision=bf16"]
+IN_BF16 = ["training.precision=bf16"]
 MOE = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32", "model.moe.aux_loss_coeff=0.0"]
 
 
@@ -45,7 +45,7 @@ def single(folder: Path, corpus: Path) -> dict[str, dict[int, tuple[str, str]]]:
     stop = f"training.exit_at_step={START}"
     variants = {
         "fp32": [],
-        "bf16": BF16,
+        "bf16": IN_BF16,
         "moe": MOE,
         "whole": ["parallel.use_distributed_optimizer=false"],
     }
@@ -83,12 +83,12 @@ def test_data_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> No
         "dp2": ("fp32", []),
         "dp2_overlap": ("fp32", OVERLAP),
         "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
-        "dp2_bf16": ("bf16", BF16),
+        "dp2_bf16": ("bf16", IN_BF16),
     })  # fmt: skip
     assert distance(found["dp2"], single["fp32"], STEPS) < FP32
     assert found["dp2_overlap"] == found["dp2"]  # other times, same sums
     assert distance(found["dp2_whole"], single["whole"], STEPS) < FP32
-    assert distance(found["dp2_bf16"], single["bf16"], STEPS) < 2e-2
+    assert distance(found["dp2_bf16"], single["bf16"], STEPS) < BF16
 
 
 def test_tensor_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
@@ -96,12 +96,12 @@ def test_tensor_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> 
         "tp2": ("fp32", [f"{TP}=2"]),
         "tp2_sp": ("fp32", [f"{TP}=2", f"{SP}=true"]),
         "tp2_whole": ("whole", [f"{TP}=2", f"{DIST_OPT}=false"]),
-        "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *BF16]),
+        "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *IN_BF16]),
     })  # fmt: skip
     assert distance(found["tp2"], single["fp32"], STEPS) < FP32
     assert distance(found["tp2_sp"], single["fp32"], STEPS) < FP32
     assert distance(found["tp2_whole"], single["whole"], STEPS) < FP32
-    assert distance(found["tp2_bf16"], single["bf16"], STEPS) < 2e-2
+    assert distance(found["tp2_bf16"], single["bf16"], STEPS) < BF16
 
 
 def test_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:

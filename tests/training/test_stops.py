@@ -41,7 +41,7 @@ def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         run("nan", DETERMINISTIC, every, nan=nan),
         run("nan", DETERMINISTIC, every),
         run("nan_whole", "parallel.use_distributed_optimizer=false", nan=nan),
-        # The reduction is over when the fault is planted, so it goes to the owner of the shard too.
+        # The reduction runs during the backward pass: the fault is planted after it, on all ranks.
         run("nan_overlap", "parallel.overlap_grad_reduce=true", nan=nan | {"rank": None}),
         run("nan_ignored", "training.check_finite=false", nan=nan),
     ]

@@ -3,8 +3,8 @@
     RANK=.. WORLD_SIZE=.. python worker.py PLAN.json
 
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
-into one rank's (null: every rank's) local gradient before it is reduced; ``signal`` delivers a real
-signal to one rank in the middle of a step. Results go to PLAN.json.rank<N>.
+into one rank's local gradient before it is reduced (rank null: into every rank's, after it was);
+``signal`` delivers a real signal to one rank in the middle of a step. Results go to PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
@@ -39,24 +39,40 @@ def digest(session: Any) -> str:
 
 
 def install_faults(run: dict[str, Any]) -> None:
-    """Patch the guard: its hook runs when local gradients are complete, before any reduction."""
-    from megatron_patch.training import finite
+    """Patch the guard's hooks: one runs before gradients are reduced, one right after."""
+    from megatron_patch.training.finite import StepGuard
 
-    original = finite.StepGuard.before_reduction
+    before, after = StepGuard.before_reduction, StepGuard.loss
     nan, sent = run.get("nan"), run.get("signal")
 
     def before_reduction(self: Any, chunks: list[Any]) -> None:
-        if nan and self.step == nan["step"] and nan["rank"] in (None, self.layout.rank):
-            for chunk in chunks:
-                for name, parameter in finite.unwrap(chunk).named_parameters():
-                    if name == nan["parameter"]:
-                        parameter.main_grad.view(-1)[3] = math.nan
+        if nan and self.step == nan["step"] and self.layout.rank == nan["rank"]:
+            plant_nan(chunks, nan["parameter"])
         if sent and self.step == sent["step"] and self.layout.rank == sent["rank"]:
             os.kill(os.getpid(), getattr(signal, sent["name"]))
-        original(self, chunks)
+        before(self, chunks)
 
-    finite.StepGuard.before_reduction = before_reduction  # type: ignore[method-assign]
-    run["_undo"] = lambda: setattr(finite.StepGuard, "before_reduction", original)
+    def loss(self: Any, total: Any) -> None:
+        if nan and self.step == nan["step"] and nan["rank"] is None:
+            plant_nan(self._chunks, nan["parameter"])
+        after(self, total)
+
+    StepGuard.before_reduction, StepGuard.loss = before_reduction, loss  # type: ignore[method-assign]
+
+    def undo() -> None:
+        StepGuard.before_reduction, StepGuard.loss = before, after  # type: ignore[method-assign]
+
+    run["_undo"] = undo
+
+
+def plant_nan(chunks: list[Any], wanted: str) -> None:
+    """One NaN in the gradient of the parameter called ``wanted``."""
+    from megatron_patch.training.finite import unwrap
+
+    for chunk in chunks:
+        for name, parameter in unwrap(chunk).named_parameters():
+            if name == wanted:
+                parameter.main_grad.view(-1)[3] = math.nan
 
 
 def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
