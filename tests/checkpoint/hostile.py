@@ -209,8 +209,8 @@ def _tensor_legacy(folder: Path, sentinel: Path) -> None:
 
 
 def _zip_bomb(folder: Path, sentinel: Path) -> None:
-    made = structure(_Tensor(_Storage(1 << 26), (64, 32)))
-    bomb = archive(made, {"data/0": bytes(1 << 28)}, compression=zipfile.ZIP_DEFLATED)
+    made = structure(_Tensor(_Storage(1 << 22), (64, 32)))
+    bomb = archive(made, {"data/0": bytes(1 << 24)}, compression=zipfile.ZIP_DEFLATED)
     put_item(folder, "embedding", bomb)
 
 
