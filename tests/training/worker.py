@@ -4,7 +4,8 @@
 
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
 into one rank's local gradient before it is reduced (rank null: into every rank's, after it was);
-``signal`` delivers a real signal to one rank in the middle of a step. Results go to PLAN.json.rank<N>.
+``signal`` delivers a real signal to one rank in the middle of a step. Results go to
+PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
