@@ -66,6 +66,9 @@ def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert check_dataset(copy), f"byte {at} ({content[at : at + 1]!r}) may change"
+    for same_meaning in (content + b"\n", content.replace(b"\n ", b"\n  ", 1), content[:-1]):
+        path.write_bytes(same_meaning)
+        assert "changed since it was written" in check_dataset(copy)[0]
     path.write_bytes(content)
     assert check_dataset(copy) == []
     assert render(read_manifest(copy)) == content
