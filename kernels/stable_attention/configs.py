@@ -34,8 +34,9 @@ class Tile:
     bn: int
     warps: int
     stages: int
-    segment: int = 2048
-    """Keys the tensor cores sum up before "compensated" adds in float32; a multiple of bn."""
+    segment: int = 1024
+    """Keys the tensor cores sum up before "compensated" adds in float32; a multiple of bn. 0: all
+    (head dims above 128, where the second accumulator does not fit into registers)."""
     tma: bool = False
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
 
@@ -55,7 +56,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
-    """The shipped table: {arch: {"pass/width/mask": [bm, bn, warps, stages]}}."""
+    """The shipped table: {arch: {"pass/width/mask": [bm, bn, warps, stages, segment?]}}."""
     text = resources.files("stable_attention").joinpath("configs.json").read_text()
     return json.loads(text)
 
@@ -79,11 +80,8 @@ def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
     rows = table()[arch]
     wide = _row_width(arch, width)
     name = key(which, wide, banded)
-    bm, bn, warps, stages = rows[name] if name in rows else rows[key(which, wide, False)]
-    if arch == "interpreter":
-        # Short segments, so that small tests have several.
-        return Tile(bm, bn, warps, stages, segment=2 * bn)
-    return Tile(bm, bn, warps, stages, tma=arch in ("sm90", "sm100"))
+    row = rows[name] if name in rows else rows[key(which, wide, False)]
+    return Tile(*row, tma=arch in ("sm90", "sm100"))
 
 
 def _row_width(arch: str, width: int) -> int:

@@ -140,12 +140,22 @@ def log_sum_exp(m, l):
 
 
 @triton.jit
+def widen(x):
+    """16-bit to float32, exact. For BF16 by its bits: a cast next to the rounding that made x keeps
+    the compiler from packing two roundings into one instruction."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def half_ulp(hi):
     """Half the spacing of hi's 16-bit format at hi, from hi's own exponent: nothing is stored.
 
     The low-order part of O lies within +-half_ulp(O_hi), so int8 spends all its codes there.
     """
-    exponent = hi.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = widen(hi).to(tl.int32, bitcast=True) & 0x7F800000
     power = exponent.to(tl.float32, bitcast=True)
     if hi.dtype == tl.bfloat16:
         # 8 significand bits; the floor keeps the result a normal number.
@@ -157,7 +167,7 @@ def half_ulp(hi):
 @triton.jit
 def residual_encode(o, hi, LOW_DTYPE: tl.constexpr):
     """Low-order part of o float32 left behind by its 16-bit rounding hi, as bf16 or int8 codes."""
-    low = o - hi.to(tl.float32)
+    low = o - widen(hi)
     if LOW_DTYPE == tl.int8:
         code = low * (127.0 / half_ulp(hi))
         code = tl.minimum(tl.maximum(code, -127.0), 127.0)

@@ -78,17 +78,18 @@ def _forward_step(
         top = tl.maximum(top, tl.max(s, 1) * unit)
     p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, DYNAMIC, PAPER, BOUND)
     p = p.to(k.dtype)
-    if ROUNDED:
-        l_acc = accumulate(l_acc, alpha, p, ones, False)
+    weights = p
     if DROPOUT:
         keep = keep_mask(
             seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
         )
-        p = tl.where(keep, p, 0.0)
+        weights = tl.where(keep, p, 0.0)
     # [BN, BDV]
     v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BN] @ [BN, BDV] -> [BM, BDV]
-    acc = accumulate(acc, alpha, p, v, PAPER)
+    acc = accumulate(acc, alpha, weights, v, PAPER)
+    if ROUNDED:
+        l_acc = accumulate(l_acc, alpha, p, ones, False)
     return acc, m, l, l_acc, top
 
 
@@ -194,12 +195,13 @@ def forward_kernel(
         acc = acc * alpha[:, None]
     o = acc * (inverse(l_rounded) * keep_scale)[:, None]
     hi_part = o.to(o_ptr.dtype.element_ty)
-    off_o = o_row + rows.to(tl.int64)[:, None] * stride_os + tl.arange(0, BDV)[None, :]
+    o_row += m0.to(tl.int64) * stride_os
+    off_o = tile_offsets(stride_os, BM, BDV)
     ok = row_ok[:, None] & (tl.arange(0, BDV)[None, :] < DV)
-    tl.store(o_ptr + off_o, hi_part, mask=ok)
+    tl.store(o_ptr + o_row + off_o, hi_part, mask=ok)
     if HAS_LOW:
         low = residual_encode(o, hi_part, low_ptr.dtype.element_ty)
-        tl.store(low_ptr + off_o, low, mask=ok)
+        tl.store(low_ptr + o_row + off_o, low, mask=ok)
     tl.store(lse_ptr + rows, log_sum_exp(m, l), mask=row_ok)
 
 

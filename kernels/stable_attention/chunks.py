@@ -1,0 +1,276 @@
+"""Attention over chunks of a long sequence: the primitives of context parallelism.
+
+Shape legend: as in `api`; q, k, v are chunks whose row 0 has a *global position*. A query sees a key
+iff key position <= query position (``causal``) and within ``window``, wherever the chunks were cut.
+Zigzag order is two chunks a rank, so two calls (or four: query half x key half).
+
+    out, lse = chunk_forward(q, k0, v0, q_position=..., k_position=...)
+    part, part_lse = chunk_forward(q, k1, v1, ...)        # next hop of the ring
+    merge_chunks(out, lse, part, part_lse)                # float32, in place
+    out16, low = finish_chunks(out, lse, sinks=..., dtype=q.dtype)
+    delta, dsinks = chunk_delta(dout, out16, lse, low=low, sinks=...)
+    chunk_backward(dout, q, k0, v0, lse, delta, dq=dq, dk=dk0, dv=dv0, q_position=..., ...)
+
+Everything between the chunks is float32: partial O, LSE, and the accumulators dq, dk, dv. LSE is
+that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk uses
+that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stable_attention import dispatch
+from stable_attention.api import _check_device, dropout_seed_tensor
+from stable_attention.problem import AttentionArgumentError, Problem, describe, dims
+from stable_attention.stabilizers import RESIDUALS, STABILIZERS
+from stable_attention.triton import merge
+from stable_attention.triton.options import Extras
+
+Position = int | torch.Tensor
+LOW_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def _positions(
+    q_position: Position, k_position: Position, problem: Problem, device: torch.device
+) -> dict[str, object]:
+    """Position arguments of `Extras`: two ints, or two int32 tensors [b]."""
+    given = (q_position, k_position)
+    if not any(isinstance(p, torch.Tensor) for p in given):
+        for name, p in zip(("q_position", "k_position"), given, strict=True):
+            if not 0 <= int(p) < 2**31:
+                raise AttentionArgumentError(name, p, "0 <= position < 2**31", "It is global.")
+        return {"pos_q": int(q_position), "pos_k": int(k_position)}
+    tensors = []
+    for name, p in zip(("q_position", "k_position"), given, strict=True):
+        x = p if isinstance(p, torch.Tensor) else torch.full_like(_first_tensor(given), p)
+        if x.dtype != torch.int32 or x.shape != (problem.batch,) or x.device != device:
+            raise AttentionArgumentError(
+                name,
+                f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}",
+                f"an int, or an int32 tensor of shape ({problem.batch},) on {device}",
+                "One global position a sequence.",
+            )
+        tensors.append(x.contiguous())
+    return {"pos_q_tensor": tensors[0], "pos_k_tensor": tensors[1]}
+
+
+def _first_tensor(given: tuple[Position, Position]) -> torch.Tensor:
+    return next(p for p in given if isinstance(p, torch.Tensor))
+
+
+def _describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict
+) -> tuple[Problem, Extras]:
+    """Problem and extras of a chunk call; ``options`` are the keywords of `chunk_forward`."""
+    _check_device(q)
+    dropout_p = options.get("dropout_p", 0.0)
+    seed = options.pop("dropout_seed", None)
+    if dropout_p > 0 and seed is None:
+        raise AttentionArgumentError(
+            "dropout_seed", None, "an int or an int64 tensor", "All chunks must share one seed."
+        )
+    q_position, k_position = options.pop("q_position"), options.pop("k_position")
+    small = {
+        "start_q": options.pop("cu_seqlens_q_padded", None),
+        "start_k": options.pop("cu_seqlens_k_padded", None),
+        "batch_offset": options.pop("batch_offset", 0),
+        "head_offset": options.pop("head_offset", 0),
+        "beta": options.pop("beta", 2.0),
+        "eps": options.pop("eps", 1e-3),
+    }
+    problem = describe(q, k, v, **options)
+    extras = Extras(
+        seed=dropout_seed_tensor(seed, q) if dropout_p > 0 else None,
+        cu_q=options.get("cu_seqlens_q"),
+        cu_k=options.get("cu_seqlens_k"),
+        chunked=True,
+        **_positions(q_position, k_position, problem, q.device),  # type: ignore[arg-type]
+        **small,
+    )
+    return problem, extras
+
+
+def chunk_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str = "bshd",
+    q_position: Position = 0,
+    k_position: Position = 0,
+    return_max_logits: bool = False,
+    **options,
+) -> tuple[torch.Tensor, ...]:
+    """Attention of a query chunk over one key/value chunk.
+
+    Args:
+        q, k, v: chunks in ``layout``; any strides with a contiguous last dimension.
+        q_position, k_position: global position of row 0 of q and k: an int, or int32 [b] for thd.
+        return_max_logits: also return the largest logits [h] of this pair of chunks.
+        **options: causal, window, scale, softcap, dropout_p, dropout_seed (required with dropout),
+            cu_seqlens_q/k, cu_seqlens_q/k_padded, max_seqlen_q/k, batch_offset, head_offset,
+            stabilizer, beta, eps: as in `stable_attention`. No sinks: they join in
+            `finish_chunks`.
+
+    Returns:
+        (out float32 in ``layout``, normalised over this chunk's keys; lse float32 [b, h, sq], or
+        [h, tq] for thd; -inf and 0 for rows that see none of these keys[, max_logits]).
+    """
+    problem, extras = _describe(
+        q, k, v, options | {"layout": layout, "q_position": q_position, "k_position": k_position}
+    )
+    kernels = dispatch.select(problem, q.device, chunked=True)
+    result = kernels.forward(
+        problem,
+        q,
+        k,
+        v,
+        extras=extras,
+        out_dtype=torch.float32,
+        with_max_logits=return_max_logits,
+    )
+    if return_max_logits:
+        return result.out, result.lse, result.max_logits
+    return result.out, result.lse
+
+
+def merge_chunks(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    *,
+    layout: str = "bshd",
+) -> None:
+    """Fold a partial result into (out, lse), float32, in place; order-independent up to rounding."""
+    for name, x in (("out", out), ("lse", lse), ("part", part), ("part_lse", part_lse)):
+        if x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+            raise AttentionArgumentError(
+                name,
+                f"{x.dtype} with stride {x.stride(-1)}",
+                "torch.float32 with a contiguous last dimension",
+                "Merging 16-bit partials is what this function exists to avoid.",
+            )
+    merge.merge(out, lse, part, part_lse, layout=layout)
+
+
+def finish_chunks(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    layout: str = "bshd",
+    sinks: torch.Tensor | None = None,
+    stabilizer: str = "compensated",
+    residual: str = "bf16",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(O in ``dtype``, its low-order part) of a merged float32 output.
+
+    ``sinks`` [h] (natural-log logits) take their share here, once, and are added to ``lse`` in
+    place. The low-order part is empty for stabilizers that keep none.
+    """
+    if residual not in RESIDUALS:
+        raise AttentionArgumentError("residual", repr(residual), str(RESIDUALS), "Pick one.")
+    low_dtype = LOW_DTYPES[residual] if STABILIZERS[stabilizer].keeps_residual else None
+    return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
+
+
+def chunk_delta(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    layout: str = "bshd",
+    low: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(D' = rowsum(dO * O) - dLSE like ``lse``, dSinks float32 [h] or None), once per query chunk.
+
+    ``out`` and ``low`` are what `finish_chunks` returned; ``lse`` includes every key and the sinks.
+    """
+    batch, s, heads, dv = dims(out, layout)
+    # Packed tokens that belong to no sequence have LSE -inf and O 0, so rows need no offsets here.
+    dense, lse3 = layout, lse
+    if layout == "thd":
+        dense, lse3 = "bshd", lse[None]
+        dout, out = dout[None], out[None]
+        low = low[None] if low is not None and low.numel() else None
+        dlse = None if dlse is None else dlse[None]
+    problem = Problem(
+        layout=dense,
+        dtype=out.dtype,
+        batch=batch,
+        sq=s,
+        sk=s,
+        heads=heads,
+        kv_heads=heads,
+        d=dv,
+        dv=dv,
+        tq=s,
+        tk=s,
+        scale=1.0,
+        has_sinks=sinks is not None,
+    )
+    kernels = dispatch.select(problem, out.device, chunked=True)
+    delta, dsinks = kernels.preprocess(
+        problem,
+        dout if dout.stride(-1) == 1 else dout.contiguous(),
+        out,
+        low=low,
+        lse=lse3.contiguous(),
+        dlse=None if dlse is None else dlse.contiguous(),
+        extras=Extras(sinks=sinks),
+    )
+    return (delta[0] if layout == "thd" else delta), dsinks
+
+
+def chunk_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    layout: str = "bshd",
+    q_position: Position = 0,
+    k_position: Position = 0,
+    **options,
+) -> None:
+    """Add one pair of chunks' gradients to the float32 accumulators dq, dk, dv.
+
+    Args:
+        lse, delta: of the query chunk over *all* keys; views with a contiguous last dimension.
+        dq, dk, dv: float32, laid out like q, k, v; views allowed.
+        **options: the same as in the `chunk_forward` of this pair.
+    """
+    problem, extras = _describe(
+        q, k, v, options | {"layout": layout, "q_position": q_position, "k_position": k_position}
+    )
+    for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if x.dtype != torch.float32 or x.shape != like.shape or x.stride(-1) != 1:
+            raise AttentionArgumentError(
+                name,
+                f"{x.dtype} of shape {tuple(x.shape)}",
+                f"torch.float32 of shape {tuple(like.shape)}, last dimension contiguous",
+                "16-bit gradient accumulators lose what later chunks add.",
+            )
+    if lse.stride() != delta.stride() or lse.stride(-1) != 1:
+        lse, delta = lse.contiguous(), delta.contiguous()
+    kernels = dispatch.select(problem, q.device, chunked=True)
+    kernels.backward(
+        problem,
+        dout if dout.stride(-1) == 1 else dout.contiguous(),
+        q,
+        k,
+        v,
+        lse=lse,
+        delta=delta,
+        extras=extras,
+        accumulators=(dq, dk, dv),
+    )
