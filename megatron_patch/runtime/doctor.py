@@ -192,10 +192,10 @@ def _matrix_product(index: int) -> Finding:
     left, right = (torch.randn(256, 256, generator=generator).bfloat16() for _ in range(2))
     exact = left.double() @ right.double()
     found = (left.to(f"cuda:{index}") @ right.to(f"cuda:{index}")).cpu().double()
-    # One rounding to BF16 (2**-9 relative) of results up to about 80; a wrong product is far off.
-    error = ((found - exact).abs() / exact.abs().clamp_min(1.0)).max().item()
+    # A library may split the sum and round partial sums of up to the largest result to BF16.
+    error = ((found - exact).abs().max() / exact.abs().max()).item()
     state = State.OK if error < 2**-7 else State.BROKEN
-    return Finding(state, f"cuda:{index}", f"BF16 matrix product, largest error {error:.1e}")
+    return Finding(state, f"cuda:{index}", f"BF16 matrix product, error {error:.1e} of the largest")
 
 
 def companions() -> Iterator[Finding]:
