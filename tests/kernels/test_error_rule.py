@@ -11,33 +11,7 @@ import pytest
 import torch
 from attention_cases import Case, make_inputs, random_case
 from error_rule import Report, Yardsticks, check_case, compare, judge, run_ours
-
-FEATURES = [
-    "b=2 sq=70 sk=45 hq=4 layout=bshd",
-    "sq=45 sk=70 causal=1 layout=sbhd b=2",
-    "sq=70 sk=45 causal=1 layout=bhsd",
-    "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16",
-    "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided",
-    "sq=90 sk=40 left=11 right=5",
-    "sq=50 sk=50 right=3 d=40 dv=24",
-    "sq=33 sk=33 sinks=off-by-one d=64 dv=32",
-    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1",
-    "sq=34 sk=66 softcap=3 causal=1",
-    "sq=66 sk=34 dropout=0.3 b=2 hq=4",
-    "sq=40 sk=70 dropout=0.17 causal=1 left=20 dtype=fp16",
-    "sq=40 sk=40 residual=int8 causal=1 sinks=learned",
-    "sq=64 sk=64 values=repeat causal=1",
-    "sq=40 sk=64 values=outlier",
-    "sq=64 sk=64 values=above dlse=1",
-    "sq=64 sk=64 scale=0.5 gain=3 memory=fused",
-    "sq=48 sk=48 memory=expanded b=3",
-    "sq=64 sk=64 causal=1 stabilizer=none dtype=fp16",
-    "sq=64 sk=64 causal=1 deterministic=0 hq=4",
-    "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1",
-    "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused",
-    "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=4 hk=2 residual=int8",
-    "d=96 dv=128 sq=20 sk=36 causal=1",
-]
+from suite import FEATURES
 
 
 @pytest.mark.parametrize("line", FEATURES)

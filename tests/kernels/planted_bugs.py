@@ -1,0 +1,307 @@
+"""Deliberate bugs in the shipped kernels, each of which the suite must catch.
+
+A bug replaces text of a file of the package (never of a stand-in) in a copy, which a forked child
+imports and runs against members of the suite (suite.py). The control run is the copy without a
+change, which must pass every member used here.
+
+    PYTHONPATH=kernels python tests/kernels/planted_bugs.py [--jobs 2] [--only NAME] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parent.parent / "kernels" / "stable_attention"
+FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
+NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
+PHILOX = "philox.py"
+TIMEOUT = 180.0
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: str
+    """Member of the suite: a case line, a fault's or a property's name."""
+    occurrence: int = 0
+    """Which of several equal texts, counted from 0."""
+    total: int = 1
+    """How often ``old`` occurs; another number means the patch needs a look."""
+
+    def apply(self, text: str) -> str:
+        """The file's text with the bug; ValueError where the kernel's text has moved on."""
+        if text.count(self.old) != self.total:
+            raise ValueError(
+                f"bug {self.name!r}: {self.old!r} occurs {text.count(self.old)} times in "
+                f"{self.file}, not {self.total}; adapt the patch to the kernel's new text"
+            )
+        at = -1
+        for _ in range(self.occurrence + 1):
+            at = text.index(self.old, at + 1)
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+
+CAUSAL = "sq=45 sk=70 causal=1 layout=sbhd b=2"
+FULL = "b=2 sq=70 sk=45 hq=4 layout=bshd"
+MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
+LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
+BAND = "sq=90 sk=40 left=11 right=5"
+SINKS = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1"
+SOFTCAP = "sq=34 sk=66 softcap=3 causal=1"
+DROPOUT = "sq=66 sk=34 dropout=0.3 b=2 hq=4"
+ODD_DIMS = "sq=50 sk=50 right=3 d=40 dv=24"
+PACKED = "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=4 hk=2 residual=int8"
+GAPS = "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused"
+GROUPED = "ffpa-301 grouped dK and dV accumulate in float32"
+EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
+BELOW = "FA-1947 P of masked positions not zeroed"
+
+BUGS = (
+    # --- the numerics this library exists for
+    Bug("delta rounded to bf16", NUMERICS, "return tl.sum(do.to(tl.float32) * o, 1)",
+        "return tl.sum(do.to(tl.float32) * o, 1).to(tl.bfloat16).to(tl.float32)", "saturated sink"),
+    Bug("delta ignores the low-order part", PREPROCESS, "o += residual_decode(low, hi)",
+        "o += 0.0 * residual_decode(low, hi)", "saturated sink"),
+    Bug("O divided by the float32 sum", FORWARD, "l_rounded = tl.max(l_acc, 1) if ROUNDED else l",
+        "l_rounded = l", "values of one"),
+    Bug("LSE from the rounded sum", FORWARD, "log_sum_exp(m, l), mask=row_ok",
+        "log_sum_exp(m, l_rounded), mask=row_ok", CAUSAL),
+    Bug("low-order part with the wrong sign", NUMERICS, "low = o - widen(hi)",
+        "low = widen(hi) - o", "low-order part, bf16"),
+    Bug("int8 codes truncated", NUMERICS, "tl.floor(code + 0.5).to(tl.int8)",
+        "code.to(tl.int8)", "low-order part, int8"),
+    Bug("int8 codes decoded with a whole ulp", NUMERICS, "(half_ulp(hi) * (1.0 / 127.0))",
+        "(half_ulp(hi) * (2.0 / 127.0))", "sq=40 sk=40 residual=int8 causal=1 sinks=learned"),
+    Bug("scores rounded to bf16", NUMERICS, "    if PAPER:\n        s = s.to(tl.bfloat16)",
+        "    if True:\n        s = s.to(tl.bfloat16)", CAUSAL),
+    Bug("accumulator rounded to bf16", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
+        "acc = tl.dot(p, v, acc * alpha[:, None]).to(tl.bfloat16).to(tl.float32)", CAUSAL),
+    Bug("1.6 % output bias", FORWARD, "(inverse(l_rounded) * keep_scale)",
+        "(inverse(l_rounded) * keep_scale * 1.016)", FULL),
+    Bug("l rounded to bf16", NUMERICS, "l = l * alpha + tl.sum(p, 1)",
+        "l = (l * alpha + tl.sum(p, 1)).to(tl.bfloat16).to(tl.float32)", FULL),
+    # --- online softmax
+    Bug("l not rescaled", NUMERICS, "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", FULL),
+    Bug("O not rescaled", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
+        "acc = tl.dot(p, v, acc)", FULL),
+    Bug("running maximum forgotten", NUMERICS, "return tl.maximum(m, r)", "return r", FULL),
+    Bug("rows without keys divide by zero", NUMERICS,
+        "return tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)", "return 1.0 / l", EMPTY_ROWS),
+    Bug("empty row's maximum subtracted", NUMERICS,
+        'tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new', "m_new", EMPTY_ROWS),
+    Bug("maximum logit in log2 units", FORWARD, "tl.max(seen, 0) * LN2", "tl.max(seen, 0)", FULL),
+    Bug("maximum logit stored by key head", FORWARD, "tl.atomic_max(max_ptr + h,",
+        "tl.atomic_max(max_ptr + h // GROUP,", FULL),
+    # --- masks and tile ranges
+    Bug("left window exclusive", GEOMETRY, "(cols >= rows + (shift - left))",
+        "(cols > rows + (shift - left))", "window bounds"),
+    Bug("left window one too wide", GEOMETRY, "(cols >= rows + (shift - left))",
+        "(cols >= rows + (shift - left - 1))", BAND),
+    Bug("right window exclusive", GEOMETRY, "(cols <= rows + (shift + right))",
+        "(cols < rows + (shift + right))", "window bounds"),
+    Bug("causal mask aligned top-left", GEOMETRY, "    shift = sk - sq\n    if CHUNKED",
+        "    shift = 0\n    if CHUNKED", CAUSAL),
+    Bug("keys past the end visible", GEOMETRY, "ok = (cols < sk) & (rows < sq)",
+        "ok = (cols < sk + 1) & (rows < sq)", PACKED),
+    Bug("last visible key tile skipped", GEOMETRY,
+        "hi = tl.minimum(hi, last + shift + right + 1)",
+        "hi = tl.minimum(hi, last + shift + right)", MQA),
+    Bug("diagonal tile not masked", GEOMETRY,
+        "full_hi = tl.minimum(full_hi, m0 + shift + right + 1)",
+        "full_hi = tl.minimum(full_hi, m0 + shift + right + BN)", CAUSAL),
+    Bug("first visible query tile skipped", GEOMETRY,
+        "lo = tl.maximum(lo, n0 - shift - right)",
+        "lo = tl.maximum(lo, n0 - shift - right + BM)", CAUSAL),
+    Bug("last visible query tile skipped", GEOMETRY,
+        "hi = tl.minimum(hi, last - shift + left + 1)",
+        "hi = tl.minimum(hi, last - shift + left + 1 - BM)", BAND),
+    Bug("edge tiles after the band visited wrongly", GEOMETRY,
+        "full_hi + (t - before) * STEP", "full_lo + (t - before) * STEP", BAND),
+    Bug("masked P not zeroed in dK, dV", BACKWARD, "p = tl.where(ok, p, 0.0)",
+        "p = tl.where(ok, p, p)", CAUSAL, occurrence=0, total=2),
+    Bug("masked P not zeroed in dQ", BACKWARD, "p = tl.where(ok, p, 0.0)",
+        "p = tl.where(ok, p, p)", BELOW, occurrence=1, total=2),
+    # --- grouped heads
+    Bug("forward head map interleaved", FORWARD, "hk = h64 // GROUP",
+        "hk = h64 % (heads // GROUP)", LEFT),
+    Bug("dQ head map interleaved", BACKWARD, "hk = h64 // GROUP", "hk = h64 % (heads // GROUP)",
+        LEFT),
+    Bug("dK head map interleaved", BACKWARD, "h = hk * GROUP + g", "h = hk + g * (heads // GROUP)",
+        LEFT),
+    Bug("grouped dK, dV accumulated in bf16", BACKWARD,
+        "        h64 = h.to(tl.int64)\n        start",
+        "        dk = dk.to(tl.bfloat16).to(tl.float32)\n"
+        "        dv = dv.to(tl.bfloat16).to(tl.float32)\n"
+        "        h64 = h.to(tl.int64)\n        start", GROUPED),
+    Bug("only the first head of a group counted", BACKWARD, "for g in range(0, GROUP):",
+        "for g in range(0, 1):", MQA),
+    # --- gradients
+    Bug("dQ scaled twice", BACKWARD, "dq * scale, m0", "dq * scale * scale, m0", FULL),
+    Bug("dK not scaled", BACKWARD, "dk * scale, n0", "dk, n0", FULL),
+    Bug("dQ accumulated in bf16", BACKWARD, "return tl.dot(ds, k, dq)",
+        "return tl.dot(ds, k, dq).to(tl.bfloat16).to(tl.float32)", LEFT),
+    Bug("dLSE with the wrong sign", PREPROCESS, "delta -= tl.load(dlse_ptr",
+        "delta += tl.load(dlse_ptr", SINKS),
+    Bug("softcap's slope forgotten", NUMERICS, "ds = ds * (1.0 - s * s)", "ds = ds * 1.0", SOFTCAP),
+    # --- sinks
+    Bug("sink gradient missing", PREPROCESS, "-tl.sum(p_sink * delta, 0)",
+        "-0.0 * tl.sum(p_sink * delta, 0)", SINKS),
+    Bug("sink gradient without dLSE", PREPROCESS, "-tl.sum(p_sink * delta, 0)",
+        "-tl.sum(p_sink * row_delta(do, o), 0)", SINKS),
+    Bug("sink missing from the running maximum", NUMERICS, "m_new = tl.maximum(m, sink2)",
+        "m_new = m", "sinks without keys"),
+    Bug("sink missing from LSE", NUMERICS, "m_new, l * alpha + weight,", "m_new, l * alpha,",
+        SINKS),
+    # --- dropout
+    Bug("dropped dP not rescaled in dQ", BACKWARD, "dp = tl.where(keep, dp * keep_scale, 0.0)",
+        "dp = tl.where(keep, dp, 0.0)", DROPOUT, occurrence=1, total=2),
+    Bug("dV not rescaled", BACKWARD, "dv * keep_scale, n0", "dv, n0", DROPOUT),
+    Bug("backward's mask transposed", BACKWARD, "q_pos + m0, k_pos + n0, threshold",
+        "q_pos + n0, k_pos + m0, threshold", DROPOUT),
+    Bug("same mask for the whole batch", PHILOX,
+        "zero + head.to(tl.uint32), zero + batch.to(tl.uint32)\n",
+        "zero + head.to(tl.uint32), zero\n", DROPOUT),
+    Bug("l sums the dropped P", FORWARD, "accumulate(l_acc, alpha, p, ones, False)",
+        "accumulate(l_acc, alpha, weights, ones, False)", DROPOUT),
+    # --- memory
+    Bug("packed LSE read without the sequence's start", BACKWARD,
+        "row = b64 * stride_lb + h64 * stride_lh + start_q",
+        "row = b64 * stride_lb + h64 * stride_lh", PACKED, occurrence=0, total=2),
+    Bug("gaps between sequences ignored", GEOMETRY, "tl.load(starts + b)", "begin", GAPS),
+    Bug("sequence one token too long", GEOMETRY, "n = tl.load(cu + b + 1) - begin",
+        "n = tl.load(cu + b + 1) - begin + 1", PACKED),
+    Bug("columns past d_v written", FORWARD, "(tl.arange(0, BDV)[None, :] < DV)",
+        "(tl.arange(0, BDV)[None, :] < BDV)", ODD_DIMS),
+    Bug("last rows of O not written", FORWARD, "row_ok = rows < sq", "row_ok = rows < sq - 1",
+        FULL),
+)  # fmt: skip
+
+
+def copy_package(target: Path, bug: Bug | None) -> None:
+    """Copy the package to ``target``/stable_attention and plant the bug."""
+    copy = target / "stable_attention"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    if bug is not None:
+        file = copy / bug.file
+        file.write_text(bug.apply(file.read_text()))
+
+
+def _child(pipe: Any, folder: str, members: list[str]) -> None:
+    """Import the copy and run members until one reports a problem."""
+    sys.path.insert(0, folder)
+    from suite import run_member
+
+    import stable_attention
+
+    assert stable_attention.__file__.startswith(folder), stable_attention.__file__
+    warnings.simplefilter("ignore")
+    for member in members:
+        problems = run_member(member)
+        if problems:
+            pipe.send({"caught": True, "by": member, "how": problems[0].splitlines()[0][:200]})
+            return
+    pipe.send({"caught": False, "by": "", "how": ""})
+
+
+def run_bug(bug: Bug | None, members: list[str]) -> Iterator[dict[str, Any] | None]:
+    """Generator that yields None while the child works and its verdict at the end."""
+    with tempfile.TemporaryDirectory(prefix="planted") as folder:
+        try:
+            copy_package(Path(folder), bug)
+        except ValueError as error:
+            yield {"caught": False, "by": "", "how": str(error)}
+            return
+        context = mp.get_context("fork")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(there, folder, members))
+        started = time.monotonic()
+        process.start()
+        there.close()
+        while process.is_alive() and not here.poll():
+            if time.monotonic() - started > TIMEOUT:
+                process.kill()
+                yield {"caught": True, "by": members[-1], "how": f"ran past {TIMEOUT:.0f} s"}
+                return
+            yield None
+        try:
+            verdict = here.recv()
+        except EOFError:
+            process.join()
+            verdict = {"caught": True, "by": members[-1], "how": f"exit code {process.exitcode}"}
+        process.join()
+        yield verdict | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def run_all(bugs: list[Bug], *, jobs: int, control: bool) -> dict[str, dict[str, Any]]:
+    """Verdicts by name, ``jobs`` children at a time; "control" is the unchanged copy."""
+    queue = [(bug.name, run_bug(bug, [bug.caught_by])) for bug in bugs]
+    if control:
+        members = list(dict.fromkeys(bug.caught_by for bug in bugs))
+        half = (len(members) + 1) // 2
+        for i, part in enumerate((members[:half], members[half:])):
+            if part:
+                queue.insert(0, (f"control {i}", run_bug(None, part)))
+    verdicts: dict[str, dict[str, Any]] = {}
+    active: list[tuple[str, Iterator[dict[str, Any] | None]]] = []
+    while queue or active:
+        while queue and len(active) < jobs:
+            active.append(queue.pop(0))
+        for entry in list(active):
+            verdict = next(entry[1])
+            if verdict is not None:
+                verdicts[entry[0]] = verdict
+                active.remove(entry)
+                mark = "caught" if verdict["caught"] else "  -   "
+                print(f"{mark}  {entry[0]}: {verdict['how']}", flush=True)
+        time.sleep(0.02)
+    return verdicts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    # Everything heavy is imported once, before the forks; the package itself only after them.
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    import interpreter_shim
+    import torch
+    import triton
+
+    interpreter_shim.install()
+    torch.set_num_threads(1)
+    assert triton.__version__ and "stable_attention" not in sys.modules
+    bugs = [bug for bug in BUGS if args.only in bug.name]
+    started = time.monotonic()
+    verdicts = run_all(bugs, jobs=args.jobs, control=not args.only)
+    if args.json:
+        args.json.write_text(json.dumps(verdicts, indent=1))
+    missed = [b.name for b in bugs if not verdicts[b.name]["caught"]]
+    false = [n for n, v in verdicts.items() if n.startswith("control") and v["caught"]]
+    print(
+        f"{len(bugs) - len(missed)}/{len(bugs)} caught, {len(false)} false alarms, "
+        f"{time.monotonic() - started:.0f} s"
+    )
+    return 1 if missed or false else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What the CPU suite runs: feature cases, known faults, identities.
+
+One list for two users: the tests, and the planted bugs (planted_bugs.py), each of which must be
+caught by members of this list. Property checks return a list of problems, empty when all is well.
+
+stable_attention is imported inside the functions, so that planted_bugs.py decides which copy runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attention_cases import Case, make_inputs
+from error_rule import check_case, run_ours
+
+FEATURES = [
+    "b=2 sq=70 sk=45 hq=4 layout=bshd",
+    "sq=45 sk=70 causal=1 layout=sbhd b=2",
+    "sq=70 sk=45 causal=1 layout=bhsd",
+    "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16",
+    "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided",
+    "sq=90 sk=40 left=11 right=5",
+    "sq=50 sk=50 right=3 d=40 dv=24",
+    "sq=33 sk=33 sinks=off-by-one d=64 dv=32",
+    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1",
+    "sq=34 sk=66 softcap=3 causal=1",
+    "sq=66 sk=34 dropout=0.3 b=2 hq=4",
+    "sq=40 sk=70 dropout=0.17 causal=1 left=20 dtype=fp16",
+    "sq=40 sk=40 residual=int8 causal=1 sinks=learned",
+    "sq=64 sk=64 values=repeat causal=1",
+    "sq=40 sk=64 values=outlier",
+    "sq=64 sk=64 values=above dlse=1",
+    "sq=64 sk=64 scale=0.5 gain=3 memory=fused",
+    "sq=48 sk=48 memory=expanded b=3",
+    "sq=64 sk=64 causal=1 stabilizer=none dtype=fp16",
+    "sq=64 sk=64 causal=1 deterministic=0 hq=4",
+    "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1",
+    "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused",
+    "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=4 hk=2 residual=int8",
+    "d=96 dv=128 sq=20 sk=36 causal=1",
+]
+
+FAULTS = {
+    "FA-334 backward NaN at length 1, d 16": "sq=1 sk=1 d=16",
+    "FA-443 packed backward NaN, keys 1 against 256 queries":
+        "layout=thd lens_q=80,70 lens_k=1,1 causal=0",
+    "FA-1947 P of masked positions not zeroed": "layout=thd lens_q=33,7 lens_k=33,7 values=below",
+    "pytorch-196678 dQ NaN when length % 128 == 64 and LSE < -88":
+        "sq=64 sk=64 values=below d=32",
+    "cudnn-1072 one query, 128 keys, LSE -122: dK, dV NaN": "sq=1 sk=128 values=below",
+    "cudnn-160 K outlier of 70 at length 2": "sq=2 sk=2 values=outlier",
+    "pytorch-109517 fully masked rows poison the gradients": "sq=60 sk=20 causal=1",
+    "pytorch-158212 length not a multiple of the block, with LSE": "sq=65 sk=63 dlse=1 left=20",
+    "FA-2324 tokens past the last sequence stay unwritten":
+        "layout=thd lens_q=20,11 lens_k=20,11 unused=9 causal=1",
+    "TE-3216 d 256, batch 2: wrong sign of dQ on outliers":
+        "b=2 sq=20 sk=20 hq=1 hk=1 d=256 values=outlier causal=1",
+    "FA-2541 views of one fused QKV projection": "sq=40 sk=40 memory=fused causal=1",
+    "FA-2552 d_v off the reduce width": "sq=33 sk=33 d=64 dv=40",
+    "FA-2706 dSink must include dLSE": "sq=40 sk=40 sinks=learned dlse=1",
+    "TE-3249 sink with packed sequences and d_v 192":
+        "layout=thd lens_q=9,20 lens_k=9,20 hq=1 hk=1 d=64 dv=192 sinks=learned causal=1",
+    "nsa-27 head map of grouped queries": "sq=20 sk=20 hq=6 hk=3 d=32 dv=16",
+    "ffpa-301 grouped dK and dV accumulate in float32": "sq=64 sk=40 hq=16 hk=1 values=positive",
+    "FA-2860 launch grid far larger than the sequences":
+        "layout=thd lens_q=3,2 lens_k=3,2 causal=1 unused=60",
+    "FA-2562 no queries in any sequence": "layout=thd lens_q=0,0 lens_k=3,4 unused=2",
+    "FA-1254 no keys in any sequence": "layout=thd lens_q=3,4 lens_k=0,0 unused=2 sinks=learned",
+    "expanded keys and values": "b=2 sq=20 sk=20 memory=expanded",
+}  # fmt: skip
+
+
+def values_of_one(dtype: torch.dtype = torch.bfloat16, residual: str = "bf16") -> list[str]:
+    """V = 1 gives O = 1 exactly, low-order part 0: l sums the P that multiplied V (FA PR #2721)."""
+    from stable_attention import stable_attention
+    from stable_attention.probes import decode_residual
+
+    gen = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 70, 2, 32, generator=gen).to(dtype) * 2 for _ in range(2))
+    v = torch.ones_like(k)
+    out, low = stable_attention(
+        q, k, v, causal=True, window=(50, 0), residual=residual, return_residual=True
+    )
+    rest = float(decode_residual(out, low).abs().max())
+    problems = [] if torch.equal(out, torch.ones_like(out)) else [f"O is {out.min()}..{out.max()}"]
+    return problems + ([f"low-order part of 1 is {rest}"] if rest > 2.0**-20 else [])
+
+
+def low_order_part(residual: str) -> list[str]:
+    """Three equal keys: P = 1 exactly, O = a mean of three values; hi + low must be that mean."""
+    from stable_attention import stable_attention
+    from stable_attention.probes import decode_residual
+    from stable_attention.reference.emulators import half_ulp
+
+    gen = torch.Generator().manual_seed(1)
+    q, v = (torch.randn(1, 40, 1, 32, generator=gen).bfloat16() for _ in range(2))
+    k = q[:, :1].expand(1, 40, 1, 32)
+    out, low = stable_attention(
+        q, k, v, causal=True, window=(2, 0), residual=residual, return_residual=True
+    )
+    total = torch.nn.functional.pad(v.double(), (0, 0, 0, 0, 2, 0))
+    mean = (total[:, 2:] + total[:, 1:-1] + total[:, :-2])[:, 2:] / 3
+    hi = out[:, 2:]
+    rest = mean - hi.double()
+    step = half_ulp(hi).double() * (1 / 127 if residual == "int8" else 2.0**-8)
+    error = (decode_residual(hi, low[:, 2:]).double() - rest).abs() / step
+    # Float32 sums leave 2^-22 of O, 2^-13 half ulps, at either side of a rounding.
+    limit = 0.5 + (2.0**-13 * 127 if residual == "int8" else 2.0**-5)
+    worst = float(error.max())
+    return [f"{residual} low-order part off by {worst:.2f} of its step"] if worst > limit else []
+
+
+def _delta_report(regime: str, stabilizer: str, residual: str, heads: int, n: int):
+    from stable_attention import stable_attention
+    from stable_attention.probes import BackendResult, probe
+    from stable_attention.reference.regimes import make_regime
+
+    q, k, v, dout = (x[None] for x in make_regime(regime, heads=heads, n=n))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse, low = stable_attention(
+        *leaves,
+        layout="bhsd",
+        causal=True,
+        stabilizer=stabilizer,
+        residual=residual,
+        deterministic=True,
+        return_lse=True,
+        return_residual=True,
+    )
+    dq, dk, _ = torch.autograd.grad(out, leaves, dout)
+    result = BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
+    return probe(q, k, v, dout, backend=result, layout="bhsd", causal=True, skip_rows=n // 2)
+
+
+def saturated_sink(stabilizer: str = "compensated") -> list[str]:
+    """Plain BF16 O makes dQ 100 % wrong here; hi + low and float32 delta bring it back."""
+    report = _delta_report("one", stabilizer, "bf16", 1, 96)
+    problems = []
+    if report.dq_error > 0.03:
+        problems.append(f"dQ error {report.dq_error:.3f} in regime one")
+    if report.rms > 1e-6:
+        problems.append(f"delta error {report.rms:.2e} in regime one")
+    if not report.lse_error < 1e-5:
+        problems.append(f"LSE error {report.lse_error:.2e} in regime one")
+    return problems
+
+
+def equal_sinks() -> list[str]:
+    """Two equal sinks with small values: the paper's tie."""
+    report = _delta_report("tie2s", "compensated", "bf16", 1, 96)
+    return [f"delta error {report.rms:.2e} in regime tie2s"] if report.rms > 2e-6 else []
+
+
+def sinks_without_keys() -> list[str]:
+    """LSE of a row without keys is its sink, not NaN; a sink of 100 does not overflow (FA 2752)."""
+    given = make_inputs(case := Case(sq=12, sk=4, causal=1, sinks="learned", dlse=1))
+    given.sinks = torch.tensor([100.0, -100.0])
+    ours = run_ours(case, given)
+    problems = [
+        f"{name} is not finite"
+        for name, x in ours.named().items()
+        if name != "max_logits" and not bool(torch.isfinite(x).all())
+    ]
+    for head, rows, want in ((0, 12, 100.0), (1, 8, -100.0)):
+        error = float((ours.lse[0, head, :rows] - want).abs().max())
+        if not error < 1e-4:
+            problems.append(f"LSE of sink {want} is off by {error}")
+    return problems + (["O of rows without keys is not 0"] if ours.out[:, :8].any() else [])
+
+
+def window_bounds() -> list[str]:
+    """Each query sees exactly left + 1 + right keys where the sequence has them (TE 1197)."""
+    from stable_attention import stable_attention
+
+    n = 21
+    q = torch.zeros(1, n, 1, 32, dtype=torch.bfloat16)
+    v = torch.zeros(1, n, 1, 32, dtype=torch.bfloat16)
+    v[0, :, 0, :n] = torch.eye(n)
+    problems = []
+    for left, right, causal in ((3, 2, False), (0, 0, False), (4, 9, True), (-1, 1, False)):
+        out = stable_attention(q, q, v, window=(left, right), causal=causal)[0, :, 0, :n]
+        i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+        seen = (j <= i + (0 if causal else right)) & ((j >= i - left) if left >= 0 else True)
+        if not torch.equal(out > 0, seen):
+            problems.append(f"window {(left, right)} causal {causal} shows other keys")
+    return problems
+
+
+PROPERTIES: dict[str, Callable[[], list[str]]] = {
+    "values of one": values_of_one,
+    "values of one, fp16": lambda: values_of_one(torch.float16),
+    "values of one, int8": lambda: values_of_one(residual="int8"),
+    "low-order part, bf16": lambda: low_order_part("bf16"),
+    "low-order part, int8": lambda: low_order_part("int8"),
+    "saturated sink": saturated_sink,
+    "equal sinks": equal_sinks,
+    "sinks without keys": sinks_without_keys,
+    "window bounds": window_bounds,
+}
+
+
+def run_member(name: str) -> list[str]:
+    """Problems of one member: a property by name, otherwise a case line of FEATURES or FAULTS."""
+    if name in PROPERTIES:
+        return PROPERTIES[name]()
+    return check_case(Case.parse(FAULTS.get(name, name))).problems
+
+
+MEMBERS = (*FEATURES, *FAULTS, *PROPERTIES)
