@@ -233,9 +233,7 @@ ask_to_stop() {
 
 forward_stop() {
   if [[ -n $STEP_PID ]]; then
-    # Every step of the job, not this shell. It fails when the step is about to end: then it is
-    # not needed.
-    scancel --signal=USR1 "$SLURM_JOB_ID" 2>/dev/null || true
+    kill -USR1 "$STEP_PID" 2>/dev/null || true # srun passes it on to its tasks
   fi
 }
 
@@ -357,8 +355,8 @@ continue_later() {
     requeue) ;;
     *) end_job 1 "not finished, and cluster.continuation is none" ;;
   esac
-  if [[ $(job_state) == *CANCELLED* ]]; then
-    end_job 1 "not finished; the job was cancelled and is not requeued"
+  if being_ended; then
+    end_job 1 "not finished; Slurm is ending the job itself (cancelled?), so it is not requeued here"
   fi
   if (($(count_events requeue=stop) + $(count_events requeue=crash) >= MAX_REQUEUES)); then
     stop_for_good 1 "retry budget used up ($MAX_REQUEUES requeues)"
@@ -375,10 +373,12 @@ continue_later() {
   exit 0
 }
 
-job_state() {
+# Whether somebody else ends or has requeued this job: cancelled, most of all. A job that ran into
+# its time limit while saving is ours. Slurm says RUNNING as long as nobody does.
+being_ended() {
   local line
-  line=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null) || true
-  [[ $line =~ JobState=([A-Z_+]+) ]] && echo "${BASH_REMATCH[1]}" || echo UNKNOWN
+  line=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null) || return 1
+  [[ $line =~ JobState=(COMPLETING|CANCELLED|PENDING|REQUEUED) && $line != *Reason=TimeLimit* ]]
 }
 
 exclude_bad_nodes() {

@@ -228,7 +228,12 @@ def settings(job: Job) -> Iterator[str]:
     yield f"SETTINGS_ENVIRONMENT=({' '.join(shlex.quote(v.name) for v in variables)})"
     for variable in variables:
         yield f"# {variable.reason}"
-        yield f"export {variable.name}={shlex.quote(variable.value)}"
+        yield f"export {variable.name}={_quoted(variable.value)}"
+
+
+def _quoted(value: str) -> str:
+    """In single quotes always: ``shlex.quote`` leaves ``=mlx5_0`` bare, which reads as ``==``."""
+    return "'" + value.replace("'", "'\"'\"'") + "'"
 
 
 def mounts(job: Job) -> list[str]:

@@ -54,9 +54,7 @@ PartitionName=main Nodes=pn[1-3] Default=YES MaxTime=INFINITE State=UP PriorityT
 PartitionName=urgent Nodes=pn[1-3] MaxTime=INFINITE State=UP PriorityTier=10
 """
 # In a mount namespace of its own, so that the machine's hosts file is not touched.
-IN_NAMESPACE = (
-    'mount --make-rprivate / && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-)
+IN_NAMESPACE = 'mount --make-rprivate / && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
 def missing() -> str | None:
@@ -179,18 +177,16 @@ class OneMachine:
         return dict(word.split("=", 1) for word in text.split() if "=" in word)[key]
 
     def start_now(self, job: str) -> None:
-        """Let a requeued job start at once: Slurm makes it wait two minutes otherwise."""
-        self.wait_for(
-            lambda: self.state(job) == "PENDING" and self.fact(job, "Reason") == "BeginTime"
-            or self.state(job) == "RUNNING",
-            60, f"job {job} requeued",
-        )  # fmt: skip
-        if self.state(job) == "PENDING":
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+        """Let a requeued job start before its two minutes (Reason=BeginTime) are over."""
+        # At once would be too early: the nodes still clean up, and the launch fails.
+        time.sleep(6)
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
     def wait_for_state(self, job: str, *states: str, seconds: float = 120) -> None:
         """Wait until the job is in one of ``states``."""
-        self.wait_for(lambda: self.state(job) in states, seconds, f"job {job} {' or '.join(states)}")
+        self.wait_for(
+            lambda: self.state(job) in states, seconds, f"job {job} {' or '.join(states)}"
+        )
 
     def wait_for(self, condition, seconds: float, what: str) -> None:
         """Poll ``condition``; AssertionError after ``seconds``."""
