@@ -7,6 +7,7 @@ gradient, 4 no good checkpoint where one is required, 130 interrupted, 1 anythin
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 
@@ -41,6 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; errors that are the user's leave no traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        # A path may hold what the terminal's encoding has not: show an escape, do not fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))

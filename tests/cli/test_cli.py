@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -204,6 +205,15 @@ def test_config_errors_come_fast_and_without_traceback(run_yaml: Path) -> None:
     assert done.returncode == 2
     assert "training.seed is such a key" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_the_letters_gets_escapes(run_yaml: Path) -> None:
+    command = [sys.executable, "-m", "megatron_patch", "config", "show", str(run_yaml)]
+    command += ["--set", "run_dir=é"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'run_dir: "\\xe9"' in done.stdout
 
 
 def test_a_closed_pipe_is_no_error(run_yaml: Path) -> None:
