@@ -18,11 +18,11 @@ class CheckpointConfig:
     """Saving, verifying, resuming."""
 
     interval: int | None = 500
-    """Steps between checkpoints; none: only at the end and on a graceful stop."""
+    """Steps between checkpoints; null: only at the end and on a graceful stop."""
     directory: str | None = None
     """Where checkpoints go; default: ``<run_dir>/checkpoints``."""
     keep_last: int | None = 3
-    """Complete checkpoints kept; older ones are deleted. none: keep all."""
+    """Complete checkpoints kept; older ones are deleted. null: keep all."""
     async_save: bool = False
     """Write in the background while training goes on."""
     resume: Literal["auto", "never", "required"] = "auto"

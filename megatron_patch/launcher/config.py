@@ -109,7 +109,7 @@ class ContainerConfig:
     """pyxis/enroot; the image has this package installed."""
 
     image: str | None = None
-    """Image: a .sqsh file, or a registry URI as pyxis reads it; none: bare metal."""
+    """Image: a .sqsh file, or a registry URI as pyxis reads it; null: bare metal."""
     mounts: list[str] = field(default_factory=list)
     """SOURCE:TARGET[:FLAGS] each; the working and run directories are mounted by themselves."""
     python: str = "python"
@@ -157,7 +157,7 @@ class ClusterConfig:
     cpus_per_node: int | None = None
     """CPU cores asked for on every node; default: the cluster's."""
     memory: str | None = "0"
-    """Memory a node, e.g. 512G; 0: all of it; none: the cluster's default."""
+    """Memory a node, e.g. 512G; 0: all of it; null: the cluster's default."""
     exclusive: bool = True
     """Take whole nodes."""
     python: str = "python3"

@@ -41,7 +41,7 @@ class MLAConfig:
     """Multi-latent attention; leave ``model.mla`` out for ordinary attention."""
 
     q_lora_rank: int | None = None
-    """Rank of the query down-projection; none: queries are projected directly."""
+    """Rank of the query down-projection; null: queries are projected directly."""
     kv_lora_rank: int = 512
     """Rank of the shared key/value latent."""
     qk_head_dim: int = 128
@@ -109,7 +109,7 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of initial weights; output projections use init_std / sqrt(2 layers)."""
     window: list[int] | None = None
-    """Sliding window [left, right] in tokens, -1 = unbounded; none: full causal attention."""
+    """Sliding window [left, right] in tokens, -1 = unbounded; null: full causal attention."""
     window_skip_freq: int | list[int] | None = None
     """N: every Nth layer is NOT windowed; or a 0/1 list, one per layer (1 = windowed)."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"

@@ -26,7 +26,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks per pipeline rank (interleaved schedule); none: one."""
+    """Model chunks per pipeline rank (interleaved schedule); null: one."""
     context_parallel_size: int = 1
     """Ranks one sequence is split over."""
     cp_comm_type: CpCommType | list[CpCommType] = "p2p"

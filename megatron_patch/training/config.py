@@ -51,7 +51,7 @@ class TrainingConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Activation recompute."""
     eval_interval: int | None = None
-    """Steps between evaluations on the validation split; none: only at the end."""
+    """Steps between evaluations on the validation split; null: only at the end."""
     eval_steps: int = 10
     """Global batches of one evaluation."""
     exit_after_minutes: float | None = None
