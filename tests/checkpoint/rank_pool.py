@@ -6,6 +6,7 @@ its own process group. Importing costs far more than playing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -67,8 +68,8 @@ class RankPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for process, connection in self._ranks:
-            if process.is_alive():
+        for _, connection in self._ranks:
+            with contextlib.suppress(OSError):  # a rank that was killed
                 connection.send(None)
         for process, _ in self._ranks:
             process.join(10)

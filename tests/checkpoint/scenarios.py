@@ -340,6 +340,20 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     return {"text": text, "progress": progress.as_dict()}
 
 
+def killed_while_saving(root: str, *, rank: int, phase: str) -> None:
+    """One rank dies by SIGKILL in a phase of a save of step 2."""
+    import os
+    import signal
+
+    from megatron_patch.checkpoint import writer
+
+    live = Live(config("dp"), root)
+    if live.layout.rank == rank:
+        die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        setattr(writer.Plan, phase, die)
+    live.checkpointer.save(Progress(step=2))
+
+
 def steps_while_saving(root: str) -> dict[str, Any]:
     """A background save held up: not committed early, and later steps do not leak into it."""
     import threading

@@ -304,3 +304,66 @@ def test_a_background_save_is_committed_when_the_last_rank_is_done(
     for answer in ranks.play("steps_while_saving", world=2, root=str(tmp_path / "checkpoints")):
         assert answer["early"] == [False, False, False] and not answer["visible"]
         assert_same(answer["before"], answer["loaded"])
+
+
+def test_a_flipped_bit_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
+    """In the second rank's shard of the newest checkpoint: both ranks take the one before."""
+    root = tmp_path / "checkpoints"
+    changes = {"layout": "tp"}
+    for step in (1, 2):
+        ranks.play(
+            "train_and_save", world=2, root=str(root), save_at=step, stop_at=step, changes=changes
+        )
+    shard = newest(root) / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 4
+    shard.write_bytes(data)
+    for rank, answer in enumerate(
+        ranks.play("load_and_train", world=2, root=str(root), stop_at=2, changes=changes)
+    ):
+        assert answer["progress"]["step"] == 1
+        if rank == 0:
+            assert any("__1_0.distcp does not match its SHA-256" in li for li in answer["lines"])
+    assert [p.name.split(".2")[0] for p in (root / "aside").iterdir()] == [
+        "step_00000002.attempt-1.hash"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["stage", "write", "finish"])
+def test_a_killed_rank_costs_only_the_save(tmp_path: Path, phase: str) -> None:
+    """SIGKILL of rank 0 or 1 in a save: the peer raises, a new job loads the step before."""
+    from rank_pool import RankPool
+
+    root, layout = tmp_path / "checkpoints", {"layout": "dp"}
+    with RankPool(2) as doomed:
+        doomed.play(
+            "train_and_save",
+            world=2,
+            root=str(root),
+            save_at=1,
+            stop_at=1,
+            changes=layout,
+        )
+        with pytest.raises((EOFError, AssertionError, ConnectionError)):
+            doomed.play(
+                "killed_while_saving",
+                world=2,
+                root=str(root),
+                rank=0 if phase == "finish" else 1,
+                phase=phase,
+            )
+    with RankPool(2) as fresh:
+        for answer in fresh.play(
+            "load_and_train", world=2, root=str(root), stop_at=2, changes=layout
+        ):
+            assert answer["progress"]["step"] == 1
+        fresh.play(
+            "train_and_save",
+            world=2,
+            root=str(root),
+            save_at=2,
+            stop_at=2,
+            changes=layout,
+        )
+    assert newest(root).name == "step_00000002.attempt-2"
