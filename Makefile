@@ -9,7 +9,7 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-slow test-gpu check format bench-attention docs clean
+.PHONY: help install quickstart test test-slow test-slurm test-gpu check format bench-attention docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -28,6 +28,9 @@ test: $(STAMP)  ## every test that needs no GPU (GPU tests too where there is on
 
 test-slow: $(STAMP)  ## the long versions
 	$(BIN)/python -m pytest -m "slow and not slurm" -q
+
+test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; scripts/install_slurm.sh)
+	REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm tests/slurm -q
 
 test-gpu: $(STAMP)  ## GPU tests only
 	$(BIN)/python -m pytest -m gpu -q
