@@ -139,8 +139,12 @@ release_lock() {
 
 find_nodes() {
   local hosts host
+  EXPECT=()
   hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   MASTER_ADDR=${hosts%%$'\n'*}
+  for host in $hosts; do
+    EXPECT+=(--expect "$host")
+  done
   if [[ -f $STATE_DIR/excluded_nodes ]]; then
     for host in $hosts; do
       if grep -qxF -- "$host" "$STATE_DIR/excluded_nodes"; then
@@ -401,9 +405,12 @@ preflight() {
   local bad
   say "preflight, results in $ATTEMPT_DIR"
   STEP_OPTIONS=()
-  on_nodes preflight
+  on_nodes preflight # a node that cannot even answer is missing in the comparison
+  if [[ $DEVICE == cuda && $PREFLIGHT_COMMUNICATION == 1 ]] && ((STOPPING == 0)); then
+    on_nodes train megatron_patch.launcher.probe --out "$ATTEMPT_DIR"
+  fi
   STEP_OPTIONS=(--nodes=1 --ntasks=1)
-  on_nodes compare
+  on_nodes compare "${EXPECT[@]}"
   if ((STOPPING)); then
     record stopped
     continue_later stop

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one task of a node: node.sh train PROGRAM [ARG...] | preflight | compare
+# The one task of a node: node.sh train PROGRAM [ARG...] | preflight | compare [--expect NODE]...
 # Started by srun from lib.sh, inside the container if there is one.
 set -euo pipefail
 
@@ -91,9 +91,12 @@ case ${1:-} in
     train "$@"
     ;;
   preflight) "$PYTHON" -m megatron_patch preflight --config "$CONFIG" --node --out "$ATTEMPT_DIR" ;;
-  compare) "$PYTHON" -m megatron_patch preflight --config "$CONFIG" --compare --out "$ATTEMPT_DIR" ;;
+  compare)
+    shift
+    "$PYTHON" -m megatron_patch preflight --config "$CONFIG" --compare --out "$ATTEMPT_DIR" "$@"
+    ;;
   *)
-    echo "usage: node.sh train PROGRAM [ARG...] | preflight | compare" >&2
+    echo "usage: node.sh train PROGRAM [ARG...] | preflight | compare [--expect NODE]..." >&2
     exit 2
     ;;
 esac

@@ -12,13 +12,23 @@ import os
 import sys
 
 import megatron_patch
-from megatron_patch.cli import backends, config, doctor, launch, plot, prepare_data, train
+from megatron_patch.cli import (
+    backends,
+    config,
+    doctor,
+    launch,
+    plot,
+    preflight,
+    prepare_data,
+    train,
+)
 from megatron_patch.cli.common import Formatter, tell
 
-COMMANDS = (train, launch, prepare_data, config, doctor, plot, backends)
+COMMANDS = (train, launch, preflight, prepare_data, config, doctor, plot, backends)
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
 INTERRUPTED = 130
+READER_GONE = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,9 +63,11 @@ def run(argv: list[str] | None = None) -> int:
         print("megatron-patch: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
+        if not getattr(args, "only_prints", False):
+            raise
         # `config show | head`: nobody reads on. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return READER_GONE
     except Exception as error:
         code = exit_code(error)
         if code is None:

@@ -213,6 +213,7 @@ def settings(job: Job) -> Iterator[str]:
         "RESTART_PAUSE": c.restart_pause_seconds,
         "EXCLUDED_NODES": excluded_nodes(job),
         "PREFLIGHT": int(c.preflight.enabled),
+        "PREFLIGHT_COMMUNICATION": int(c.preflight.communication),
         "CONTAINER_IMAGE": c.container.image or "",
         "CONTAINER_MOUNTS": ",".join(mounts(job)) if container else "",
         "PASS_ENVIRONMENT": None,

@@ -1,4 +1,4 @@
-"""Slurm's commands as shims first on PATH: the shipped script runs in milliseconds, without Slurm."""
+"""Slurm's commands as shims first on PATH: the shipped script runs without Slurm in an instant."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ SIZES = st.sampled_from([1, 2, 4])
     job_id=st.integers(1, 2**31 - 1),
 )  # fmt: skip
 def test_every_accepted_layout(nodes, tp, pp, cp, ep, restarts, job_id):
-    """Tasks, world size, ports, no open variable, no secret's name; what does not fit is refused."""
+    """Tasks, world size, ports, no open variable, no secret; what does not fit is refused."""
     sets = (
         f"parallel.tensor_model_parallel_size={tp}", f"parallel.pipeline_model_parallel_size={pp}",
         f"parallel.context_parallel_size={cp}", f"cluster.max_restarts={restarts}",

@@ -1,7 +1,7 @@
 """Nothing that a configuration, a path or an environment says is ever run or shown.
 
-60 injection payloads through every text that reaches sbatch or srun, and 20 secret canaries. A payload
-would create a file: none may exist afterwards, wherever it was put.
+60 injection payloads through every text that reaches sbatch or srun, and 20 secret canaries. A
+payload would create a file: none may exist afterwards, wherever it was put.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from megatron_patch.config import ConfigError
 from megatron_patch.launcher import rank, submit
 
 PAYLOADS = [
-    "$(touch {mark})", "`touch {mark}`", "; touch {mark} #", "x' ; touch {mark} ; '", 'x"; touch {mark}; "',
-    "x\ntouch {mark}\n", "x\n#SBATCH --wrap=touch\ntouch {mark}", "| touch {mark}", "&& touch {mark}",
-    "${{IFS}}touch${{IFS}}{mark}", "x) ; touch {mark} ; (", "a --wrap='touch {mark}'",
-]  # fmt: skip
+    "$(touch {mark})",
+    "`touch {mark}`",
+    "; touch {mark} #",
+    "x' ; touch {mark} ; '",
+    'x"; touch {mark}; "',
+    "x\ntouch {mark}\n",
+    "x\n#SBATCH --wrap=touch\ntouch {mark}",
+    "| touch {mark}",
+    "&& touch {mark}",
+    "${{IFS}}touch${{IFS}}{mark}",
+    "x) ; touch {mark} ; (",
+    "a --wrap='touch {mark}'",
+]
 # Where they are put: through YAML, through --set (both), as a variable's name and value.
 PLACES = ["name", "run_dir", "cluster.partition", "cluster.account", "cluster.qos",
           "cluster.constraint", "cluster.exclude_nodes", "cluster.time_limit", "cluster.python",
@@ -132,7 +141,7 @@ def test_no_shell_in_the_launcher():
 
 
 def test_canaries_in_the_submitting_shell(shims):
-    """20 secrets in the environment: none in any file, argument, log or rank, unless it is named."""
+    """20 secrets in the environment: none in any file, argument or log, unless it is named."""
     secrets = {name: f"canary-{number}-of-twenty" for number, name in enumerate(CANARIES)}
     cluster = "  pass_environment: [WANDB_API_KEY]\n"
     code, output = shims.drive("leave 1 1; exit 1", "finish", cluster=cluster, **secrets)

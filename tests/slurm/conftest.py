@@ -24,9 +24,11 @@ def slurm():
         if os.environ.get("REQUIRE_SLURM"):
             pytest.fail(f"REQUIRE_SLURM is set, but this machine {reason}")
         pytest.skip(f"no Slurm here: {reason}")
-    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        with one_machine.OneMachine(Path(folder)) as cluster:
-            yield cluster
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        one_machine.OneMachine(Path(folder)) as cluster,
+    ):
+        yield cluster
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A real Slurm of three nodes on this machine, in a private folder, for as long as a ``with`` block.
+"""A real Slurm of three nodes on this machine, in a private folder, for the length of a ``with``.
 
 Needs root (mount namespace, slurmd) and Debian's ``slurm-wlm`` and ``munge``
 (scripts/install_slurm.sh). Nothing of the machine's own configuration is read or changed: munge has
@@ -7,6 +7,7 @@ its own key and socket, the daemons their own hosts file in which the node names
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -110,10 +111,9 @@ class OneMachine:
         """Cancel every job, stop the daemons in reverse order; nothing of them is left."""
         self.run("scancel", "--user=root", check=False)
         self.run("scancel", "--signal=KILL", "--full", "--user=root", check=False)
-        try:
+        with contextlib.suppress(AssertionError, subprocess.CalledProcessError):
+            # What is left after this, the daemons take with them.
             self.wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 30, "end")
-        except (AssertionError, subprocess.CalledProcessError):
-            pass  # the daemons take what is left with them
         for process in reversed(self.processes):
             process.terminate()
         for process in reversed(self.processes):

@@ -1,4 +1,4 @@
-"""A training program with the trainer's contract and nothing else, started without torch in a second.
+"""A training program with the trainer's contract and nothing else; without torch, it starts fast.
 
 stand_in.py RUN_DIR STEPS PAUSE [FAULT]: one number, changed every step by a sum over the ranks; a
 checkpoint every 10 steps and on a graceful stop; heartbeat, FINISHED and exit codes as the trainer

@@ -1,0 +1,53 @@
+"""``megatron-patch preflight``."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+
+DESCRIPTION = """\
+Ask a node whether it can train: number and health of its GPUs, their matrix rate and the bandwidth
+between them, versions, clock, free disk, shared directory. The batch script runs it on every node
+(--node), measures collectives with one process a GPU, and compares the answers on the first node
+(--compare); by hand, without either, this machine is measured and judged alone.
+Exit code 0: passed; 1: a node failed, the table and OUT/bad_nodes say which.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "preflight",
+        help="ask nodes whether they can train, before training",
+        description=DESCRIPTION,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    parser.add_argument("--out", metavar="DIR", required=True, help="shared directory for answers")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--node", action="store_true", help="only measure this node")
+    which.add_argument("--compare", action="store_true", help="only compare what nodes answered")
+    parser.add_argument(
+        "--expect",
+        metavar="NODE",
+        action="append",
+        default=[],
+        help="a node that must have answered",
+    )
+    add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, compare, or both."""
+    from pathlib import Path
+
+    loaded = load(args.config, args.overrides)
+    from megatron_patch.launcher import preflight
+
+    out = Path(args.out)
+    if not args.compare:
+        preflight.measure(loaded.config, out)
+    return 0 if args.node else preflight.compare(loaded.config, out, args.expect)

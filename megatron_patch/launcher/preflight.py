@@ -1,0 +1,343 @@
+"""What every node is asked before training starts, and which answers name a bad node.
+
+``measure`` runs once a node and writes ``<out>/<node>.json``; that it can is already a check of the
+shared file system. ``probe.py`` measures collectives. ``compare`` reads all of it on one node,
+prints a table and leaves the bad nodes in ``<out>/bad_nodes``. Differences between nodes are found
+by majority, slow parts against the median.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megatron_patch.runtime import environment
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+
+VERSIONS = (
+    "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy",
+    "megatron-patch-stable", "commit", "cuda", "cudnn", "nccl", "gpu", "driver",
+)  # fmt: skip
+GEMM_SIZE, GEMM_REPEATS = 8192, 20
+LINKS = "links.json"  # probe.py's
+GB = 1e9
+NOBODY = "-"  # a failure that names no node
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a check on a node."""
+
+    node: str
+    check: str
+    passed: bool
+    text: str
+
+
+def node_name() -> str:
+    """Slurm's name of this node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+
+
+# --- on every node --------------------------------------------------------------------------------
+
+
+def measure(run: RunConfig, out: Path) -> dict[str, Any]:
+    """Everything about this node; written to ``out/<node>.json``."""
+    out.mkdir(parents=True, exist_ok=True)
+    report = environment.report()
+    facts: dict[str, Any] = {
+        "node": node_name(),
+        "index": int(os.environ.get("SLURM_NODEID", "0")),
+        "versions": {name: report.get(name) for name in VERSIONS},
+        "platform": platform.platform(),
+        "gpus": [],
+        "free": {
+            "local_dir": _free_gb(Path(run.cluster.local_dir).expanduser()),
+            "run_dir": _free_gb(out),
+            "shm": _free_gb(Path("/dev/shm")),
+        },
+    }
+    if run.training.device == "cuda":
+        facts["gpus"] = list(_gpus())
+    facts |= _clock(out)
+    _write(out / f"{facts['node']}.json", facts)
+    return facts
+
+
+def _free_gb(path: Path) -> float | None:
+    """Free gigabytes where ``path`` is (or will be); None when it cannot be asked."""
+    try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return shutil.disk_usage(path).free / GB
+    except OSError:
+        return None
+
+
+def _clock(out: Path) -> dict[str, float]:
+    """This node's clock against the file server's, which stamps a file written now.
+
+    Nodes pass here at different times, so their clocks are compared through the server's.
+    """
+    probe = out / f".clock.{node_name()}"
+    before = time.time()
+    probe.write_text("x")
+    after = time.time()
+    stamp = probe.stat().st_mtime
+    probe.unlink()
+    return {"clock_skew": (before + after) / 2 - stamp, "write_seconds": after - before}
+
+
+def _gpus() -> Iterator[dict[str, Any]]:
+    """Name, memory, uncorrected errors and BF16 matrix rate of every GPU."""
+    import torch
+
+    errors = _uncorrected_errors()
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        yield {
+            "index": index,
+            "name": torch.cuda.get_device_name(index),
+            "total_gb": total / GB,
+            "free_gb": free / GB,
+            "uncorrected": errors.get(index),
+            "tflops": _matrix_rate(index),
+        }
+
+
+def _matrix_rate(index: int) -> float:
+    """TFLOP/s of a BF16 matrix product, median of single timings."""
+    import torch
+
+    device = torch.device("cuda", index)
+    left, right = (
+        torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
+    times = []
+    with torch.cuda.device(device):
+        for repeat in range(GEMM_REPEATS + 5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.matmul(left, right)
+            end.record()
+            end.synchronize()
+            if repeat >= 5:  # clocks have risen
+                times.append(begin.elapsed_time(end) * 1e-3)
+    return 2 * GEMM_SIZE**3 / statistics.median(times) / 1e12
+
+
+def _uncorrected_errors() -> dict[int, int | None]:
+    """Uncorrected ECC errors since the driver was loaded; empty when nvidia-smi does not say."""
+    import subprocess
+
+    query = "index,ecc.errors.uncorrected.volatile.total"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    found: dict[int, int | None] = {}
+    for line in answer.stdout.splitlines():
+        index, _, errors = line.partition(",")
+        if index.strip().isdigit():
+            found[int(index)] = int(errors) if errors.strip().isdigit() else None
+    return found
+
+
+def _write(path: Path, value: object) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# --- on one node ----------------------------------------------------------------------------------
+
+
+def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | None = None) -> int:
+    """Print the table of all nodes; 0 when all passed, 1 otherwise.
+
+    Args:
+        run: configuration.
+        out: directory with one report a node; ``bad_nodes`` is written there.
+        expected: names of the nodes that must have reported; empty: those that did.
+        stream: where the table goes; default: standard output.
+    """
+    reports = {}
+    for path in sorted(p for p in out.glob("*.json") if p.name != LINKS):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        reports[report["node"]] = report
+    rows = [
+        Row(node, "report", False, "wrote no report into the shared directory")
+        for node in expected
+        if node not in reports
+    ]
+    nodes = sorted(reports.values(), key=lambda r: r["index"])
+    for check in (_check_gpus, _check_speed, _check_versions, _check_clock, _check_disk):
+        rows += check(run, nodes)
+    rows += _check_links(run, nodes, out / LINKS)
+    print(render_table(rows), file=stream or sys.stdout, flush=True)
+    failed = [row for row in rows if not row.passed]
+    bad = list(dict.fromkeys(row.node for row in failed if row.node != NOBODY))
+    if failed and not bad:
+        print("preflight: failed, on no node in particular", file=stream or sys.stdout, flush=True)
+        return 1
+    if bad:
+        (out / "bad_nodes").write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
+        print(f"preflight: bad node(s): {', '.join(bad)}", file=stream or sys.stdout, flush=True)
+        return 1
+    return 0
+
+
+def render_table(rows: list[Row]) -> str:
+    """Failures first, then one line a check with the nodes that passed it."""
+    lines = [f"{'result':<7} {'check':<18} {'node':<16} finding"]
+    lines += [f"{'FAILED':<7} {r.check:<18} {r.node:<16} {r.text}" for r in rows if not r.passed]
+    for check in dict.fromkeys(row.check for row in rows):
+        passed = [row for row in rows if row.check == check and row.passed]
+        if passed:
+            texts = list(dict.fromkeys(row.text for row in passed))
+            text = texts[0] if len(texts) == 1 else f"{texts[0]} ... {texts[-1]}"
+            names = passed[0].node if len(passed) == 1 else f"{len(passed)} nodes"
+            lines.append(f"{'ok':<7} {check:<18} {names:<16} {text}")
+    return "\n".join(lines)
+
+
+def _check_gpus(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    wanted = run.cluster.gpus_per_node
+    for node in nodes:
+        name, gpus = node["node"], node["gpus"]
+        if run.training.device == "cpu":
+            yield Row(name, "gpus", True, "CPU run (training.device: cpu): not looked at")
+            continue
+        ill = [g for g in gpus if g["uncorrected"]]
+        used = [g for g in gpus if g["free_gb"] < 0.9 * g["total_gb"]]
+        if len(gpus) != wanted:
+            yield Row(
+                name, "gpus", False, f"{len(gpus)} visible, cluster.gpus_per_node is {wanted}"
+            )
+        elif ill:
+            text = ", ".join(f"GPU {g['index']}: {g['uncorrected']}" for g in ill)
+            yield Row(name, "gpus", False, f"uncorrected memory errors: {text}")
+        elif used:
+            text = ", ".join(f"GPU {g['index']}: {g['free_gb']:.0f} GB free" for g in used)
+            yield Row(name, "gpus", False, f"memory is in use by somebody else: {text}")
+        else:
+            yield Row(name, "gpus", True, f"{wanted} x {gpus[0]['name'] if gpus else '?'}")
+
+
+def _check_speed(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    yield from _outliers(
+        run,
+        nodes,
+        check="gemm",
+        unit="TFLOP/s BF16",
+        values=lambda node: [(f"GPU {g['index']}", g["tflops"]) for g in node["gpus"]],
+    )
+
+
+def _check_links(run: RunConfig, nodes: list[dict[str, Any]], file: Path) -> Iterator[Row]:
+    if run.training.device == "cuda" and run.cluster.preflight.communication and not file.exists():
+        text = "the collectives did not end; see the rank logs beside the reports"
+        yield Row(NOBODY, "bandwidth", False, text)
+        return
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    for kind, unit in (("node", "GB/s all-reduce inside a node"), ("network", "GB/s to a node")):
+        if rows and not [row for row in rows if row["kind"] == kind]:
+            continue  # one node, or one GPU a node
+        yield from _outliers(
+            run,
+            nodes,
+            check=f"bandwidth {kind}" if rows else "bandwidth",
+            unit=unit,
+            values=lambda node, kind=kind: [
+                (row["what"], row["gb_per_s"])
+                for row in rows
+                if row["kind"] == kind and row["node"] == node["node"]
+            ],
+        )
+        if not rows:
+            return
+
+
+def _outliers(
+    run: RunConfig, nodes: list[dict[str, Any]], *, check: str, unit: str, values: Any
+) -> Iterator[Row]:
+    """A value more than ``tolerance`` below the median of all nodes fails its node."""
+    everything = [value for node in nodes for _, value in values(node)]
+    if not everything:
+        reason = "no GPU: not measured" if run.training.device == "cpu" else "nothing to measure"
+        for node in nodes:
+            yield Row(node["node"], check, True, reason)
+        return
+    median = statistics.median(everything)
+    least = median * (1 - run.cluster.preflight.tolerance)
+    for node in nodes:
+        slow = [(what, value) for what, value in values(node) if value < least]
+        if slow:
+            text = ", ".join(f"{what}: {value:.0f}" for what, value in slow)
+            yield Row(node["node"], check, False, f"{text} {unit}; the median is {median:.0f}")
+        else:
+            yield Row(node["node"], check, True, f"median {median:.0f} {unit}")
+
+
+def _check_versions(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    """What differs from the majority; the first node decides a draw."""
+    for key in VERSIONS:
+        counts = Counter(str(node["versions"].get(key)) for node in nodes)
+        if len(counts) == 1:
+            continue
+        usual = counts.most_common(1)[0][0]
+        for node in nodes:
+            found = str(node["versions"].get(key))
+            if found != usual:
+                yield Row(node["node"], "versions", False, f"{key} {found}, others have {usual}")
+    for node in nodes:
+        versions = node["versions"]
+        text = (
+            f"torch {versions.get('torch')}, driver {versions.get('driver')}, the same everywhere"
+        )
+        if all(str(versions.get(k)) == str(nodes[0]["versions"].get(k)) for k in VERSIONS):
+            yield Row(node["node"], "versions", True, text)
+
+
+def _check_clock(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    limit = run.cluster.preflight.max_clock_skew_seconds
+    if not nodes:
+        return
+    middle = statistics.median(node["clock_skew"] for node in nodes)
+    for node in nodes:
+        skew = node["clock_skew"] - middle
+        text = f"{skew:+.1f} s from the median clock"
+        passed = abs(skew) <= limit
+        yield Row(node["node"], "clock", passed, f"within {limit:g} s" if passed else text)
+
+
+def _check_disk(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    least = run.cluster.preflight.min_free_gb
+    for node in nodes:
+        free = node["free"]
+        short = [
+            f"{name}: {'unreadable' if free[name] is None else f'{free[name]:.1f} GB free'}"
+            for name in ("local_dir", "run_dir")
+            if free[name] is None or free[name] < least
+        ]
+        if short:
+            text = f"{', '.join(short)}; {least:g} GB are required"
+            yield Row(node["node"], "disk", False, text)
+        else:
+            yield Row(node["node"], "disk", True, f"at least {least:g} GB free; shared directory "
+                      "writable")  # fmt: skip
