@@ -11,6 +11,7 @@ constructs core attention twice and drops the first); head counts come from the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
@@ -134,12 +135,11 @@ class CoreAttention(torch.nn.Module):
             v_head_dim = config.v_head_dim
         tp = self.tp_group.size()
         groups = config.num_attention_heads if mla else config.num_query_groups
-        on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
         kind = "multi-latent attention" if mla else f"{self.attention_type}-attention"
         return Facts(
             kind=f"{kind}, window {list(self.window)}" if self.window else kind,
             dtype="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
-            device="cuda" if on_gpu else "cpu",
+            device="cuda" if torch.cuda.is_available() else "cpu",
             head_dim=head_dim,
             v_head_dim=v_head_dim,
             heads=max(1, config.num_attention_heads // tp),
@@ -205,6 +205,8 @@ class CoreAttention(torch.nn.Module):
         _reject(attention_bias, unsupported)
         _check_mask(attention_mask, mask_type)
         packed = _packed(packed_seq_params)
+        if packed and not BACKENDS[self.backend_name].thd:
+            registry.check(self.backend_name, dataclasses.replace(self._facts(), thd=True))
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         call = Call(
             q=query,

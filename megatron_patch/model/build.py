@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -28,6 +30,7 @@ from megatron_patch.attention.replace import (
     replace_core_attention,
     rewrite_spec,
 )
+from megatron_patch.model.mla import MLASelfAttention
 from megatron_patch.model.norms import norm_class
 from megatron_patch.model.transformer_config import transformer_config
 
@@ -113,6 +116,11 @@ def layer_specs(
 ) -> tuple[TransformerBlockSubmodules, Any]:
     """The block spec of one chunk and its multi-token-prediction spec (or None), ready to build."""
     te = run.model.layer_spec == "te"
+    if te and not HAVE_TE:
+        raise ValueError(
+            "model.layer_spec is 'te', and Transformer Engine cannot be imported here. Install the "
+            "te extra (pip install megatron-patch-stable[te]), or use model.layer_spec: local"
+        )
     new = core_attention_spec(run.attention.backend, **_backend_options(run))
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=run.model.normalization, vp_stage=vp_stage
@@ -130,14 +138,16 @@ def layer_specs(
             mtp, _ = replace_core_attention(mtp, new)
     if te:
         return block, mtp
-    return _with_our_norms(run, block), _with_our_norms(run, mtp)
+    return _with_our_modules(run, block), _with_our_modules(run, mtp)
 
 
-def _with_our_norms(run: RunConfig, spec: Any) -> Any:
-    """Every local norm replaced, the final one of the block included."""
+def _with_our_modules(run: RunConfig, spec: Any) -> Any:
+    """Every local norm replaced, the final one of the block included, and latent attention."""
     ours = norm_class(run.model.normalization)
 
     def decide(name: str, value: Any) -> Any:
+        if name == "module" and value is multi_latent_attention.MLASelfAttention:
+            return MLASelfAttention
         if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
             return KEEP
         return ours

@@ -216,12 +216,30 @@ def _latent(run: RunConfig) -> Iterator[Problem]:
             f"{model.position_embedding!r}: multi-latent attention always rotates "
             "model.mla.qk_pos_emb_head_dim channels; use rope",
         )
+    tp = max(1, run.parallel.tensor_model_parallel_size)
+    if tp > 1 and not run.parallel.sequence_parallel:
+        yield from _latent_without_sequence_parallelism(run, tp)
     if mla.qk_pos_emb_head_dim % 2:
         yield Problem(
             "model.mla.qk_pos_emb_head_dim",
             f"{mla.qk_pos_emb_head_dim}: rotary positions turn pairs of channels; use an even "
             "number",
         )
+
+
+def _latent_without_sequence_parallelism(run: RunConfig, tp: int) -> Iterator[Problem]:
+    """Megatron-Core 0.19.2 computes some gradients wrongly there; see model/mla.py."""
+    if run.model.layer_spec == "te":
+        why = "the gradient of the shared rotary key is summed over ranks only under it"
+    elif run.model.qk_layernorm and run.model.mla and run.model.mla.q_lora_rank is not None:
+        why = f"the gradient of the query latent's norm comes out {tp} times too large without it"
+    else:
+        return
+    yield Problem(
+        "parallel.sequence_parallel",
+        f"false with multi-latent attention over {tp} tensor-parallel ranks: {why} "
+        "(Megatron-Core 0.19). Set it to true",
+    )
 
 
 def _recompute(run: RunConfig) -> Iterator[Problem]:
@@ -282,6 +300,17 @@ def _divisions(run: RunConfig) -> Iterator[Problem]:
         )
     if (model.ffn_hidden_size or 0) % tp:
         yield Problem(path, f"{tp} does not divide model.ffn_hidden_size ({model.ffn_hidden_size})")
+    if model.mla is not None and model.layer_spec == "local":
+        latent = model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim
+        if latent % tp:
+            yield Problem(
+                path,
+                f"{tp} does not divide model.mla.kv_lora_rank + qk_pos_emb_head_dim ({latent})",
+            )
+        if (model.mla.q_lora_rank or 0) % tp:
+            yield Problem(
+                path, f"{tp} does not divide model.mla.q_lora_rank ({model.mla.q_lora_rank})"
+            )
     yield from _divisions_of_layers(run)
     yield from _divisions_of_sequence(run)
     yield from _divisions_of_experts(run)

@@ -6,6 +6,7 @@ Shapes: q [s, b, np, hn], k and v [s, b, ng, hn], output [s, b, np * hv]; packed
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import logging
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_cpu import reseed
 
+from megatron_patch.attention.capabilities import BACKENDS
 from megatron_patch.attention.core import (
     CoreAttention,
     _warn_mask_ignored,
@@ -306,6 +308,16 @@ def test_what_it_cannot_do_is_refused():
         module(q, k, v, None, packed_seq_params=packed)
     with pytest.raises(ValueError, match="'mcore_local' is a Megatron-Core module of its own"):
         build(backend="mcore_local")
+
+
+def test_packed_input_is_refused_by_a_backend_without_it(monkeypatch):
+    module = build()
+    row = dataclasses.replace(BACKENDS["reference"], thd=False)
+    monkeypatch.setitem(BACKENDS, "reference", row)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, S]))
+    q, k, v = torch.randn(S, HEADS, DIM), torch.randn(S, GROUPS, DIM), torch.randn(S, GROUPS, DIM)
+    with pytest.raises(BackendError, match="packed sequences"):
+        module(q, k, v, None, packed_seq_params=packed)
 
 
 def test_an_ignored_mask_is_named_once(caplog):

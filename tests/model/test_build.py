@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
@@ -171,6 +172,13 @@ def test_start_up_lines_and_the_deprecation_note(caplog):
     assert lines == [s.line() for s in model.selections] and len(lines) == 3
     assert not [r for r in caplog.records if "GPTModel IS DEPRECATED" in r.getMessage()]
     assert [r for r in caplog.records if "HybridModel" in r.getMessage()]
+
+
+@pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
+def test_transformer_engine_layers_without_it_say_what_to_install():
+    run = tiny_run({"layer_spec": "te"})
+    with pytest.raises(ValueError, match=r"cannot be imported here\. Install the te extra"):
+        build_model(run, vocab_size=VOCAB)
 
 
 def test_a_backend_that_cannot_serve_stops_the_build():

@@ -83,6 +83,22 @@ def test_one_wrong_value_is_one_problem(model, path):
             {"tensor_model_parallel_size": 8},
             "parallel.tensor_model_parallel_size",
         ),
+        ({"mla": MLA}, {"tensor_model_parallel_size": 2}, None),
+        (
+            {"mla": dataclasses.replace(MLA, kv_lora_rank=15)},
+            {"tensor_model_parallel_size": 2},
+            "parallel.tensor_model_parallel_size",
+        ),
+        (
+            {"mla": dataclasses.replace(MLA, q_lora_rank=15)},
+            {"tensor_model_parallel_size": 2},
+            "parallel.tensor_model_parallel_size",
+        ),
+        (
+            {"mla": dataclasses.replace(MLA, q_lora_rank=16), "qk_layernorm": True},
+            {"tensor_model_parallel_size": 2},
+            "parallel.sequence_parallel",
+        ),
         ({}, {"pipeline_model_parallel_size": 3}, "parallel.pipeline_model_parallel_size"),
         (
             {"num_layers": 6},

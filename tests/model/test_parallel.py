@@ -50,6 +50,21 @@ def test_norm_gradients_are_those_of_one_rank(seen, layout):
     assert min(wrong) > 1e-4
 
 
+def test_latent_attention_sums_the_rotary_key_over_ranks(seen):
+    """Megatron-Core's own module keeps each rank's heads to itself: input_layernorm shows it."""
+    plain = seen[0]["mla dp2"]["grads"]
+    name = "decoder.layers.0.input_layernorm.weight"
+    scale = torch.tensor(plain[name]).abs().max().item()
+    for layout in ("mla tp2", "mla tp2 sp"):
+        assert worst({name: plain[name]}, seen[0][layout]["grads"]) < 1e-5 * scale
+    assert worst({name: plain[name]}, seen[0]["mla tp2 stock"]["grads"]) > 1e-3 * scale
+    # Why checks.py asks for sequence parallelism with a query latent and its norm.
+    query = "decoder.layers.0.self_attention.q_layernorm.weight"
+    doubled = {query: [2 * x for x in plain[query]]}
+    assert worst(doubled, seen[0]["mla tp2"]["grads"]) < 1e-5
+    assert worst({query: plain[query]}, seen[0]["mla tp2 sp"]["grads"]) < 1e-5
+
+
 def test_pipeline_stages_hold_their_layers(seen):
     assert [rank["pp2"] for rank in seen] == [[[[1], False]], [[[2], False]]]
     assert seen[0]["pp2 vp2"] == [[[1], False], [[3], False]]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import SEQ, VOCAB, reseed, tiny_run
 
-from megatron_patch.model.config import MoEConfig, MTPConfig
+from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.runtime import cpu_mode
 
 
@@ -32,7 +32,17 @@ def groups(run):
     reseed()
 
 
-def norm_grads(*, mark=True, **parallel):
+DENSE = {"qk_layernorm": True, "normalization": "LayerNorm"}
+LATENT = {
+    "qk_layernorm": True,
+    "init_std": 0.2,  # large enough for the rotary key to matter
+    "mla": MLAConfig(
+        q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
+    ),
+}
+
+
+def norm_grads(*, model=DENSE, mark=True, **parallel):
     """Loss and gradients of all norms after core's finalization, by name."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -42,7 +52,7 @@ def norm_grads(*, mark=True, **parallel):
 
     from megatron_patch.model.build import build_model
 
-    run = tiny_run({"qk_layernorm": True, "normalization": "LayerNorm"}, parallel=parallel)
+    run = tiny_run(model, parallel=parallel)
     groups(run)
     built = build_model(run, vocab_size=VOCAB)
     (chunk,) = built.chunks
@@ -57,6 +67,19 @@ def norm_grads(*, mark=True, **parallel):
     finalize_model_grads([model], torch.tensor(losses.numel()))
     grads = {n: p.main_grad.tolist() for n, p in chunk.named_parameters() if "norm" in n}
     return {"loss": losses.mean().item(), "grads": grads}
+
+
+def stock_latent_attention(**parallel):
+    """The same with Megatron-Core's own latent attention in the spec."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megatron_patch.model import build
+
+    ours, build.MLASelfAttention = build.MLASelfAttention, MLASelfAttention
+    try:
+        return norm_grads(model=LATENT, **parallel)
+    finally:
+        build.MLASelfAttention = ours
 
 
 def layers(model, **parallel):
@@ -91,6 +114,10 @@ def main() -> None:
         "tp2": norm_grads(**tp2),
         "tp2 sp": norm_grads(**tp2, sequence_parallel=True),
         "tp2 sp unmarked": norm_grads(mark=False, **tp2, sequence_parallel=True),
+        "mla dp2": norm_grads(model=LATENT),
+        "mla tp2 sp": norm_grads(model=LATENT, **tp2, sequence_parallel=True),
+        "mla tp2": norm_grads(model=LATENT, **tp2),
+        "mla tp2 stock": stock_latent_attention(**tp2),
         "pp2": layers({}, pipeline_model_parallel_size=2),
         "pp2 vp2": layers(
             {"num_layers": 4, "mtp": MTPConfig()},
