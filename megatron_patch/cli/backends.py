@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
         formatter_class=Formatter,
         allow_abbrev=False,
     )
-    listing.set_defaults(run=run)
+    listing.set_defaults(run=run, only_prints=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ def add_parser(commands: Subparsers) -> None:
         formatter_class=Formatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(only_prints=True)
     parts = parser.add_subparsers(title="what to do", metavar="show|check|help|docs", required=True)
 
     show = _part(
