@@ -65,9 +65,7 @@ def _signed_probabilities(
     blocks from last to first, which is what FlashAttention's tests undo.
     """
     problem = describe(q, k, v, **options)
-    extras = Extras(
-        seed=seed, cu_q=options.get("cu_seqlens_q"), cu_k=options.get("cu_seqlens_k")
-    )
+    extras = Extras(seed=seed, cu_q=options.get("cu_seqlens_q"), cu_k=options.get("cu_seqlens_k"))
     scores, keep = scores_and_mask(problem, q, k, extras)
     block = _get_block_size_n(q.device, problem.d, True, problem.window_right == 0)
     columns = -problem.sk % 128

@@ -11,19 +11,20 @@ small tensors of the call.
 from __future__ import annotations
 
 import torch
-from triton import knobs
 
 from stable_attention import dispatch
 from stable_attention.problem import Problem, dims
-from stable_attention.triton.forward import allocate
+from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.options import Extras
+
+
+# Decided when the kernels are decorated, that is at import.
+_INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"
 
 
 def interpreting() -> bool:
     """Whether Triton's CPU interpreter runs the kernels (TRITON_INTERPRET=1 at import)."""
-    from stable_attention.triton.forward import forward_kernel
-
-    return knobs.runtime.interpret and type(forward_kernel).__name__ == "InterpretedFunction"
+    return _INTERPRETING
 
 
 def _problem(

@@ -1,0 +1,137 @@
+"""Bad arguments raise `AttentionArgumentError` naming value, allowed set and remedy; no kernel runs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from stable_attention import AttentionArgumentError, stable_attention
+from stable_attention import flash_compat as fa
+from stable_attention.problem import dims, shape, strides, window_bounds
+from stable_attention.stabilizers import STABILIZERS
+
+
+def qkv(**changes):
+    made = {
+        "q": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16),
+        "k": torch.zeros(2, 8, 2, 16, dtype=torch.bfloat16),
+        "v": torch.zeros(2, 8, 2, 16, dtype=torch.bfloat16),
+    }
+    return made | changes
+
+
+def zeros(*size, dtype=torch.bfloat16):
+    return torch.zeros(size, dtype=dtype)
+
+
+CU = torch.tensor([0, 3, 8], dtype=torch.int32)
+BAD = {
+    "layout": (qkv(), {"layout": "hbsd"}, "layout is 'hbsd'"),
+    "rank": (qkv(q=zeros(8, 4, 16)), {}, r"q\.dim\(\) is 3"),
+    "float32": (qkv(k=zeros(2, 8, 2, 16, dtype=torch.float32)), {}, "k.dtype is torch.float32"),
+    "mixed dtypes": (qkv(v=zeros(2, 8, 2, 16, dtype=torch.float16)), {}, "v.dtype"),
+    "last stride": (qkv(q=zeros(2, 8, 16, 4).transpose(2, 3)), {}, r"q\.stride\(-1\) is 4"),
+    "kv heads": (qkv(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), {}, "heads of q is 4"),
+    "k head dim": (qkv(k=zeros(2, 8, 2, 24)), {}, "head dim of k is 24"),
+    "v length": (qkv(v=zeros(2, 9, 2, 16)), {}, "length of v is 9"),
+    "odd head dim": (
+        {"q": zeros(1, 4, 1, 20), "k": zeros(1, 4, 1, 20), "v": zeros(1, 4, 1, 16)},
+        {},
+        "head dim of q and k is 20",
+    ),
+    "wide head dim": (
+        {"q": zeros(1, 4, 1, 264), "k": zeros(1, 4, 1, 264), "v": zeros(1, 4, 1, 16)},
+        {},
+        "head dim of q and k is 264",
+    ),
+    "scale": (qkv(), {"scale": -1.0}, "scale is -1.0"),
+    "softcap": (qkv(), {"softcap": -1.0}, "softcap is -1.0"),
+    "dropout": (qkv(), {"dropout_p": 1.0}, "dropout_p is 1.0"),
+    "window": (qkv(), {"window": (-2, 0)}, r"window is \(-2, 0\)"),
+    "stabilizer": (qkv(), {"stabilizer": "fp32"}, "'compensated', 'dynamic_max', 'none'"),
+    "broken": (qkv(), {"stabilizer": "paper_bf16"}, "allow_broken=True"),
+    "residual": (qkv(), {"residual": "fp8"}, "residual is 'fp8'"),
+    "sinks name": (qkv(), {"sinks": "one"}, "sinks is 'one'"),
+    "sinks shape": (qkv(), {"sinks": torch.zeros(2)}, r"shape \(2,\)"),
+    "cu without thd": (qkv(), {"cu_seqlens_q": CU}, "cu_seqlens_q is given"),
+    "seed": (qkv(), {"dropout_p": 0.1, "dropout_seed": torch.zeros(2)}, "dropout_seed"),
+    "thd without cu": (
+        {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16)},
+        {"layout": "thd"},
+        "cu_seqlens_q is None",
+    ),
+    "thd cu dtype": (
+        {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16)},
+        {"layout": "thd", "cu_seqlens_q": CU.long(), "cu_seqlens_k": CU},
+        "torch.int64",
+    ),
+    "padded starts": (qkv(), {"cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument_is_named_with_its_remedy(name):
+    tensors, options, text = BAD[name]
+    with pytest.raises(AttentionArgumentError) as caught:
+        stable_attention(**tensors, **options)
+    message = str(caught.value)
+    assert re.search(text, message), message
+    assert "allowed: " in message and isinstance(caught.value, ValueError)
+
+
+def test_device_values_are_checked_only_in_debug_mode(monkeypatch):
+    """cu_seqlens beyond the buffer: the kernels clamp; the debug mode says so."""
+    q = zeros(8, 1, 16)
+    bad = torch.tensor([0, 9], dtype=torch.int32)
+    call = {"layout": "thd", "cu_seqlens_q": bad, "cu_seqlens_k": bad}
+    out = stable_attention(q, q, q, **call)
+    assert out.shape == q.shape and bool(torch.isfinite(out).all())
+    monkeypatch.setenv("STABLE_ATTENTION_DEBUG", "1")
+    with pytest.raises(AttentionArgumentError, match="non-decreasing"):
+        stable_attention(q, q, q, **call)
+
+
+def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):
+    monkeypatch.setattr("stable_attention.ops.interpreting", lambda: False)
+    with pytest.raises(AttentionArgumentError, match="TRITON_INTERPRET=1"):
+        stable_attention(**qkv())
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+def test_layout_helpers_are_inverse(layout):
+    size = shape(layout, batch=1 if layout == "thd" else 3, length=5, heads=2, d=8)
+    x = torch.zeros(size)
+    batch, length, heads, d = dims(x, layout)
+    assert shape(layout, batch=batch, length=length, heads=heads, d=d) == size
+    sb, ss, sh = strides(x, layout)
+    assert {sb, ss, sh} - {0} == set(x.stride()[:-1])
+
+
+def test_causal_bounds_the_window_on_the_right():
+    assert window_bounds(True, (3, 9)) == (3, 0)
+    assert window_bounds(True, None) == (-1, 0)
+    assert window_bounds(False, None) == (-1, -1)
+
+
+def test_saved_bytes_per_token_and_head():
+    """What docs/kernels.md states: O, LSE, and the residual of "compensated" alone."""
+    assert STABILIZERS["none"].saved_bytes(128) == 2 * 128 + 4
+    assert STABILIZERS["compensated"].saved_bytes(128, "bf16") == 4 * 128 + 4
+    assert STABILIZERS["compensated"].saved_bytes(128, "int8") == 3 * 128 + 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: fa.flash_attn_func(q, q, q, alibi_slopes=torch.ones(4)),
+        lambda q: fa.flash_attn_varlen_func(
+            q[0], q[0], q[0], CU, CU, 8, 8, block_table=torch.zeros(1)
+        ),
+        lambda q: fa.flash_attn_with_kvcache(q, q, q),
+    ],
+)
+def test_what_flash_attention_has_and_we_have_not_raises(call):
+    with pytest.raises(AttentionArgumentError):
+        call(zeros(1, 8, 4, 16))

@@ -1,0 +1,297 @@
+"""The operators inside torch: opcheck, compile, LSE as an output, views, chunks, FlashAttention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stable_attention import flash_compat as fa
+from stable_attention import ops, stable_attention
+from stable_attention.chunks import (
+    chunk_backward,
+    chunk_delta,
+    chunk_forward,
+    finish_chunks,
+    merge_chunks,
+)
+
+
+def randn(*size, grad=True, dtype=torch.bfloat16):
+    return torch.randn(size).to(dtype).requires_grad_(grad)
+
+
+def op_arguments(q, k, v, sinks=None, **changes):
+    named = {
+        "layout": "bshd",
+        "max_seqlen_q": q.shape[1],
+        "max_seqlen_k": k.shape[1],
+        "scale": 0.25,
+        "window_left": -1,
+        "window_right": 0,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "batch_offset": 0,
+        "head_offset": 0,
+        "stabilizer": "compensated",
+        "residual": "bf16",
+        "beta": 2.0,
+        "eps": 1e-3,
+        "deterministic": True,
+        "with_max_logits": True,
+    }
+    return (q, k, v, sinks, None, None, None, None, None, *(named | changes).values())
+
+
+@pytest.mark.parametrize("stabilizer", ["compensated", "none"])
+@pytest.mark.parametrize("residual", ["bf16", "int8"])
+def test_opcheck(stabilizer, residual):
+    """Schema, fake tensors, autograd registration and AOT dispatch agree with the kernels."""
+    q, k, v = randn(1, 20, 2, 16), randn(1, 24, 1, 16), randn(1, 24, 1, 8)
+    sinks = torch.randn(2, requires_grad=True)
+    arguments = op_arguments(q, k, v, sinks, stabilizer=stabilizer, residual=residual)
+    torch.library.opcheck(ops.forward_op, arguments)
+
+
+def test_compile_fullgraph_matches_eager():
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+
+    def run(q, k, v):
+        out, lse = stable_attention(q, k, v, causal=True, return_lse=True)
+        return out.float().square().sum() + lse.sum()
+
+    eager = torch.autograd.grad(run(q, k, v), (q, k, v))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v)), eager, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lse_alone_sends_no_gradient_to_v():
+    q, k, v = (randn(1, 33, 2, 16) for _ in range(3))
+    _, lse = stable_attention(q, k, v, causal=True, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    assert torch.count_nonzero(dv) == 0
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
+    s = s.masked_fill(~torch.ones(33, 33, dtype=torch.bool).tril(), -torch.inf)
+    want = torch.autograd.grad(torch.logsumexp(s, -1).sum(), (q, k))
+    for got, true in zip((dq, dk), want, strict=True):
+        assert (got.double() - true.double()).abs().max() <= 2**-7 * true.double().abs().max()
+
+
+def test_unused_lse_leaves_the_gradients_bitwise_alone():
+    q, k, v = (randn(1, 33, 2, 16) for _ in range(3))
+    dout = torch.randn(1, 33, 2, 16).bfloat16()
+    plain = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), dout)
+    out, lse = stable_attention(q, k, v, return_lse=True)
+    both = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.zeros_like(lse)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, both, strict=True))
+
+
+def test_expanded_gradient_of_a_sum():
+    """out.sum() hands the backward a dO whose strides are all 0."""
+    q, k, v = (randn(2, 17, 2, 16) for _ in range(3))
+    expanded = torch.autograd.grad(stable_attention(q, k, v).sum(), (q, k, v))
+    ones = torch.ones(2, 17, 2, 16, dtype=torch.bfloat16)
+    plain = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), ones)
+    assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
+    assert torch.allclose(plain[2].float().sum(1), torch.full((2, 2, 16), 17.0), rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
+def test_layouts_are_the_same_numbers(layout):
+    order = {"sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}[layout]
+    q, k, v = (randn(2, 40, 2, 16, grad=False) for _ in range(3))
+    views = [x.permute(order) for x in (q, k, v)]
+    out = stable_attention(*views, layout=layout, causal=True)
+    assert torch.equal(out, stable_attention(q, k, v, causal=True).permute(order))
+
+
+def test_batch_and_head_offsets_shift_the_dropout_mask():
+    """A data- or tensor-parallel rank draws the mask its batch and heads have globally."""
+    q, k, v = (randn(2, 40, 4, 16, grad=False) for _ in range(3))
+    whole = stable_attention(q, k, v, dropout_p=0.4, dropout_seed=11)
+    part = stable_attention(
+        *(x[1:, :, 2:] for x in (q, k, v)),
+        dropout_p=0.4,
+        dropout_seed=torch.tensor(11),
+        batch_offset=1,
+        head_offset=2,
+    )
+    assert torch.equal(part, whole[1:, :, 2:])
+
+
+def test_dropout_mask_does_not_depend_on_the_tiles(monkeypatch):
+    """With V = 1 the output is the kept weight: equal for every tile size."""
+    from stable_attention import configs
+
+    q, k = randn(1, 70, 1, 16, grad=False), randn(1, 70, 1, 16, grad=False)
+    v = torch.eye(70, 72)[None, :, None].bfloat16()
+    kept = stable_attention(q, k, v, dropout_p=0.5, dropout_seed=3) != 0
+    lookup = configs.lookup
+    other = lambda which, p, d: configs.Tile(16, 64, 4, 1, segment=64)  # noqa: E731
+    monkeypatch.setattr(configs, "lookup", other)
+    again = stable_attention(q, k, v, dropout_p=0.5, dropout_seed=3) != 0
+    assert configs.lookup is not lookup and torch.equal(kept, again)
+
+
+def test_residual_encodings_reach_float32_accuracy():
+    """O_hi + O_lo is O to 2^-15 (int8) and 2^-17 (bf16) of |O_hi|'s binade."""
+    q, k, v = (randn(1, 64, 2, 32, grad=False) for _ in range(3))
+    exact = _exact(q, k, v)
+    for residual, limit in (("bf16", 2.0**-13), ("int8", 2.0**-13)):
+        out, low = stable_attention(q, k, v, residual=residual, return_residual=True)
+        value = low.float()
+        if residual == "int8":
+            half_ulp = torch.exp2(torch.floor(torch.log2(out.float().abs())) - 8)
+            value = value * half_ulp / 127
+        error = (out.double() + value.double() - exact).norm() / exact.norm()
+        alone = (out.double() - exact).norm() / exact.norm()
+        # What is left is the 16-bit rounding of P, not of O.
+        assert error < 0.8 * alone, (residual, error, alone, limit)
+
+
+def _exact(q, k, v):
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[-1] ** -0.5
+    return torch.einsum("bhqk,bkhd->bqhd", torch.softmax(s, -1), v.double())
+
+
+CHUNKED = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window": (50, 0)},
+    "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 7},
+}
+
+
+def _chunked(q, k, v, dout, sinks, count, order, options):
+    """Gradients and output over ``count`` chunks; ``order`` permutes the visits of key chunks."""
+    size = q.shape[1] // count
+    cut = [slice(i * size, (i + 1) * size) for i in range(count)]
+    grads = [torch.zeros(x.shape) for x in (q, k, v)]
+    dq, dk, dv = grads
+    outs, lses, dsinks = [], [], torch.zeros(q.shape[2])
+    for i, rows in enumerate(cut):
+        total = None
+        for j in order(count):
+            keys = cut[j]
+            where = {"q_position": i * size, "k_position": j * size, **options}
+            out, lse = chunk_forward(q[:, rows], k[:, keys], v[:, keys], **where)
+            if total is None:
+                total = out, lse
+            else:
+                merge_chunks(*total, out, lse)
+        out, lse = total
+        out, low = finish_chunks(out, lse, dtype=q.dtype, sinks=sinks)
+        delta, dsink = chunk_delta(dout[:, rows], out, lse, low=low, sinks=sinks)
+        dsinks += dsink
+        for j in order(count):
+            keys = cut[j]
+            where = {"q_position": i * size, "k_position": j * size, **options}
+            chunk_backward(
+                dout[:, rows],
+                q[:, rows],
+                k[:, keys],
+                v[:, keys],
+                lse,
+                delta,
+                dq=dq[:, rows],
+                dk=dk[:, keys],
+                dv=dv[:, keys],
+                **where,
+            )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 1), torch.cat(lses, 2), *grads, dsinks
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_equal_the_whole(name, count):
+    """RMS error at most 1.1x, max error at most 1.5x of the uncut kernel's, both against float64."""
+    from stable_attention.reference import gradients, oracle_attention
+
+    options = CHUNKED[name]
+    q, k, v = randn(1, 128, 2, 16), randn(1, 128, 1, 16), randn(1, 128, 1, 16)
+    sinks = torch.randn(2, requires_grad=True)
+    dout = torch.randn(1, 128, 2, 16).bfloat16()
+    out, lse = stable_attention(q, k, v, sinks=sinks, return_lse=True, **options)
+    uncut = (out, lse, *torch.autograd.grad(out, (q, k, v, sinks), dout))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    truth = oracle_attention(*wide[:3], sinks=wide[3], compute=torch.float64, **options)
+    true = (truth.out, truth.lse, *gradients((truth.out,), tuple(wide), (dout.double(),)))
+    with torch.no_grad():
+        order = (lambda n: reversed(range(n))) if count == 4 else range
+        cut = _chunked(q, k, v, dout, sinks, count, order, options)
+    for label, a, b, t in zip(
+        ("out", "lse", "dq", "dk", "dv", "ds"), cut, uncut, true, strict=True
+    ):
+        mine, theirs = (x.detach().double() - t.detach().double() for x in (a, b))
+        # Two sink gradients are no statistics: they are held to BF16 accuracy instead.
+        floor = (2.0**-8 if label == "ds" else 2.0**-18) * float(t.detach().abs().max())
+        assert mine.abs().max() <= 1.5 * theirs.abs().max() + floor, label
+        assert mine.pow(2).mean().sqrt() <= 1.1 * theirs.pow(2).mean().sqrt() + floor, label
+
+
+def test_chunk_positions_may_differ_per_sequence():
+    """Halves of packed sequences, picked by starts and per-sequence positions, equal the whole."""
+    lens, heads, d = [32, 64], 2, 16
+    q, k, v = (randn(96, heads, d, grad=False) for _ in range(3))
+    cu = torch.tensor([0, 32, 96], dtype=torch.int32)
+    whole = stable_attention(
+        q, k, v, layout="thd", causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=64
+    )
+    half = torch.tensor([16, 32], dtype=torch.int32)
+    zero = torch.zeros_like(half)
+    cu_half = torch.tensor([0, 16, 48], dtype=torch.int32)
+    parts = []
+    for start, position in ((cu[:2], zero), (cu[:2] + half, half)):
+        parts.append(
+            chunk_forward(
+                q,
+                k,
+                v,
+                layout="thd",
+                causal=True,
+                q_position=half,
+                k_position=position,
+                cu_seqlens_q=cu_half,
+                cu_seqlens_q_padded=cu[:2] + half,
+                cu_seqlens_k=cu_half,
+                cu_seqlens_k_padded=start.contiguous(),
+            )
+        )
+    (out, lse), (part, part_lse) = parts
+    merge_chunks(out, lse, part, part_lse, layout="thd")
+    rows = torch.cat([torch.arange(16, 32), torch.arange(64, 96)])
+    assert sum(lens) == 96
+    assert (out[rows] - whole[rows].float()).abs().max() < 2**-7
+    others = torch.ones(96, dtype=torch.bool).index_fill(0, rows, False)
+    assert torch.count_nonzero(out[others]) == 0 and bool((lse[:, others] == -torch.inf).all())
+
+
+def test_flash_attention_signed_probabilities():
+    """S_dmask's sign is the very mask the output was made with."""
+    q = randn(1, 40, 2, 20, grad=False)
+    k, v = randn(1, 50, 1, 20, grad=False), randn(1, 50, 1, 20, grad=False)
+    out, lse, signed = fa.flash_attn_func(q, k, v, 0.3, causal=True, return_attn_probs=True)
+    assert signed.shape == (1, 2, 128, 128) and lse.shape == (1, 2, 40)
+    keep = (signed >= 0)[:, :, :40, :50]
+    s = torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double()) * 20**-0.5
+    s = s.masked_fill(~torch.ones(40, 50, dtype=torch.bool).tril(10), -torch.inf)
+    p = torch.softmax(s, -1) * keep / 0.7
+    want = torch.einsum("bhqk,bkd->bqhd", p, v[:, :, 0].double())
+    assert (out.double() - want).abs().max() <= 2**-7 * want.abs().max()
+    assert torch.allclose(signed.abs()[0, :, 39, :32].float().amax(-1), torch.ones(2), atol=2)
+
+
+@pytest.mark.parametrize("d", [16, 20])
+def test_flash_attention_packed_signatures_agree(d):
+    qkv = randn(1, 24, 3, 2, d, grad=False)
+    q, k, v = qkv.unbind(2)
+    cu = torch.tensor([0, 24], dtype=torch.int32)
+    want = fa.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa.flash_attn_qkvpacked_func(qkv, causal=True), want)
+    assert torch.equal(fa.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), want)
+    packed = fa.flash_attn_varlen_qkvpacked_func(qkv[0], cu, 24, causal=True)
+    assert torch.equal(packed, want[0])
+    packed = fa.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], cu, cu, 24, 24, causal=True)
+    assert torch.equal(packed, want[0])
