@@ -62,6 +62,8 @@ FULL = "b=2 sq=70 sk=45 hq=4 layout=bshd"
 MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
 LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
 BAND = "sq=90 sk=40 left=11 right=5"
+WIDE_BAND = "sq=70 sk=70 left=35 right=40 hq=1 hk=1"
+LONG = "sq=33 sk=200 hq=1 hk=1"
 SINKS = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1"
 SOFTCAP = "sq=34 sk=66 softcap=3 causal=1"
 DROPOUT = "sq=66 sk=34 dropout=0.3 b=2 hq=4"
@@ -87,7 +89,7 @@ BUGS = (
     Bug("int8 codes truncated", NUMERICS, "tl.floor(code + 0.5).to(tl.int8)",
         "code.to(tl.int8)", "low-order part, int8"),
     Bug("int8 codes decoded with a whole ulp", NUMERICS, "(half_ulp(hi) * (1.0 / 127.0))",
-        "(half_ulp(hi) * (2.0 / 127.0))", "sq=40 sk=40 residual=int8 causal=1 sinks=learned"),
+        "(half_ulp(hi) * (2.0 / 127.0))", "saturated sink, int8"),
     Bug("scores rounded to bf16", NUMERICS, "    if PAPER:\n        s = s.to(tl.bfloat16)",
         "    if True:\n        s = s.to(tl.bfloat16)", CAUSAL),
     Bug("accumulator rounded to bf16", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
@@ -99,7 +101,11 @@ BUGS = (
     # --- online softmax
     Bug("l not rescaled", NUMERICS, "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", FULL),
     Bug("O not rescaled", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
-        "acc = tl.dot(p, v, acc)", FULL),
+        "acc = tl.dot(p, v, acc)", LONG),
+    Bug("segments not rescaled", NUMERICS, "total * tl.exp2(m_before - m)[:, None] + part",
+        "total + part", LONG),
+    Bug("first segment overwritten", FORWARD, "acc = add_segment(acc, part, m_before, m)",
+        "acc = part", LONG),
     Bug("running maximum forgotten", NUMERICS, "return tl.maximum(m, r)", "return r", FULL),
     Bug("rows without keys divide by zero", NUMERICS,
         "return tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)", "return 1.0 / l", EMPTY_ROWS),
@@ -132,7 +138,7 @@ BUGS = (
         "hi = tl.minimum(hi, last - shift + left + 1)",
         "hi = tl.minimum(hi, last - shift + left + 1 - BM)", BAND),
     Bug("edge tiles after the band visited wrongly", GEOMETRY,
-        "full_hi + (t - before) * STEP", "full_lo + (t - before) * STEP", BAND),
+        "full_hi + (t - before) * STEP", "full_lo + (t - before) * STEP", WIDE_BAND),
     Bug("masked P not zeroed in dK, dV", BACKWARD, "p = tl.where(ok, p, 0.0)",
         "p = tl.where(ok, p, p)", CAUSAL, occurrence=0, total=2),
     Bug("masked P not zeroed in dQ", BACKWARD, "p = tl.where(ok, p, 0.0)",
@@ -155,7 +161,7 @@ BUGS = (
     Bug("dQ scaled twice", BACKWARD, "dq * scale, m0", "dq * scale * scale, m0", FULL),
     Bug("dK not scaled", BACKWARD, "dk * scale, n0", "dk, n0", FULL),
     Bug("dQ accumulated in bf16", BACKWARD, "return tl.dot(ds, k, dq)",
-        "return tl.dot(ds, k, dq).to(tl.bfloat16).to(tl.float32)", LEFT),
+        "return tl.dot(ds, k, dq).to(tl.bfloat16).to(tl.float32)", LONG),
     Bug("dLSE with the wrong sign", PREPROCESS, "delta -= tl.load(dlse_ptr",
         "delta += tl.load(dlse_ptr", SINKS),
     Bug("softcap's slope forgotten", NUMERICS, "ds = ds * (1.0 - s * s)", "ds = ds * 1.0", SOFTCAP),
@@ -267,7 +273,7 @@ def run_all(bugs: list[Bug], *, jobs: int, control: bool) -> dict[str, dict[str,
             if verdict is not None:
                 verdicts[entry[0]] = verdict
                 active.remove(entry)
-                mark = "caught" if verdict["caught"] else "  -   "
+                mark = "caught" if verdict["caught"] else "passed"
                 print(f"{mark}  {entry[0]}: {verdict['how']}", flush=True)
         time.sleep(0.02)
     return verdicts

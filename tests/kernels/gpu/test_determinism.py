@@ -1,0 +1,110 @@
+"""Bitwise equality: over repeats, processes, batch sizes and orders."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import Case, make_inputs
+from error_rule import Results, run_ours
+
+pytestmark = pytest.mark.gpu
+REPEATS = 1000
+HERE = Path(__file__).resolve().parent
+
+CASES = [
+    "b=2 sq=513 sk=513 hq=8 hk=2 d=64 causal=1 sinks=learned",
+    "b=2 sq=256 sk=384 hq=4 hk=4 d=128 dlse=1",
+    "layout=thd lens_q=300,5,129 lens_k=300,5,129 hq=4 hk=1 d=128 causal=1 left=100 sinks=learned",
+    "sq=200 sk=200 d=96 dropout=0.1 causal=1 dtype=fp16",
+    "sq=256 sk=256 d=192 dv=128 causal=1 residual=int8",
+    "sq=128 sk=128 d=256 causal=1",
+]
+
+
+def digest(results: Results) -> str:
+    """Hash of every output's bits."""
+    joined = hashlib.sha256()
+    for name, x in sorted(results.named().items()):
+        joined.update(name.encode())
+        joined.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return joined.hexdigest()
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_a_thousand_repeats(line: str) -> None:
+    case = Case.parse(line)
+    given = make_inputs(case, "cuda")
+    first = run_ours(case, given, poison=False).named()
+    other = torch.cuda.Stream()
+    for i in range(REPEATS):
+        if i % 50 == 0:
+            with torch.cuda.stream(other):  # a busy second stream changes the schedule
+                torch.randn(2048, 2048, device="cuda") @ torch.randn(2048, 2048, device="cuda")
+        again = run_ours(case, given, poison=False).named()
+        different = [n for n in first if not torch.equal(first[n], again[n])]
+        assert not different, f"repeat {i}: {different} differ\n{case.repro()}"
+
+
+@pytest.mark.parametrize("line", CASES[:3])
+def test_a_fresh_process_gives_the_same_bits(line: str) -> None:
+    here = digest(run_ours(Case.parse(line), make_inputs(Case.parse(line), "cuda"), poison=False))
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from attention_cases import Case, make_inputs; from error_rule import run_ours\n"
+        "from test_determinism import digest\n"
+        "case = Case.parse(sys.argv[3])\n"
+        "print(digest(run_ours(case, make_inputs(case, 'cuda'), poison=False)))\n"
+    )
+    folders = [str(HERE), os.pathsep.join([str(HERE.parent)])]
+    path = os.pathsep.join(
+        [
+            str(HERE.parent.parent),
+            str(HERE.parents[2] / "kernels"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders, line],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == here, done.stderr
+
+
+def test_batch_one_equals_batch_sixty() -> None:
+    case = Case(b=60, sq=130, sk=130, hq=4, hk=2, d=64, causal=1, sinks="learned", seed=5)
+    given = make_inputs(case, "cuda")
+    whole = run_ours(case, given, poison=False)
+    one = replace(case, b=1)
+    for i in (0, 17, 59):
+        part = make_inputs(one, "cuda")
+        part.sinks = given.sinks
+        part.q, part.k, part.v, part.dout = (
+            x[i : i + 1].contiguous() for x in (given.q, given.k, given.v, given.dout)
+        )
+        single = run_ours(one, part, poison=False)
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert torch.equal(getattr(single, name)[0], getattr(whole, name)[i]), (i, name)
+
+
+def test_permutations_of_batch_and_heads() -> None:
+    case = Case(b=6, sq=200, sk=200, hq=4, hk=4, d=64, causal=1, seed=6)
+    given = make_inputs(case, "cuda")
+    whole = run_ours(case, given, poison=False)
+    batch, heads = torch.randperm(6), torch.randperm(4)
+    moved = make_inputs(case, "cuda")
+    for name in ("q", "k", "v", "dout"):
+        setattr(moved, name, getattr(given, name)[batch][:, :, heads].contiguous())
+    found = run_ours(case, moved, poison=False)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(getattr(found, name), getattr(whole, name)[batch][:, :, heads]), name
+    assert torch.equal(found.lse, whole.lse[batch][:, heads])
