@@ -4,8 +4,8 @@
         pretrain(...)        # Megatron-LM, say
 
 Megatron-Core's GPT layer specs ask a provider which core attention to use; for the time of the
-block the local and the Transformer Engine provider answer with ours. That covers dense, MLA, MoE and
-multi-token-prediction layers of GPT models; hybrid, heterogeneous and T5 specs name their class
+block the local and the Transformer Engine provider answer with ours. That covers dense, MLA, MoE
+and multi-token-prediction layers of GPT models; hybrid, heterogeneous and T5 specs name their class
 directly and need `replace_core_attention`, which is to be preferred wherever a spec can be reached.
 """
 

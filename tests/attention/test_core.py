@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import os
 
 import pytest
 import torch
@@ -349,3 +350,24 @@ def test_spec_of_each_backend():
         core_attention_spec("reference", stabilizer="none")
     with pytest.raises(ValueError, match="'flash' is not one of"):
         core_attention_spec("flash")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+@pytest.mark.parametrize(
+    "changes", [{}, {"window_size": (5, 0)}, {"softmax_type": "learnable"}], ids=str
+)
+def test_our_kernels_agree_with_the_reference(changes):
+    """On a CPU through Triton's interpreter; test_gpu_backends.py has the compiled kernels."""
+    settings = config(bf16=True, params_dtype=torch.bfloat16, **changes)
+    results = []
+    for backend in ("reference", "stable_flash"):
+        module = build(settings=settings, backend=backend)
+        if module.softmax_offset is not None:
+            with torch.no_grad():
+                module.softmax_offset.copy_(torch.linspace(-1, 2, HEADS))
+        q, k, fused = inputs(dtype=torch.bfloat16)
+        out = run(module, q, k, fused)
+        out.backward(torch.ones_like(out))
+        results.append([x.float() for x in (out, q.grad, k.grad, fused.grad)])
+    for exact, ours in zip(*results, strict=True):
+        assert (ours - exact).norm() <= 0.01 * exact.norm() + 1e-6

@@ -17,7 +17,8 @@ def run(call: Call) -> Result:
         causal=call.causal,
         window=call.window,
         scale=call.scale,
-        sinks=call.sinks,
+        # Parameters are BF16; the softmax they join is float32.
+        sinks=None if call.sinks is None else call.sinks.float(),
         cu_seqlens_q=call.cu_seqlens_q,
         cu_seqlens_k=call.cu_seqlens_k,
         cu_seqlens_q_padded=call.cu_seqlens_q_padded,
