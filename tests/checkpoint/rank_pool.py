@@ -25,15 +25,16 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(connection: Any, path: list[str]) -> None:
+def _serve(connection: Any, path: list[str], cpu: bool) -> None:
     sys.path[:] = path
     import torch
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's and core's own deprecations
-    from megatron_patch.runtime import cpu_mode
+    if cpu:
+        from megatron_patch.runtime import cpu_mode
 
-    cpu_mode.install()
+        cpu_mode.install()
     scenarios = importlib.import_module("scenarios")
     while True:
         call = connection.recv()
@@ -53,13 +54,14 @@ def _serve(connection: Any, path: list[str]) -> None:
 class RankPool:
     """``size`` idle ranks; `play` gives the first ``world`` of them a scenario."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, cpu: bool = True) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.size = size
         context = multiprocessing.get_context("spawn")
         self._ranks = []
         for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, list(sys.path)), daemon=True)
+            process = context.Process(target=_serve, args=(there, list(sys.path), cpu), daemon=True)
             process.start()
             there.close()
             self._ranks.append((process, here))

@@ -105,6 +105,7 @@ class Live:
 
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+        tokens = tokens.to(self.layout.device)
         mine = tokens[self.layout.dp_rank :: self.layout.dp_size]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -114,13 +115,14 @@ class Live:
             row = next(iterator)[None]
             out = model(
                 row[:, :-1].contiguous(),
-                torch.arange(SEQ)[None],
+                torch.arange(SEQ, device=row.device)[None],
                 None,
                 labels=row[:, 1:].contiguous(),
             )
 
             def loss(losses: torch.Tensor) -> Any:
-                total, count = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int32)
+                total = losses.float().sum()
+                count = torch.tensor(losses.numel(), dtype=torch.int32, device=losses.device)
                 return total, count, {"loss": torch.stack([total.detach(), count.float()])}
 
             return out, loss
@@ -136,7 +138,7 @@ class Live:
         )
         self.schedule.step(increment=1)
         self.optimizer.step()
-        total = torch.zeros(2)
+        total = torch.zeros(2, device=self.layout.device)
         for report in reports if self.layout.tp_rank == 0 else ():
             total += report["loss"]
         torch.distributed.all_reduce(total)
@@ -147,7 +149,7 @@ class Live:
         found = {}
         for stage, chunk in enumerate(self.chunks):
             for name, value in chunk.named_parameters():
-                found[f"{stage}:{name}"] = value.detach().float().numpy().copy()
+                found[f"{stage}:{name}"] = value.detach().float().cpu().numpy().copy()
         return found
 
     def moments(self) -> list[dict[str, Any]]:
@@ -161,11 +163,11 @@ class Live:
                         continue
                     found.append(
                         {
-                            "main": parameter.detach().float().numpy().copy(),
+                            "main": parameter.detach().float().cpu().numpy().copy(),
                             "step": float(state["step"]),
                             "own_step": id(state["step"]),
-                            "exp_avg": state["exp_avg"].float().numpy().copy(),
-                            "exp_avg_sq": state["exp_avg_sq"].float().numpy().copy(),
+                            "exp_avg": state["exp_avg"].float().cpu().numpy().copy(),
+                            "exp_avg_sq": state["exp_avg_sq"].float().cpu().numpy().copy(),
                         }
                     )
         return found
@@ -177,8 +179,10 @@ class Live:
         from megatron.core import tensor_parallel
 
         numbers: list[Any] = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+        device = self.layout.device
+        numbers.append(float(torch.rand(1, device=device)))
         with tensor_parallel.get_cuda_rng_tracker().fork():
-            numbers.append(float(torch.rand(1)))
+            numbers.append(float(torch.rand(1, device=device)))
         return numbers
 
     def result(self) -> dict[str, Any]:
