@@ -63,7 +63,7 @@ class Run:
         if program:
             job = dataclasses.replace(job, program=program)
         script = submit.write(job, loaded)
-        self.slurm.run("sbatch", "--test-only", str(script))
+        self.slurm.run("sbatch", "--test-only", *options, str(script))
         answer = self.slurm.run("sbatch", "--parsable", *options, str(script))
         self.job = answer.stdout.strip()
         return self.job
@@ -110,6 +110,35 @@ class Run:
             return state in states
 
         self.slurm.wait_for(ended, seconds, f"{states}")
+
+    def rank_pid(self, rank: int) -> int:
+        """Process of one rank of the newest attempt."""
+        wanted = {f"RANK={rank}", f"MEGATRON_PATCH_HEARTBEAT={self.attempts()[-1]}/step"}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = set((folder / "environ").read_text().split("\0"))
+            except OSError:
+                continue
+            if wanted <= variables:
+                return int(folder.name)
+        raise AssertionError(f"no process of rank {rank}")
+
+    def attempts(self) -> list[Path]:
+        """Directories of the attempts, the newest last."""
+        folders = [p for p in (self.dir / "logs").iterdir() if p.is_dir()]
+        return sorted(folders, key=lambda p: tuple(map(int, p.name.split(".")[:3])))
+
+    def leftovers(self) -> list[str]:
+        """Processes that still belong to the run."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            if str(self.dir) in line and "pytest" not in line:
+                found.append(line)
+        return found
 
     def losses(self) -> dict[int, str]:
         """Step -> what the stand-in computed, in hexadecimal; the last attempt's word counts."""

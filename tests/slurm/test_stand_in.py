@@ -27,25 +27,6 @@ def unbroken(slurm, tmp_path_factory):
     return run
 
 
-def rank_pid(run: Run, rank: int) -> int:
-    """Process of one rank."""
-    wanted = {f"RANK={rank}", f"MEGATRON_PATCH_HEARTBEAT={sorted_attempts(run)[-1]}/step"}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = set((folder / "environ").read_text().split("\0"))
-        except OSError:
-            continue
-        if wanted <= variables:
-            return int(folder.name)
-    raise AssertionError(f"no process of rank {rank}")
-
-
-def sorted_attempts(run: Run) -> list[Path]:
-    """Directories of the attempts, the newest last."""
-    folders = [p for p in (run.dir / "logs").iterdir() if p.is_dir()]
-    return sorted(folders, key=lambda p: tuple(map(int, p.name.split(".")[:3])))
-
-
 def signal_batch_shell(run: Run) -> None:
     """USR1 to the batch script's own process."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -55,19 +36,6 @@ def signal_batch_shell(run: Run) -> None:
                 os.kill(int(folder.name), signal.SIGUSR1)
         except OSError:
             continue
-
-
-def leftovers(run: Run) -> list[str]:
-    """Processes that still belong to the run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if str(run.dir) in line and "pytest" not in line:
-            found.append(line)
-    return found
 
 
 def test_ranks_follow_nodes_and_logs_have_their_places(unbroken):
@@ -87,7 +55,7 @@ def test_ranks_follow_nodes_and_logs_have_their_places(unbroken):
         "restart=0 attempt=1 step=-1 start", f"restart=0 attempt=1 step={STEPS} finished",
     ]  # fmt: skip
     assert not (unbroken.dir / "launch" / "lock").exists()
-    assert leftovers(unbroken) == []
+    assert unbroken.leftovers() == []
 
 
 def test_stop_signal_saves_requeues_and_resumes_bitwise(new_run, unbroken, slurm):
@@ -109,7 +77,7 @@ def test_stop_signal_saves_requeues_and_resumes_bitwise(new_run, unbroken, slurm
     assert new_run.losses() == unbroken.losses()
     # One file for the whole job, appended to.
     assert len(list((new_run.dir / "logs").glob("slurm-*.log"))) == 1
-    assert [p.name.partition(".")[2] for p in sorted_attempts(new_run)] == ["0.1", "1.1"]
+    assert [p.name.partition(".")[2] for p in new_run.attempts()] == ["0.1", "1.1"]
 
 
 def test_preempted_by_a_higher_partition(new_run, unbroken, slurm):
@@ -130,7 +98,7 @@ def test_preempted_by_a_higher_partition(new_run, unbroken, slurm):
 def test_killed_rank_restarts_inside_the_allocation(new_run, unbroken, slurm):
     new_run.stand_in(steps=STEPS, pause=0.2)
     new_run.wait_for_step(14)
-    os.kill(rank_pid(new_run, 3), signal.SIGKILL)
+    os.kill(new_run.rank_pid(3), signal.SIGKILL)
     new_run.wait_for_end()
     assert slurm.fact(new_run.job, "Restarts") == "0"
     assert [line.split()[-1] for line in new_run.events()] == [
@@ -143,7 +111,7 @@ def test_killed_rank_restarts_inside_the_allocation(new_run, unbroken, slurm):
     assert len(set(ports)) == 2
     assert "from step 10" in new_run.log()  # the last checkpoint
     assert new_run.losses() == unbroken.losses()
-    assert leftovers(new_run) == []
+    assert new_run.leftovers() == []
 
 
 def test_same_step_three_times_stops_with_a_report(new_run, slurm):
@@ -168,7 +136,7 @@ def test_cancelled_job_saves_and_stays_away(new_run, slurm):
     new_run.wait_for_step(3)
     slurm.run("scancel", new_run.job)
     new_run.wait_for_end("CANCELLED")
-    slurm.wait_for(lambda: leftovers(new_run) == [], 40, "the job's processes to end")
+    slurm.wait_for(lambda: new_run.leftovers() == [], 40, "the job's processes to end")
     assert slurm.state(new_run.job) == "CANCELLED"
     assert slurm.fact(new_run.job, "Restarts") == "0"
     assert "so it is not requeued" in new_run.log()

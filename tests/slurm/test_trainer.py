@@ -1,0 +1,83 @@
+"""The trainer itself on a real Slurm, in CPU mode on 2 nodes x 2 ranks: what is lost is nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from slurm_run import Run
+
+pytestmark = pytest.mark.slurm
+STEPS = 600
+SETS = ("checkpoint.interval=50",)
+
+
+def prepare(folder):
+    """A small corpus of bytes, the same every time."""
+    lines = (
+        json.dumps({"text": f"line {n}, which is long enough to learn from: {n * 7919}"})
+        for n in range(2000)
+    )
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "megatron_patch", "prepare-data", "text.jsonl"]
+    command += ["--tokenizer", "bytes", "--out", "corpus"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def losses(run: Run) -> dict[int, tuple[str, str]]:
+    """Step -> loss and gradient norm, every digit."""
+    with (run.dir / "metrics.csv").open() as file:
+        return {int(row["step"]): (row["loss"], row["grad_norm"]) for row in csv.DictReader(file)}
+
+
+@pytest.fixture(scope="module")
+def unbroken(slurm, tmp_path_factory):
+    """A run that nothing happens to, with the preflight before it."""
+    run = Run(slurm, tmp_path_factory.mktemp("trainer"), "unbroken")
+    prepare(run.work)
+    run.submit(steps=STEPS, sets=(*SETS, "cluster.preflight.enabled=true"))
+    run.wait_for_end()
+    return run
+
+
+def test_preflight_table_is_in_the_log(unbroken):
+    log = unbroken.log()
+    assert log.index("no GPU: not measured") < log.index("rendezvous")
+    assert re.search(r"ok +versions +2 nodes", log)
+    assert not (unbroken.dir / "launch" / "excluded_nodes").exists()
+
+
+def test_killed_rank_and_time_limit_lose_nothing(new_run, unbroken, slurm):
+    """kill -9 of a rank, then the time limit: restarted, requeued, and every loss is the same."""
+    prepare(new_run.work)
+    # Slurm sends the signal up to a minute early, and looks every 30 s.
+    sets = (*SETS, "cluster.time_limit=00:02:00", "cluster.stop_lead_seconds=70")
+    new_run.submit(steps=STEPS, sets=sets)
+    new_run.wait_for_step(60)
+    os.kill(new_run.rank_pid(2), signal.SIGKILL)
+    slurm.wait_for(lambda: "requeue=stop" in " ".join(new_run.events()), 150, "the time limit")
+    slurm.wait_for_state(new_run.job, "PENDING")
+    slurm.run("scontrol", "update", f"JobId={new_run.job}", "TimeLimit=10")
+    new_run.wait_for_end()
+    events = [line.split()[-1] for line in new_run.events()]
+    assert events == ["start", "crash", "start", "stopped", "requeue=stop", "start", "finished"]
+    assert "got USR1: asking the ranks to save and stop" in new_run.log()
+    assert losses(new_run) == losses(unbroken)
+    assert len(losses(new_run)) == STEPS
+    assert new_run.leftovers() == []
+
+
+def test_configuration_error_ends_the_job_at_once(new_run, slurm):
+    """A corpus that is not there: exit code 2 from every rank, no second start."""
+    new_run.submit(steps=STEPS)
+    new_run.wait_for_end("FAILED")
+    assert slurm.fact(new_run.job, "ExitCode") == "2:0"
+    assert slurm.fact(new_run.job, "Restarts") == "0"
+    assert [line.split()[-1] for line in new_run.events()][:1] == ["start"]
+    assert "exit code 2" in (new_run.dir / "launch" / "report.txt").read_text()
