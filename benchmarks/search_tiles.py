@@ -1,6 +1,6 @@
 """Search tile sizes, warps and stages for this GPU and print (or write) rows of configs.json.
 
-    python benchmarks/search_tiles.py --out tiles.json [--write] [--passes forward,dq] [--widths 128]
+    python benchmarks/search_tiles.py --out tiles.json [--write] [--passes dq] [--widths 128]
 
 Candidates are first compiled in parallel processes (one launch each), so that the GPU is timed
 without waiting for the compiler; those that do not fit are reported with the reason and dropped.
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from machine import describe
+
 from stable_attention import configs
 from stable_attention.configs import Tile
 from stable_attention.problem import Problem
