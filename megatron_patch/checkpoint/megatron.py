@@ -34,10 +34,11 @@ from megatron_patch.checkpoint.errors import (
     MismatchError,
     SaveError,
 )
+from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
 from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.safe_metadata import read_metadata
-from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found, describe
+from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.runtime import environment
 
 if TYPE_CHECKING:

@@ -18,13 +18,11 @@ directory must be on a file system that all ranks see.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -35,9 +33,16 @@ from typing import Any, Literal
 
 from megatron_patch.checkpoint.collective import Collective, SingleProcess
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError
+from megatron_patch.checkpoint.files import (
+    check_listing,
+    describe,
+    read_small,
+    share_files,
+    sync_directory,
+    write_file,
+)
 from megatron_patch.checkpoint.manifest import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     SEAL,
     FileDigest,
     Manifest,
@@ -45,7 +50,6 @@ from megatron_patch.checkpoint.manifest import (
     check_seal,
     decode,
     hash_file,
-    open_inside,
     seal,
 )
 
@@ -148,7 +152,7 @@ class CheckpointStore:
                 self._move_aside(left, "abandoned")
             number = 1 + max(self._attempts(step), default=0)
             os.mkdir(self.root / (directory_name(step, number) + TMP), 0o755)
-            _sync_directory(self.root)
+            sync_directory(self.root)
             return number
 
         number = self._on_first_rank(make, f"cannot start a checkpoint of step {step}")
@@ -232,14 +236,14 @@ class CheckpointStore:
         )
         body = manifest.encode()
         decode(body)  # what cannot be read back must not be committed
-        _write(attempt.path / MANIFEST, body)
-        _write(attempt.path / SEAL, seal(body, self._key))
-        _sync_directory(attempt.path)
+        write_file(attempt.path / MANIFEST, body)
+        write_file(attempt.path / SEAL, seal(body, self._key))
+        sync_directory(attempt.path)
         final = self.root / attempt.name
         if os.path.lexists(final):
             raise SaveError(f"{final} exists already; a complete checkpoint is never overwritten")
         os.rename(attempt.path, final)
-        _sync_directory(self.root)
+        sync_directory(self.root)
 
     def _after(self, attempt: Attempt) -> None:
         """Rank 0: pointer and retention. The checkpoint counts already: failures are logged."""
@@ -255,9 +259,9 @@ class CheckpointStore:
 
     def _write_latest(self, name: str) -> None:
         draft = self.root / (LATEST + TMP + "-file")
-        _write(draft, (name + "\n").encode())
+        write_file(draft, (name + "\n").encode())
         os.replace(draft, self.root / LATEST)
-        _sync_directory(self.root)
+        sync_directory(self.root)
 
     def _retire(self, newest: Attempt) -> None:
         """Delete complete checkpoints of this store that are older than the last ``keep_last``."""
@@ -334,7 +338,7 @@ class CheckpointStore:
         result = self.ranks.broadcast(self._check_manifest(path) if self.ranks.rank == 0 else None)
         if isinstance(result, BadCheckpoint):
             raise result
-        mine = _share(result.files, self.ranks.rank, self.ranks.size)
+        mine = share_files(result.files, self.ranks.rank, self.ranks.size)
         problem: BadCheckpoint | None = None
         for name in mine:
             try:
@@ -361,8 +365,8 @@ class CheckpointStore:
         """Seal first, then the JSON, then that the directory is the one the manifest speaks of."""
         if path.is_symlink():
             raise BadCheckpoint("link", f"{path.name} is a symbolic link")
-        body = _read_small(path, MANIFEST)
-        check_seal(body, _read_small(path, SEAL), self._key)
+        body = read_small(path, MANIFEST)
+        check_seal(body, read_small(path, SEAL), self._key)
         manifest = decode(body)
         if (manifest.step, manifest.attempt) != parse_name(path.name):
             raise BadCheckpoint(
@@ -377,7 +381,7 @@ class CheckpointStore:
         if not names:
             return []
         try:
-            latest = _read_small(self.root, LATEST, limit=200).decode("ascii", "replace").strip()
+            latest = read_small(self.root, LATEST, limit=200).decode("ascii", "replace").strip()
         except BadCheckpoint as bad:
             latest = ""
             log.warning(
@@ -437,8 +441,8 @@ class CheckpointStore:
             count += 1
             target = folder / f"{path.name}.{kind}.{stamp}-{count}"
         os.rename(path, target)
-        _sync_directory(folder)
-        _sync_directory(self.root)
+        sync_directory(folder)
+        sync_directory(self.root)
         log.warning("moved %s to %s", path.name, target)
         return target
 
@@ -457,9 +461,9 @@ class CheckpointStore:
         identity = uuid.uuid4().hex
         if create:
             draft = self.root / (IDENTITY + TMP + "-file")
-            _write(draft, (json.dumps({"store": identity}) + "\n").encode())
+            write_file(draft, (json.dumps({"store": identity}) + "\n").encode())
             os.replace(draft, path)
-            _sync_directory(self.root)
+            sync_directory(self.root)
         return identity
 
     def _on_first_rank(
@@ -487,77 +491,3 @@ class CheckpointStore:
     def _say(self, level: int, text: str, *args: Any) -> None:
         if self.ranks.rank == 0:
             log.log(level, text, *args)
-
-
-def check_listing(path: Path, files: Mapping[str, FileDigest], *, extra: tuple[str, ...]) -> None:
-    """Compare names, kinds and sizes in ``path`` with ``files``; reads no file.
-
-    Raises:
-        BadCheckpoint: something is missing, added, a link, not a plain file or of another size.
-    """
-    listed = set(os.listdir(path))
-    wanted = {*files, *extra}
-    if wanted - listed:
-        raise BadCheckpoint("missing", f"missing: {_names(wanted - listed)}")
-    if listed - wanted:
-        raise BadCheckpoint("extra", f"not in the manifest: {_names(listed - wanted)}")
-    for name, digest in files.items():
-        found = os.lstat(path / name)
-        if not stat.S_ISREG(found.st_mode):
-            raise BadCheckpoint("kind", f"{name} is not a plain file")
-        if found.st_size != digest.size:
-            raise BadCheckpoint("size", f"{name} has {found.st_size} bytes, expected {digest.size}")
-
-
-def _names(names: set[str]) -> str:
-    shown = sorted(names)[:5]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(repr(name[:80]) for name in shown) + more
-
-
-def describe(error: BaseException) -> str:
-    """One line about an exception, with the path and what a person can do where that is known."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text += " (the disk or quota is full: free space or lower checkpoint.keep_last)"
-    return text
-
-
-def _share(files: Mapping[str, FileDigest], rank: int, size: int) -> list[str]:
-    """Names this rank hashes: largest first, each to the rank with the least work so far."""
-    load = [0] * size
-    mine = []
-    for name, digest in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
-        target = load.index(min(load))
-        load[target] += digest.size + 1
-        if target == rank:
-            mine.append(name)
-    return mine
-
-
-def _read_small(folder: Path, name: str, *, limit: int = MAX_MANIFEST_BYTES) -> bytes:
-    with os.fdopen(open_inside(folder, name), "rb") as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise BadCheckpoint("size", f"{name} is larger than {limit} bytes")
-        return file.read()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Create or replace a file and force it to disk."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    """Force renames and creations in a directory to disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
-            raise
-    finally:
-        os.close(handle)
