@@ -1,0 +1,210 @@
+"""Write the measured tables of docs/ between their markers, from docs/results/*.json.
+
+    python benchmarks/render_tables.py [--check]
+
+A page marks a place with ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; NAME is a key of
+``TABLES``. A result that was not measured yet renders as the command that measures it. ``--check``
+changes nothing and fails where a page differs from what its results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGES = ("docs/numerics.md",)
+BACKENDS = (
+    "compensated",
+    "compensated, int8",
+    "none",
+    "dynamic_max",
+    "paper_bf16",
+    "SDPA-flash",
+    "SDPA-cuDNN",
+    "FlexAttention",
+    "float32 O",
+)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown table; the first column left-aligned, the others right-aligned."""
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def origin(result: dict[str, Any]) -> str:
+    """One line: machine, versions, commit, time."""
+    machine, versions = result["machine"], result["versions"]
+    named = [f"{p} {versions[p]}" for p in ("torch", "triton", "cuda", "cudnn") if p in versions]
+    what = machine.get("gpu", f"CPU ({machine['cpu']}), Triton's interpreter")
+    commit = result["commit"][:12] + ("+changes" if result["commit"].endswith("+changes") else "")
+    return f"Measured on {what}; {', '.join(named)}; commit {commit}; {result['utc'][:10]}."
+
+
+def _cells(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
+    """Rows regime x length, a column a backend that was measured at all."""
+    cells = result["cells"]
+    present = {name for by_n in cells.values() for cell in by_n.values() for name in cell}
+    names = [name for name in BACKENDS if name in present] + sorted(present - set(BACKENDS))
+    rows = []
+    for regime, by_n in cells.items():
+        for n in sorted(by_n, key=int):
+            found = [by_n[n].get(name, {}) for name in names]
+            rows.append([f"{regime}, {n}", *(show(c) if "rms" in c else "-" for c in found)])
+    order = ["tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss"]
+    rows.sort(key=lambda row: order.index(row[0].split(",")[0]))
+    return table(["regime, n", *names], rows)
+
+
+def delta_rms(result: dict[str, Any]) -> str:
+    """RMS of the delta error."""
+    return _cells(result, lambda c: f"{c['rms']:.1e}")
+
+
+def delta_mean(result: dict[str, Any]) -> str:
+    """Mean of the delta error with its t value, and coherence."""
+    return _cells(result, lambda c: f"{c['mean']:+.1e} ({c['t']:.0f}, {c['coherence']:.2f})")
+
+
+def delta_dq(result: dict[str, Any]) -> str:
+    """Relative error of dQ."""
+    return _cells(result, lambda c: f"{c['dq_error']:.2g}" if "dq_error" in c else "-")
+
+
+def delta_inputs(result: dict[str, Any]) -> str:
+    """What the regimes are, measured."""
+    rows = []
+    for regime, by_n in result["cells"].items():
+        n = min(by_n, key=int)
+        cell = next(c for c in by_n[n].values() if "kappa" in c)
+        rows.append(
+            [
+                regime,
+                f"{cell['kappa']:.2g}",
+                f"{cell['top_probability']:.2f}",
+                f"{cell['repeated_max']:.2f}",
+                f"{cell['two_round_to_one']:.2f}",
+                f"{cell['dead_zone']:.2f}",
+            ]
+        )
+    head = ["regime", "kappa", "largest P", "repeated max", "two P round to 1", "dead zone"]
+    return table(head, rows)
+
+
+def delta_gates(result: dict[str, Any]) -> str:
+    """How many gates hold, and those that do not."""
+    gates = result["gates"]
+    failed = [g for g in gates if not g["ok"]]
+    lines = [f"{len(gates) - len(failed)} of {len(gates)} gates hold."]
+    lines += [
+        f"Not met: {g['regime']} at n = {g['n']}: {g['what']} {g['value']:.2e} > {g['limit']:.2e}."
+        for g in failed
+    ]
+    if not result["complete"]:
+        lines.append("The run was stopped before its end.")
+    return "\n".join([origin(result), "", *lines])
+
+
+def grid(result: dict[str, Any]) -> str:
+    """Counts of the correctness grid and our error over PyTorch's."""
+    counts = [
+        [part, str(c["planned"]), str(c["run"]), str(c["failed"])]
+        for part, c in sorted(result["parts"].items())
+    ]
+    spread = [
+        [name.removesuffix(" rms"), *(f"{s[x]:.2f}" for x in ("median", "p99", "worst"))]
+        for name, s in result["ratios"].items()
+        if name.endswith(" rms") and not name.startswith(("lse", "max_", "dsink"))
+    ]
+    peers = result["peer_comparisons"]
+    return "\n".join(
+        [
+            origin(result),
+            "",
+            table(["part", "planned", "run", "failed"], counts),
+            "",
+            "RMS error over that of PyTorch in the same dtype, and over what is specified:",
+            "",
+            table(["tensor", "median", "99 %", "worst"], spread),
+            "",
+            f"Against the better of SDPA-flash and SDPA-cuDNN on the same inputs: {peers['run']} "
+            f"comparisons, {len(peers['over'])} above 1.02x.",
+        ]
+    )
+
+
+def saved_bytes(_: dict[str, Any]) -> str:
+    """Bytes each stabilizer keeps for the backward, from the table the kernels read."""
+    sys.path.insert(0, str(ROOT / "kernels"))
+    from stable_attention.stabilizers import STABILIZERS
+
+    rows = []
+    for s in STABILIZERS.values():
+        for residual in ("bf16", "int8") if s.keeps_residual else ("bf16",):
+            name = f"`{s.name}`" + (f", {residual}" if s.keeps_residual else "")
+            own = s.saved_bytes(128, residual) - (2 * 128 + 4)
+            per = "0" if own == 0 else f"{own // 128} x d_v"
+            rows.append([name, per, str(own), str(s.saved_bytes(128, residual))])
+    head = ["stabilizer", "extra bytes per token and head", "at d_v = 128", "with O and LSE"]
+    return table(head, rows)
+
+
+# Marker -> (result file or "", renderer, command that measures it).
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
+    "delta-gates": ("delta_regimes", delta_gates, "delta_regimes.py"),
+    "delta-inputs": ("delta_regimes", delta_inputs, "delta_regimes.py"),
+    "delta-rms": ("delta_regimes", delta_rms, "delta_regimes.py"),
+    "delta-mean": ("delta_regimes", delta_mean, "delta_regimes.py"),
+    "delta-dq": ("delta_regimes", delta_dq, "delta_regimes.py"),
+    "grid": ("kernel_grid", grid, "kernel_grid.py"),
+    "saved-bytes": ("", saved_bytes, ""),
+}
+
+
+def content(name: str, results: Path) -> str:
+    """The text that belongs between a marker's lines."""
+    file, render, command = TABLES[name]
+    path = results / f"{file}.json"
+    if file and not path.exists():
+        return f"Not measured yet: `PYTHONPATH=kernels python benchmarks/{command}` on a GPU."
+    return render(json.loads(path.read_text()) if file else {})
+
+
+def fill(text: str, results: Path = RESULTS) -> str:
+    """``text`` with every known marker's content renewed; ValueError for a marker without end."""
+    for name in TABLES:
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if begin not in text:
+            continue
+        before, rest = text.split(begin, 1)
+        if end not in rest:
+            raise ValueError(f"marker {begin!r} has no {end!r} after it")
+        text = f"{before}{begin}\n{content(name, results)}\n{end}{rest.split(end, 1)[1]}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        old = path.read_text()
+        new = fill(old)
+        if new != old:
+            stale.append(page)
+            if not args.check:
+                path.write_text(new)
+    print(*(f"{'differs' if args.check else 'wrote'}: {page}" for page in stale), sep="\n")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
