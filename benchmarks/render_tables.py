@@ -31,6 +31,9 @@ BACKENDS = (
     "float32 O",
 )
 
+ORDER = ("tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss")
+WHICH_COLUMNS = ("lse", "dq", "dk", "dv")
+
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Markdown table; the first column left-aligned, the others right-aligned."""
@@ -57,8 +60,7 @@ def _cells(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str
         for n in sorted(by_n, key=int):
             found = [by_n[n].get(name, {}) for name in names]
             rows.append([f"{regime}, {n}", *(show(c) if "rms" in c else "-" for c in found)])
-    order = ["tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss"]
-    rows.sort(key=lambda row: order.index(row[0].split(",")[0]))
+    rows.sort(key=lambda row: ORDER.index(row[0].split(",")[0]))
     return table(["regime, n", *names], rows)
 
 
@@ -139,6 +141,16 @@ def grid(result: dict[str, Any]) -> str:
     )
 
 
+def which_sum(result: dict[str, Any]) -> str:
+    """LSE and gradients by the sum behind LSE: "float32 / rounded"."""
+    rows = [
+        [regime, *(f"{cell['float32'][x]:.2g} / {cell['rounded'][x]:.2g}" for x in WHICH_COLUMNS)]
+        for regime, cell in sorted(result["cells"].items(), key=lambda x: ORDER.index(x[0]))
+    ]
+    head = ["regime", "largest LSE error", "dQ error", "dK error", "dV error"]
+    return table(head, rows)
+
+
 def saved_bytes(_: dict[str, Any]) -> str:
     """Bytes each stabilizer keeps for the backward, from the table the kernels read."""
     sys.path.insert(0, str(ROOT / "kernels"))
@@ -162,6 +174,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "delta-rms": ("delta_regimes", delta_rms, "delta_regimes.py"),
     "delta-mean": ("delta_regimes", delta_mean, "delta_regimes.py"),
     "delta-dq": ("delta_regimes", delta_dq, "delta_regimes.py"),
+    "which-sum": ("which_sum", which_sum, "which_sum.py"),
     "grid": ("kernel_grid", grid, "kernel_grid.py"),
     "saved-bytes": ("", saved_bytes, ""),
 }

@@ -33,6 +33,8 @@ class Rounding:
     """Unnormalised O and l."""
     normalizer: str = "float32"
     """O is divided by the sum of the "float32" or of the "rounded" P."""
+    lse: str = "float32"
+    """LSE, and with it P of the backward, from the "float32" or from the "rounded" sum."""
     residual: str | None = None
     """Low-order part of O that delta sees: None, "bf16", "int8" or "float32"."""
     shift: str = "max"
@@ -141,7 +143,8 @@ def emulate(
     multiplied = maybe(p, rounding.probabilities)
     extra = 0.0 if sink is None else torch.exp(sink.view(1, -1, 1, 1) - m)
     l32 = p.sum(-1, keepdim=True) + extra
-    l = multiplied.sum(-1, keepdim=True) + extra if rounding.normalizer == "rounded" else l32
+    l_rounded = multiplied.sum(-1, keepdim=True) + extra
+    l = l_rounded if rounding.normalizer == "rounded" else l32
     l = maybe(l.clamp_min(rounding.clamp), rounding.accumulator)
     if keep is not None:
         multiplied = multiplied * keep
@@ -150,7 +153,7 @@ def emulate(
     o = o_bar / l.masked_fill(l == 0, 1.0) * gain
     out = o.to(rounding.dtype)
     low = low_order_part(o, out, rounding.residual)
-    kept_sum = l if rounding.accumulator else l32
+    kept_sum = l if rounding.accumulator else l_rounded if rounding.lse == "rounded" else l32
     lse = (m + torch.log(kept_sum)).masked_fill(kept_sum == 0, -math.inf)[..., 0]
     delta = (dout * (out.float() + low)).sum(-1)
     less = delta if dlse is None else delta - dlse
