@@ -107,7 +107,13 @@ take_lock() {
   for try in 1 2; do
     # noclobber: created by us, or it was there (atomic on NFS too).
     if (set -o noclobber && echo "$JOB" >"$lock") 2>/dev/null; then
-      return
+      if ((try == 2)); then
+        pause 2 # two jobs can find the same dead owner; the last one to write has the lock
+      fi
+      if [[ $(<"$lock") == "$JOB" ]]; then
+        return
+      fi
+      break
     fi
     owner=$(<"$lock") || continue
     if [[ $owner == "$JOB" ]]; then
@@ -291,7 +297,13 @@ meaning() {
 
 # Ranks that ended with an error, the first one first, with the end of its log.
 print_failures() {
-  local lines first log
+  local lines first log file rank silent=()
+  for ((rank = 0; rank < SLURM_NNODES * RANKS_PER_NODE; rank++)); do
+    printf -v file '%s/exit/%05d' "$ATTEMPT_DIR" "$rank"
+    if [[ ! -f $file ]]; then
+      silent+=("$rank")
+    fi
+  done
   lines=$(for file in "$ATTEMPT_DIR"/exit/[0-9]*; do
     [[ -f $file && $file != *.tmp ]] || continue
     read -r code when reason <"$file" || true
@@ -300,13 +312,20 @@ print_failures() {
     fi
   done | sort -n | head -n 8)
   echo
+  if ((${#silent[@]} == SLURM_NNODES * RANKS_PER_NODE)); then
+    echo "No rank left an exit code: killed from outside, or Python did not start."
+  elif ((${#silent[@]})); then
+    echo "Ranks that were killed (they left no exit code; look here first): ${silent[*]:0:32}"
+  fi
   if [[ -z $lines ]]; then
-    echo "No rank left an exit code other than 0: killed from outside, or before Python started."
     return
   fi
-  echo "Ranks that failed, the first one first (time, rank, exit code, reason):"
+  echo "Ranks that ended with an error, the first one first (time, rank, exit code, reason):"
   echo "$lines"
   read -r _ first _ <<<"$lines"
+  if ((${#silent[@]})); then
+    printf -v first '%05d' "${silent[0]}"
+  fi
   log=$ATTEMPT_DIR/rank_$first.log
   if [[ -f $log ]]; then
     echo

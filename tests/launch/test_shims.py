@@ -11,7 +11,7 @@ CRASH = "step 7; leave 1 1; leave 0 143; exit 143"
 STOPPED = "step 9; leave 0 0; leave 1 0"
 WAITING = """\
 trap 'step 9; leave 0 0; leave 1 0; exit 0' USR1
-step 5; touch "$SHIM/ready"; sleep 20 & wait $!"""
+step 5; touch "$SHIM/ready"; sleep 20 >/dev/null 2>&1 & wait $!"""
 
 
 def test_success(shims):
@@ -70,6 +70,11 @@ def test_crash_then_success(shims):
 def test_crash_before_any_rank_spoke(shims):
     code, output = shims.drive("exit 1", "finish")
     assert code == 0 and "No rank left an exit code" in output
+
+
+def test_killed_rank_is_named_before_those_it_took_along(shims):
+    code, output = shims.drive("step 7; leave 0 1; exit 1", "finish")
+    assert code == 0 and "(they left no exit code; look here first): 1\n" in output
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])

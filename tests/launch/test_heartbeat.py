@@ -1,0 +1,23 @@
+"""The file in which the first rank says how far the run is."""
+
+from __future__ import annotations
+
+from megatron_patch.runtime.heartbeat import VARIABLE, Heartbeat
+
+
+def test_first_rank_writes_the_step(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "step"))
+    heartbeat = Heartbeat(0)
+    for step in (8, 9, 10, 1000):
+        heartbeat.beat(step)
+        assert (tmp_path / "step").read_text() == f"{step}\n"
+    heartbeat.close()
+    heartbeat.close()
+
+
+def test_others_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "step"))
+    Heartbeat(1).beat(5)
+    assert not (tmp_path / "step").exists()
+    monkeypatch.delenv(VARIABLE)
+    Heartbeat(0).beat(5)
