@@ -192,14 +192,16 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
     print(render_table(rows), file=stream or sys.stdout, flush=True)
     failed = [row for row in rows if not row.passed]
     bad = list(dict.fromkeys(row.node for row in failed if row.node != NOBODY))
-    if failed and not bad:
-        print("preflight: failed, on no node in particular", file=stream or sys.stdout, flush=True)
+    if not failed:
+        return 0
+    if not bad or len(bad) == len({*reports, *expected}) > 1:
+        # Excluding every node would leave the job waiting for ever.
+        text = "every node failed" if bad else "failed, on no node in particular"
+        print(f"preflight: {text}; no node is excluded", file=stream or sys.stdout, flush=True)
         return 1
-    if bad:
-        (out / "bad_nodes").write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
-        print(f"preflight: bad node(s): {', '.join(bad)}", file=stream or sys.stdout, flush=True)
-        return 1
-    return 0
+    (out / "bad_nodes").write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
+    print(f"preflight: bad node(s): {', '.join(bad)}", file=stream or sys.stdout, flush=True)
+    return 1
 
 
 def render_table(rows: list[Row]) -> str:

@@ -114,6 +114,14 @@ def test_tolerance_is_the_configured_one(tmp_path):
     assert judge(tmp_path / "tight", nodes, sets=tight)[2] == ["n1"]
 
 
+def test_what_all_nodes_lack_excludes_none(tmp_path):
+    """A limit that no node meets is the configuration's fault; the job would wait for ever."""
+    code, table, bad = judge(
+        tmp_path, [healthy(n) for n in range(3)], sets=("cluster.preflight.min_free_gb=5000",)
+    )
+    assert code == 1 and bad == [] and "every node failed" in table
+
+
 def test_silent_node_is_named(tmp_path):
     code, table, bad = judge(tmp_path, [healthy(0)], expected=("n0", "n1"))
     assert code == 1 and bad == ["n1"] and "wrote no report" in table

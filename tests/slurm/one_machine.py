@@ -192,8 +192,17 @@ class OneMachine:
         """Poll ``condition``; AssertionError after ``seconds``."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, f"waited {seconds} s for {what}"
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {seconds} s for {what}\n{self.status()}")
             time.sleep(0.3)
+
+    def status(self) -> str:
+        """Queue, nodes and the controller's last words, for a failure's message."""
+        queue = self.run("squeue", "--format=%i %P %j %T %r %N", check=False).stdout
+        nodes = self.run("sinfo", "-N", "--format=%N %P %T %E", check=False).stdout
+        log = self.dir / "slurmctld.log"
+        words = log.read_text().splitlines()[-25:] if log.exists() else []
+        return "\n".join([queue, nodes, *words])
 
 
 def _free_ports(count: int) -> list[int]:
