@@ -6,7 +6,9 @@
 Results go to docs/results/attention.{json,md,png}. Peers run in the same process on the same random
 tensors: SDPA-cuDNN, SDPA-flash, FlexAttention (where ``--flex`` names the length, because every
 shape costs it a compilation), and our own stabilizers.
-Times are medians of CUDA-event intervals over two rounds, so that no peer gets only a cool chip.
+Times are medians of CUDA-event intervals over two rounds, so that no peer gets only a cool chip;
+before each interval the GPU is given idle work, so that launches are queued as in a training step
+(``host`` is the time the CPU spends on a forward call).
 
 TFLOP/s count 4 b h sq sk (d + dv) / 2 operations forward, half of that under a causal mask, and 2.5
 times as many backward, recomputation not counted.
@@ -36,6 +38,8 @@ from stable_attention import stable_attention
 
 TOKENS, HIDDEN = 16384, 2048
 OURS = ("none", "compensated", "compensated int8")
+# About 0.6 ms: longer than any peer needs to queue one pass.
+QUEUE_CYCLES = 1_100_000
 GRIDS = ("hidden 2048", "MLA", "GQA 64/8")
 
 
@@ -158,6 +162,7 @@ def intervals(run: Callable[[], object], budget_ms: float) -> list[float]:
     pairs = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(QUEUE_CYCLES)
         start.record()
         run()
         end.record()
@@ -187,7 +192,11 @@ def measure(shape: Shape, flex_lengths: list[int], budget_ms: float) -> dict[str
                 out = call(q, k, v)
                 grad = lambda o=out: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True)  # noqa: E731
                 backward += intervals(grad, budget_ms * 2)
-                cells[name] = {"peak_mib": round(peak / 2**20, 1)}
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                call(q, k, v)
+                host = (time.perf_counter() - began) * 1e3
+                cells[name] = {"peak_mib": round(peak / 2**20, 1), "host": round(host, 3)}
                 del out
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]

@@ -156,6 +156,7 @@ def variants(which: str, tile: Tile) -> list[tuple[str, Tile]]:
     if which == "forward":
         lengths = (0, 512, 1024, 4096)
         found += [("compensated", Tile(**rows | {"segment": n})) for n in lengths]
+        found.append(("compensated", Tile(**rows | {"ones": 16})))
     return found
 
 

@@ -37,6 +37,9 @@ class Tile:
     segment: int = 1024
     """Keys the tensor cores sum up before "compensated" adds in float32; a multiple of bn. 0: all
     (head dims above 128, where the second accumulator does not fit into registers)."""
+    ones: int = 8
+    """Columns of the matrix of ones that sums the rounded P. From 16 on the sum is an asynchronous
+    Hopper product in the shadow of P V, for 2 KiB of shared memory."""
     tma: bool = False
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
 
@@ -56,7 +59,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
-    """The shipped table: {arch: {"pass/width/mask": [bm, bn, warps, stages, segment?]}}."""
+    """The shipped table: {arch: {"pass/width/mask": [bm, bn, warps, stages, segment?, ones?]}}."""
     text = resources.files("stable_attention").joinpath("configs.json").read_text()
     return json.loads(text)
 

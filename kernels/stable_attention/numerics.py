@@ -26,8 +26,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Columns of the matrix of ones that sums the rounded P: the narrowest tensor-core product.
-ONES = tl.constexpr(8)
 
 # Largest distance, in log2 units, by which the dynamic maximum may exceed a row's true maximum: the
 # largest P of the row stays >= 2^-bound. fp16 has no exponents below 2^-24, BF16 reaches 2^-126.
