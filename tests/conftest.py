@@ -27,11 +27,12 @@ def cuda_devices() -> int:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        # NVML and not the CUDA driver: cuInit here would break CUDA in forked children.
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
         return 0
     return count.value
 

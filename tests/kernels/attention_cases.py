@@ -10,6 +10,7 @@ sequences of ``lens_q``/``lens_k``, with ``unused`` tokens after the last one.
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Where the tests run the kernels: in the interpreter, or compiled where there is a GPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -148,7 +153,7 @@ def _offsets(lens: list[int], gap: int) -> tuple[list[int], list[int], int]:
     return cu, starts, at
 
 
-def make_inputs(case: Case, device: str = "cpu") -> Inputs:
+def make_inputs(case: Case, device: str = DEVICE) -> Inputs:
     """Seeded tensors of a case, drawn on the CPU so that every device sees the same numbers."""
     gen = torch.Generator().manual_seed(case.seed * 7919 + 17)
     dtype = DTYPES[case.dtype]
@@ -281,15 +286,12 @@ def main() -> int:
     sys.path[:0] = [str(root), str(root.parent)]
     import interpreter_shim
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        import os
-
+    if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         interpreter_shim.install_on_import()
     from error_rule import check_case
 
-    report = check_case(Case.parse(" ".join(sys.argv[1:])), device)
+    report = check_case(Case.parse(" ".join(sys.argv[1:])))
     print(report.table())
     return 1 if report.problems else 0
 

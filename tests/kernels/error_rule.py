@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attention_cases import Case, Inputs, make_inputs
+from attention_cases import DEVICE, Case, Inputs, make_inputs
 from memory_poison import PoisonedMemory
 
 MAX_RATIO = 2.0
@@ -385,7 +385,7 @@ def _sink_noise(case: Case, given: Inputs, truth: Results) -> float:
     return 2.0**-17 * size + 4 * rounding
 
 
-def check_case(case: Case, device: str = "cpu", *, poison: bool = True) -> Report:
+def check_case(case: Case, device: str = DEVICE, *, poison: bool = True) -> Report:
     """Run a case and judge it; exceptions of the run become problems of the report."""
     given = make_inputs(case, device)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attention_cases import Case, make_inputs
+from attention_cases import DEVICE, Case, make_inputs
 from error_rule import check_case, run_ours
 
 FEATURES = [
@@ -79,7 +79,7 @@ def values_of_one(dtype: torch.dtype = torch.bfloat16, residual: str = "bf16") -
     from stable_attention.probes import decode_residual
 
     gen = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 70, 2, 32, generator=gen).to(dtype) * 2 for _ in range(2))
+    q, k = (torch.randn(1, 70, 2, 32, generator=gen).to(DEVICE, dtype) * 2 for _ in range(2))
     v = torch.ones_like(k)
     out, low = stable_attention(
         q, k, v, causal=True, window=(50, 0), residual=residual, return_residual=True
@@ -96,7 +96,7 @@ def low_order_part(residual: str) -> list[str]:
     from stable_attention.reference.emulators import half_ulp
 
     gen = torch.Generator().manual_seed(1)
-    q, v = (torch.randn(1, 40, 1, 32, generator=gen).bfloat16() for _ in range(2))
+    q, v = (torch.randn(1, 40, 1, 32, generator=gen).to(DEVICE).bfloat16() for _ in range(2))
     k = q[:, :1].expand(1, 40, 1, 32)
     out, low = stable_attention(
         q, k, v, causal=True, window=(2, 0), residual=residual, return_residual=True
@@ -118,7 +118,7 @@ def _delta_report(regime: str, stabilizer: str, residual: str, heads: int, n: in
     from stable_attention.probes import BackendResult, probe
     from stable_attention.reference.regimes import make_regime
 
-    q, k, v, dout = (x[None] for x in make_regime(regime, heads=heads, n=n))
+    q, k, v, dout = (x[None] for x in make_regime(regime, heads=heads, n=n, device=DEVICE))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse, low = stable_attention(
         *leaves,
@@ -158,7 +158,7 @@ def equal_sinks() -> list[str]:
 def sinks_without_keys() -> list[str]:
     """LSE of a row without keys is its sink, not NaN; a sink of 100 does not overflow (FA 2752)."""
     given = make_inputs(case := Case(sq=12, sk=4, causal=1, sinks="learned", dlse=1))
-    given.sinks = torch.tensor([100.0, -100.0])
+    given.sinks = torch.tensor([100.0, -100.0], device=DEVICE)
     ours = run_ours(case, given)
     problems = [
         f"{name} is not finite"
@@ -177,15 +177,15 @@ def window_bounds() -> list[str]:
     from stable_attention import stable_attention
 
     n = 21
-    q = torch.zeros(1, n, 1, 32, dtype=torch.bfloat16)
-    v = torch.zeros(1, n, 1, 32, dtype=torch.bfloat16)
+    q = torch.zeros(1, n, 1, 32, dtype=torch.bfloat16, device=DEVICE)
+    v = torch.zeros_like(q)
     v[0, :, 0, :n] = torch.eye(n)
     problems = []
     for left, right, causal in ((3, 2, False), (0, 0, False), (4, 9, True), (-1, 1, False)):
         out = stable_attention(q, q, v, window=(left, right), causal=causal)[0, :, 0, :n]
         i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
         seen = (j <= i + (0 if causal else right)) & ((j >= i - left) if left >= 0 else True)
-        if not torch.equal(out > 0, seen):
+        if not torch.equal((out > 0).cpu(), seen):
             problems.append(f"window {(left, right)} causal {causal} shows other keys")
     return problems
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, make_inputs
+from attention_cases import DEVICE, Case, make_inputs
 from chunk_runs import key_order, pieces, run_chunked
 from error_rule import HALF_ULP, run_oracle, run_ours
 
@@ -61,7 +61,7 @@ def compare_with_uncut(line: str, chunks: int, order: str, device: str) -> None:
 
 @pytest.mark.parametrize(("line", "chunks", "order"), SMALL)
 def test_chunks(line: str, chunks: int, order: str) -> None:
-    compare_with_uncut(line, chunks, order, "cpu" if not torch.cuda.is_available() else "cuda")
+    compare_with_uncut(line, chunks, order, DEVICE)
 
 
 @pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_merging_far_apart_scores_does_not_overflow() -> None:
     """EasyContext #14: log(1 + exp(b - a)) overflows where one part outweighs the other."""
     from stable_attention.chunks import merge_chunks
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     for low, high in ((-300.0, 300.0), (300.0, -300.0), (-math.inf, 5.0), (5.0, -math.inf)):
         out = torch.full((1, 3, 2, 32), 2.0, device=device)
         part = torch.full_like(out, 7.0)

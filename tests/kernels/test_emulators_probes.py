@@ -40,7 +40,7 @@ def run(regime: str, rounding: Rounding, **probing):
 def test_float32_emulation_equals_the_oracle() -> None:
     case = Case(layout="bhsd", b=2, sq=40, sk=56, hq=3, hk=3, d=16, dv=24, softcap=4.0)
     case = Case.parse(f"{case} sinks=learned dlse=1 causal=1")
-    given = make_inputs(case)
+    given = make_inputs(case, "cpu")
     truth = run_oracle(case, given, torch.float64)
     exact = Rounding(dtype=torch.float32, probabilities=False, dscores=False, residual="float32")
     found = emulate(
@@ -129,7 +129,7 @@ def test_probe_of_a_wrong_delta_reports_exactly_that() -> None:
 
 def test_probe_handles_gqa_windows_and_layouts() -> None:
     case = Case(layout="sbhd", b=2, sq=48, sk=48, hq=4, hk=2, causal=1, left=9)
-    given = make_inputs(case)
+    given = make_inputs(case, "cpu")
     truth = run_oracle(case, given, torch.float64)
     report = probe(
         given.q, given.k, given.v, given.dout, layout="sbhd", causal=True, window=(9, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case, make_inputs
+from attention_cases import DEVICE, Case, make_inputs
 from error_rule import run_ours
 from suite import PROPERTIES, saturated_sink
 
@@ -15,12 +15,12 @@ from stable_attention.reference import oracle_attention
 def grid_values(*shape: int, seed: int = 0, step: float = 0.125) -> torch.Tensor:
     """Multiples of ``step`` in +-2: sums of two of them are exact in BF16."""
     gen = torch.Generator().manual_seed(seed)
-    return torch.randint(-16, 17, shape, generator=gen).float().mul(step).bfloat16()
+    return torch.randint(-16, 17, shape, generator=gen).float().mul(step).to(DEVICE).bfloat16()
 
 
 def test_output_ignores_a_constant_added_to_all_keys() -> None:
     q, k, v = (grid_values(1, 60, 2, 32, seed=i) for i in range(3))
-    shift = torch.full((32,), 1.5).bfloat16()
+    shift = torch.full((32,), 1.5, device=DEVICE).bfloat16()
     plain = stable_attention(q, k, v, causal=True)
     moved = stable_attention(q, k + shift, v, causal=True)
     assert torch.equal((k + shift).float(), k.float() + shift.float())
@@ -59,7 +59,7 @@ def test_delta_error_of_ties_and_spread_attention(regime: str) -> None:
     from stable_attention.probes import BackendResult, probe
     from stable_attention.reference.regimes import make_regime
 
-    q, k, v, dout = (x[None] for x in make_regime(regime, heads=2, n=128))
+    q, k, v, dout = (x[None] for x in make_regime(regime, heads=2, n=128, device=DEVICE))
     out, lse, low = stable_attention(
         q, k, v, layout="bhsd", causal=True, return_lse=True, return_residual=True
     )
@@ -119,7 +119,7 @@ def test_nan_stays_in_its_head() -> None:
     for name in ("out", "dq"):
         other = [0, 2, 3]
         assert torch.equal(getattr(dirty, name)[:, :, other], getattr(clean, name)[:, :, other])
-        rows = torch.arange(40) != 17
+        rows = torch.arange(40, device=DEVICE) != 17
         assert torch.equal(getattr(dirty, name)[:, rows, 1], getattr(clean, name)[:, rows, 1])
     assert torch.equal(dirty.dk[:, :, 1], clean.dk[:, :, 1])
     assert bool(dirty.out[0, 17, 1].isnan().all())

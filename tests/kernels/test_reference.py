@@ -28,7 +28,7 @@ CASES = [
 
 def float64_reference(case: Case, tile: int = 0) -> tuple[dict, dict]:
     """Outputs and gradients of oracle and blockwise reference, both in float64."""
-    given = make_inputs(case)
+    given = make_inputs(case, "cpu")
     truth = run_oracle(case, given, torch.float64)
     q, k, v = (x.detach().double().requires_grad_() for x in (given.q, given.k, given.v))
     named = given.arguments(case)
@@ -60,7 +60,7 @@ def test_blockwise_equals_the_oracle(line: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 def test_oracle_equals_sdpa(layout: str, causal: bool) -> None:
     case = Case(layout=layout, b=2, sq=37, sk=37, hq=4, d=16, causal=int(causal), seed=3)
-    given = make_inputs(case)
+    given = make_inputs(case, "cpu")
     q, k, v = (x.double().requires_grad_() for x in (given.q, given.k, given.v))
     out = oracle_attention(q, k, v, layout=layout, causal=causal).out
     perm = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}[layout]
@@ -95,7 +95,7 @@ def test_fully_masked_rows_are_zero_and_inert() -> None:
 
 
 def test_blockwise_is_deterministic_and_keeps_16_bit_dtypes() -> None:
-    given = make_inputs(Case(sq=80, sk=80, hq=4, causal=1, dtype="fp16"))
+    given = make_inputs(Case(sq=80, sk=80, hq=4, causal=1, dtype="fp16"), "cpu")
     runs = []
     for _ in range(2):
         q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
@@ -106,7 +106,7 @@ def test_blockwise_is_deterministic_and_keeps_16_bit_dtypes() -> None:
 
 
 def test_blockwise_ignores_autocast() -> None:
-    given = make_inputs(Case(sq=40, sk=40))
+    given = make_inputs(Case(sq=40, sk=40), "cpu")
     q, k, v = (x.float().requires_grad_() for x in (given.q, given.k, given.v))
     plain = reference_attention(q, k, v)
     with torch.autocast("cpu", dtype=torch.bfloat16):
