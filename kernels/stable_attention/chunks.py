@@ -1,7 +1,7 @@
 """Attention over chunks of a long sequence: the primitives of context parallelism.
 
-Shape legend: as in `api`; q, k, v are chunks whose row 0 has a *global position*. A query sees a key
-iff key position <= query position (``causal``) and within ``window``, wherever the chunks were cut.
+Shape legend: as in `api`; q, k, v are chunks whose row 0 has a *global position*. A query sees a
+key iff key position <= query position (``causal``) and within ``window``, however they were cut.
 Zigzag order is two chunks a rank, so two calls (or four: query half x key half).
 
     out, lse = chunk_forward(q, k0, v0, q_position=..., k_position=...)
@@ -12,8 +12,8 @@ Zigzag order is two chunks a rank, so two calls (or four: query half x key half)
     chunk_backward(dout, q, k0, v0, lse, delta, dq=dq, dk=dk0, dv=dv0, q_position=..., ...)
 
 Everything between the chunks is float32: partial O, LSE, and the accumulators dq, dk, dv. LSE is
-that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk uses
-that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer).
+that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk
+uses that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def merge_chunks(
     *,
     layout: str = "bshd",
 ) -> None:
-    """Fold a partial result into (out, lse), float32, in place; order-independent up to rounding."""
+    """Fold a partial result into (out, lse), float32, in place; any order, up to rounding."""
     for name, x in (("out", out), ("lse", lse), ("part", part), ("part_lse", part_lse)):
         if x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
             raise AttentionArgumentError(

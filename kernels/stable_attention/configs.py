@@ -84,7 +84,9 @@ def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
     wide = _row_width(arch, width)
     name = key(which, wide, banded)
     row = rows[name] if name in rows else rows[key(which, wide, False)]
-    return Tile(*row, tma=arch in ("sm90", "sm100"))
+    bm, bn, warps, stages, *rest = row
+    named = dict(zip(("segment", "ones"), rest, strict=False))
+    return Tile(bm, bn, warps, stages, tma=arch in ("sm90", "sm100"), **named)
 
 
 def _row_width(arch: str, width: int) -> int:

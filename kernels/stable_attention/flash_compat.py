@@ -1,13 +1,13 @@
 """FlashAttention-2's functions, with its signatures, on these kernels.
 
-Shape legend: b batch, s length, h query heads, kv_heads key/value heads, d head dim, t packed tokens;
-q [b, s, h, d], qkv [b, s, 3, h, d], kv [b, s, 2, kv_heads, d]; packed: [t, ...].
+Shape legend: b batch, s length, h query heads, kv_heads key/value heads, d head dim, t packed
+tokens; q [b, s, h, d], qkv [b, s, 3, h, d], kv [b, s, 2, kv_heads, d]; packed: [t, ...].
 
 The same as there: bottom-right causal alignment, inclusive ``window_size``, any head dim up to 256
 (padded here), GQA, softcap, rows without keys give 0, ``return_attn_probs`` gives
-(out, lse, S_dmask), S_dmask only with dropout. Different: LSE of a row without keys is -inf; dropout
-draws another (position-keyed) stream; gradients are bitwise reproducible with ``deterministic`` or
-without. Missing, and raising: ``alibi_slopes``, ``block_table`` and the KV-cache function.
+(out, lse, S_dmask), S_dmask only with dropout. Different: LSE of a row without keys is -inf;
+dropout draws another (position-keyed) stream; gradients are bitwise reproducible with
+``deterministic`` or without. Missing, and raising: ``alibi_slopes``, ``block_table`` and the KV-cache function.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def flash_attn_qkvpacked_func(
 ) -> Outputs:
     """`flash_attn_func` with qkv [b, s, 3, h, d]."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return flash_attn_func(*qkv.unbind(2), *rest, return_attn_probs)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *rest, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -206,7 +207,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Outputs:
-    """out [tq, h, dv] of packed q [tq, h, d], k and v [tk, kv_heads, d]; cu_seqlens int32 [b + 1]."""
+    """out [tq, h, dv] of packed q [tq, h, d], k, v [tk, kv_heads, d]; cu_seqlens int32 [b + 1]."""
     _unsupported(alibi_slopes=alibi_slopes, block_table=block_table)
     return _attend(
         q,
@@ -243,9 +244,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Outputs:
     """`flash_attn_varlen_func` with kv [tk, 2, kv_heads, d]."""
-    where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *where, *rest, return_attn_probs)
+    where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
+    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *where, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -262,9 +263,10 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Outputs:
     """`flash_attn_varlen_func` with qkv [t, 3, h, d]."""
-    where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return flash_attn_varlen_func(*qkv.unbind(1), *where, *rest, return_attn_probs)
+    where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *where, return_attn_probs)
 
 
 def flash_attn_with_kvcache(*args: object, **kwargs: object) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
 
-* The backward pass needs delta_i = sum_c dO_ic O_ic, and dS_ij = P_ij (dP_ij - delta_i). An error e_i
-  in delta_i is an error -e_i in the row sum of dS, multiplied by (P K)_i in dQ. Attention sinks make
-  e_i the same number for every row, so that it does not average out over a batch.
+* The backward pass needs delta_i = sum_c dO_ic O_ic, and dS_ij = P_ij (dP_ij - delta_i). An error
+  e_i in delta_i is an error -e_i in the row sum of dS, multiplied by (P K)_i in dQ. Attention sinks
+  make e_i the same number for every row, so that it does not average out over a batch.
 * O stored in 16 bits is one source of e. "compensated" keeps O_lo = O - O_hi, and delta uses both.
 * The other source: the tensor cores multiply V by P *rounded to 16 bits*, so O is a weighted mean
   only if it is divided by the sum of the same rounded P. Hence two sums:
@@ -15,8 +15,8 @@ What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
   accumulate inside a segment of SEGMENT keys only and adds the segments with rounding to nearest
   (`add_segment`).
 
-Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so that
-one fused multiply-add and exp2 make a probability. Row statistics m are in log2 units.
+Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so
+that one fused multiply-add and exp2 make a probability. Row statistics m are in log2 units.
 
 Shape legend: BM query rows, BN key columns of a tile, DV value head dim.
 """
@@ -54,9 +54,9 @@ def round_scores(s, PAPER: tl.constexpr):
 def row_shift(s, m, unit, beta, eps, DYNAMIC: tl.constexpr, BOUND: tl.constexpr):
     """New running shift of each row in log2 units: the maximum, or the paper's dynamic maximum.
 
-    Algorithm 1 of arXiv 2510.04212 moves the shift away from a maximum that repeats, so that no P is
-    exactly 1. There it may underflow a whole row (l = 0, NaN); here it exceeds the true maximum by
-    at most BOUND, which is the documented difference.
+    Algorithm 1 of arXiv 2510.04212 moves the shift away from a maximum that repeats, so that no P
+    is exactly 1. There it may underflow a whole row (l = 0, NaN); here it exceeds the true maximum
+    by at most BOUND, which is the documented difference.
     """
     r = tl.max(s, 1) * unit
     if DYNAMIC:
@@ -166,7 +166,7 @@ def half_ulp(hi):
 def residual_encode(o, hi, LOW_DTYPE: tl.constexpr):
     """Low-order part of o float32 left behind by its 16-bit rounding hi, as bf16 or int8 codes."""
     low = o - widen(hi)
-    if LOW_DTYPE == tl.int8:
+    if LOW_DTYPE == tl.int8:  # noqa: SIM300
         code = low * (127.0 / half_ulp(hi))
         code = tl.minimum(tl.maximum(code, -127.0), 127.0)
         # floor(x + 1/2): a cast alone would truncate, a bias towards zero.
@@ -190,7 +190,7 @@ def row_delta(do, o):
 
 @triton.jit
 def lse_to_shift(lse):
-    """LSE (natural log) to the backward's shift in log2 units; rows without keys get +inf: P = 0."""
+    """LSE (natural log) to the backward's shift in log2 units; rows without keys: +inf, P = 0."""
     return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
 
 

@@ -1,8 +1,8 @@
 """The torch operators ``stable_attention::forward`` and ``stable_attention::backward``.
 
-Both have fake implementations and the forward has an autograd rule, so torch.compile(fullgraph=True),
-activation checkpointing, CUDA graphs and torch.library.opcheck work. Nothing here reads a device
-value. `attention` is the only caller of the forward operator.
+Both have fake implementations and the forward has an autograd rule, so torch.compile with
+fullgraph=True, activation checkpointing, CUDA graphs and torch.library.opcheck work. Nothing here
+reads a device value. `attention` is the only caller of the forward operator.
 
 Shape legend: as in `api`. Saved for the backward: q, k, v, O, LSE, O's low-order part, and the
 small tensors of the call.
@@ -16,7 +16,6 @@ from stable_attention import dispatch
 from stable_attention.problem import Problem, dims
 from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.options import Extras
-
 
 # Decided when the kernels are decorated, that is at import.
 _INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"

@@ -10,6 +10,7 @@ too. The kernels clamp them, so bad values give wrong numbers but never touch fo
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ def _check_cu(name: str, cu: torch.Tensor, like: torch.Tensor, total: int) -> No
     if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
         values = cu.tolist()
         _require(
-            all(a <= b for a, b in zip(values, values[1:], strict=False))
+            all(a <= b for a, b in itertools.pairwise(values))
             and values[0] >= 0
             and values[-1] <= total,
             name,

@@ -1,4 +1,4 @@
-"""Bad arguments raise `AttentionArgumentError` naming value, allowed set and remedy; no kernel runs."""
+"""Bad arguments raise `AttentionArgumentError` with value, allowed set and remedy."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _chunked(q, k, v, dout, sinks, count, order, options):
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_equal_the_whole(name, count):
-    """RMS error at most 1.1x, max error at most 1.5x of the uncut kernel's, both against float64."""
+    """RMS error at most 1.1x, max error at most 1.5x of the uncut kernel's (against float64)."""
     from stable_attention.reference import gradients, oracle_attention
 
     options = CHUNKED[name]

@@ -284,7 +284,8 @@ def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
         BM=tile.bm, BN=tile.bn, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
-        HEAD_BLOCK=group_block, TMA=use_tma(problem, tile, q, dout), num_warps=tile.warps, num_stages=tile.stages,
+        HEAD_BLOCK=group_block, TMA=use_tma(problem, tile, q, dout),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

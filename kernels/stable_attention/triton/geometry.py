@@ -87,7 +87,7 @@ def query_range(
     n0, sq, sk, shift, left, right,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Query tiles a key tile needs: (lo, full_lo, full_hi, hi), multiples of BM; see `key_range`."""
+    """Query tiles a key tile needs: (lo, full_lo, full_hi, hi), multiples of BM."""
     last = tl.minimum(n0 + BN, sk) - 1
     lo = 0
     hi = sq

@@ -22,7 +22,7 @@ BLOCK_M = 32
 
 @triton.jit
 def log_add_exp(a, b):
-    """log(exp a + exp b) and the two weights exp(a - result), exp(b - result); -inf is no weight."""
+    """log(exp a + exp b) and the weights exp(a - result), exp(b - result); -inf weighs nothing."""
     top = tl.maximum(a, b)
     safe = tl.where(top == -float("inf"), 0.0, top)
     wa = tl.exp2((a - safe) * LOG2E)
