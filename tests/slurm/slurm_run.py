@@ -93,7 +93,7 @@ class Run:
         text = beats[-1].read_text().strip() if beats else ""
         return int(text) if text.isdigit() else 0
 
-    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+    def wait_for_step(self, step: int, seconds: float = 180) -> None:
         """Wait until ``step`` has begun."""
         self.slurm.wait_for(lambda: self.step() >= step, seconds, f"step {step}\n{self.log()}")
 
