@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -161,13 +162,26 @@ def test_unwritable_shared_directory_is_an_error(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_probe_over_gloo(tmp_path):
-    """Two ranks that pass for two nodes, and for two GPUs of one node."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "-m", "megatron_patch.launcher.probe", "--megabytes=1"]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLURMD_NODENAME": "n7",
-                   "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-    subprocess.run([*command, "--out", tmp_path], env=environment, cwd=ROOT, check=True, timeout=90)
+@pytest.mark.parametrize(("nodes", "ranks", "kind"), [(1, 2, "node"), (2, 1, "network")])
+def test_probe_over_gloo(tmp_path, nodes, ranks, kind):
+    """Two ranks: two GPUs of one node, and one GPU on each of two nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
+               f"--nproc-per-node={ranks}", "--rdzv-backend=static", "--master-addr=127.0.0.1",
+               f"--master-port={port}"]  # fmt: skip
+    program = ["-m", "megatron_patch.launcher.probe", "--megabytes=1", "--out", str(tmp_path)]
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    processes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={node}", *program],
+            env={**base, "SLURMD_NODENAME": f"n{node}"}, cwd=ROOT,
+        )
+        for node in range(nodes)
+    ]  # fmt: skip
+    assert [process.wait(120) for process in processes] == [0] * nodes
     rows = json.loads((tmp_path / "links.json").read_text())
-    assert [(r["node"], r["kind"]) for r in rows] == [("n7", "node")] * 2
+    names = ["n0", "n0"] if nodes == 1 else ["n0", "n1"]
+    assert [(r["node"], r["kind"]) for r in rows] == [(name, kind) for name in names]
     assert all(r["gb_per_s"] > 0 for r in rows)
