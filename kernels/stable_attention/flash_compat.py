@@ -7,7 +7,8 @@ The same as there: bottom-right causal alignment, inclusive ``window_size``, any
 (padded here), GQA, softcap, rows without keys give 0, ``return_attn_probs`` gives
 (out, lse, S_dmask), S_dmask only with dropout. Different: LSE of a row without keys is -inf;
 dropout draws another (position-keyed) stream; gradients are bitwise reproducible with
-``deterministic`` or without. Missing, and raising: ``alibi_slopes``, ``block_table`` and the KV-cache function.
+``deterministic`` or without. Missing, and raising: ``alibi_slopes``, ``block_table`` and the
+KV-cache function.
 """
 
 from __future__ import annotations
