@@ -4,7 +4,7 @@
 
 Runs, one after the other on the same GPUs, ``benchmarks/plain_gpt2.py`` and the trainer with every
 backend named, same shape and batch, and again the plain peer at the end (its two figures bound the
-machine's drift). Writes ``gpt2_124m_throughput.json``; the table in the docs is made from it.
+machine's drift). Writes ``gpt2_124m_throughput_<N>gpu.json``; the table in the docs is made from it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HERE = Path(__file__).parent
 CONTEXT = 1024
 
 
-def torchrun(gpus: int, arguments: list[str], log: Path) -> int:
+def torchrun(args: argparse.Namespace, gpus: int, arguments: list[str], log: Path) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(gpus), *arguments]
-    visible = ",".join(map(str, range(gpus)))
+    visible = ",".join(str(args.first_device + i) for i in range(gpus))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4"}
     with log.open("w") as out:
         return subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
@@ -40,7 +40,7 @@ def run_plain(args: argparse.Namespace, gpus: int, work: Path, tag: str) -> dict
     arguments = [str(HERE / "plain_gpt2.py"), "--tokens", args.tokens, "--out", str(out)]
     arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     arguments += ["--micro-batch", str(args.micro_batch), "--global-batch", str(args.global_batch)]
-    code = torchrun(gpus, arguments, work / f"{tag}.log")
+    code = torchrun(args, gpus, arguments, work / f"{tag}.log")
     row: dict[str, object] = {"system": "plain PyTorch, torch.compile", "gpus": gpus, "exit": code}
     if code == 0:
         row |= json.loads(out.read_text())
@@ -73,7 +73,7 @@ def run_trainer(
     for key, value in keys.items():
         arguments += ["--set", f"{key}={value}"]
     arguments += [part for extra in args.set for part in ("--set", extra)]
-    code = torchrun(gpus, arguments, work / f"{tag}.log")
+    code = torchrun(args, gpus, arguments, work / f"{tag}.log")
     system = f"trainer, {backend}{', compile_fusions' if fused else ''}"
     row: dict[str, object] = {"system": system, "gpus": gpus, "exit": code}
     if code:
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json of both")
     parser.add_argument("--config", default="configs/gpt2_124m.yaml", help="trainer configuration")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="GPU counts to time")
+    parser.add_argument("--first-device", type=int, default=0, help="index of the first GPU used")
     parser.add_argument("--backends", nargs="+", default=["sdpa_cudnn", "sdpa_flash"])
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run")
     parser.add_argument("--warmup", type=int, default=10, help="steps left out")
@@ -146,7 +147,8 @@ def main() -> None:
         "micro_batch": args.micro_batch,
     }
     out = Path(args.out) if args.out else None
-    machine.write_result("gpt2_124m_throughput", figures, out)
+    tag = "_".join(map(str, args.gpus))
+    machine.write_result(f"gpt2_124m_throughput_{tag}gpu", figures, out)
 
 
 if __name__ == "__main__":
