@@ -4,7 +4,7 @@
 
 Runs, one after the other on the same GPUs, ``benchmarks/plain_gpt2.py`` and the trainer with every
 backend named, same shape and batch, and again the plain peer at the end (its two figures bound the
-machine's drift). Writes ``gpt2_124m_throughput_<N>gpu.json``; the table in the docs is made from it.
+machine's drift). Writes ``gpt2_124m_throughput_<N>gpu.json``.
 """
 
 from __future__ import annotations
