@@ -6,11 +6,12 @@ import csv
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 WORKER = Path(__file__).parent / "training" / "worker.py"
 
@@ -41,17 +42,6 @@ logging: {interval: 1, tensorboard: false}
 """
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def run_ranks(
     folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]], *, timeout: float = 400
 ) -> list[list[dict[str, Any]]]:
@@ -70,13 +60,17 @@ def run_ranks(
     config = folder / "tiny.yaml"
     config.write_text(CONFIG.replace("CORPUS", str(corpus)))
     plan = folder / f"plan_{len(list(folder.glob('plan_*.json')))}.json"
-    ports = free_ports(len(runs))
+    # Served here, as torchrun serves its ranks: a port chosen now and bound by a rank later may be
+    # taken in between.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    ports = [store.port for store in stores]
     plan.write_text(json.dumps({"config": str(config), "ports": ports, "runs": runs}))
     base = os.environ | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(ports[0]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "1",
     }

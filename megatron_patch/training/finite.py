@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.training.signals import NO_STOP, StopFlags
+from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
@@ -121,6 +121,17 @@ class StepGuard:
         ]
         if sums:
             self._local = torch.stack([s.isfinite() for s in sums]).all().logical_not()
+
+    def agree_on_signal(self) -> int:
+        """The stop code if a signal came before the first step, on any rank. Collective.
+
+        A time limit does not count here: a run that always stopped before its first step would
+        never get on.
+        """
+        code = self.stop.code()
+        flag = torch.tensor(0 if code == STOP_TIME else code, device=self.layout.device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return int(flag)
 
     def watch(self, optimizer: Any) -> None:
         """Check whenever ``optimizer.step()`` has computed the gradient norm, before it clips."""

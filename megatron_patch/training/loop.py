@@ -119,10 +119,12 @@ class _Training:
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
         self._resume()
-        self.monitor.start(self.position.step, settings=self.loaded.tree)
+        begin = self.position.step
+        self.monitor.start(begin, settings=self.loaded.tree)
         reason = self._steps()
-        with parameters_in_place(self.session):
-            self.saver.save_last(self.position)
+        if self.position.step > begin:
+            with parameters_in_place(self.session):
+                self.saver.save_last(self.position)
         self.loaders.close()
         self.heartbeat.close()
         if reason is not None:
@@ -159,6 +161,7 @@ class _Training:
     def _steps(self) -> str | None:
         """Train until the end (None) or a reason to stop."""
         t, position = self.run.training, self.position
+        self.session.guard.stop_code = self.session.guard.agree_on_signal()
         reason = self._reason_to_stop()
         if position.step >= t.train_steps or reason is not None:
             return reason

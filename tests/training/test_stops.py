@@ -137,6 +137,7 @@ def one(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "limit": run("limit", "training.exit_after_minutes=1.0e-9"),
         "usr1": run("usr1", signal=on(1, 0, name="SIGUSR1")),
         "int": run("int", signal=on(4, 0, name="SIGINT")),
+        "early": run("early", signal=on(0, 0, name="SIGTERM")),
         "other": run("limit", "model.num_layers=2"),
         "required": run("none", "checkpoint.resume=required"),
     }
@@ -168,6 +169,16 @@ def test_time_limit_and_signals_stop_gracefully_with_a_checkpoint(one: Any, fold
         (saved,) = (folder / "runs" / name / "checkpoints").glob("step_*")
         assert saved.name.startswith(f"step_{step:08d}")
         assert not (folder / "runs" / name / "FINISHED").exists()
+
+
+def test_a_signal_during_start_up_stops_before_the_first_step(one: Any, folder: Path) -> None:
+    assert (one["early"][0]["code"], one["early"][0]["step"]) == (0, 0)
+    assert not (folder / "runs" / "early" / "checkpoints").exists()
+
+
+def test_a_run_that_trained_nothing_saves_nothing(one: Any, folder: Path) -> None:
+    saved = sorted((folder / "runs" / "noisy_broken" / "checkpoints").glob("step_*"))
+    assert [path.name.split(".")[1] for path in saved] == ["attempt-1"] * len(saved)
 
 
 def test_errors_have_their_exit_codes(one: Any) -> None:

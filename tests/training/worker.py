@@ -60,8 +60,18 @@ def install_faults(run: dict[str, Any]) -> None:
 
     StepGuard.before_reduction, StepGuard.loss = before_reduction, loss  # type: ignore[method-assign]
 
+    begin = StepGuard.agree_on_signal
+
+    def agree_on_signal(self: Any) -> int:
+        if sent and sent["step"] == 0 and self.layout.rank == sent["rank"]:  # during start-up
+            os.kill(os.getpid(), getattr(signal, sent["name"]))
+        return begin(self)
+
+    StepGuard.agree_on_signal = agree_on_signal  # type: ignore[method-assign]
+
     def undo() -> None:
         StepGuard.before_reduction, StepGuard.loss = before, after  # type: ignore[method-assign]
+        StepGuard.agree_on_signal = begin  # type: ignore[method-assign]
 
     run["_undo"] = undo
 
