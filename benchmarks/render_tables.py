@@ -16,9 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+import run_tables
+from markdown import origin, table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("docs/numerics.md",)
+PAGES = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/checkpoints.md",
+    "docs/data.md",
+    "docs/numerics.md",
+    "docs/training.md",
+)
 BACKENDS = (
     "compensated",
     "compensated, int8",
@@ -33,21 +44,6 @@ BACKENDS = (
 
 ORDER = ("tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss")
 WHICH_COLUMNS = ("lse", "dq", "dk", "dv")
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown table; the first column left-aligned, the others right-aligned."""
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def origin(result: dict[str, Any]) -> str:
-    """One line: machine, versions, commit, time."""
-    machine, versions = result["machine"], result["versions"]
-    named = [f"{p} {versions[p]}" for p in ("torch", "triton", "cuda", "cudnn") if p in versions]
-    what = machine.get("gpu", f"CPU ({machine['cpu']}), Triton's interpreter")
-    commit = result["commit"][:12] + ("+changes" if result["commit"].endswith("+changes") else "")
-    return f"Measured on {what}; {', '.join(named)}; commit {commit}; {result['utc'][:10]}."
 
 
 def _cells(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
@@ -177,6 +173,13 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "which-sum": ("which_sum", which_sum, "which_sum.py"),
     "grid": ("kernel_grid", grid, "kernel_grid.py"),
     "saved-bytes": ("", saved_bytes, ""),
+    "throughput-1": ("gpt2_124m_throughput_1gpu", run_tables.throughput, "gpt2_throughput.py"),
+    "throughput-2": ("gpt2_124m_throughput_2gpu", run_tables.throughput, "gpt2_throughput.py"),
+    "layouts": ("layouts_cuda_4", run_tables.layouts, "layouts.py"),
+    "first-steps": ("first_steps", run_tables.first_steps, "first_steps.py"),
+    "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
+    "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
+    "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
 }
 
 

@@ -1,0 +1,20 @@
+"""Markdown pieces that every generated table shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown table; the first column left-aligned, the others right-aligned."""
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def origin(result: dict[str, Any]) -> str:
+    """One line: machine, versions, commit, time."""
+    machine, versions = result["machine"], result["versions"]
+    named = [f"{p} {versions[p]}" for p in ("torch", "triton", "cuda", "cudnn") if p in versions]
+    what = machine.get("gpu", f"CPU ({machine['cpu']})")
+    commit = result["commit"][:12] + ("+changes" if result["commit"].endswith("+changes") else "")
+    return f"Measured on {what}; {', '.join(named)}; commit {commit}; {result['utc'][:10]}."

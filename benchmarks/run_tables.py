@@ -1,0 +1,128 @@
+"""Tables of whole training runs (throughput, layouts, first steps) and of damage that was tried.
+
+Each function takes the JSON object its benchmark wrote and returns Markdown; ``render_tables.py``
+puts it between the markers of a page.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markdown import origin, table
+
+
+def throughput(result: dict[str, Any]) -> str:
+    """Tokens/s and MFU of GPT-2 124M, plain PyTorch beside the trainer."""
+    best = max(r["tokens_per_s"] for r in result["runs"])
+    rows = [
+        [
+            r["system"],
+            f"{r['tokens_per_s']:,.0f}",
+            f"{100 * r['mfu']:.1f} %",
+            f"{r['tokens_per_s'] / best:.2f}",
+        ]
+        for r in result["runs"]
+    ]
+    shape = (
+        f"GPUs: {result['runs'][0]['gpus']}; {result['global_batch']} sequences a step in "
+        f"micro-batches of {result['micro_batch']}; medians over {result['steps']} steps."
+    )
+    head = ["in the order they ran", "tokens/s", "MFU", "of the fastest"]
+    return "\n".join([f"{origin(result)} {shape}", "", table(head, rows)])
+
+
+def layouts(result: dict[str, Any]) -> str:
+    """Largest relative difference to one process, and the bitwise resumes."""
+    rows = [
+        [
+            f"{x['model']}, {x['layout']}",
+            str(x["ranks"]),
+            f"{x['loss']:.1e}",
+            f"{x['grad_norm']:.1e}",
+            f"{x['tolerance']:.0e}",
+            "yes" if x["agrees"] else "**no**",
+        ]
+        for x in result["layouts"]
+    ]
+    head = ["model, layout", "GPUs", "loss", "gradient norm", "tolerance", "agrees"]
+    same = [r for r in result["resume"] if r["bitwise"]]
+    keys = "; ".join(
+        f"{r['ranks']} GPU{'s' if r['ranks'] > 1 else ''}"
+        + "".join(f", {k.split('.')[-1]} {v}" for k, v in r["keys"].items())
+        for r in result["resume"]
+    )
+    note = (
+        f"Resumes that repeated every bit of an unbroken run of {result['resume'][0]['steps']} "
+        f"steps: {len(same)} of {len(result['resume'])} ({keys})."
+    )
+    note += f" Attention backend `{result['backend']}`."
+    return "\n".join([origin(result), "", table(head, rows), "", note])
+
+
+def first_steps(result: dict[str, Any]) -> str:
+    """Distance of the loss curves to `sdpa_cudnn`, beside that of two runs of `sdpa_cudnn`."""
+    rows = []
+    for gpus in ("1_gpu", "2_gpu"):
+        for name, distance in result.get(gpus, {}).get("distance_to_sdpa_cudnn", {}).items():
+            rows.append(
+                [
+                    f"{gpus[0]} GPU{'s' if gpus[0] != '1' else ''}, {name}",
+                    f"{distance['mean']:.4f}",
+                    f"{distance['max']:.4f}",
+                    f"{distance['last_quarter_signed']:+.4f}",
+                ]
+            )
+    head = ["run", "mean |difference|", "largest", "mean difference of the last quarter"]
+    return "\n".join([f"{origin(result)} {result['steps']} steps.", "", table(head, rows)])
+
+
+def data_corruption(result: dict[str, Any]) -> str:
+    """What the loader refuses, and what core's own reader does with the same files."""
+    core = result["megatron_core_reader"]
+    rows = []
+    for kind, count in result["by_kind"].items():
+        seen = core.get(kind)
+        said = ", ".join(f"{n} {what}" for what, n in seen.items()) if seen else "not applicable"
+        rows.append([kind, str(count["tried"]), str(count["refused"]), said])
+    head = ["damage", "tried", "refused here", "Megatron-Core's reader alone"]
+    return "\n".join([origin(result), "", table(head, rows)])
+
+
+def config_fuzz(result: dict[str, Any]) -> str:
+    """Outcomes of mutated configuration files."""
+    outcomes = result["outcomes"]
+    text = ", ".join(f"{n} {what.replace('_', ' ')}" for what, n in outcomes.items())
+    return (
+        f"{origin(result)} {result['cases']:,} mutated files: {text}; {len(result['failures'])} "
+        f"tracebacks or silent surprises; slowest {result['slowest_load_cpu_s']:.2f} s of CPU."
+    )
+
+
+def checkpoint_faults(result: dict[str, Any]) -> str:
+    """Corruptions, full disks and kills the checkpoint store was put through."""
+    damage, disks, kills = result["corruptions"], result["full_disks"], result["kills"]
+    kinds = ", ".join(damage["by_kind"])
+    fates = ", ".join(f"{n} {what}" for what, n in disks["outcomes"].items())
+
+    def loaded(where: str) -> str:
+        return ", ".join(f"{n} load the {what} one" for what, n in kills[where].items())
+
+    rows = [
+        [f"corruption: {kinds}", str(damage["tried"]), f"{damage['refused']} refused before use"],
+        [
+            f"disk full at a threshold ({disks['mechanism']})",
+            str(disks["thresholds"]),
+            f"{fates}; previous checkpoint lost: {disks['previous_lost']}",
+        ],
+        [
+            "kill -9 before evenly spread disk calls of a save",
+            str(kills["points"]),
+            loaded("loaded_after_points"),
+        ],
+        [
+            "kill -9 at random instants of a save",
+            str(kills["instants"]),
+            f"{loaded('loaded_after_instants')}; checkpoints lost in all kills: {kills['lost']}",
+        ],
+    ]
+    return "\n".join([origin(result), "", table(["fault", "tries", "result"], rows)])
