@@ -126,6 +126,11 @@ def _layout(run: RunConfig) -> dict[str, Any]:
         # loss and gradients agree between data- and context-parallel layouts.
         "calculate_per_token_loss": True,
     }
+    if fields["virtual_pipeline_model_parallel_size"] is not None:
+        # The interleaved schedule sends both ways at once. Batched point-to-point operations match
+        # by order of posting, so with two stages, where the next and the previous rank are the
+        # same, activations and gradients would silently trade places.
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.context_parallel_size > 1:
         fields["cp_comm_type"] = parallel.cp_comm_type
     return fields

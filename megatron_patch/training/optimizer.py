@@ -175,11 +175,6 @@ def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any)
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize
-    if len(chunks) > 1:
-        # The interleaved schedule sends both ways at once. Batched point-to-point operations match
-        # by order of posting, so with two stages, where the next and the previous rank are the
-        # same, activations and gradients would silently trade places.
-        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
     if run.parallel.overlap_grad_reduce:
         one = len(chunks) == 1
         config.no_sync_func = chunks[0].no_sync if one else [c.no_sync for c in chunks]
