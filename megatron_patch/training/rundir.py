@@ -44,7 +44,6 @@ CHANGEABLE = (
     "logging",
     "data.num_workers",
     "data.verify",
-    "data.cache_dir",
     "model.layer_spec",
     "cluster",
 )
