@@ -74,7 +74,10 @@ def stable_attention(
         softcap: c > 0 replaces each scaled logit s by c * tanh(s / c).
         stabilizer: "compensated" (default), "dynamic_max", "none" or "paper_bf16"; see
             docs/kernels.md. "paper_bf16" reproduces a failure and needs ``allow_broken=True``.
-        residual: storage of O's low-order part under "compensated": "bf16" or "int8".
+            Experiments may also name a half of "compensated": "low_order_o" (the low-order part,
+            O divided by the float32 sum) or "consistent_sum" (the rounded sum, no low-order part).
+        residual: storage of O's low-order part: "bf16", "int8", or "fp32" (delta from the float32
+            O itself; for experiments).
         beta, eps: parameters of "dynamic_max" (arXiv 2510.04212, Algorithm 1): factor of a
             repeated positive row maximum, and the distance in logits within which maxima repeat.
         deterministic: bitwise reproducible gradients. False may use float32 atomics for dq.
@@ -82,7 +85,7 @@ def stable_attention(
             [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf.
         return_max_logits: also return float32 [h], the largest scaled, softcapped, masked logit of
             each head over batch and positions (-inf if it saw none); not differentiable.
-        return_residual: also return O's low-order part (bf16 or int8 in O's layout; empty for
+        return_residual: also return O's low-order part (its storage, in O's layout; empty for
             stabilizers that keep none); not differentiable.
 
     Returns:

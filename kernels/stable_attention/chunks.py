@@ -23,12 +23,11 @@ import torch
 from stable_attention import dispatch
 from stable_attention.api import _check_device, dropout_seed_tensor
 from stable_attention.problem import AttentionArgumentError, Problem, describe, dims
-from stable_attention.stabilizers import RESIDUALS, STABILIZERS
+from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
 from stable_attention.triton.options import Extras
 
 Position = int | torch.Tensor
-LOW_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def _positions(
@@ -172,7 +171,7 @@ def finish_chunks(
     """
     if residual not in RESIDUALS:
         raise AttentionArgumentError("residual", repr(residual), str(RESIDUALS), "Pick one.")
-    low_dtype = LOW_DTYPES[residual] if STABILIZERS[stabilizer].keeps_residual else None
+    low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
     return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
 
 

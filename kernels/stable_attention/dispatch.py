@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
-    "compensated", "dynamic_max", "none", "paper_bf16", "deterministic", "chunks",
+    "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
+    "deterministic", "chunks",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stable_attention.stabilizers import RESIDUALS, STABILIZERS
+from stable_attention.stabilizers import KNOWN, RESIDUALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -267,7 +267,7 @@ def check_numbers(
         "Logits become softcap * tanh(logit / softcap).",
     )
     _require(0 <= dropout_p < 1, "dropout_p", dropout_p, "0 <= p < 1", "It is the dropped share.")
-    choose("stabilizer", stabilizer, STABILIZERS)
+    choose("stabilizer", stabilizer, KNOWN)
     choose("residual", residual, RESIDUALS, "It is the storage of O's low-order part.")
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RESIDUALS = ("bf16", "int8")
-# Bytes an element of O's low-order part takes in each storage.
-RESIDUAL_BYTES = {"bf16": 2, "int8": 1}
+import torch
+
+# Storage of O's low-order part. fp32 keeps O_hi + O_lo = the float32 O exactly: the yardstick of
+# experiments, not a saving.
+LOW_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
+RESIDUALS = tuple(LOW_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,7 @@ class Stabilizer:
 
     def saved_bytes(self, dv: int, residual: str = "bf16") -> int:
         """Bytes per token and query head the backward needs: O, LSE and the residual."""
-        low = RESIDUAL_BYTES[residual] * dv if self.keeps_residual else 0
+        low = LOW_DTYPES[residual].itemsize * dv if self.keeps_residual else 0
         return 2 * dv + 4 + low
 
 
@@ -44,3 +47,15 @@ STABILIZERS = {
         Stabilizer(name="paper_bf16", rounded_normalizer=False, keeps_residual=False, paper=True),
     )
 }
+
+# Halves of "compensated", for experiments that ask which of them carries the effect
+# (docs/stability.md). "consistent_sum" also accumulates in segments, as "compensated" does.
+ABLATIONS = {
+    s.name: s
+    for s in (
+        Stabilizer(name="low_order_o", rounded_normalizer=False, keeps_residual=True),
+        Stabilizer(name="consistent_sum", rounded_normalizer=True, keeps_residual=False),
+    )
+}
+
+KNOWN = STABILIZERS | ABLATIONS

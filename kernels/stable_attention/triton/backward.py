@@ -18,7 +18,7 @@ from stable_attention import configs
 from stable_attention.numerics import lse_to_shift, round_scores, score_slope, soften
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, strides
-from stable_attention.stabilizers import STABILIZERS
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.geometry import (
     align,
     edge_tile,
@@ -313,7 +313,7 @@ def _backward_arguments(problem: Problem) -> dict[str, object]:
     return {
         "keep_scale": 1.0 / (1.0 - problem.dropout_p),
         "scale": problem.scale,
-        "PAPER": STABILIZERS[problem.stabilizer].paper,
+        "PAPER": KNOWN[problem.stabilizer].paper,
     }
 
 

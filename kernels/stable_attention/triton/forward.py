@@ -33,7 +33,7 @@ from stable_attention.numerics import (
 )
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, shape, strides
-from stable_attention.stabilizers import STABILIZERS
+from stable_attention.stabilizers import KNOWN, LOW_DTYPES
 from stable_attention.triton.geometry import (
     align,
     edge_tile,
@@ -218,7 +218,7 @@ def allocate(
     problem: Problem, device: torch.device, *, out_dtype: torch.dtype, with_max_logits: bool
 ) -> ForwardResult:
     """Output tensors; packed ones are prefilled, since tokens may belong to no sequence."""
-    stabilizer = STABILIZERS[problem.stabilizer]
+    stabilizer = KNOWN[problem.stabilizer]
     full = shape(
         problem.layout,
         batch=problem.batch,
@@ -227,7 +227,7 @@ def allocate(
         d=problem.dv,
     )
     keeps = stabilizer.keeps_residual and out_dtype != torch.float32
-    low_dtype = {"bf16": torch.bfloat16, "int8": torch.int8}[problem.residual]
+    low_dtype = LOW_DTYPES[problem.residual]
     low_shape = full if keeps else (0,)
     max_shape = (problem.heads,) if with_max_logits else (0,)
     max_logits = torch.full(max_shape, -torch.inf, dtype=torch.float32, device=device)
@@ -269,7 +269,7 @@ def forward(
     )
     if problem.sq == 0 or problem.batch == 0 or q.numel() == 0:
         return result
-    stabilizer = STABILIZERS[problem.stabilizer]
+    stabilizer = KNOWN[problem.stabilizer]
     tile = config or configs.lookup("forward", problem, q.device)
     tiles = triton.cdiv(problem.sq, tile.bm)
     lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
