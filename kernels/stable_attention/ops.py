@@ -4,11 +4,16 @@ Both have fake implementations and the forward has an autograd rule, so torch.co
 fullgraph=True, activation checkpointing, CUDA graphs and torch.library.opcheck work. Nothing here
 reads a device value. `attention` is the only caller of the forward operator.
 
+They are registered key by key: ``torch.library.custom_op`` walks the schema in Python on every
+call, which costs 140 us with 25 arguments where this costs 25 (and short sequences take as long).
+
 Shape legend: as in `api`. Saved for the backward: q, k, v, O, LSE, O's low-order part, and the
 small tensors of the call.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -60,8 +65,7 @@ def _problem(
     )
 
 
-@torch.library.custom_op("stable_attention::forward", mutates_args=())
-def forward_op(
+def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -125,7 +129,6 @@ def forward_op(
     return result.out, result.lse, result.low, result.max_logits
 
 
-@forward_op.register_fake
 def _forward_fake(
     q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, layout, max_seqlen_q, max_seqlen_k,
     scale, window_left, window_right, softcap, dropout_p, batch_offset, head_offset,
@@ -148,8 +151,7 @@ def _forward_fake(
     return result.out, result.lse, result.low, result.max_logits
 
 
-@torch.library.custom_op("stable_attention::backward", mutates_args=())
-def backward_op(
+def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -217,41 +219,101 @@ def backward_op(
     return dq, dk, dv, dsinks.to(sinks.dtype)
 
 
-@backward_op.register_fake
 def _backward_fake(dout, dlse, q, k, v, out, lse, low, sinks, *_):
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-# Positions in forward_op's argument list.
+# Kept alive: the registrations go with the object.
+_LIBRARY = torch.library.Library("stable_attention", "DEF")
+
+
+def _define(
+    name: str, launch: Callable[..., object], fake: Callable[..., object]
+) -> torch._ops.OpOverload:
+    """Register an operator with the signature of ``launch`` for GPUs and the CPU interpreter."""
+    schema = torch.library.infer_schema(launch, mutates_args=())
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    for key in ("CUDA", "CPU"):
+        _LIBRARY.impl(name, launch, key)
+    torch.library.register_fake(f"stable_attention::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.stable_attention, name).default
+
+
+forward_op = _define("forward", _forward, _forward_fake)
+backward_op = _define("backward", _backward, _backward_fake)
+
+# Positions in the forward operator's argument list.
 _TENSORS = 9
 _SCALARS = slice(9, 21)
 _DETERMINISTIC = 23
+_ARGUMENTS = 25
 
 
-def _setup_context(ctx, inputs, output):
-    out, lse, low, max_logits = output
-    ctx.save_for_backward(*inputs[:_TENSORS], out, lse, low)
-    ctx.scalars = (*inputs[_SCALARS], inputs[_DETERMINISTIC])
-    ctx.mark_non_differentiable(low, max_logits)
-    ctx.set_materialize_grads(False)
+class _Attention(torch.autograd.Function):
+    """The autograd rule of the forward operator; differentiable once."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, low, max_logits = forward_op(*inputs)
+        ctx.save_for_backward(*inputs[:_TENSORS], out, lse, low)
+        ctx.scalars = (*inputs[_SCALARS], inputs[_DETERMINISTIC])
+        ctx.mark_non_differentiable(low, max_logits)
+        ctx.set_materialize_grads(False)
+        return out, lse, low, max_logits
+
+    @staticmethod
+    def backward(ctx, dout, dlse, _dlow, _dmax):
+        q, k, v, sinks, *rest, out, lse, low = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * _ARGUMENTS
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        dq, dk, dv, dsinks = backward_op(
+            dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars
+        )
+        unused = (None,) * (_ARGUMENTS - 4)
+        return (dq, dk, dv, None if sinks is None else dsinks, *unused)
 
 
-def _autograd(ctx, dout, dlse, _dlow, _dmax):
-    q, k, v, sinks, *rest, out, lse, low = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 25
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    dq, dk, dv, dsinks = backward_op(dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars)
-    return (dq, dk, dv, None if sinks is None else dsinks, *(None,) * 21)
+class _Once(torch.autograd.Function):
+    """The backward operator inside a graph of its own gradients: refused when used."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward_op(*inputs)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "stable_attention is differentiable once: second derivatives (create_graph=True) need "
+            "another attention, such as torch's unfused scaled_dot_product_attention"
+        )
 
 
-forward_op.register_autograd(_autograd, setup_context=_setup_context)
+def _with_rule(
+    operator: torch._ops.OpOverload, rule: type[torch.autograd.Function], inputs: slice
+) -> Callable[..., object]:
+    """What the Autograd key runs: ``rule`` where one of the tensors ``inputs`` wants a gradient."""
+
+    def call(*arguments):
+        wanted = (x is not None and x.requires_grad for x in arguments[inputs])
+        if torch.is_grad_enabled() and any(wanted):
+            return rule.apply(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    return call
+
+
+_LIBRARY.impl("forward", _with_rule(forward_op, _Attention, slice(4)), "Autograd")
+_LIBRARY.impl("backward", _with_rule(backward_op, _Once, slice(5)), "Autograd")
 
 
 def attention(

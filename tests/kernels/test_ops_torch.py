@@ -65,6 +65,23 @@ def test_compile_fullgraph_matches_eager():
         assert torch.equal(a, b)
 
 
+def test_the_second_derivative_is_refused():
+    """Never a silent zero: the rule is differentiable once."""
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+    (dq,) = torch.autograd.grad(stable_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dq.float().square().sum(), q)
+
+
+def test_no_graph_is_kept_without_gradients():
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+    with torch.no_grad():
+        assert not stable_attention(q, k, v).requires_grad
+    assert not stable_attention(*(x.detach() for x in (q, k, v))).requires_grad
+    with torch.inference_mode():
+        assert not stable_attention(q, k, v).requires_grad
+
+
 def test_lse_alone_sends_no_gradient_to_v():
     q, k, v = (randn(1, 33, 2, 16) for _ in range(3))
     _, lse = stable_attention(q, k, v, causal=True, return_lse=True)
