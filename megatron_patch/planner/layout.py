@@ -1,0 +1,117 @@
+"""Who talks to whom: sizes of the parallel groups, and the link each of them crosses.
+
+Ranks are numbered tp, cp, (ep,) dp, pp, as Megatron-Core orders them: tensor-parallel neighbors are
+adjacent, pipeline neighbors farthest apart; nodes are filled in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+
+NODE, NETWORK = "NVLink", "network"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The groups along one axis: ``size`` ranks, neighbors ``stride`` ranks apart."""
+
+    axis: str
+    size: int
+    stride: int
+    gpus_per_node: int
+
+    @property
+    def span(self) -> int:
+        """Ranks from the first to the last member, both included."""
+        return (self.size - 1) * self.stride + 1
+
+    @property
+    def in_node(self) -> int:
+        """Members that share a node."""
+        if self.stride >= self.gpus_per_node:
+            return 1
+        return min(self.size, max(1, self.gpus_per_node // self.stride))
+
+    @property
+    def link(self) -> str:
+        """Where its traffic goes: inside a node, or over the network."""
+        return NODE if self.size == 1 or self.in_node == self.size else NETWORK
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes and groups of one job."""
+
+    nodes: int
+    gpus_per_node: int
+    tp: int
+    cp: int
+    pp: int
+    vp: int
+    dp: int
+    ep: int
+    etp: int
+    edp: int
+
+    @property
+    def world(self) -> int:
+        """GPUs of the job."""
+        return self.nodes * self.gpus_per_node
+
+    def group(self, axis: str) -> Group:
+        """The group along ``axis``: tp, cp, dp, dp_cp, pp, etp, ep, edp."""
+        strides = {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp, self.tp * self.cp),
+            "dp_cp": (self.dp * self.cp, self.tp),
+            "pp": (self.pp, self.tp * self.cp * self.dp),
+            "etp": (self.etp, 1),
+            "ep": (self.ep, self.etp),
+            "edp": (self.edp, self.etp * self.ep),
+        }
+        size, stride = strides[axis]
+        return Group(axis, size, stride, self.gpus_per_node)
+
+    def describe(self) -> str:
+        """``TP8 x CP2 x PP4 x DP16``, and the expert groups where there are any."""
+        parts = [f"{n}{v}" for n, v in (("TP", self.tp), ("CP", self.cp), ("PP", self.pp))]
+        text = " x ".join([*parts, f"DP{self.dp}"])
+        if self.vp > 1:
+            text += f", {self.vp} virtual stages"
+        if self.ep > 1 or self.etp != self.tp:
+            text += f", experts ETP{self.etp} x EP{self.ep} x EDP{self.edp}"
+        return text
+
+
+def layout_of(run: RunConfig, nodes: int, gpus_per_node: int) -> Layout:
+    """The layout of ``run`` on that many GPUs, which `world_size_problems` must have accepted."""
+    p = run.parallel
+    world = nodes * gpus_per_node
+    tp, cp, pp = (
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.pipeline_model_parallel_size,
+    )
+    etp, ep = p.expert_tensor_parallel_size or tp, p.expert_model_parallel_size
+    return Layout(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vp=p.virtual_pipeline_model_parallel_size or 1,
+        dp=world // (tp * cp * pp),
+        ep=ep,
+        etp=etp,
+        edp=world // (etp * ep * pp),
+    )
+
+
+def micro_batches(run: RunConfig, layout: Layout) -> int:
+    """Micro-batches of one step on each data-parallel rank."""
+    return run.training.global_batch_size // (run.training.micro_batch_size * layout.dp)

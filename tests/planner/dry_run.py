@@ -1,0 +1,225 @@
+"""One rank of any layout, built and stepped in one process without memory or time to speak of.
+
+Every collective goes to PyTorch's "fake" process group; with ``fake=True`` tensors have shapes and
+storages but no data, so that an 8B layer at 8k tokens takes a second. A dispatch mode adds up the
+storages that are alive: the peak is what the caching allocator of a GPU would hand out, but for its
+rounding and for kernels' workspaces. Norms are replaced by stand-ins that save what PyTorch's fused
+CUDA kernels save, because on the CPU RMSNorm is a chain of float32 operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_cpu import reseed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_patch.config.root import RunConfig
+from megatron_patch.model import norms
+from megatron_patch.runtime import cpu_mode
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank held, in bytes."""
+
+    static: int
+    """Alive after model, buffers and main weights were built."""
+    peak: int
+    """Largest sum during forward and backward of one step, ``static`` included."""
+    live: Counter[tuple[str, tuple[int, ...], str]]
+    """What was alive at the peak, by operation, shape and dtype."""
+
+    @property
+    def activations(self) -> int:
+        return self.peak - self.static
+
+    def show(self, most: int = 40) -> str:
+        """The largest entries, one a line."""
+        return "\n".join(f"{size / 2**20:10.2f} MiB {key}" for key, size in self.live.most_common(most))
+
+
+class Storages(TorchDispatchMode):
+    """Sum of the storages alive, and its maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[int, tuple[str, tuple[int, ...], str]]] = {}
+        self.now = self.peak = 0
+        self.at_peak: list[tuple[int, tuple[str, tuple[int, ...], str]]] = []
+
+    def begin(self) -> None:
+        self.peak, self.at_peak = self.now, list(self.alive.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, str(func))
+        return out
+
+    def _see(self, tensor: torch.Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.alive or size == 0:
+            return
+        self.alive[key] = (size, (name, tuple(tensor.shape), str(tensor.dtype)[6:]))
+        self.now += size
+        weakref.finalize(storage, self._gone, key)
+        if self.now > self.peak:
+            self.begin()
+
+    def _gone(self, key: int) -> None:
+        entry = self.alive.pop(key, None)
+        if entry is not None:
+            self.now -= entry[0]
+
+
+class FusedNorm(torch.autograd.Function):
+    """Saves what ``_fused_rms_norm`` saves on CUDA: input, weight, 1 / rms in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+def _norm_forward(self, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == self.weight.dtype:
+        return FusedNorm.apply(x, self.weight)
+    return FusedNorm.apply(x.float(), self.weight.float()).to(self.weight.dtype)
+
+
+@contextlib.contextmanager
+def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
+    """CPU mode and Megatron's groups as rank ``rank`` of ``world`` sees them; undone at the end."""
+    cpu_mode.install()
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    p = run.parallel
+    kept = {
+        (torch.nn.Module, "_apply"): torch.nn.Module._apply,
+        (dist, "all_gather_object"): dist.all_gather_object,
+        (CudaRNGStatesTracker, "fork"): CudaRNGStatesTracker.fork,
+        (norms.RMSNorm, "forward"): norms.RMSNorm.forward,
+        (ps, "get_data_parallel_group_gloo"): ps.get_data_parallel_group_gloo,
+        (ps, "get_expert_data_parallel_group_gloo"): ps.get_expert_data_parallel_group_gloo,
+    }
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        ps.initialize_model_parallel(
+            p.tensor_model_parallel_size,
+            p.pipeline_model_parallel_size,
+            p.virtual_pipeline_model_parallel_size,
+            context_parallel_size=p.context_parallel_size,
+            hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes,
+            expert_model_parallel_size=p.expert_model_parallel_size,
+            expert_tensor_parallel_size=p.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        reseed()
+        torch.nn.Module._apply = _convert
+        dist.all_gather_object = _gather_own
+        # It compares random states, which fake tensors have not.
+        CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+        norms.RMSNorm.forward = _norm_forward
+        ps.get_data_parallel_group_gloo = ps.get_data_parallel_group
+        ps.get_expert_data_parallel_group_gloo = ps.get_expert_data_parallel_group
+        yield
+    finally:
+        for (owner, name), value in kept.items():
+            setattr(owner, name, value)
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()
+        cpu_mode.uninstall()
+
+
+def _convert(self, function, recurse: bool = True):
+    """`.bfloat16()` and `.to()`: PyTorch would swap tensors, which the storages' weakrefs forbid."""
+    for parameter in self.parameters():
+        parameter.data = function(parameter.data)
+    return self
+
+
+def _gather_own(out: list[Any], mine: Any, group: Any = None) -> None:
+    out[:] = [mine] * len(out)
+
+
+def step(
+    run: RunConfig, *, rank: int = 0, world: int = 1, vocab: int = 60, fake: bool = True
+) -> Figures:
+    """Build this rank's model, buffers and main weights, and run one forward and backward pass."""
+    os.environ["TRITON_INTERPRET"] = "1"  # stable_flash on a CPU: only its shapes matter here
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(rank_of(run, rank, world))
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        storages = stack.enter_context(Storages())
+        return _step(run, rank, world, vocab=vocab, storages=storages)
+
+
+def _step(run: RunConfig, rank: int, world: int, *, vocab: int, storages: Storages) -> Figures:
+    from megatron_patch.model.build import build_model
+    from megatron_patch.parallel import setup
+    from megatron_patch.training import optimizer
+    from megatron_patch.training.step import Session, run_schedule
+
+    built = build_model(run, vocab_size=vocab)
+    chunks = optimizer.wrap_chunks(run, built.chunks)
+    adam, _ = optimizer.build_optimizer(run, chunks)
+    config = optimizer.connect(run, chunks, adam, finalize=lambda *_, **__: None)
+    layout = setup._layout(rank, world, 0, device=torch.device("cpu"))
+    accumulate = run.training.global_batch_size // (
+        run.training.micro_batch_size * layout.dp_size
+    )
+    session = Session(
+        run=run,
+        layout=layout,
+        chunks=chunks,
+        config=config,
+        optimizer=adam,
+        schedule=None,
+        guard=None,  # type: ignore[arg-type]
+        micro_batches=accumulate,
+        reads_data=True,
+        hooks_enabled=False,
+    )
+    batches = [_batch(run) for _ in range(accumulate)]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    static = storages.now
+    storages.begin()
+    run_schedule(session, batches, forward_only=False)
+    live: Counter[Any] = Counter()
+    for size, key in storages.at_peak:
+        live[key] += size
+    return Figures(static, storages.peak, live)
+
+
+def _batch(run: RunConfig) -> dict[str, torch.Tensor]:
+    b, s = run.training.micro_batch_size, run.model.seq_length
+    tokens = torch.zeros(b, s, dtype=torch.long)
+    return {
+        "tokens": tokens,
+        "labels": torch.zeros(b, s, dtype=torch.long),
+        "loss_mask": torch.ones(b, s),
+        "position_ids": torch.arange(s).repeat(b, 1),
+    }
