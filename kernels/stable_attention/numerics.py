@@ -118,7 +118,7 @@ def add_sink(sink, m, l, l_rounded):
 
     Returns (factor that rescales acc, m, l, l_rounded). The sink may exceed every score.
     """
-    sink2 = sink * LOG2E
+    sink2 = sink.to(tl.float32) * LOG2E  # learnable sinks may be 16-bit
     m_new = tl.maximum(m, sink2)
     alpha = tl.exp2(m - m_new)
     weight = tl.exp2(sink2 - m_new)
@@ -156,8 +156,8 @@ def half_ulp(hi):
     exponent = widen(hi).to(tl.int32, bitcast=True) & 0x7F800000
     power = exponent.to(tl.float32, bitcast=True)
     if hi.dtype == tl.bfloat16:
-        # 8 significand bits; the floor keeps the result a normal number.
-        return tl.maximum(power, 7.52316384526264e-37) * 0.00390625
+        # 8 significand bits; the floor of 2^-112 keeps 127 / half_ulp finite.
+        return tl.maximum(power, 1.925929944387236e-34) * 0.00390625
     # 11 significand bits; below 2^-14 fp16 spacing is constant.
     return tl.maximum(power, 6.103515625e-05) * 0.00048828125
 

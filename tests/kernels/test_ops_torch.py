@@ -150,6 +150,27 @@ def test_dropout_mask_does_not_depend_on_the_tiles(monkeypatch):
     assert configs.lookup is not lookup and torch.equal(kept, again)
 
 
+def test_sixteen_bit_sinks_count_in_float32():
+    """A BF16 sink logit is a number like any other: same bits as its float32 copy."""
+    q, k, v = (randn(1, 40, 2, 16) for _ in range(3))
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        sinks = torch.tensor([7.03125, -1.3515625]).to(dtype).requires_grad_()
+        out, lse = stable_attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        loss = out.float().square().sum() + lse.sum()
+        results.append((out, lse, *torch.autograd.grad(loss, (q, k, v, sinks))))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+
+
+def test_int8_residual_of_tiny_outputs_is_finite():
+    """127 / half_ulp must not overflow where BF16 ends: the code of 0 would be NaN."""
+    q, k = (randn(1, 20, 1, 16, grad=False) for _ in range(2))
+    v = torch.full((1, 20, 1, 16), 2.0**-124).bfloat16()
+    out, low = stable_attention(q, k, v, residual="int8", return_residual=True)
+    assert torch.equal(out, v) and torch.count_nonzero(low) == 0
+
+
 def test_residual_encodings_reach_float32_accuracy():
     """O_hi + O_lo is O to 2^-15 (int8) and 2^-17 (bf16) of |O_hi|'s binade."""
     q, k, v = (randn(1, 64, 2, 32, grad=False) for _ in range(3))

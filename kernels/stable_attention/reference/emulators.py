@@ -74,7 +74,7 @@ def half_ulp(hi: torch.Tensor) -> torch.Tensor:
     """Half the spacing of a 16-bit tensor's format at each value, float32."""
     _, exponent = torch.frexp(hi.float())  # |hi| in [2^(e-1), 2^e)
     if hi.dtype == torch.bfloat16:
-        return torch.ldexp(torch.ones_like(hi, dtype=torch.float32), (exponent - 9).clamp_min(-128))
+        return torch.ldexp(torch.ones_like(hi, dtype=torch.float32), (exponent - 9).clamp_min(-120))
     return torch.ldexp(torch.ones_like(hi, dtype=torch.float32), (exponent - 12).clamp_min(-25))
 
 
