@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from megatron_patch.context_parallel.layout import shard
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.order import Blend, Ring, derive
 from megatron_patch.data.progress import human
@@ -35,7 +36,7 @@ Batch = dict[str, torch.Tensor]
 _EVALUATION_SEED = 0
 
 
-class DataParallel(Protocol):
+class Coordinates(Protocol):
     """What the loader reads of ``parallel.setup.Layout``."""
 
     @property
@@ -43,6 +44,12 @@ class DataParallel(Protocol):
 
     @property
     def dp_size(self) -> int: ...
+
+    @property
+    def cp_rank(self) -> int: ...
+
+    @property
+    def cp_size(self) -> int: ...
 
 
 def needs_data(pp_rank: int, pp_size: int) -> bool:
@@ -80,18 +87,17 @@ class _Mixture:
 
 
 class Loaders:
-    """The data of a run, as one data-parallel rank sees it; made by ``build_loaders``."""
+    """The data of a run, as one rank sees it; made by ``build_loaders``."""
 
     def __init__(
         self,
         run: RunConfig,
+        layout: Coordinates,
         *,
-        dp_rank: int,
-        dp_size: int,
         mixtures: dict[Split, _Mixture],
         absent: dict[Split, str],
     ) -> None:
-        training = run.training
+        training, dp_size = run.training, layout.dp_size
         per_pass = training.micro_batch_size * dp_size
         if training.global_batch_size % per_pass:
             raise DataError(
@@ -100,7 +106,7 @@ class Loaders:
             )
         self.micro_batches = training.global_batch_size // per_pass
         """Micro-batches of one step on this rank."""
-        self._run, self._rank, self._size = run, dp_rank, dp_size
+        self._run, self._layout = run, layout
         self._mixtures, self._absent = mixtures, absent
 
     def has(self, split: Split) -> bool:
@@ -111,9 +117,9 @@ class Loaders:
         """This rank's micro-batches from step ``start_step`` on, ``micro_batches`` a step, endless.
 
         Each is a dict of CPU tensors (pinned when training on CUDA): ``tokens``, ``labels``,
-        ``position_ids`` int64 [b, s], ``loss_mask`` float32 [b, s]. Evaluation passes start at
-        step 0 and therefore see the same sequences every time. Close the iterator (or drop it) to
-        end its reader threads.
+        ``position_ids`` int64 [b, s / cp], ``loss_mask`` float32 [b, s / cp]. Evaluation passes
+        start at step 0 and therefore see the same sequences every time. Close the iterator (or
+        drop it) to end its reader threads.
 
         Raises:
             DataError: the split has no data, or a token file changed while it was used.
@@ -129,7 +135,8 @@ class Loaders:
         """Micro-batch ``micro`` of ``step`` on this rank; see ``iterate``."""
         training = self._run.training
         b, s = training.micro_batch_size, self._run.model.seq_length
-        first = step * training.global_batch_size + (micro * self._size + self._rank) * b
+        pass_ = micro * self._layout.dp_size + self._layout.dp_rank
+        first = step * training.global_batch_size + pass_ * b
         rows = torch.empty(b, s + 1, dtype=torch.int64)
         for row in range(b):
             self._mixtures[split].read(first + row, rows[row])
@@ -241,12 +248,16 @@ class Loaders:
             "loss_mask": loss_mask,
             "position_ids": position_ids,
         }
+        # Cut last: masks and positions are properties of the whole sequence. And before pinning: a
+        # cut made later would be copied to the GPU from pageable memory, which waits for the GPU.
+        rank, size = self._layout.cp_rank, self._layout.cp_size
+        batch = {n: shard(t, rank=rank, size=size, dim=1) for n, t in batch.items()}
         if self._run.training.device == "cuda" and torch.cuda.is_available():
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
 
-def build_loaders(run: RunConfig, layout: DataParallel) -> Loaders:
+def build_loaders(run: RunConfig, layout: Coordinates) -> Loaders:
     """The loaders of one rank; ``data.verify.verify_datasets`` must have passed before.
 
     Raises:
@@ -285,9 +296,7 @@ def build_loaders(run: RunConfig, layout: DataParallel) -> Loaders:
         )
     if problems:
         raise DataError(problems)
-    return Loaders(
-        run, dp_rank=layout.dp_rank, dp_size=layout.dp_size, mixtures=mixtures, absent=absent
-    )
+    return Loaders(run, layout, mixtures=mixtures, absent=absent)
 
 
 def _datasets(run: RunConfig, split: Split) -> list[DatasetConfig]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -31,6 +30,7 @@ from megatron_patch.attention.replace import (
     rewrite_spec,
 )
 from megatron_patch.model.mla import MLASelfAttention
+from megatron_patch.model.mtp import GPTModel
 from megatron_patch.model.norms import norm_class
 from megatron_patch.model.transformer_config import transformer_config
 

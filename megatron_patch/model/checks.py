@@ -182,6 +182,13 @@ def _experts(run: RunConfig) -> Iterator[Problem]:
             f"false with {tp} tensor-parallel ranks and experts: Megatron-Core trains MoE layers "
             "under tensor parallelism only with sequence parallelism. Set it to true",
         )
+    if moe.load_balancing == "sinkhorn" and parallel.context_parallel_size > 1:
+        yield Problem(
+            "model.moe.load_balancing",
+            f"'sinkhorn' balances over the tokens that one rank holds, so that "
+            f"{parallel.context_parallel_size} context-parallel ranks would train another model "
+            "than one. Use aux_loss, seq_aux_loss or none",
+        )
     etp = parallel.expert_tensor_parallel_size or tp
     if model.add_bias_linear and etp > 1:
         yield Problem(
@@ -313,6 +320,7 @@ def _divisions(run: RunConfig) -> Iterator[Problem]:
             )
     yield from _divisions_of_layers(run)
     yield from _divisions_of_sequence(run)
+    yield from _divisions_of_heads(run)
     yield from _divisions_of_experts(run)
 
 
@@ -342,9 +350,38 @@ def _divisions_of_sequence(run: RunConfig) -> Iterator[Problem]:
         parts *= tp
         who.append(f"parallel.tensor_model_parallel_size ({tp})")
     if length % parts:
+        near = [str(n) for n in (length - length % parts, length + -length % parts) if n]
         yield Problem(
-            "model.seq_length", f"{length} is not a multiple of {' x '.join(who)} = {parts}"
+            "model.seq_length",
+            f"{length} is not a multiple of {' x '.join(who)} = {parts}; use {' or '.join(near)}",
         )
+
+
+def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
+    """Under a2a the heads of a tensor-parallel rank are dealt to the ranks of a group."""
+    model, parallel = run.model, run.parallel
+    tp = max(1, parallel.tensor_model_parallel_size)
+    groups = model.num_attention_heads
+    if model.mla is None and model.num_query_groups is not None:
+        groups = model.num_query_groups
+    heads, kv_heads = model.num_attention_heads // tp, max(1, groups // tp)
+    for kind in parallel.cp_comm_types:
+        size = parallel.a2a_size(kind)
+        path = "parallel.hierarchical_context_parallel_sizes"
+        path = "parallel.cp_comm_type" if kind == "a2a" else path
+        remedy = "use p2p or all_gather, or another size"
+        if size > 1 and heads % size:
+            yield Problem(
+                path,
+                f"{kind} deals the {heads} query heads of a tensor-parallel rank to {size} ranks, "
+                f"and {size} does not divide {heads}: {remedy}",
+            )
+        elif size > 1 and kv_heads % size and size % kv_heads:
+            yield Problem(
+                path,
+                f"{kind} deals the {kv_heads} key/value heads of a tensor-parallel rank to {size} "
+                f"ranks, and neither divides the other: {remedy}",
+            )
 
 
 def _divisions_of_experts(run: RunConfig) -> Iterator[Problem]:

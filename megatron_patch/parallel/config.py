@@ -30,9 +30,9 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks one sequence is split over."""
     cp_comm_type: CpCommType | list[CpCommType] = "p2p"
-    """How keys and values travel under context parallelism; one value or one per layer."""
+    """How those ranks exchange keys, values or heads: one value, or one per layer."""
     hierarchical_context_parallel_sizes: list[int] | None = None
-    """[a2a size, p2p size] for ``cp_comm_type: a2a+p2p``."""
+    """[a2a size, p2p size] for ``cp_comm_type: a2a+p2p``; a2a takes neighboring ranks."""
     expert_model_parallel_size: int = 1
     """Ranks the experts of an MoE layer are spread over."""
     expert_tensor_parallel_size: int | None = None
@@ -51,7 +51,7 @@ class ParallelConfig:
         yield from self._sizes()
         yield from self._pipeline()
         yield from self._overlap()
-        yield from self._context()
+        yield from self._context(run)
         if self.expert_model_parallel_size > 1 and run.model.moe is None:
             yield Problem(
                 "parallel.expert_model_parallel_size",
@@ -106,21 +106,63 @@ class ParallelConfig:
         if not self.overlap_grad_reduce:
             yield Problem(path, "true needs parallel.overlap_grad_reduce: true")
 
-    def _context(self) -> Iterator[Problem]:
-        sizes, path = self.hierarchical_context_parallel_sizes, "parallel.cp_comm_type"
+    @property
+    def cp_comm_types(self) -> list[CpCommType]:
+        """The context-parallel modes in use, without repeats; none with one rank."""
+        if self.context_parallel_size == 1:
+            return []
         kinds = self.cp_comm_type if isinstance(self.cp_comm_type, list) else [self.cp_comm_type]
-        if sizes is None:
-            if "a2a+p2p" in kinds and self.context_parallel_size > 1:
+        return list(dict.fromkeys(kinds))
+
+    def a2a_size(self, kind: CpCommType) -> int:
+        """Ranks that divide the heads of a layer among themselves under a context-parallel mode."""
+        if kind == "a2a":
+            return self.context_parallel_size
+        sizes = self.hierarchical_context_parallel_sizes
+        return sizes[0] if kind == "a2a+p2p" and sizes else 1
+
+    def _context(self, run: RunConfig) -> Iterator[Problem]:
+        kinds, layers = self.cp_comm_type, run.model.num_layers
+        if isinstance(kinds, list):
+            path = "parallel.cp_comm_type"
+            if len(kinds) != layers:
                 yield Problem(
-                    path, "a2a+p2p needs parallel.hierarchical_context_parallel_sizes: [a2a, p2p]"
+                    path,
+                    f"{len(kinds)} entries for {layers} layers (model.num_layers): give one value "
+                    "for all of them, or a list with one entry per layer",
                 )
-            return
-        product = 1
-        for size in sizes:
-            product *= size
-        if len(sizes) != 2 or product != self.context_parallel_size:
+            elif run.model.mtp is not None and run.model.mtp.num_layers > layers:
+                # Depths of multi-token prediction are numbered from 1 and take the first entries.
+                yield Problem(
+                    path,
+                    f"a list of {layers} entries does not reach {run.model.mtp.num_layers} depths "
+                    "of multi-token prediction (model.mtp.num_layers): give one value",
+                )
+        yield from self._hierarchy()
+
+    def _hierarchy(self) -> Iterator[Problem]:
+        sizes, path = (
+            self.hierarchical_context_parallel_sizes,
+            "parallel.hierarchical_context_parallel_sizes",
+        )
+        used = "a2a+p2p" in self.cp_comm_types
+        if sizes is None:
+            if used:
+                yield Problem(
+                    "parallel.cp_comm_type",
+                    f"a2a+p2p needs {path}: [a2a, p2p], two sizes of at least 2 whose product is "
+                    f"parallel.context_parallel_size ({self.context_parallel_size})",
+                )
+        elif len(sizes) != 2 or min(sizes) < 2 or sizes[0] * sizes[1] != self.context_parallel_size:
             yield Problem(
-                "parallel.hierarchical_context_parallel_sizes",
-                f"{sizes}: two sizes [a2a, p2p] whose product is parallel.context_parallel_size "
-                f"({self.context_parallel_size}) are needed",
+                path,
+                f"{sizes}: two sizes [a2a, p2p] of at least 2 whose product is "
+                f"parallel.context_parallel_size ({self.context_parallel_size}) are needed; one "
+                "level alone is cp_comm_type a2a or p2p",
+            )
+        elif not used:
+            yield Problem(
+                path,
+                f"{sizes} has no effect under parallel.cp_comm_type {self.cp_comm_type}: leave it "
+                "out, or use a2a+p2p",
             )

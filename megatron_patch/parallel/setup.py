@@ -162,8 +162,9 @@ def _communication_environment(run: RunConfig) -> None:
     # NVLink multicast needs a fabric manager in good health and gains nothing at these sizes.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if run.parallel.tensor_model_parallel_size > 1:
-        # One hardware queue keeps TP communication ahead of the GEMM it overlaps with.
+    if run.parallel.tensor_model_parallel_size > 1 or run.parallel.context_parallel_size > 1:
+        # One hardware queue starts kernels in the order they were launched: communication of
+        # tensor and context parallelism ahead of the work it hides behind.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -109,6 +109,9 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
     )
     extras = [f"EP{layout.ep_size}"] if layout.ep_size > 1 else []
     extras += ["sequence parallel"] if run.parallel.sequence_parallel else []
+    if kinds := run.parallel.cp_comm_types:
+        sizes = run.parallel.hierarchical_context_parallel_sizes
+        extras.append("context parallel by " + " and ".join(kinds) + (f" {sizes}" if sizes else ""))
     if run.parallel.virtual_pipeline_model_parallel_size:
         extras.append(f"{run.parallel.virtual_pipeline_model_parallel_size} virtual stages")
     monitor.say(f"layout: {layout.world_size} rank(s), {', '.join([axes, *extras])}")

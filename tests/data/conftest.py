@@ -71,9 +71,9 @@ def run_config(*paths: Path | str | DatasetConfig, **changes: object) -> RunConf
     )
 
 
-def layout(rank: int = 0, size: int = 1) -> SimpleNamespace:
+def layout(rank: int = 0, size: int = 1, cp_rank: int = 0, cp_size: int = 1) -> SimpleNamespace:
     """What the loader reads of a parallel layout."""
-    return SimpleNamespace(dp_rank=rank, dp_size=size)
+    return SimpleNamespace(dp_rank=rank, dp_size=size, cp_rank=cp_rank, cp_size=cp_size)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_patch.context_parallel.layout import unshard
 from megatron_patch.data.config import DatasetConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.loader import build_loaders, needs_data
@@ -213,6 +214,27 @@ def test_positions_restart_and_ends_carry_no_loss(
             assert batch["loss_mask"][row].tolist() == mask
             ends += mask.count(0.0)
     assert ends > 50
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallel_ranks_hold_the_parts_of_one_batch(
+    kit: SimpleNamespace, corpora: list[Path], size: int
+) -> None:
+    """Same samples in the same order; masks and positions are those of the whole sequence."""
+    run = kit.run_config(
+        *corpora, eod_mask_loss=True, reset_position_ids=True, seq_length=96, micro_batch_size=2
+    )
+    whole = build_loaders(run, kit.layout(1, 2))
+    parts = [build_loaders(run, kit.layout(1, 2, rank, size)) for rank in range(size)]
+    assert {part.fingerprint for part in parts} == {whole.fingerprint}
+    uneven = False
+    for step in range(5):
+        expected = whole.batch("train", step, 1)
+        found = [part.batch("train", step, 1) for part in parts]
+        for name, tensor in expected.items():
+            assert torch.equal(unshard([batch[name] for batch in found], dim=1), tensor)
+        uneven |= len({float(batch["loss_mask"].sum()) for batch in found}) > 1
+    assert uneven  # what a mean per rank would get wrong
 
 
 def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(

@@ -16,6 +16,7 @@ from megatron_patch.model.checks import problems
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig, ffn_hidden_size
 from megatron_patch.training.config import RecomputeConfig
 
+COMM = "parallel.cp_comm_type"
 MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 
 
@@ -111,6 +112,55 @@ def test_one_wrong_value_is_one_problem(model, path):
             "model.seq_length",
         ),
         ({"seq_length": 14}, {"context_parallel_size": 2}, "model.seq_length"),
+        (
+            {"seq_length": 20},
+            {
+                "context_parallel_size": 2,
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+            },
+            "model.seq_length",
+        ),
+        ({"seq_length": 36}, {"context_parallel_size": 6, "cp_comm_type": "a2a"}, COMM),
+        ({"seq_length": 36}, {"context_parallel_size": 6, "cp_comm_type": "p2p"}, None),
+        (  # 8 heads over TP4 leave 2 for a2a over 4
+            {"num_attention_heads": 8},
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 4, "cp_comm_type": "a2a"},
+            COMM,
+        ),
+        (  # 6 query heads divide by 2, 3 key/value heads neither divide nor are divided
+            {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8},
+            {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+            COMM,
+        ),
+        (  # one key/value head is handed to both
+            {"num_query_groups": 1},
+            {"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a"]},
+            None,
+        ),
+        (
+            {"num_attention_heads": 6, "kv_channels": 8, "seq_length": 32},
+            {
+                "context_parallel_size": 8,
+                "cp_comm_type": "a2a+p2p",
+                "hierarchical_context_parallel_sizes": [4, 2],
+            },
+            "parallel.hierarchical_context_parallel_sizes",
+        ),
+        (
+            {"num_attention_heads": 6, "kv_channels": 8, "seq_length": 32},
+            {
+                "context_parallel_size": 8,
+                "cp_comm_type": "a2a+p2p",
+                "hierarchical_context_parallel_sizes": [2, 4],
+            },
+            None,
+        ),
+        (
+            {"moe": MoEConfig(num_experts=4, load_balancing="sinkhorn")},
+            {"context_parallel_size": 2},
+            "model.moe.load_balancing",
+        ),
         (
             {"moe": MoEConfig(num_experts=3)},
             {"expert_model_parallel_size": 2},

@@ -49,6 +49,14 @@ def test_what_the_user_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+def test_context_parallelism_keeps_the_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    setup._communication_environment(run_config())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    setup._communication_environment(run_config(parallel={"context_parallel_size": 2}))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 ALONE = """
 import random, sys
 import numpy as np, torch

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from run_config import run_config
 
-from megatron_patch.model.config import MoEConfig
+from megatron_patch.model.config import MoEConfig, MTPConfig
 from megatron_patch.parallel.setup import LayoutError, check_world_size, world_size_problems
 
 
@@ -57,6 +57,10 @@ def test_optimizer(keys: dict[str, Any], bad: str) -> None:
     assert f"optimizer.{bad}" in paths("optimizer", keys)
 
 
+HIERARCHY = "hierarchical_context_parallel_sizes"
+BOTH = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}
+
+
 @pytest.mark.parametrize(
     ("keys", "bad"),
     [
@@ -74,14 +78,40 @@ def test_optimizer(keys: dict[str, Any], bad: str) -> None:
         ({"overlap_param_gather": True}, "overlap_param_gather"),
         ({"distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes"),
         ({"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}, "cp_comm_type"),
-        (
-            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 4]},
-            "hierarchical_context_parallel_sizes",
-        ),
+        ({**BOTH, "hierarchical_context_parallel_sizes": [2, 4]}, HIERARCHY),
+        ({**BOTH, "hierarchical_context_parallel_sizes": [4, 1]}, HIERARCHY),
+        ({**BOTH, "hierarchical_context_parallel_sizes": [-2, -2]}, HIERARCHY),
+        ({**BOTH, "hierarchical_context_parallel_sizes": [4]}, HIERARCHY),
+        ({**BOTH, "cp_comm_type": "p2p", HIERARCHY: [2, 2]}, HIERARCHY),
+        ({HIERARCHY: [2, 2]}, HIERARCHY),
+        ({"context_parallel_size": 2, "cp_comm_type": ["p2p"]}, "cp_comm_type"),
+        ({"context_parallel_size": 2, "cp_comm_type": []}, "cp_comm_type"),
+        ({"context_parallel_size": 4, "cp_comm_type": ["p2p", "a2a+p2p"]}, "cp_comm_type"),
     ],
 )
 def test_parallel(keys: dict[str, Any], bad: str) -> None:
     assert paths("parallel", keys) == [f"parallel.{bad}"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"context_parallel_size": 2, "cp_comm_type": ["a2a", "p2p"]},
+        {**BOTH, HIERARCHY: [2, 2]},
+        {**BOTH, "cp_comm_type": ["a2a+p2p", "all_gather"], HIERARCHY: [2, 2]},
+        {"cp_comm_type": "a2a+p2p"},  # one rank: nothing travels
+    ],
+)
+def test_context_parallel_modes(keys: dict[str, Any]) -> None:
+    assert paths("parallel", keys) == []
+
+
+def test_a_list_of_modes_reaches_every_depth_of_multi_token_prediction() -> None:
+    keys = {"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a"]}
+    assert paths("parallel", keys, model={"mtp": MTPConfig(num_layers=2)}) == []
+    three = {"mtp": MTPConfig(num_layers=3)}
+    assert paths("parallel", keys, model=three) == ["parallel.cp_comm_type"]
+    assert paths("parallel", keys | {"cp_comm_type": "a2a"}, model=three) == []
 
 
 def world(ranks: int, parallel: dict[str, Any], **others: dict[str, Any]) -> list[str]:

@@ -4,8 +4,8 @@
 
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
 into one rank's local gradient before it is reduced (rank null: into every rank's, after it was);
-``signal`` delivers a real signal to one rank in the middle of a step. Results go to
-PLAN.json.rank<N>.
+``signal`` delivers a real signal to one rank in the middle of a step; ``variant`` trains wrongly on
+purpose (`VARIANTS`). Results go to PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,35 @@ def plant_nan(chunks: list[Any], wanted: str) -> None:
                 parameter.main_grad.view(-1)[3] = math.nan
 
 
+def means_of_ranks() -> Callable[[], None]:
+    """Every rank averages over its own tokens, and ranks count alike."""
+    from megatron_patch.training import step
+
+    right = step.token_loss
+
+    def mean(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
+        total, tokens, report = right(loss_mask, losses)
+        return total / tokens.clamp(min=1), torch.ones_like(tokens), report
+
+    step.token_loss = mean
+    return lambda: setattr(step, "token_loss", right)
+
+
+def stock_mtp() -> Callable[[], None]:
+    """Megatron-Core's own weights of the multi-token-prediction losses."""
+    from megatron_patch.runtime import cpu_mode
+
+    cpu_mode.install()  # before anything of Megatron is imported
+    from megatron_patch.model import mtp
+
+    right = mtp._over_context
+    mtp._over_context = mtp.core.process_mtp_loss
+    return lambda: setattr(mtp, "_over_context", right)
+
+
+VARIANTS = {"means of ranks": means_of_ranks, "stock mtp": stock_mtp}
+
+
 def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
     """One training; the exit code and weights, or the error."""
     from megatron_patch.cli.app import exit_code
@@ -95,6 +125,7 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     install_faults(run)
+    undo_variant = VARIANTS[run["variant"]]() if "variant" in run else None
     original = loop._Training.run_to_end
 
     def run_to_end(self: Any) -> None:
@@ -115,6 +146,8 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
     finally:
         loop._Training.run_to_end = original  # type: ignore[method-assign]
         run["_undo"]()
+        if undo_variant is not None:
+            undo_variant()
     return result
 
 
