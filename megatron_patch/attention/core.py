@@ -119,6 +119,8 @@ class CoreAttention(torch.nn.Module):
             self.window = tuple(config.window_size)
         self.want_max_logits = bool(config.qk_clip or config.log_max_attention_logit)
         self.current_max_attn_logits: torch.Tensor | None = None
+        # A dict while an observer watches (megatron_patch.stability): the backend fills it.
+        self.held: dict[str, torch.Tensor] | None = None
         self.backend_name = backend
         self.options = dict(options or {})
         _reject_fp8(config)
@@ -220,14 +222,30 @@ class CoreAttention(torch.nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             deterministic=bool(self.config.deterministic_mode),
             want_max_logits=self.want_max_logits and self.training,
+            held=self.held,
             options=self.options,
             **packed,
         )
         with self._random_stream(call.dropout_p):
             out, max_logits = self._run(call)
-        if max_logits is not None:
+        if max_logits is not None and call.want_max_logits:
             self._remember(max_logits)
         return out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1])
+
+    def use(self, backend: str, **options: Any) -> None:
+        """Serve all further calls by another backend, or by the same with other options.
+
+        Raises:
+            BackendError: it cannot serve this layer; nothing has changed then.
+        """
+        before = self.backend_name, self.options
+        self.backend_name, self.options = backend, dict(options)
+        try:
+            self.selection = registry.check(backend, self._facts())
+            self._run = _load(backend)
+        except ValueError:
+            self.backend_name, self.options = before
+            raise
 
     def _random_stream(self, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
         """The model-parallel random stream. Under sequence parallelism the block has forked it."""

@@ -34,6 +34,7 @@ class Call:
     max_seqlen_k: int | None = None
     deterministic: bool = False
     want_max_logits: bool = False
+    held: dict[str, torch.Tensor] | None = None  # see `HELD`
     options: dict[str, Any] = field(default_factory=dict)  # the backend's own settings
 
 
@@ -41,3 +42,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 """(output [sq, b, h, dv] or [t, h, dv]; float32 [h] maximum logits where they were asked for)."""
 
 Backend = Callable[[Call], Result]
+
+HELD = ("max_logits", "low")
+"""What an observer may ask for: with ``Call.held`` a dict, a backend that has it leaves there the
+float32 [h] maximum logits, and O's low-order part as the kernel stores it, [sq, b, h, dv]."""

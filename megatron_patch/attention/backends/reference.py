@@ -27,9 +27,13 @@ def run(call: Call) -> Result:
         cu_seqlens_k=_starts(call, call.cu_seqlens_k, call.cu_seqlens_k_padded),
         dropout_p=call.dropout_p,
         dropout_seed=draw_seed(call.q.device) if call.dropout_p > 0 else None,
-        return_max_logits=call.want_max_logits,
+        return_max_logits=call.want_max_logits or call.held is not None,
     )
-    return (out[0], out[1]) if isinstance(out, tuple) else (out, None)
+    if not isinstance(out, tuple):
+        return out, None
+    if call.held is not None:
+        call.held["max_logits"] = out[1]
+    return out[0], out[1]
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

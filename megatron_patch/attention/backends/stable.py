@@ -9,6 +9,7 @@ from stable_attention.api import stable_attention
 
 def run(call: Call) -> Result:
     """Attention by `stable_attention`; ``call.options`` are its stabilizer settings."""
+    watched = call.held is not None
     out = stable_attention(
         call.q,
         call.k,
@@ -28,7 +29,14 @@ def run(call: Call) -> Result:
         dropout_p=call.dropout_p,
         dropout_seed=draw_seed(call.q.device) if call.dropout_p > 0 else None,
         deterministic=call.deterministic,
-        return_max_logits=call.want_max_logits,
+        return_max_logits=call.want_max_logits or watched,
+        return_residual=watched,
         **call.options,
     )
-    return (out[0], out[1]) if isinstance(out, tuple) else (out, None)
+    if not isinstance(out, tuple):
+        return out, None
+    if call.held is not None:
+        call.held["max_logits"] = out[1]
+        if out[2].numel():
+            call.held["low"] = out[2]
+    return out[0], out[1]
