@@ -16,6 +16,7 @@ from megatron_patch.cli import (
     backends,
     config,
     doctor,
+    experiment,
     launch,
     plot,
     preflight,
@@ -24,7 +25,7 @@ from megatron_patch.cli import (
 )
 from megatron_patch.cli.common import Formatter, tell
 
-COMMANDS = (train, launch, preflight, prepare_data, config, doctor, plot, backends)
+COMMANDS = (train, launch, preflight, prepare_data, config, doctor, plot, experiment, backends)
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
 INTERRUPTED = 130

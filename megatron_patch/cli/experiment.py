@@ -1,0 +1,170 @@
+"""``megatron-patch experiment stability|cell|pack|unpack``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+
+DESCRIPTION = """\
+Run a fixed protocol of training runs that differ in one thing each, through the real trainer, and
+say which of them exploded. See docs/stability.md.
+
+  megatron-patch experiment stability --config configs/stability/smoke.yaml
+  megatron-patch experiment stability --config configs/stability/baselines.yaml --minutes 25
+  megatron-patch experiment pack runs/stability_baselines --to results
+"""
+STABILITY = """\
+Start the runs of a protocol on the GPUs of this node, several at once. The same command again goes
+on: finished and exploded runs are skipped, stopped ones continue from their checkpoint. Every run
+is in the verdict table, whatever it shows, also those not started yet. Exit code 0: no run failed
+for a reason of its own (exploding is not failing); 1: one did; 2: protocol or configuration error.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Register the command and its parts."""
+    parser = commands.add_parser(
+        "experiment",
+        help="run a protocol of comparable training runs",
+        description=DESCRIPTION,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parts = parser.add_subparsers(
+        title="what to do", metavar="stability|cell|pack|unpack", required=True
+    )
+    _add_stability(parts)
+    _add_cell(parts)
+    _add_pack(parts)
+
+
+def _part(parts: Subparsers, name: str, summary: str, more: str) -> argparse.ArgumentParser:
+    return parts.add_parser(
+        name,
+        help=summary,
+        description=more,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_stability(parts: Subparsers) -> None:
+    part = _part(parts, "stability", "run (or go on with) a protocol", STABILITY)
+    part.add_argument("--config", metavar="FILE", required=True, help="protocol file")
+    part.add_argument("--out", metavar="DIR", help="default: runs/<name of the protocol>")
+    part.add_argument(
+        "--gpus", metavar="N", type=_positive, help="GPUs to use; default: all; CPU: runs at once"
+    )
+    part.add_argument(
+        "--minutes", metavar="M", type=float, help="stop, with checkpoints, before this is over"
+    )
+    part.add_argument("--steps", metavar="N", type=_positive, help="end runs at this step for now")
+    part.add_argument(
+        "--only", metavar="CELL", nargs="+", default=[], help="cells, or single runs (cell-s1)"
+    )
+    part.add_argument("--retry", action="store_true", help="start failed and refused runs again")
+    part.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    add_overrides(part)
+    part.set_defaults(run=run_stability)
+
+
+def _add_cell(parts: Subparsers) -> None:
+    part = _part(
+        parts,
+        "cell",
+        "one run of a protocol, as 'stability' starts it",
+        "Train like 'megatron-patch train', after checking that batches, initial weights and\n"
+        "software are those of the reference file (written by the first run that finds none).",
+    )
+    part.add_argument("--config", metavar="FILE", required=True, help="trainer configuration")
+    part.add_argument("--variant", metavar="NAME", default="plain", help="change of core attention")
+    part.add_argument("--reference", metavar="FILE", required=True, help="fingerprint of the seed")
+    part.add_argument("--checked-steps", metavar="N", type=_positive, default=20)
+    add_overrides(part)
+    part.set_defaults(run=run_cell)
+
+
+def _add_pack(parts: Subparsers) -> None:
+    pack = _part(
+        parts,
+        "pack",
+        "put an experiment's records into a few small archives",
+        "Everything but checkpoints and TensorBoard files. A run that is not finished can be read\n"
+        "elsewhere, but continued only where its checkpoints are.",
+    )
+    pack.add_argument("experiment", metavar="DIR", help="directory of the experiment")
+    pack.add_argument("--to", metavar="DIR", required=True, help="where the archives go")
+    pack.add_argument("--files", metavar="N", type=_positive, default=8, help="at most; default 8")
+    pack.add_argument("--mib", metavar="M", type=float, default=15.5, help="size of one, at most")
+    pack.set_defaults(run=run_pack)
+    unpack = _part(
+        parts,
+        "unpack",
+        "read archives that 'pack' wrote into an experiment directory",
+        "Every file is checked against its hash. A run that is there already is replaced only by\n"
+        "one of the same experiment that went further.",
+    )
+    unpack.add_argument("archives", metavar="FILE", nargs="+", help="archives of one experiment")
+    unpack.add_argument("--out", metavar="DIR", required=True, help="directory of the experiment")
+    unpack.set_defaults(run=run_unpack)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def run_stability(args: argparse.Namespace) -> int:
+    """Run the protocol."""
+    from megatron_patch.experiments import stability
+
+    return stability.run(
+        stability.Request(
+            config=Path(args.config),
+            out=None if args.out is None else Path(args.out),
+            gpus=args.gpus,
+            minutes=args.minutes,
+            steps=args.steps,
+            only=args.only,
+            overrides=args.overrides,
+            retry=args.retry,
+            dry_run=args.dry_run,
+        )
+    )
+
+
+def run_cell(args: argparse.Namespace) -> int:
+    """Train one run."""
+    loaded = load(args.config, args.overrides)
+    from megatron_patch.experiments import cell
+
+    return cell.train(
+        loaded,
+        variant=args.variant,
+        reference=Path(args.reference),
+        checked_steps=args.checked_steps,
+    )
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    """Write the archives and say what did not fit."""
+    from megatron_patch.experiments import archive
+
+    for line in archive.pack(
+        Path(args.experiment), Path(args.to), files=args.files, limit=int(args.mib * 2**20)
+    ):
+        print(line)
+    return 0
+
+
+def run_unpack(args: argparse.Namespace) -> int:
+    """Read the archives."""
+    from megatron_patch.experiments import archive
+
+    for line in archive.unpack([Path(name) for name in args.archives], Path(args.out)):
+        print(line)
+    return 0

@@ -1,0 +1,1 @@
+"""Controlled experiments through the real trainer, and probes of tensors they captured."""

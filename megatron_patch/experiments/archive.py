@@ -1,0 +1,242 @@
+"""Carry an experiment's records between machines, in a few files of bounded size.
+
+Checkpoints stay behind: a 124M run with its optimizer is 1.6 GB. What travels is enough for every
+table, plot and report; a run that was cut can be continued only where its checkpoints are, and
+starts again from step 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.verdict import parse_rows, read_rows
+
+FORMAT = "megatron-patch experiment 1"
+MANIFEST = "manifest.json"
+LEFT_BEHIND = ("checkpoints", "tensorboard", "wandb")
+SHARED = ("experiment.json", "states.json")
+_LARGEST = 1 << 30
+_SLACK = 1 << 16
+
+
+def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]:
+    """Write ``<to>/<name>.<n>.zip``; yields what was written and what was left out.
+
+    Args:
+        experiment: directory of an experiment.
+        to: folder of the archives.
+        files: how many archives at most.
+        limit: bytes of one archive at most.
+
+    Raises:
+        ExperimentError: no experiment there, or its small records alone do not fit.
+    """
+    if not (experiment / "experiment.json").is_file():
+        raise ExperimentError(f"{experiment} is no experiment: it has no experiment.json")
+    name = json.loads((experiment / "experiment.json").read_text())["name"]
+    bins: list[list[tuple[Path, bytes]]] = [[] for _ in range(files)]
+    room = [limit - _SLACK] * files
+    left_out = []
+    for path in sorted(_records(experiment), key=lambda p: (_rank(p, experiment), p)):
+        data = path.read_bytes()
+        size = len(zlib.compress(data, 6)) + 512
+        place = next((i for i in range(files) if size <= room[i]), None)
+        if place is not None:
+            bins[place].append((path.relative_to(experiment), data))
+            room[place] -= size
+        elif _rank(path, experiment) == 0:
+            raise ExperimentError(f"{path} does not fit into {files} files of {limit:,} bytes")
+        else:
+            left_out.append((path.relative_to(experiment), len(data)))
+    to.mkdir(parents=True, exist_ok=True)
+    for index, content in enumerate(b for b in bins if b):
+        target = to / f"{name}.{index}.zip"
+        _write(target, name, content)
+        yield f"{target}: {len(content)} files, {target.stat().st_size:,} bytes"
+    for relative, size in left_out:
+        yield f"left out, no room: {relative} ({size:,} bytes)"
+
+
+def _records(experiment: Path) -> Iterator[Path]:
+    for folder, inside, names in os.walk(experiment):
+        inside[:] = [n for n in inside if n not in LEFT_BEHIND]
+        for name in names:
+            path = Path(folder) / name
+            if not name.startswith(".") and not name.endswith(".tmp") and not path.is_symlink():
+                yield path
+
+
+def _rank(path: Path, experiment: Path) -> int:
+    """What must travel first: records, then logs, then telemetry, then captured tensors."""
+    parts = path.relative_to(experiment).parts
+    if "captures" in parts:
+        return 3
+    if "stability" in parts[2:]:
+        return 2
+    return 1 if parts[0] == "logs" or path.suffix == ".log" else 0
+
+
+def _write(target: Path, name: str, content: list[tuple[Path, bytes]]) -> None:
+    files = {
+        relative.as_posix(): {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        for relative, data in content
+    }
+    manifest = {"format": FORMAT, "experiment": name, "files": files}
+    draft = target.with_suffix(".tmp")
+    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+        for relative, data in content:
+            archive.writestr(relative.as_posix(), data)
+    os.replace(draft, target)
+
+
+def unpack(archives: list[Path], out: Path) -> Iterator[str]:
+    """Merge archives into ``out``; yields what was taken and what was not.
+
+    Raises:
+        ExperimentError: a damaged or foreign archive, or one of another experiment or machine
+            than ``out`` holds. Nothing has been changed then.
+    """
+    content: dict[str, bytes] = {}
+    names = set()
+    for path in archives:
+        name, files = _read(path)
+        names.add(name)
+        content |= files
+    if len(names) != 1:
+        raise ExperimentError(f"archives of different experiments: {', '.join(sorted(names))}")
+    for needed in SHARED:
+        if needed not in content:
+            raise ExperimentError(f"{needed} is missing: give all archives of one 'pack'")
+    _compare(content, out)
+    yield from _merge(content, out)
+
+
+def _read(path: Path) -> tuple[str, dict[str, bytes]]:
+    """(experiment, {path: content}) of one archive, every byte checked."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = json.loads(_member(archive, MANIFEST, limit=1 << 24))
+            if manifest["format"] != FORMAT:
+                raise ExperimentError(f"{path}: format {manifest['format']!r}, not {FORMAT!r}")
+            found = {}
+            for name, facts in manifest["files"].items():
+                _check_name(path, name)
+                data = _member(archive, name, limit=min(int(facts["size"]), _LARGEST))
+                if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+                    raise ExperimentError(f"{path}: {name} is damaged (its hash differs)")
+                found[name] = data
+            return str(manifest["experiment"]), found
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ExperimentError):
+            raise
+        raise ExperimentError(f"{path}: not an archive of an experiment ({error})") from error
+
+
+def _member(archive: zipfile.ZipFile, name: str, *, limit: int) -> bytes:
+    """A member's content; one that is longer than announced is refused, not expanded."""
+    with archive.open(name) as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise ExperimentError(f"{archive.filename}: {name} is longer than its manifest says")
+    return data
+
+
+def _check_name(path: Path, name: str) -> None:
+    parts = PurePosixPath(name).parts
+    if name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or not parts:
+        raise ExperimentError(f"{path}: refuses to write to {name!r}")
+
+
+def _compare(content: dict[str, bytes], out: Path) -> None:
+    """Refuse to mix experiments or software."""
+    if (out / "experiment.json").exists():
+        here = json.loads((out / "experiment.json").read_text())
+        there = json.loads(content["experiment.json"])
+        same = here["name"] == there["name"] and here["explosion"] == there["explosion"]
+        shared = here["runs"].keys() & there["runs"].keys()
+        if not same or any(here["runs"][n] != there["runs"][n] for n in shared):
+            raise ExperimentError(f"{out} holds another experiment or another version of it")
+    for name, data in content.items():
+        if name.startswith("reference/") and (out / name).exists():
+            mine, theirs = json.loads((out / name).read_text()), json.loads(data)
+            if mine != theirs:
+                raise ExperimentError(
+                    f"{name} differs: the runs were made with other weights, batches, software or "
+                    f"device than those in {out}; unpack them into a directory of their own"
+                )
+
+
+def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
+    new = not (out / "experiment.json").exists()
+    theirs: dict[str, Any] = json.loads(content["states.json"])
+    here = out / "states.json"
+    states: dict[str, Any] = json.loads(here.read_text()) if here.exists() else {}
+    runs = {name.split("/")[1] for name in content if name.startswith("runs/")}
+    taken = set()
+    for run in sorted(runs):
+        had, has = _last_step(out / "runs" / run), _last_step_of(content, run)
+        if had is not None and had >= (has or 0):
+            yield f"{run}: kept what is here (step {had:,}; the archive has {has or 0:,})"
+            continue
+        if (out / "runs" / run).exists():
+            _set_aside(out / "runs" / run)
+        taken.add(run)
+        states[run] = theirs.get(run, states.get(run, {}))
+        yield f"{run}: taken, to step {has or 0:,}"
+    for name, data in content.items():
+        parts = PurePosixPath(name).parts
+        wanted = new or name.startswith("reference/")
+        if parts[0] == "runs":
+            wanted = parts[1] in taken
+        elif parts[0] == "logs":
+            wanted = PurePosixPath(name).stem in taken
+        if wanted and not (parts[0] == "reference" and (out / name).exists()):
+            target = out / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+    out.mkdir(parents=True, exist_ok=True)
+    for run, state in theirs.items():
+        states.setdefault(run, state)
+    here.write_text(json.dumps(states, indent=1, sort_keys=True) + "\n")
+    if not new:
+        _add_runs(content, out)
+
+
+def _add_runs(content: dict[str, bytes], out: Path) -> None:
+    """Runs that the archive's protocol has and ours has not."""
+    file = out / "experiment.json"
+    here = json.loads(file.read_text())
+    here["runs"] = json.loads(content["experiment.json"])["runs"] | here["runs"]
+    file.write_text(json.dumps(here, indent=1, sort_keys=True) + "\n")
+
+
+def _last_step(run_dir: Path) -> int | None:
+    rows = read_rows(run_dir / "metrics.csv")
+    return int(rows[-1]["step"]) if rows else None
+
+
+def _last_step_of(content: dict[str, bytes], run: str) -> int | None:
+    data = content.get(f"runs/{run}/metrics.csv")
+    if data is None:
+        return None
+    rows = parse_rows(io.StringIO(data.decode("utf-8", "replace")))
+    return int(rows[-1]["step"]) if rows else None
+
+
+def _set_aside(path: Path) -> None:
+    """Nothing that was measured is deleted."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.replaced_{number}")).exists():
+        number += 1
+    shutil.move(path, target)

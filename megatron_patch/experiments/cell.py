@@ -1,0 +1,71 @@
+"""One run of an experiment, inside its own process: preconditions, variant, then the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.experiments import preconditions, variants
+
+if TYPE_CHECKING:
+    from megatron_patch.config import Loaded
+
+FINGERPRINT = "experiment.json"
+
+
+def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) -> int:
+    """`megatron_patch.training.loop.train` as one run of an experiment; its exit code.
+
+    Args:
+        loaded: the checked configuration.
+        variant: a name of `variants.VARIANTS`.
+        reference: fingerprint file of the seed, see `preconditions.check`.
+        checked_steps: steps whose batches are hashed.
+
+    Raises:
+        ExperimentError: the run is not comparable with the others of its seed; no step was made.
+        ValueError: the variant does not fit the configuration.
+    """
+    from megatron_patch.training import loop, startup
+
+    variants.install(variant, loaded.config)
+    build = startup.build_session
+
+    def build_and_check(run: Any, layout: Any, *args: Any, **named: Any) -> Any:
+        built = build(run, layout, *args, **named)
+        if layout.rank == 0:
+            # Other ranks wait in the trainer's next collective; a refusal ends the job.
+            mine = fingerprint(run, built[0].chunks, checked_steps)
+            record(run, variant, mine)
+            preconditions.check(mine, reference)
+        return built
+
+    startup.build_session = build_and_check  # type: ignore[assignment]
+    try:
+        return loop.train(loaded)
+    finally:
+        startup.build_session = build
+
+
+def fingerprint(run: Any, chunks: list[Any], checked_steps: int) -> dict[str, Any]:
+    """What this process found, as `preconditions.Fingerprint.as_dict`."""
+    from megatron_patch.runtime import environment
+
+    report = environment.report()
+    return preconditions.Fingerprint(
+        weights=preconditions.hash_weights(chunks),
+        batches=preconditions.hash_batches(run, checked_steps),
+        checked_steps=checked_steps,
+        environment={key: report.get(key) for key in preconditions.COMPARED},
+    ).as_dict()
+
+
+def record(run: Any, variant: str, mine: dict[str, Any]) -> None:
+    """Leave variant and hashes in the run directory."""
+    from megatron_patch.training.rundir import run_directory, write_atomically
+
+    facts = {key: value for key, value in mine.items() if key != "weights"}
+    facts |= {"variant": variant, "meaning": variants.VARIANTS[variant].meaning}
+    path = run_directory(run) / FINGERPRINT
+    write_atomically(path, json.dumps(facts, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,214 @@
+"""A protocol: which runs an experiment consists of, fixed before the first of them starts.
+
+A protocol file is YAML under the rules of every configuration here (strict keys, ``base:``). It
+names one trainer configuration and the cells; a cell is that configuration with a few keys changed
+(``set``) and possibly core attention changed in a way no key expresses (``variant``). A *run* is
+one cell with one seed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron_patch.config import ConfigError, Problem, load
+from megatron_patch.experiments.variants import VARIANTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_patch.config import Loaded
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,47}")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class CellConfig:
+    """One setting of the experiment."""
+
+    name: str
+    """Name of the cell: lower-case letters, digits and ``_``."""
+    set: list[str] = field(default_factory=list)
+    """Keys of the trainer configuration this cell changes, as ``section.key=value``."""
+    variant: str = "plain"
+    """Change of core attention that is no key of the trainer; see docs/stability.md."""
+    seeds: list[int] | None = None
+    """Seeds of this cell; default: the protocol's."""
+    asks: str = ""
+    """The question this cell answers, one line, for the tables."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ExplosionConfig:
+    """When a run counts as exploded. Figures are means over windows of steps."""
+
+    window: int = 50
+    """Steps of one window."""
+    from_step: int = 2000
+    """Windows that end before this step count for nothing (large gradients are normal there)."""
+    grad_norm: float = 1.0
+    """The first window with a mean gradient norm above this is reported."""
+    loss: float = 4.5
+    """A run whose window loss rises above this after having been below has exploded."""
+    stop_after: int | None = 500
+    """Stop an exploded run this many steps later; null: let it run to its end."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Protocol:
+    """An experiment."""
+
+    name: str
+    """Name of the experiment; its results lie in ``runs/<name>`` unless --out says otherwise."""
+    description: str = ""
+    """What it is for, one paragraph."""
+    config: str
+    """Trainer configuration of every run, relative to the protocol file."""
+    set: list[str] = field(default_factory=list)
+    """Keys of it changed in every run."""
+    steps: int
+    """Optimizer steps of every run."""
+    seeds: list[int]
+    """Seeds of every cell: all runs of one seed see the same batches and initial weights."""
+    gpus_per_run: int = 1
+    """Data-parallel GPUs of one run."""
+    runs_per_gpu: int = 1
+    """Runs that share a GPU at the same time."""
+    checked_steps: int = 20
+    """Steps whose batches are hashed and compared between the runs of a seed."""
+    save_seconds: float = 90.0
+    """Time kept free at the end of a time budget for saving and leaving."""
+    steps_per_second: float | None = None
+    """Expected speed of one run, for the plan that --dry-run prints; null: unknown."""
+    explosion: ExplosionConfig = field(default_factory=ExplosionConfig)
+    """When a run counts as exploded."""
+    cells: list[CellConfig]
+    """The cells, in the order in which they are started."""
+
+    def problems(self, whole: Protocol) -> Iterator[Problem]:
+        """Everything that can be said before the trainer configuration is read."""
+        if not NAME.fullmatch(self.name):
+            yield Problem("name", f"{self.name[:60]!r}: use at most 48 of a-z 0-9 _")
+        for key in ("steps", "gpus_per_run", "runs_per_gpu", "checked_steps"):
+            if getattr(self, key) < 1:
+                yield Problem(key, f"{getattr(self, key)}: must be at least 1")
+        if self.save_seconds < 0:
+            yield Problem("save_seconds", f"{self.save_seconds}: must not be negative")
+        if self.explosion.window < 1 or self.explosion.from_step < 0:
+            yield Problem("explosion", "window must be at least 1 and from_step not negative")
+        yield from _seeds("seeds", self.seeds)
+        if not self.cells:
+            yield Problem("cells", "[] is no experiment: name at least one cell")
+        names = [cell.name for cell in self.cells]
+        for index, cell in enumerate(self.cells):
+            where = f"cells[{index}]"
+            if not NAME.fullmatch(cell.name):
+                yield Problem(f"{where}.name", f"{cell.name[:60]!r}: use at most 48 of a-z 0-9 _")
+            if names.index(cell.name) != index:
+                yield Problem(f"{where}.name", f"{cell.name!r} is the name of two cells")
+            if cell.variant not in VARIANTS:
+                allowed = ", ".join(VARIANTS)
+                yield Problem(f"{where}.variant", f"{cell.variant!r}: use one of {allowed}")
+            if cell.seeds is not None:
+                yield from _seeds(f"{where}.seeds", cell.seeds)
+
+
+def _seeds(path: str, seeds: list[int]) -> Iterator[Problem]:
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+        yield Problem(path, f"{seeds}: name at least one seed, none twice, none negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One cell with one seed."""
+
+    cell: CellConfig
+    seed: int
+    overrides: tuple[str, ...]
+    """Everything that makes this run out of the trainer configuration, in order."""
+
+    @property
+    def id(self) -> str:
+        """Name of the run and of its directory."""
+        return f"{self.cell.name}-s{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A protocol that passed every check, with its runs."""
+
+    protocol: Protocol
+    config: Path
+    """The trainer configuration."""
+    runs: tuple[Run, ...]
+    """All runs: every cell of the first seed, then every cell of the next."""
+
+
+def read(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Experiment:
+    """Load a protocol and check the configuration of each of its runs.
+
+    Args:
+        path: the protocol file.
+        overrides: ``section.key=value`` for the trainer configuration of every run (where the
+            data lie, for example).
+
+    Raises:
+        ConfigError: every problem of the protocol, or of the first run whose configuration is
+            refused.
+    """
+    from pathlib import Path
+
+    protocol: Protocol = load(path, root=Protocol).config  # type: ignore[assignment]
+    config = Path(path).parent / protocol.config
+    common = (*protocol.set, *(overrides or []))
+    seeds = list(dict.fromkeys(s for c in protocol.cells for s in (c.seeds or protocol.seeds)))
+    runs = tuple(
+        Run(cell, seed, (*common, *cell.set, f"training.seed={seed}"))
+        for seed in sorted(seeds, key=lambda s: (s not in protocol.seeds, seeds.index(s)))
+        for cell in protocol.cells
+        if seed in (cell.seeds or protocol.seeds)
+    )
+    for run in runs:
+        _check(run, trainer_config(config, run, steps=protocol.steps), protocol)
+    return Experiment(protocol, config, runs)
+
+
+def trainer_config(
+    config: Path, run: Run, *, steps: int, run_dir: Path | None = None, extra: tuple[str, ...] = ()
+) -> Loaded:
+    """The configuration of one run, checked as ``megatron-patch train`` checks it."""
+    return load(config, [*run.overrides, *runtime_keys(run, steps, run_dir), *extra])
+
+
+def runtime_keys(run: Run, steps: int, run_dir: Path | None) -> list[str]:
+    """Keys that say how long and where, not what is trained."""
+    where = [] if run_dir is None else [f"run_dir={run_dir}"]
+    return [f"name={run.id}", f"training.train_steps={steps}", *where]
+
+
+def _check(run: Run, loaded: Loaded, protocol: Protocol) -> None:
+    """What an experiment asks of a run beyond a valid configuration."""
+    found: list[Problem] = []
+    config, variant = loaded.config, VARIANTS[run.cell.variant]
+    split = config.parallel
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    for axis in axes:
+        if getattr(split, axis) != 1:
+            found.append(Problem(f"parallel.{axis}", "experiments split data only: set it to 1"))
+    if config.optimizer.schedule != "constant" and config.optimizer.decay_steps is None:
+        found.append(
+            Problem(
+                "optimizer.decay_steps",
+                "must be given: without it the learning rate of a step would depend on --steps",
+            )
+        )
+    if config.training.device == "cpu" and protocol.gpus_per_run > 1:
+        found.append(Problem("gpus_per_run", "is for GPUs; leave it at 1 with device: cpu"))
+    found += [Problem("variant", text) for text in variant.unmet(config)]
+    if found:
+        raise ConfigError(
+            [Problem(p.path, f"{p.message} (run {run.id} of {protocol.name})") for p in found]
+        )

@@ -1,0 +1,211 @@
+"""What an experiment has come to: verdict table (JSON, Markdown), curves (CSV), plot.
+
+Written after every invocation, complete or not: runs that were never started are in the table, with
+the state ``waiting``. The JSON is what docs/stability.md is generated from.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.experiments.protocol import Run
+from megatron_patch.experiments.store import FINISHED, Store
+from megatron_patch.experiments.verdict import Row, judge, windows
+
+HEAD = (
+    "cell",
+    "seed",
+    "state",
+    "steps",
+    "gradient norm > {grad_norm:g} from",
+    "loss > {loss:g} from",
+    "largest gradient norm",
+    "final loss",
+    "validation loss",
+)
+
+
+def write(store: Store) -> dict[str, Any]:
+    """Write ``results/`` of the experiment; returns what verdicts.json holds."""
+    folder = store.path / "results"
+    folder.mkdir(exist_ok=True)
+    rows = {run.id: store.rows(run) for run in store.experiment.runs}
+    result = collect(store, rows)
+    (folder / "verdicts.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    (folder / "verdicts.md").write_text(markdown(result))
+    _write_curves(folder / "curves.csv", store, rows)
+    if any(rows.values()):
+        draw(folder / "curves.png", store, rows)
+    return result
+
+
+def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
+    """Everything the tables need, JSON-ready (NaN and infinity as text)."""
+    protocol = store.experiment.protocol
+    runs = []
+    for run in store.experiment.runs:
+        state = store.states[run.id]
+        verdict = judge(rows[run.id], protocol.explosion).as_dict()
+        runs.append(
+            {
+                "run": run.id,
+                "cell": run.cell.name,
+                "seed": run.seed,
+                "asks": run.cell.asks,
+                "variant": run.cell.variant,
+                "set": list(run.cell.set),
+                "state": state.state,
+                "reason": state.reason,
+                "attempts": state.attempts,
+                **{name: _finite(value) for name, value in verdict.items()},
+            }
+        )
+    return {
+        "name": protocol.name,
+        "description": protocol.description,
+        "steps": protocol.steps,
+        "explosion": {
+            name: getattr(protocol.explosion, name)
+            for name in ("window", "from_step", "grad_norm", "loss", "stop_after")
+        },
+        "environment": _environment(store),
+        "runs": runs,
+    }
+
+
+def _environment(store: Store) -> dict[str, Any]:
+    """Software and device that all runs shared; empty before the first run."""
+    for file in sorted((store.path / "reference").glob("seed_*.json")):
+        return json.loads(file.read_text())["environment"]
+    return {}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The verdict table, the spread over seeds, and what is missing, as Markdown."""
+    rule = result["explosion"]
+    head = [text.format(**rule) for text in HEAD]
+    lines = [table(head, [_row(run) for run in result["runs"]])]
+    lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
+    spread = seed_spread(result)
+    if spread:
+        lines += ["", "Final loss over seeds (finished runs):", "", spread]
+    missing = [r["run"] for r in result["runs"] if r["state"] in ("waiting", "paused")]
+    if missing:
+        lines += ["", f"Not complete: {', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(run: dict[str, Any]) -> list[str]:
+    return [
+        run["cell"],
+        str(run["seed"]),
+        run["state"],
+        f"{run['steps']:,}" if run["steps"] else "-",
+        step_text(run["first_large_gradient"], run),
+        step_text(run["exploded_at"], run),
+        number(run["largest_grad_norm"], "{:.3g}"),
+        number(run["final_loss"], "{:.4f}"),
+        number(run["eval_loss"], "{:.4f}"),
+    ]
+
+
+def step_text(step: int | None, run: dict[str, Any]) -> str:
+    """A step; ``never`` only for what was looked at."""
+    return f"{step:,}" if step is not None else "never" if run["steps"] else "-"
+
+
+def number(value: Any, form: str) -> str:
+    """A figure, ``-`` where there is none, ``nan``/``inf`` as they are."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else form.format(value)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; the first column left-aligned, the others right-aligned."""
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def seed_spread(result: dict[str, Any]) -> str:
+    """Mean and range of the final loss of every cell with finished runs; empty without any."""
+    cells: dict[str, list[float]] = {}
+    for run in result["runs"]:
+        if run["state"] == FINISHED and isinstance(run["final_loss"], float):
+            cells.setdefault(run["cell"], []).append(run["final_loss"])
+    if not cells:
+        return ""
+    rows = [
+        [name, str(len(v)), f"{statistics.mean(v):.4f}", f"{max(v) - min(v):.4f}"]
+        for name, v in cells.items()
+    ]
+    return table(["cell", "seeds", "mean final loss", "largest - smallest"], rows)
+
+
+def _write_curves(path: Path, store: Store, rows: dict[str, list[Row]]) -> None:
+    """One line a window of every run."""
+    size = store.experiment.protocol.explosion.window
+    with path.open("w", newline="") as out:
+        writer = csv.writer(out)
+        names = ["loss", "grad_norm", "loss_max", "grad_norm_max"]
+        writer.writerow(["run", "cell", "seed", "step", *names])
+        for run in store.experiment.runs:
+            for w in windows(rows[run.id], size):
+                figures = [f"{getattr(w, name):.6g}" for name in names]
+                writer.writerow([run.id, run.cell.name, run.seed, w.step, *figures])
+
+
+_LINES = ("-", "--", ":", "-.")
+
+
+def draw(path: Path, store: Store, rows: dict[str, list[Row]]) -> None:
+    """Loss and gradient norm of all runs: a color a cell, a line style a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    protocol = store.experiment.protocol
+    cells = [cell.name for cell in protocol.cells]
+    seeds = list(dict.fromkeys(run.seed for run in store.experiment.runs))
+    figure, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
+    for run in store.experiment.runs:
+        found = windows(rows[run.id], protocol.explosion.window)
+        if not found:
+            continue
+        style = {
+            "color": f"C{cells.index(run.cell.name) % 10}",
+            "linestyle": _LINES[seeds.index(run.seed) % len(_LINES)],
+            "linewidth": 1.1,
+            "marker": "o" if len(found) < 3 else None,
+        }
+        steps = [w.step for w in found]
+        axes[0].plot(steps, [w.loss for w in found], label=_label(run), **style)
+        axes[1].plot(steps, [w.grad_norm for w in found], **style)
+    axes[0].set_ylabel(f"training loss ({protocol.explosion.window}-step mean)")
+    axes[1].set_ylabel(f"gradient norm ({protocol.explosion.window}-step mean)")
+    axes[1].set_yscale("log")
+    axes[1].axhline(protocol.explosion.grad_norm, color="gray", linewidth=0.8, linestyle=":")
+    axes[0].axhline(protocol.explosion.loss, color="gray", linewidth=0.8, linestyle=":")
+    axes[1].set_xlabel("step")
+    axes[0].legend(fontsize="x-small", ncols=2)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _label(run: Run) -> str:
+    return f"{run.cell.name}, seed {run.seed}"

@@ -1,0 +1,340 @@
+"""Runs the cells: a queue over the seats of one node's GPUs, with a deadline, resumable.
+
+Every run is an ordinary trainer process (torchrun where it has several GPUs) in its own run
+directory. The runner only starts processes, reads their metrics.csv, and ends them: at the
+deadline gracefully, so that they save, and an exploded run some steps after it has exploded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_patch.experiments.protocol import Run, runtime_keys
+from megatron_patch.experiments.store import (
+    EXPLODED,
+    FAILED,
+    FINAL,
+    FINISHED,
+    GUARDED,
+    NONFINITE,
+    PAUSED,
+    REFUSED,
+    WAITING,
+    State,
+    Store,
+)
+from megatron_patch.experiments.verdict import judge
+from megatron_patch.monitor.metrics import duration
+
+POLL_SECONDS = 0.5
+REPORT_SECONDS = 20.0
+SHORTEST_SECONDS = 30.0
+"""A run is not started with less training time than this left."""
+GRACE_SECONDS = 60.0
+"""After a request to stop, before the process group is killed."""
+_STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
+
+
+@dataclass(slots=True)
+class Active:
+    """A run that has a process."""
+
+    run: Run
+    process: subprocess.Popen[bytes]
+    seats: list[int]
+    began: float
+    first_step: int
+    asked_to_stop: float | None = None
+    exploded: str = ""
+    looked: float = 0.0
+    step: int = 0
+    loss: float = float("nan")
+
+
+@dataclass(slots=True)
+class Runner:
+    """One invocation.
+
+    Args of the constructor: the store; ``devices``, a seat each (a GPU index, repeated where runs
+    share it; for the CPU any numbers); ``seconds`` of the time budget or None; ``steps`` to end
+    runs at; ``only``, names of cells or runs; ``say``, where progress lines go.
+    """
+
+    store: Store
+    devices: list[int]
+    seconds: float | None
+    steps: int
+    only: set[str] = field(default_factory=set)
+    say: Callable[[str], None] = print
+    active: list[Active] = field(default_factory=list)
+    stopping: bool = False
+    _began: float = field(default_factory=time.monotonic)
+    _rates: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Start, watch and end runs until none can be started any more."""
+        queue = [run for run in self.store.experiment.runs if self._wanted(run)]
+        free = list(self.devices)
+        reported = 0.0
+        handlers = {n: signal.signal(n, self._stop) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while queue or self.active:
+                if not self.stopping and self._time_left() < SHORTEST_SECONDS and queue:
+                    self.say(f"out of time: {len(queue)} run(s) are left for the next invocation")
+                    queue.clear()
+                if self.stopping:
+                    queue.clear()
+                while queue and (seats := self._seats(free)):
+                    self._start(queue.pop(0), seats)
+                for item in list(self.active):
+                    if self._watch(item):
+                        self.active.remove(item)
+                        free += item.seats
+                if time.monotonic() - reported > REPORT_SECONDS and self.active:
+                    reported = time.monotonic()
+                    self.say(self._progress(queue))
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self.store.save()
+
+    def _wanted(self, run: Run) -> bool:
+        if self.only and run.cell.name not in self.only and run.id not in self.only:
+            return False
+        state = self.store.states[run.id]
+        return state.state not in FINAL and (self.store.finished_step(run) or 0) < self.steps
+
+    def _time_left(self) -> float:
+        """Seconds of training that a run started now would have."""
+        if self.seconds is None:
+            return float("inf")
+        protocol = self.store.experiment.protocol
+        return self.seconds - (time.monotonic() - self._began) - protocol.save_seconds
+
+    def _seats(self, free: list[int]) -> list[int]:
+        """Seats on as many different GPUs as a run needs, taken from ``free``; [] if too few."""
+        needed = self.store.experiment.protocol.gpus_per_run
+        # The GPU with most free seats first, so that runs spread before they share.
+        distinct = sorted(set(free), key=lambda device: (-free.count(device), device))
+        if len(distinct) < needed:
+            return []
+        taken = sorted(distinct[:needed])
+        for device in taken:
+            free.remove(device)
+        return taken
+
+    def _start(self, run: Run, seats: list[int]) -> None:
+        store = self.store
+        command = cell_command(
+            store, run, gpus=len(seats), steps=self.steps, left=self._time_left()
+        )
+        environment = dict(os.environ)
+        if not _on_cpu(run, store):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seats))
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        log = store.log(run)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        rows = store.rows(run)
+        first = int(rows[-1]["step"]) if rows and store.has_checkpoint(run) else 0
+        with log.open("ab") as out:
+            # Its own session: a stop reaches the whole group, and ours does not reach it.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.active.append(Active(run, process, seats, time.monotonic(), first, step=first))
+        again = f"going on after step {first:,}" if first else "from step 0"
+        if rows and not first:
+            again += f" ({int(rows[-1]['step']):,} steps are repeated: there is no checkpoint)"
+        self.say(f"start {run.id} on {'/'.join(map(str, seats))}: {again}")
+
+    def _watch(self, item: Active) -> bool:
+        """Look after a process; True once it has ended and its end is recorded."""
+        now = time.monotonic()
+        code = item.process.poll()
+        if code is not None:
+            self._ended(item, code)
+            return True
+        if now - item.looked > min(REPORT_SECONDS, 5.0):
+            item.looked = now
+            self._look(item)
+        late = self.seconds is not None and now - self._began > self.seconds
+        if (late or self.stopping) and item.asked_to_stop is None:
+            self._ask_to_stop(item)
+        if item.asked_to_stop is not None and now - item.asked_to_stop > GRACE_SECONDS:
+            _signal_group(item.process, signal.SIGKILL)
+        return False
+
+    def _look(self, item: Active) -> None:
+        """Read the run's figures; stop it if it has exploded long enough ago."""
+        rows = self.store.rows(item.run)
+        if not rows:
+            return
+        item.step, item.loss = int(rows[-1]["step"]), rows[-1]["loss"]
+        seconds = time.monotonic() - item.began
+        if item.step > item.first_step and seconds > 0:
+            self._rates[item.run.id] = (item.step - item.first_step) / seconds
+        rule = self.store.experiment.protocol.explosion
+        at = judge(rows, rule).exploded_at
+        if at is None or rule.stop_after is None or item.step < at + rule.stop_after:
+            return
+        if item.asked_to_stop is None:
+            item.exploded = f"loss above {rule.loss:g} from step {at:,}; stopped at {item.step:,}"
+            self.say(f"{item.run.id} has exploded: {item.exploded}")
+            self._ask_to_stop(item)
+
+    def _ask_to_stop(self, item: Active) -> None:
+        item.asked_to_stop = time.monotonic()
+        _ask_ranks(item.process)
+
+    def _ended(self, item: Active, code: int) -> None:
+        """Record how a process ended."""
+        run, store = item.run, self.store
+        self._look(item)
+        state = store.states[run.id]
+        rows = store.rows(run)
+        last = int(rows[-1]["step"]) if rows else 0
+        state.attempts.append(
+            {
+                "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "seconds": round(time.monotonic() - item.began, 1),
+                "exit_code": code,
+                "from_step": item.first_step,
+                "to_step": last,
+                "gpus": len(item.seats),
+            }
+        )
+        state.state, state.reason = self._verdict(item, code)
+        store.save()
+        note = f": {state.reason}" if state.reason else ""
+        self.say(f"{run.id} is {state.state} after step {last:,}{note}")
+
+    def _verdict(self, item: Active, code: int) -> tuple[str, str]:
+        """(state, reason) of a process that ended."""
+        store, run = self.store, item.run
+        if item.exploded:
+            return EXPLODED, item.exploded
+        if (store.finished_step(run) or 0) >= self.steps and code == 0:
+            whole = self.steps >= store.experiment.protocol.steps
+            return (FINISHED, "") if whole else (PAUSED, f"reached --steps {self.steps:,}")
+        if code == 0:
+            return PAUSED, "stopped with a checkpoint"
+        if item.asked_to_stop is not None:
+            # Ended by force, or before it could save.
+            kept = store.has_checkpoint(run)
+            return (PAUSED if kept else WAITING), "ended before it could save"
+        tail = _last_line(store.log(run))
+        return _STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {tail}"
+
+    def _stop(self, *_: object) -> None:
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        self.say("stopping: running cells save first; the same command continues")
+
+    def _kill(self) -> None:
+        for item in self.active:
+            _signal_group(item.process, signal.SIGKILL)
+            item.process.wait()
+
+    def _progress(self, queue: list[Run]) -> str:
+        """One line: what runs, how far, how long it will take."""
+        parts = []
+        for item in self.active:
+            rate = self._rates.get(item.run.id)
+            speed = f" {rate:.1f} step/s" if rate else ""
+            loss = f" loss {item.loss:.3f}" if item.step else ""
+            parts.append(f"{item.run.id} {item.step:,}/{self.steps:,}{loss}{speed}")
+        clock = duration(time.monotonic() - self._began)
+        line = f"[{clock}] {'; '.join(parts)}; waiting {len(queue)}"
+        left = self._work_left(queue)
+        if left is not None:
+            line += f"; about {duration(left)} of work"
+        if self.seconds is not None:
+            line += f", {duration(max(0.0, self._time_left()))} of time"
+        return line + " left"
+
+    def _work_left(self, queue: list[Run]) -> float | None:
+        """Seconds until the queue is empty at the speeds seen so far; None before any is known."""
+        if not self._rates:
+            return None
+        usual = statistics.median(self._rates.values())
+        total = sum((self.steps - i.step) / self._rates.get(i.run.id, usual) for i in self.active)
+        for run in queue:
+            rows = self.store.rows(run) if self.store.has_checkpoint(run) else []
+            total += (self.steps - (int(rows[-1]["step"]) if rows else 0)) / usual
+        lanes = max(1, len(self.devices) // self.store.experiment.protocol.gpus_per_run)
+        return total / min(lanes, max(1, len(queue) + len(self.active)))
+
+
+def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) -> list[str]:
+    """The command line of one run; ``left`` seconds of training (inf: no limit)."""
+    start = ["-m", "megatron_patch"]
+    if gpus > 1:
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        start += ["-m", "megatron_patch"]
+    command = [sys.executable, *start, "experiment", "cell"]
+    command += ["--config", str(store.experiment.config), "--variant", run.cell.variant]
+    command += ["--reference", str(store.reference(run))]
+    command += ["--checked-steps", str(store.experiment.protocol.checked_steps)]
+    keys = [*run.overrides, *runtime_keys(run, steps, store.run_dir(run)), "logging.progress=off"]
+    if left != float("inf"):
+        keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
+    return command + [part for key in keys for part in ("--set", key)]
+
+
+def _on_cpu(run: Run, store: Store) -> bool:
+    from megatron_patch.experiments.protocol import trainer_config
+
+    loaded = trainer_config(store.experiment.config, run, steps=1_000_000)
+    return loaded.config.training.device == "cpu"
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _ask_ranks(process: subprocess.Popen[bytes]) -> None:
+    """SIGUSR1 to the training processes: torchrun would kill them 30 s after a SIGTERM."""
+    import psutil
+
+    try:
+        parent = psutil.Process(process.pid)
+        launcher = "torch.distributed.run" in parent.cmdline()
+        ranks = parent.children() if launcher else [parent]
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR1)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a log that says something, shortened."""
+    if not log.exists():
+        return ""
+    size = log.stat().st_size
+    with log.open("rb") as stream:
+        stream.seek(max(0, size - 8192))
+        lines = stream.read().decode(errors="replace").splitlines()
+    found = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return found.removeprefix("[rank0]: ")[:300]
+
+
+__all__ = ["Active", "Runner", "State", "cell_command"]

@@ -1,0 +1,181 @@
+"""The directory of an experiment: what was fixed, what each run has come to.
+
+``<out>/``: experiment.json (protocol and runs, written once), reference/ (one fingerprint a seed),
+runs/<run>/ (ordinary run directories), logs/, states.json, results/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.protocol import Experiment, Run
+from megatron_patch.experiments.verdict import Row, read_rows
+
+WAITING, PAUSED, FINISHED = "waiting", "paused", "finished"
+EXPLODED, NONFINITE, GUARDED = "exploded", "non-finite", "stopped by its guard"
+FAILED, REFUSED = "failed", "refused"
+FINAL = (FINISHED, EXPLODED, NONFINITE, GUARDED, FAILED, REFUSED)
+"""States in which a run is not started again (failed and refused ones are, with --retry)."""
+
+
+@dataclass(slots=True)
+class State:
+    """What a run has come to."""
+
+    state: str = WAITING
+    reason: str = ""
+    """One line: why it stopped, where that says more than the state."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """One entry a process: utc, seconds, exit code, first and last step."""
+
+
+class Store:
+    """One experiment's directory, locked while this object is open."""
+
+    def __init__(self, path: Path, experiment: Experiment) -> None:
+        """Take the directory.
+
+        Raises:
+            ExperimentError: another process uses it, or it holds a different experiment.
+        """
+        self.path, self.experiment = path, experiment
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(path)
+        try:
+            self._claim()
+            self.states = self._read_states()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others have the directory."""
+        self._lock.close()
+
+    def run_dir(self, run: Run) -> Path:
+        """The trainer's run directory."""
+        return self.path / "runs" / run.id
+
+    def log(self, run: Run) -> Path:
+        """Console output of the run's processes."""
+        return self.path / "logs" / f"{run.id}.txt"
+
+    def reference(self, run: Run) -> Path:
+        """Fingerprint that all runs of the seed share."""
+        return self.path / "reference" / f"seed_{run.seed}.json"
+
+    def rows(self, run: Run) -> list[Row]:
+        """Logged steps of a run."""
+        return read_rows(self.run_dir(run) / "metrics.csv")
+
+    def finished_step(self, run: Run) -> int | None:
+        """Step of the trainer's FINISHED marker."""
+        marker = self.run_dir(run) / "FINISHED"
+        try:
+            return int(json.loads(marker.read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def has_checkpoint(self, run: Run) -> bool:
+        """Whether a stopped run could go on."""
+        folder = self.run_dir(run) / "checkpoints"
+        return folder.is_dir() and any(folder.iterdir())
+
+    def save(self) -> None:
+        """Write states.json."""
+        tree = {name: dataclasses.asdict(state) for name, state in self.states.items()}
+        _write(self.path / "states.json", tree)
+
+    def _claim(self) -> None:
+        """Write what is fixed, or compare with what was."""
+        file = self.path / "experiment.json"
+        mine = _fixed(self.experiment)
+        if not file.exists():
+            _write(file, mine | {"utc": _utc()})
+            return
+        there = json.loads(file.read_text())
+        if there["name"] != mine["name"]:
+            raise ExperimentError(
+                f"{self.path} holds the experiment {there['name']!r}, not {mine['name']!r}: use "
+                "another --out"
+            )
+        changed = [
+            f"{key}: {there[key]} -> {mine[key]}" for key in _RULES if there[key] != mine[key]
+        ]
+        for name, run in mine["runs"].items():
+            before = there["runs"].get(name)
+            if before is not None and before != run:
+                changed.append(f"run {name}: {before} -> {run}")
+        if changed:
+            listed = "\n".join(f"  - {text}" for text in changed)
+            raise ExperimentError(
+                f"the protocol is not the one {self.path} was started with:\n{listed}\n"
+                "A protocol is fixed before its first run. Take the changes back, or use another "
+                "--out (cells may be added, and --steps may end an invocation earlier)"
+            )
+        added = {name: run for name, run in mine["runs"].items() if name not in there["runs"]}
+        if added:
+            there["runs"] |= added
+            there.setdefault("added", []).append({"utc": _utc(), "runs": sorted(added)})
+            _write(file, there)
+
+    def _read_states(self) -> dict[str, State]:
+        file = self.path / "states.json"
+        tree = json.loads(file.read_text()) if file.exists() else {}
+        found = {name: State(**entry) for name, entry in tree.items()}
+        return {run.id: found.get(run.id, State()) for run in self.experiment.runs} | found
+
+
+_RULES = ("steps", "checked_steps", "explosion", "config")
+
+
+def _fixed(experiment: Experiment) -> dict[str, Any]:
+    protocol = experiment.protocol
+    return {
+        "name": protocol.name,
+        "description": protocol.description,
+        "steps": protocol.steps,
+        "checked_steps": protocol.checked_steps,
+        "explosion": dataclasses.asdict(protocol.explosion),
+        "config": experiment.config.name,
+        "runs": {
+            run.id: {
+                "cell": run.cell.name,
+                "asks": run.cell.asks,
+                "seed": run.seed,
+                "variant": run.cell.variant,
+                "set": list(run.overrides),
+            }
+            for run in experiment.runs
+        },
+    }
+
+
+def _lock(path: Path) -> IO[str]:
+    handle = (path / ".lock").open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise ExperimentError(f"{path}: another process runs this experiment right now") from None
+    except OSError:
+        pass  # a file system without locks: one invocation at a time is the caller's care
+    return handle
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n")
+    os.replace(draft, path)
+
+
+def _utc() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
