@@ -21,11 +21,23 @@ from megatron_patch.cli import (
     plot,
     preflight,
     prepare_data,
+    probe,
     train,
 )
 from megatron_patch.cli.common import Formatter, tell
 
-COMMANDS = (train, launch, preflight, prepare_data, config, doctor, plot, experiment, backends)
+COMMANDS = (
+    train,
+    launch,
+    preflight,
+    prepare_data,
+    config,
+    doctor,
+    plot,
+    experiment,
+    probe,
+    backends,
+)
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
 INTERRUPTED = 130

@@ -208,6 +208,9 @@ def _check(run: Run, loaded: Loaded, protocol: Protocol) -> None:
     if config.training.device == "cpu" and protocol.gpus_per_run > 1:
         found.append(Problem("gpus_per_run", "is for GPUs; leave it at 1 with device: cpu"))
     found += [Problem("variant", text) for text in variant.unmet(config)]
+    guard = getattr(getattr(config, "stability", None), "guard", None)
+    if guard == "switch" and variant.wrap is not None:
+        found.append(Problem("stability.guard", "switch would undo the variant: use warn or off"))
     if found:
         raise ConfigError(
             [Problem(p.path, f"{p.message} (run {run.id} of {protocol.name})") for p in found]

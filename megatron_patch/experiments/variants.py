@@ -103,9 +103,13 @@ def center_values(run: Backend) -> Backend:
                 "needs as many of both (remove model.num_query_groups)"
             )
         with torch.no_grad():
-            mean = run(dataclasses.replace(call, want_max_logits=False))[0]
-            mean = mean.float().mean(0, keepdim=True)
-        out, top = run(dataclasses.replace(call, v=_minus(call.v, mean)))
+            first = run(dataclasses.replace(call, want_max_logits=False, held=None))[0]
+            mean = first.float().mean(0, keepdim=True)
+        held: dict[str, torch.Tensor] | None = None if call.held is None else {}
+        out, top = run(dataclasses.replace(call, v=_minus(call.v, mean), held=held))
+        if call.held is not None and held and "max_logits" in held:
+            # The low-order part is that of O - c, which an observer would add to O.
+            call.held["max_logits"] = held["max_logits"]
         return (out.float() + mean).to(out.dtype), top
 
     return changed

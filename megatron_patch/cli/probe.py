@@ -1,0 +1,62 @@
+"""``megatron-patch probe``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_patch.cli.common import Formatter, Subparsers
+
+DESCRIPTION = """\
+Run every attention backend on tensors that a training run captured (stability.capture_steps) and
+judge it against float64: bias of delta with its standard error clustered by head, coherence, dQ
+error; and what the tensors are like: kappa, repeated maxima, dead zone, spectral norms.
+
+  megatron-patch probe runs/gpt2_124m
+  megatron-patch probe runs/a/captures/step_00004000.*.pt --backends stable_flash,sdpa_cudnn --out p
+
+Without a GPU the kernels are left out and emulations stand for them. Captures are read as plain
+tensors (no code is run from them).
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "probe",
+        help="judge attention backends on captured tensors",
+        description=DESCRIPTION,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "captures", metavar="CAPTURE", nargs="+", help="capture file, or a run directory"
+    )
+    parser.add_argument(
+        "--backends", metavar="NAMES", default="all", help="'all' (default) or names with commas"
+    )
+    parser.add_argument("--out", metavar="DIR", help="also write probe.json, probe.md, probe.png")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--skip-rows",
+        metavar="N",
+        type=int,
+        default=64,
+        help="leave out the first rows, which see few keys; default 64, at most half of them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Probe the captures."""
+    from megatron_patch.experiments import probe_report
+
+    return probe_report.run(
+        probe_report.Request(
+            captures=[Path(name) for name in args.captures],
+            backends=args.backends,
+            device=args.device,
+            skip_rows=max(0, args.skip_rows),
+            out=None if args.out is None else Path(args.out),
+        )
+    )

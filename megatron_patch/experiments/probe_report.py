@@ -1,0 +1,168 @@
+"""``megatron-patch probe``: captures in, a table, JSON and a plot out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.experiments.results import table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The command line."""
+
+    captures: list[Path]
+    backends: str
+    device: str
+    skip_rows: int
+    out: Path | None
+
+
+def run(request: Request) -> int:
+    """Probe every capture; 0 if each gave at least one figure.
+
+    Raises:
+        ExperimentError: no capture, an unknown backend.
+        ValueError: a file that is no capture.
+    """
+    import torch
+
+    from megatron_patch.experiments import probing
+    from megatron_patch.experiments.errors import ExperimentError
+    from megatron_patch.runtime import environment
+    from megatron_patch.stability import capture as captures
+
+    name = request.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ExperimentError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
+    device = torch.device(name)
+    runners = probing.choose(request.backends, device)
+    found = []
+    for path in probing.files_of(request.captures):
+        one = probing.probe_capture(
+            captures.load(path), runners, device=device, skip_rows=request.skip_rows
+        )
+        one["file"] = path.name
+        found.append(one)
+        print(markdown(one), flush=True)
+    result = {"captures": found, "device": name, "environment": environment.report()}
+    if request.out is not None:
+        write(result, request.out)
+        print(f"{request.out / 'probe.json'}, probe.md, probe.png")
+    return 0 if all(any("rms" in c for c in o["backends"].values()) for o in found) else 1
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    """probe.json, probe.md and probe.png into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "probe.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    (out / "probe.md").write_text("\n".join(markdown(one) for one in result["captures"]))
+    draw(result, out / "probe.png")
+
+
+HEAD = (
+    "backend",
+    "delta bias (mean)",
+    "SE",
+    "t",
+    "RMS",
+    "coherence",
+    "dQ error",
+    "dQ error that repeats",
+    "dK error",
+)
+
+
+def markdown(one: dict[str, Any]) -> str:
+    """The table of one capture. Errors of delta relative to RMS(delta)."""
+    facts, inputs = one["capture"], one["inputs"]
+    title = f"step {facts['step']:,}, {facts['layer_name']} (layer {facts['layer']})"
+    lines = [f"### {facts['run_name']}: {title}", ""]
+    shape = facts["shape"]
+    lines.append(
+        f"{shape[1]} sequence(s) of {shape[0]} tokens, {shape[2]} heads of {shape[3]}; captured "
+        f"under {facts['backend']}/{facts['stabilizer']}; rows {facts['skipped_rows']} and later."
+    )
+    if inputs:
+        lines.append(
+            f"kappa {inputs['kappa']:.3g}; repeated maximum in {inputs['repeated_max']:.2%} of "
+            f"rows, two P that round to 1 in {inputs['two_round_to_one']:.2%}; dead zone "
+            f"{inputs['dead_zone']:.2%} of elements; mean largest P "
+            f"{inputs['top_probability']:.3f}."
+        )
+    norms = [f"W_{n[1].upper()} {facts[f'{n}_norm_max']:.3g}" for n in ("wq", "wk")
+             if f"{n}_norm_max" in facts]  # fmt: skip
+    if norms:
+        lines.append(f"Largest spectral norm over heads: {', '.join(norms)}.")
+    rows = [[name, *_cells(cell)] for name, cell in one["backends"].items() if "error" not in cell]
+    lines += ["", table(HEAD, rows), ""]
+    errors = {n: c["error"] for n, c in one["backends"].items() if "error" in c}
+    lines += [f"{name}: not measured, {text}" for name, text in errors.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(cell: dict[str, Any]) -> list[str]:
+    forms = {
+        "mean": "{:+.1e}",
+        "standard_error": "{:.1e}",
+        "t": "{:.1f}",
+        "rms": "{:.1e}",
+        "coherence": "{:.2f}",
+        "dq_error": "{:.2g}",
+        "dq_bias": "{:.2g}",
+        "dk_error": "{:.2g}",
+    }
+    return [form.format(cell[name]) if name in cell else "-" for name, form in forms.items()]
+
+
+_PANELS = (
+    ("rms", "RMS of the delta error / RMS(delta)"),
+    ("mean", "|mean| of the delta error / RMS(delta)"),
+    ("dq_error", "relative error of dQ"),
+)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Three panels, captures side by side, a marker a backend; logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    captures = result["captures"]
+    names = list(dict.fromkeys(n for one in captures for n in one["backends"]))
+    figure, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 11), sharex=True)
+    markers = "osD^v<>PX*hd8p"
+    for axis, (figure_name, title) in zip(axes, _PANELS, strict=True):
+        for index, name in enumerate(names):
+            points = [
+                (i, abs(one["backends"][name][figure_name]))
+                for i, one in enumerate(captures)
+                if figure_name in one["backends"].get(name, {})
+                and one["backends"][name][figure_name] != 0
+            ]
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True),
+                    marker=markers[index % len(markers)],
+                    linestyle="-" if len(points) > 1 else "",
+                    linewidth=0.7,
+                    markersize=5,
+                    color=f"C{index % 10}",
+                    label=name,
+                )
+        axis.set_yscale("log")
+        axis.set_ylabel(title, fontsize="small")
+        axis.grid(alpha=0.3)
+    labels = [f"{one['capture']['step']}\nlayer {one['capture']['layer']}" for one in captures]
+    axes[-1].set_xticks(range(len(captures)), labels, fontsize="small")
+    axes[-1].set_xlabel("captured step")
+    axes[-1].legend(fontsize="x-small", ncols=3)  # dQ is measured for every backend
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

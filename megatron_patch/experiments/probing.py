@@ -1,0 +1,344 @@
+"""Every backend on captured tensors: what each makes of delta and dQ, against float64.
+
+The mathematics is `stable_attention.probes`; this file knows which backends there are here and how
+to call them on a capture. "emulated ..." backends imitate an implementation rounding by rounding in
+PyTorch and run anywhere; the others are the kernels themselves.
+
+Shape legend: s tokens, b sequences, h query heads, d and dv head dims; captured tensors are sbhd,
+inside everything is bhsd with one key/value head per query head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.experiments.errors import ExperimentError
+from stable_attention import ops
+from stable_attention.probes import BackendResult, ProbeReport, probe_results
+from stable_attention.reference.emulators import (
+    COMPENSATED,
+    DYNAMIC_MAX,
+    FLASH2,
+    FLASH4,
+    PAPER,
+    Rounding,
+    emulate,
+)
+
+if TYPE_CHECKING:
+    from megatron_patch.stability.capture import Capture
+
+SKIP_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensors:
+    """A capture made ready: bhsd on one device, with what the attention call was."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    scale: float
+    causal: bool
+    window: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, capture: Capture, device: torch.device) -> Tensors:
+        """Raises ExperimentError for layers whose attention the float64 truth does not cover."""
+        if capture.sinks is not None:
+            raise ExperimentError(
+                f"step {capture.step}, layer {capture.layer}: the layer has attention sinks "
+                "(model.softmax_type), which probes do not model; capture a vanilla layer"
+            )
+        index = torch.as_tensor(capture.head_to_kv)
+        q, k, v, dout = (
+            x.to(device).permute(1, 2, 0, 3).contiguous()
+            for x in (capture.q, capture.k[:, :, index], capture.v[:, :, index], capture.dout)
+        )
+        window = None if capture.window is None else (capture.window[0], capture.window[1])
+        return cls(q, k, v, dout, capture.scale, capture.causal, window)
+
+
+Runner = Callable[[Tensors], BackendResult]
+
+
+def ours(stabilizer: str, residual: str = "bf16") -> Runner:
+    """``stable_flash`` with a stabilizer (or half of one)."""
+
+    def run(x: Tensors) -> BackendResult:
+        from stable_attention import stable_attention
+
+        q, k, v = _leaves(x)
+        found = stable_attention(
+            q,
+            k,
+            v,
+            layout="bhsd",
+            causal=x.causal,
+            window=x.window,
+            scale=x.scale,
+            stabilizer=stabilizer,
+            residual=residual,
+            deterministic=True,
+            allow_broken=stabilizer == "paper_bf16",
+            return_lse=True,
+            return_residual=True,
+        )
+        assert isinstance(found, tuple)
+        out, lse, low = found
+        dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
+        return BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
+
+    return run
+
+
+def sdpa(name: str) -> Runner:
+    """One kernel of PyTorch's scaled_dot_product_attention, by its `SDPBackend` name."""
+
+    def run(x: Tensors) -> BackendResult:
+        import torch.nn.functional as F
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if x.window is not None:
+            raise ExperimentError("scaled_dot_product_attention has no sliding window")
+        q, k, v = _leaves(x)
+        with sdpa_kernel([getattr(SDPBackend, name)]):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=x.causal, scale=x.scale)
+            dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
+        return BackendResult(out=out, dq=dq, dk=dk)
+
+    return run
+
+
+def reference(x: Tensors) -> BackendResult:
+    """``reference``: float32 throughout, gradients rounded as the trainer's would be."""
+    from stable_attention.reference import reference_attention
+
+    q, k, v = (t.float() for t in _leaves(x))
+    found = reference_attention(
+        q,
+        k,
+        v,
+        layout="bhsd",
+        causal=x.causal,
+        window=x.window,
+        scale=x.scale,
+        return_lse=True,
+    )
+    assert isinstance(found, tuple)
+    out, lse = found
+    dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout.float())
+    return BackendResult(out=out, lse=lse, dq=dq.to(x.q.dtype), dk=dk.to(x.q.dtype))
+
+
+def transformer_engine(x: Tensors) -> BackendResult:
+    """``te``: whichever kernel Transformer Engine picks for this call."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    if not x.causal or x.window is not None:
+        raise ExperimentError("is probed on causal attention without a window only")
+    heads, d, dv = x.q.shape[1], x.q.shape[3], x.v.shape[3]
+    module = DotProductAttention(
+        heads, (d, dv), attn_mask_type="causal", qkv_format="sbhd", softmax_scale=x.scale
+    )
+    q, k, v = _leaves(x)
+    flat = module(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, k, v)))
+    out = flat.view(*flat.shape[:2], heads, dv).permute(1, 2, 0, 3)
+    dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
+    return BackendResult(out=out, dq=dq, dk=dk)
+
+
+def emulated(rounding: Rounding) -> Runner:
+    """An implementation imitated rounding by rounding, one head at a time."""
+
+    def run(x: Tensors) -> BackendResult:
+        from stable_attention.reference.geometry import allowed, bounds
+
+        n = x.q.shape[2]
+        i = torch.arange(n, device=x.q.device)
+        mask = allowed(i, i, shift=0, reach=bounds(x.causal, x.window))
+        wanted = dataclasses.replace(rounding, dtype=x.q.dtype)
+        parts = []
+        for h in range(x.q.shape[1]):
+            one = (t[:, h : h + 1] for t in (x.q, x.k, x.v, x.dout))
+            parts.append(emulate(*one, rounding=wanted, scale=x.scale, mask=mask))
+        names = ("out", "lse", "low", "dq", "dk")
+        return BackendResult(**{n: torch.cat([getattr(p, n) for p in parts], 1) for n in names})
+
+    return run
+
+
+def _leaves(x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+    return q, k, v
+
+
+NO_DELTA = ("sdpa_math",)
+"""Unfused attention differentiates the softmax itself: there is no delta to judge, only dQ, dK."""
+
+
+def backends(device: torch.device) -> dict[str, Runner]:
+    """Every backend that can be tried on ``device``, in the order of the tables."""
+    table: dict[str, Runner] = {}
+    if device.type == "cuda" or ops.interpreting():
+        table |= {
+            "stable_flash compensated": ours("compensated"),
+            "stable_flash compensated, int8": ours("compensated", "int8"),
+            "stable_flash none": ours("none"),
+            "stable_flash low_order_o": ours("low_order_o"),
+            "stable_flash consistent_sum": ours("consistent_sum"),
+            "stable_flash fp32 O": ours("low_order_o", "fp32"),
+            "stable_flash dynamic_max": ours("dynamic_max"),
+            "stable_flash paper_bf16": ours("paper_bf16"),
+        }
+    if device.type == "cuda":
+        table |= {
+            "sdpa_flash": sdpa("FLASH_ATTENTION"),
+            "sdpa_cudnn": sdpa("CUDNN_ATTENTION"),
+            "te": transformer_engine,
+        }
+    return table | {
+        "sdpa_math": sdpa("MATH"),
+        "reference": reference,
+        "emulated compensated": emulated(COMPENSATED),
+        "emulated none": emulated(FLASH2),
+        "emulated low_order_o": emulated(dataclasses.replace(FLASH2, residual="bf16")),
+        "emulated consistent_sum": emulated(dataclasses.replace(COMPENSATED, residual=None)),
+        "emulated fp32 O": emulated(dataclasses.replace(FLASH2, residual="float32")),
+        "emulated dynamic_max": emulated(DYNAMIC_MAX),
+        "emulated lagging maximum": emulated(FLASH4),
+        "emulated paper_bf16": emulated(PAPER),
+    }
+
+
+def choose(wanted: str, device: torch.device) -> dict[str, Runner]:
+    """The backends of ``--backends``: ``all``, or names (or first words of names) with commas.
+
+    Raises:
+        ExperimentError: a name that is none of them here.
+    """
+    table = backends(device)
+    if wanted == "all":
+        return table
+    chosen: dict[str, Runner] = {}
+    for name in (part.strip() for part in wanted.split(",")):
+        found = {n: r for n, r in table.items() if n == name or n.split(" ")[0] == name}
+        if not found:
+            raise ExperimentError(
+                f"backend {name!r} cannot be probed on {device.type}; there are: {', '.join(table)}"
+            )
+        chosen |= found
+    return chosen
+
+
+def files_of(paths: Iterable[Path]) -> list[Path]:
+    """Capture files named directly, or all of a run directory or folder, in order of their names.
+
+    Raises:
+        ExperimentError: nothing there.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            folder = path / "captures" if (path / "captures").is_dir() else path
+            inside = sorted(folder.glob("*.pt"))
+            if not inside:
+                raise ExperimentError(f"{path} holds no captures (set stability.capture_steps)")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ExperimentError(f"{path}: no such file")
+    return found
+
+
+def probe_capture(
+    capture: Capture, runners: Mapping[str, Runner], *, device: torch.device, skip_rows: int
+) -> dict[str, Any]:
+    """One capture, all backends: facts of the capture and the inputs, figures by backend.
+
+    A backend that raises gets an ``error`` entry; the others are measured all the same.
+    """
+    x = Tensors.of(capture, device)
+    results: dict[str, BackendResult] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for name, runner in runners.items():
+        try:
+            results[name] = runner(x)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            figures[name] = {"error": f"{type(error).__name__}: {first[:200]}"}
+    rows = min(skip_rows, x.q.shape[2] // 2)
+    reports = probe_results(
+        x.q,
+        x.k,
+        x.v,
+        x.dout,
+        results=results,
+        layout="bhsd",
+        causal=x.causal,
+        window=x.window,
+        scale=x.scale,
+        skip_rows=rows,
+    )
+    for name, report in reports.items():
+        figures[name] = _figures(report, delta=name not in NO_DELTA)
+    facts = next((r.as_dict() for r in reports.values()), {})
+    return {
+        "capture": _facts(capture) | {"skipped_rows": rows},
+        "inputs": {n: _round(facts[n]) for n in INPUT_FIGURES if n in facts},
+        "backends": {name: figures[name] for name in runners},
+    }
+
+
+INPUT_FIGURES = (
+    "kappa",
+    "repeated_max",
+    "two_round_to_one",
+    "dead_zone",
+    "top_probability",
+    "rms_delta",
+    "rows",
+    "heads",
+)
+_DELTA_FIGURES = (
+    "mean",
+    "standard_error",
+    "t",
+    "rms",
+    "coherence",
+    "dscore_row_sum_mean",
+    "dscore_row_sum_rms",
+    "lse_error",
+)
+
+
+def _figures(report: ProbeReport, *, delta: bool) -> dict[str, Any]:
+    """What belongs to the backend; without NaN (not measured), which JSON has not."""
+    names = (*(_DELTA_FIGURES if delta else ()), "dq_error", "dk_error", "dq_bias")
+    found = {name: getattr(report, name) for name in names}
+    return {name: _round(x) for name, x in found.items() if math.isfinite(x)}
+
+
+def _round(x: Any) -> Any:
+    return float(f"{x:.6g}") if isinstance(x, float) and math.isfinite(x) else x
+
+
+def _facts(capture: Capture) -> dict[str, Any]:
+    """What the capture says of itself."""
+    names = ("step", "layer", "layer_name", "micro_batch", "backend", "stabilizer", "precision")
+    facts = {name: getattr(capture, name) for name in (*names, "run_name")}
+    facts["heads"] = list(capture.heads)
+    facts["shape"] = list(capture.q.shape)
+    for name in ("wq_norm", "wk_norm"):
+        norms = getattr(capture, name)
+        if norms is not None:
+            facts[f"{name}_max"] = _round(float(norms.max()))
+    return facts
