@@ -22,6 +22,7 @@ from megatron_patch.cli import (
     preflight,
     prepare_data,
     probe,
+    report,
     train,
 )
 from megatron_patch.cli.common import Formatter, tell
@@ -36,6 +37,7 @@ COMMANDS = (
     plot,
     experiment,
     probe,
+    report,
     backends,
 )
 OURS = ("megatron_patch", "stable_attention")

@@ -1,0 +1,1 @@
+"""One run directory -> one self-contained HTML page."""

@@ -1,0 +1,261 @@
+"""What a run directory says, gathered for the page. Reads files only; needs no torch.
+
+A file that is missing, empty, or torn by a crash leaves its part out; nothing here fails because a
+run is young, was killed, or was written by an older version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_patch.stability.record import Telemetry
+
+LOG_TAIL_BYTES = 1 << 18
+MAX_EVENTS = 60
+_EVENT = re.compile(
+    r"^(?P<utc>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*"
+    r"(?:\bwarning\b|\bstopped\b|\bresuming\b|\bfinished:|\bswitch|\bdanger\b|\bstraggl"
+    r"|\bfault\b|\bnot finite\b|\bfailed\b|\babandoned\b|\bconfiguration changed\b).*)$",
+    re.IGNORECASE,
+)
+
+
+class ReportError(ValueError):
+    """There is no run where a report was asked for."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened, for the list of events."""
+
+    when: str
+    text: str
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """Everything the page shows."""
+
+    path: Path
+    name: str
+    state: str
+    """finished, running, stopped, failed, non-finite or interrupted."""
+    why: str
+    """The state in a sentence."""
+    columns: dict[str, list[float]] = field(default_factory=dict)
+    """metrics.csv; NaN where a cell is empty."""
+    config: list[tuple[str, str, str]] = field(default_factory=list)
+    """(key, value, origin)."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """Environment of every process that trained here."""
+    events: list[Event] = field(default_factory=list)
+    telemetry: Telemetry | None = None
+    telemetry_problem: str = ""
+    experiment: dict[str, Any] = field(default_factory=dict)
+    """experiment.json of a cell."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read."""
+
+    def value(self, key: str, default: str = "") -> str:
+        """A configured value as text."""
+        return next((v for k, v, _ in self.config if k == key), default)
+
+    def column(self, name: str) -> list[float]:
+        """A column of metrics.csv, as long as the steps."""
+        return self.columns.get(name, [math.nan] * len(self.steps))
+
+    @property
+    def steps(self) -> list[float]:
+        return self.columns.get("step", [])
+
+
+def collect(run_dir: Path) -> RunFacts:
+    """Read a run directory.
+
+    Raises:
+        ReportError: it is no run directory.
+    """
+    if not run_dir.is_dir():
+        raise ReportError(f"{run_dir}: no such directory; give the directory of a run")
+    if not any((run_dir / n).exists() for n in ("config.yaml", "metrics.csv", "train.log")):
+        raise ReportError(
+            f"{run_dir} is no run directory: it has no config.yaml, metrics.csv or train.log"
+        )
+    facts = RunFacts(path=run_dir, name=run_dir.resolve().name, state="", why="")
+    facts.columns = read_metrics(run_dir / "metrics.csv")
+    facts.config = list(_config(run_dir, facts.notes))
+    facts.name = facts.value("name", facts.name)
+    environment = _json(run_dir / "environment.json", facts.notes)
+    attempts = environment.get("attempts", [])
+    facts.attempts = [a for a in attempts if isinstance(a, dict)]
+    facts.experiment = _json(run_dir / "experiment.json", facts.notes)
+    log = _tail(run_dir / "train.log")
+    facts.events = list(_logged(log))[-MAX_EVENTS:] + list(_recorded(run_dir, facts.notes))
+    facts.state, facts.why = _state(run_dir, facts, log)
+    _telemetry(run_dir, facts)
+    return facts
+
+
+def read_metrics(path: Path) -> dict[str, list[float]]:
+    """Columns of metrics.csv as numbers, rows without a step left out."""
+    columns: dict[str, list[float]] = {}
+    if not path.is_file():
+        return columns
+    with path.open(newline="", errors="replace") as lines:
+        reader = csv.DictReader(line.replace("\0", "") for line in lines)
+        names = [n for n in reader.fieldnames or [] if n and n != "extra"]
+        for row in reader:
+            if not math.isfinite(_number(row.get("step"))):
+                continue
+            for name in names:
+                columns.setdefault(name, []).append(_number(row.get(name)))
+    return columns
+
+
+def _number(value: str | None) -> float:
+    try:
+        return float(value) if value else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _config(run_dir: Path, notes: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(key, value, origin) of the resolved configuration."""
+    import yaml
+
+    try:
+        # BaseLoader makes text of every scalar and nothing else of any tag.
+        text = (run_dir / "config.yaml").read_text(errors="replace")
+        values = dict(_flat(yaml.load(text, Loader=yaml.BaseLoader)))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        notes.append(f"config.yaml could not be read: {type(error).__name__}")
+        return
+    origins: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        read = yaml.load(
+            (run_dir / "origins.yaml").read_text(errors="replace"), Loader=yaml.BaseLoader
+        )
+        origins = {str(k): str(v) for k, v in read.items()} if isinstance(read, dict) else {}
+    for key, value in values.items():
+        yield key, value, origins.get(key, "")
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, text) of every scalar."""
+    if isinstance(node, (dict, list)):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    elif path:
+        yield path, str(node)
+
+
+def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        notes.append(f"{path.name} could not be read")
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _tail(path: Path) -> str:
+    """The end of a log."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        return stream.read().decode(errors="replace")
+
+
+def _logged(log: str) -> Iterator[Event]:
+    """Lines of train.log that say that something happened."""
+    for line in log.splitlines():
+        found = _EVENT.match(line[:2000])
+        if found:
+            yield Event(found["utc"], found["text"][:500])
+
+
+def _recorded(run_dir: Path, notes: list[str]) -> Iterator[Event]:
+    """``events.jsonl``: one object a line, with utc (or time), kind and message where known."""
+    path = run_dir / "events.jsonl"
+    if not path.is_file():
+        return
+    lines = _tail(path).splitlines()[-MAX_EVENTS:]
+    torn = 0
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            when = str(entry.get("utc", entry.get("time", "")))
+            said = [str(entry[key]) for key in ("kind", "event", "message", "text") if key in entry]
+        except (ValueError, AttributeError, RecursionError):
+            torn += 1
+            continue
+        yield Event(when[:40], (": ".join(said) or json.dumps(entry))[:500])
+    if torn:
+        notes.append(f"events.jsonl: {torn} line(s) could not be read")
+
+
+def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:
+    """How the run stands, and a sentence about it."""
+    total = facts.value("training.train_steps", "?")
+    last = f"{facts.steps[-1]:,.0f}" if facts.steps else "0"
+    finished = _json(run_dir / "FINISHED", facts.notes)
+    if _locked(run_dir):
+        return "running", f"running now; step {last} of {total} is recorded"
+    if finished:
+        return "finished", f"finished after step {finished.get('step', last)}"
+    ends = [line for line in log.splitlines() if "stopped" in line]
+    end = ends[-1] if ends else ""
+    if "stopped by NonFiniteError" in end:
+        return "non-finite", f"stopped at a loss or gradient that is not finite, after step {last}"
+    if "stopped gracefully" in end:
+        return "stopped", f"stopped after step {last} of {total}; the same command continues it"
+    if "stopped by " in end:
+        what = end.partition("stopped by ")[2]
+        return "failed", f"ended by an error after step {last}: {what[:300]}"
+    return "interrupted", f"ended without a word after step {last} of {total}: killed, or cut off"
+
+
+def _locked(run_dir: Path) -> bool:
+    """Whether a training process holds the directory (on this file system)."""
+    try:
+        with (run_dir / ".lock").open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _telemetry(run_dir: Path, facts: RunFacts) -> None:
+    from megatron_patch.stability import record
+
+    try:
+        found = record.read(run_dir)
+    except FileNotFoundError:
+        facts.telemetry_problem = "This run recorded no stability telemetry (stability.enabled)."
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        facts.telemetry_problem = f"The stability telemetry could not be read: {error}"
+    else:
+        if len(found.steps):
+            facts.telemetry = found
+        else:
+            facts.telemetry_problem = "The stability telemetry holds no record yet."

@@ -1,0 +1,155 @@
+"""The stability panel: attention telemetry as heat maps over layers and heads, and in time."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_patch.report.charts import Grid, Series, heat_map, line_chart, number
+from megatron_patch.report.markup import Child, Markup, table, tag
+
+if TYPE_CHECKING:
+    from megatron_patch.stability.record import Telemetry
+
+# (metric or derived name, title, logarithmic). Derived ones are made in `_metric`.
+MAPS = (
+    ("max_logit", "Largest attention logit", False),
+    ("coherence", "Coherence of the delta error: 1 = all rows of a head err alike", False),
+    ("error_to_signal", "Coherent error of the delta in use over the signal it disturbs", True),
+    ("delta_error_rms", "RMS error of delta that a 16-bit O makes, over RMS(delta)", True),
+    ("kappa", "kappa: how much a relative error of delta is amplified", True),
+    ("entropy", "Entropy of attention (nats)", False),
+    ("first_token_mass", "Attention on the first token", False),
+    ("wq_norm", "Spectral norm of W_Q", False),
+    ("wk_norm", "Spectral norm of W_K", False),
+)
+LINES = (
+    ("max_logit", "Largest attention logit of any head", "logit", False),
+    ("error_to_signal", "Largest coherent error over signal of any head", "ratio", True),
+    ("coherence", "Largest coherence of any head", "coherence", False),
+    ("first_token_mass", "Largest attention on the first token of any head", "mass", False),
+)
+TIME_COLUMNS = 60
+TABLE_ROWS = 12
+
+
+def build(telemetry: Telemetry) -> list[Child]:
+    """The section's content."""
+    steps = [int(s) for s in telemetry.steps]
+    last = len(steps) - 1
+    parts: list[Child] = [
+        tag(
+            "p",
+            f"{len(steps)} records from step {steps[0]:,} to {steps[-1]:,}, one every "
+            f"{telemetry.meta.get('interval', '?')} steps. Maps show step {steps[-1]:,}. What the "
+            "figures mean: docs/stability.md.",
+        ),
+        _verdicts(telemetry),
+    ]
+    for name, title, unit, log in LINES:
+        worst = [_worst(_metric(telemetry, name, i)) for i in range(len(steps))]
+        series = Series(name, steps, worst)
+        parts.append(line_chart(f"t-{name}", [series], title=title, unit=unit, log=log))
+    parts.append(_layers_in_time(telemetry, steps))
+    for name, title, log in MAPS:
+        values = _metric(telemetry, name, last)
+        if values is not None:
+            parts += [heat_map(f"h-{name}", _grid(values), title=title, log=log), _figures(values)]
+    return parts
+
+
+def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
+    """[layers, heads] of one record; None where the run has no such metric."""
+    from megatron_patch.stability import record
+
+    heads = telemetry.heads
+    needs = {
+        "coherence": ("delta_error_mean", "delta_error_rms"),
+        "error_to_signal": ("used_error_mean", "kappa"),
+    }
+    if name in needs:
+        a, b = needs[name]
+        if a not in heads or b not in heads:
+            return None
+        return getattr(record, name)(heads[a][index], heads[b][index])
+    return heads[name][index] if name in heads else None
+
+
+def _worst(values: np.ndarray | None) -> float:
+    if values is None:
+        return math.nan
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if finite.size else math.nan
+
+
+def _grid(values: np.ndarray) -> Grid:
+    layers, heads = values.shape
+    return Grid(
+        values=[[_or_none(v) for v in row] for row in values],
+        row_name="layer",
+        column_name="head",
+        rows=[str(i) for i in range(layers)],
+        columns=[str(i) for i in range(heads)],
+    )
+
+
+def _or_none(v: float) -> float | None:
+    return float(v) if math.isfinite(v) else None
+
+
+def _figures(values: np.ndarray) -> Markup:
+    """The map in figures: the largest heads, and every layer's range."""
+    places = [
+        (float(values[i, j]), i, j)
+        for i in range(values.shape[0])
+        for j in range(values.shape[1])
+        if math.isfinite(values[i, j])
+    ]
+    places.sort(reverse=True)
+    top = table(
+        ("layer, head", "value"),
+        [(f"{i}, {j}", number(v)) for v, i, j in places[:TABLE_ROWS]],
+        caption=f"Largest {min(TABLE_ROWS, len(places))} of {len(places)}",
+    )
+    rows = []
+    for i, row in enumerate(values):
+        finite = row[np.isfinite(row)]
+        if finite.size:
+            figures = (finite.min(), np.median(finite), finite.max())
+            rows.append((str(i), *(number(float(v)) for v in figures)))
+    layers = table(("layer", "smallest", "median", "largest"), rows, caption="By layer")
+    return tag("details", tag("summary", "In figures"), top, layers)
+
+
+def _layers_in_time(telemetry: Telemetry, steps: list[int]) -> Child:
+    """Gradient norm of every layer over time."""
+    norms = telemetry.layers.get("grad_norm")
+    if norms is None:
+        return None
+    stride = max(1, math.ceil(len(steps) / TIME_COLUMNS))
+    groups = [norms[i : i + stride] for i in range(0, len(steps), stride)]
+    columns = [str(steps[min(i + stride, len(steps)) - 1]) for i in range(0, len(steps), stride)]
+    # The largest of each group: a spike must not fall between two columns.
+    worst = [[_worst(group[:, layer]) for group in groups] for layer in range(norms.shape[1])]
+    grid = Grid(
+        values=[[_or_none(v) for v in row] for row in worst],
+        row_name="layer",
+        column_name="step",
+        rows=[str(i) for i in range(norms.shape[1])],
+        columns=columns,
+    )
+    return heat_map("g-layers", grid, title="Gradient norm of each layer over time", log=True)
+
+
+def _verdicts(telemetry: Telemetry) -> Child:
+    """When the early warning changed its mind."""
+    rows, before = [], None
+    for step, verdict in telemetry.verdicts():
+        if verdict.level != before:
+            rows.append((f"{step:,}", verdict.level, verdict.reason))
+            before = verdict.level
+    shown = rows[:TABLE_ROWS]
+    more = f" (the first {TABLE_ROWS} of {len(rows)} changes)" if len(rows) > len(shown) else ""
+    return table(("from step", "verdict", "reason"), shown, caption=f"Early warning{more}")

@@ -1,0 +1,145 @@
+"""Short answers at the top of the page: what went well, what did not, in figures of the run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_patch.report.charts import number
+from megatron_patch.report.collect import RunFacts
+
+WINDOW = 50
+RISE = 0.5
+"""nats: a window of losses this far above the lowest before it is called a rise."""
+GOOD, FAIR, BAD, NONE = "good", "watch", "bad", "none"
+_STATES = {
+    "finished": GOOD,
+    "running": GOOD,
+    "stopped": FAIR,
+    "interrupted": FAIR,
+    "failed": BAD,
+    "non-finite": BAD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One line: a question, a grade that color and word both show, and the answer."""
+
+    question: str
+    grade: str
+    text: str
+
+
+def answers(facts: RunFacts) -> Iterator[Answer]:
+    """Everything that can be said from the files of the run."""
+    yield Answer("State", _STATES[facts.state], facts.why)
+    yield from _loss(facts)
+    yield from _gradients(facts)
+    yield from _counts(facts)
+    yield from _warning(facts)
+    yield from _speed(facts)
+
+
+def windows(steps: list[float], values: list[float]) -> list[tuple[float, float]]:
+    """(last step, mean) of windows of ``WINDOW`` steps; NaN where a value in it is NaN."""
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for step, value in zip(steps, values, strict=True):
+        groups.setdefault(int((step - 1) // WINDOW), []).append((step, value))
+    return [
+        (group[-1][0], sum(v for _, v in group) / len(group)) for _, group in sorted(groups.items())
+    ]
+
+
+def _loss(facts: RunFacts) -> Iterator[Answer]:
+    found = windows(facts.steps, facts.column("loss"))
+    if not found:
+        yield Answer("Loss", NONE, "nothing was recorded yet")
+        return
+    lowest = worst = found[0][1]
+    at = rise = 0.0
+    for step, value in found:
+        if value - lowest > rise or math.isnan(value):
+            rise, at, worst = value - lowest, step, value
+            if math.isnan(value):
+                break
+        lowest = min(lowest, value)
+    last = found[-1][1]
+    if math.isnan(rise):
+        yield Answer("Loss", BAD, f"not a number at step {at:,.0f}")
+    elif rise > RISE:
+        text = (
+            f"rose by {rise:.2f} above the lowest before it, to {worst:.2f} around step {at:,.0f}"
+        )
+        back = last <= lowest + RISE
+        text += f"; it came back, to {last:.4f}" if back else f"; it ended at {last:.4f}"
+        yield Answer("Loss", FAIR if back else BAD, text)
+    else:
+        yield Answer(
+            "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above its lowest"
+        )
+    evaluated = [v for v in facts.column("eval_loss") if math.isfinite(v)]
+    if evaluated:
+        yield Answer("Validation loss", GOOD, f"{evaluated[-1]:.4f}, lowest {min(evaluated):.4f}")
+
+
+def _gradients(facts: RunFacts) -> Iterator[Answer]:
+    try:
+        warmup = float(facts.value("optimizer.warmup_steps", "0"))
+    except ValueError:
+        warmup = 0.0
+    late = [w for w in windows(facts.steps, facts.column("grad_norm")) if w[0] > warmup]
+    values = [v for _, v in late if math.isfinite(v)]
+    if not values:
+        yield Answer("Gradient norm", NONE, "nothing was recorded after the warm-up")
+        return
+    usual = statistics.median(values)
+    step, largest = max(((s, v) for s, v in late if math.isfinite(v)), key=lambda w: w[1])
+    grade = GOOD if largest < 5 * usual else FAIR if largest < 50 * usual else BAD
+    yield Answer(
+        "Gradient norm",
+        grade,
+        f"median {number(usual)} after the warm-up, largest mean of {WINDOW} steps "
+        f"{number(largest)} around step {step:,.0f}",
+    )
+
+
+def _counts(facts: RunFacts) -> Iterator[Answer]:
+    for name, question in (("nonfinite", "Steps not finite"), ("skipped", "Updates skipped")):
+        values = [v for v in facts.column(name) if math.isfinite(v)]
+        if values:
+            yield Answer(question, GOOD if max(values) == 0 else BAD, f"{max(values):.0f}")
+
+
+def _warning(facts: RunFacts) -> Iterator[Answer]:
+    if facts.telemetry is None:
+        yield Answer("Early warning", NONE, facts.telemetry_problem)
+        return
+    found = [(step, v) for step, v in facts.telemetry.verdicts()]
+    step, last = found[-1]
+    grade = (GOOD, FAIR, BAD)[last.code]
+    text = f"{last.level} at step {step:,}: {last.reason}"
+    first = next(((s, v) for s, v in found if v.level == "danger"), None)
+    if first is not None:
+        text += f"; first danger at step {first[0]:,}: {first[1].reason}"
+        grade = BAD if last.code == 2 else FAIR
+    switched = facts.telemetry.scalars.get("switched")
+    if switched is not None and len(switched) and switched[-1] > 0:
+        text += f"; the guard switched the stabilizer after step {switched[-1]:,.0f}"
+    yield Answer("Early warning", grade, text)
+
+
+def _speed(facts: RunFacts) -> Iterator[Answer]:
+    rates = [v for v in facts.column("tokens_per_s") if math.isfinite(v)]
+    if not rates:
+        return
+    text = f"median {statistics.median(rates):,.0f} tokens/s"
+    mfu = [v for v in facts.column("mfu") if math.isfinite(v)]
+    if mfu:
+        text += f", MFU {100 * statistics.median(mfu):.1f} %"
+    memory = [v for v in facts.column("memory_gib") if math.isfinite(v)]
+    if memory:
+        text += f", up to {max(memory):.1f} GiB"
+    yield Answer("Speed", GOOD, text)
