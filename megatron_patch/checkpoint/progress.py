@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+LATER = frozenset({"switched_at"})
+"""Counts that checkpoints of earlier versions do not have."""
+
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Progress:
@@ -18,6 +21,8 @@ class Progress:
     """Tokens trained on, over all ranks."""
     abandoned_saves: int = 0
     """Saves of this run that were given up."""
+    switched_at: int = 0
+    """Step after which the stability guard exchanged the attention numerics; 0: it did not."""
 
     def as_dict(self) -> dict[str, int]:
         """Plain integers, for the checkpoint."""
@@ -25,13 +30,14 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Any) -> Progress:
-        """Inverse of `as_dict`.
+        """Inverse of `as_dict`. Counts that a checkpoint is too old to have keep their default.
 
         Raises:
-            ValueError: not exactly these counts.
+            ValueError: not these counts.
         """
         names = {field.name for field in fields(cls)}
-        if type(values) is not dict or set(values) != names:
+        needed = names - LATER
+        if type(values) is not dict or not needed <= set(values) <= names:
             raise ValueError(f"progress is {values!r}, expected the counts {sorted(names)}")
         if any(type(value) is not int or value < 0 for value in values.values()):
             raise ValueError(f"progress {values!r} holds something that is not a count")

@@ -13,6 +13,7 @@ from megatron_patch.launcher.config import ClusterConfig
 from megatron_patch.model.config import ModelConfig
 from megatron_patch.monitor.config import LoggingConfig
 from megatron_patch.parallel.config import ParallelConfig
+from megatron_patch.stability.config import StabilityConfig
 from megatron_patch.training.config import OptimizerConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class RunConfig:
     """Saving and resuming."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """What a person sees."""
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
+    """What is watched about attention, and what the verdict may do."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How it is started on a Slurm cluster."""
 

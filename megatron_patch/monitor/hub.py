@@ -133,6 +133,11 @@ class Monitor:
         for sink in self._sinks:
             sink.log(metrics)
 
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Further numbers of a step, by full name, for the sinks that draw curves."""
+        for sink in self._sinks:
+            sink.scalars(step, values)
+
     def close(self) -> None:
         """Close bar, sinks and log file; safe to call twice."""
         if self._relay is not None:

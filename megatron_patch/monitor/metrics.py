@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megatron_patch.stability.names import level_name
+
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class StepMetrics:
@@ -102,6 +104,8 @@ def console_line(m: StepMetrics, *, train_steps: int, seconds_left: float | None
         parts.append(f"MFU {100 * m.mfu:.1f}%")
     if m.memory_gib is not None:
         parts.append(f"mem {m.memory_gib:.1f} GiB")
+    if "stability/level" in m.extra:
+        parts.append(f"attention {level_name(m.extra['stability/level'])}")
     parts.append(f"skipped {m.skipped}")
     parts.append(f"nan {m.nonfinite}")
     if seconds_left is not None:

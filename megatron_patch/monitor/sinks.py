@@ -20,6 +20,9 @@ class Sink(Protocol):
     def log(self, metrics: StepMetrics) -> None:
         """Take one record."""
 
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Take further numbers of a step, named in full."""
+
     def close(self) -> None:
         """Flush and release; no record follows."""
 
@@ -83,6 +86,9 @@ class CsvSink:
         self._writer.writerow(metrics.csv_row())
         self._file.flush()
 
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """They have files of their own."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -117,6 +123,10 @@ class TensorBoardSink:
         for name, value in metrics.scalars().items():
             self._writer.add_scalar(f"train/{name}", value, metrics.step)
 
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -150,6 +160,10 @@ class WandbSink:
 
     def log(self, metrics: StepMetrics) -> None:
         self._run.log(metrics.scalars(), step=metrics.step)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        # W&B refuses steps that lie behind: the record's own step travels as a number.
+        self._run.log(values | {"stability/step": step})
 
     def close(self) -> None:
         self._run.finish()

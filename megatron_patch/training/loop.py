@@ -3,9 +3,9 @@
     prepare the process -> process groups -> run directory -> verify data -> model, optimizer,
     schedule -> checkpoint, if there is one -> steps (metrics, evaluation, checkpoints) -> FINISHED
 
-A run ends in one of three ways: at ``train_steps`` (marker FINISHED, exit code 0), gracefully by
-signal or limit (checkpoint, exit code 0, no marker), or by an error (its own exit code; nothing is
-saved).
+A run ends in one of four ways: at ``train_steps`` (marker FINISHED, exit code 0), gracefully by
+signal or limit (checkpoint, exit code 0, no marker), by the stability guard (checkpoint, exit code
+5), or by an error (its own exit code; nothing is saved).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
 from megatron_patch.runtime.heartbeat import Heartbeat
+from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import startup
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError
@@ -39,6 +40,7 @@ def train(loaded: Loaded) -> int:
         ConfigError, DataError, BackendError: exit code 2.
         NonFiniteError: exit code 3.
         CheckpointError: exit code 4 (no good checkpoint where one is required).
+        StabilityStop: exit code 5, after a checkpoint (``stability.guard: stop``).
     """
     run = loaded.config
     stop = StopFlags(run.training.exit_after_minutes)
@@ -51,7 +53,7 @@ def train(loaded: Loaded) -> int:
     except BaseException as error:
         # Elsewhere other ranks may be inside a collective: leaving the groups together is not
         # possible, and the launcher ends them.
-        if layout.world_size == 1 or isinstance(error, NonFiniteError):
+        if layout.world_size == 1 or isinstance(error, (NonFiniteError, StabilityStop)):
             setup.destroy()
         raise
     finally:
@@ -115,18 +117,28 @@ class _Training:
             monitor,
         )
         self.position = Position()
+        self.stability = s.stability = startup.watch_stability(s, monitor)
 
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
         self._resume()
         begin = self.position.step
         self.monitor.start(begin, settings=self.loaded.tree)
-        reason = self._steps()
+        try:
+            reason = self._steps()
+        finally:
+            self.stability.close()
         if self.position.step > begin:
             with parameters_in_place(self.session):
                 self.saver.save_last(self.position)
         self.loaders.close()
         self.heartbeat.close()
+        if reason is not None and reason == self.stability.stop_reason:
+            raise StabilityStop(
+                f"stability.guard stopped the run after step {self.position.step:,}, saved: "
+                f"{reason}; change attention.stabilizer or the learning rate, or set "
+                "stability.guard: warn, and give the same command again"
+            )
         if reason is not None:
             self.monitor.say(
                 f"stopped gracefully after step {self.position.step:,}: {reason}; the same "
@@ -155,6 +167,7 @@ class _Training:
             self.monitor.say(
                 f"resuming after step {position.step:,} ({position.consumed_tokens:,} tokens)"
             )
+        self.stability.start(self.position.step, switched_at=self.position.switched_at)
         startup.keep_optimizer_kernel(self.session)
         startup.check_data_identity(self.run, self.layout, self.loaders, step=self.position.step)
 
@@ -170,14 +183,19 @@ class _Training:
         try:
             while position.step < t.train_steps and reason is None:
                 self.heartbeat.beat(position.step + 1)
+                self.stability.begin(position.step + 1)
                 result = train_step(self.session, fetch(self.session, batches), position.step + 1)
                 position.advance(self.run)
                 self.recorder.stepped()
+                self.stability.finish(position.step, result)
+                position.switched_at = self.stability.switched_at
                 self.monitor.tick()
                 reason = self._reason_to_stop()
                 last = reason is not None or position.step == t.train_steps
                 self._report(result, last=last)
                 self._save(last=last)
+            self.stability.flush(position.step)
+            position.switched_at = self.stability.switched_at
         finally:
             if batches is not None:
                 batches.close()  # type: ignore[attr-defined]
@@ -196,6 +214,8 @@ class _Training:
             return None
         if t.exit_at_step is not None and step >= t.exit_at_step:
             return f"training.exit_at_step is {t.exit_at_step}"
+        if self.stability.stop_reason is not None:
+            return self.stability.stop_reason
         code = self.session.guard.stop_code
         return None if code == NO_STOP else REASONS[code]
 
@@ -208,6 +228,7 @@ class _Training:
         if not (step % self.run.logging.interval == 0 or last or evaluates):
             return
         metrics = self.recorder.record(step, result, self.position.consumed_tokens)
+        metrics = replace(metrics, extra=metrics.extra | self.stability.latest)
         if evaluates:
             with self.recorder.away():
                 metrics = replace(metrics, eval_loss=evaluate(self.session, self.loaders))

@@ -42,6 +42,7 @@ CHANGEABLE = (
     "attention",
     "checkpoint",
     "logging",
+    "stability",
     "data.num_workers",
     "data.verify",
     "model.layer_spec",

@@ -25,6 +25,7 @@ class Position:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     abandoned_saves: int = 0
+    switched_at: int = 0
 
     def advance(self, run: RunConfig) -> None:
         """One more step is done."""
@@ -39,6 +40,7 @@ class Position:
             consumed_samples=self.consumed_samples,
             consumed_tokens=self.consumed_tokens,
             abandoned_saves=self.abandoned_saves,
+            switched_at=self.switched_at,
         )
 
 

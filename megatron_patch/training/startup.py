@@ -12,7 +12,7 @@ from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.training import determinism
-from megatron_patch.training.finite import StepGuard
+from megatron_patch.training.finite import StepGuard, unwrap
 from megatron_patch.training.recorder import tokens_per_step
 from megatron_patch.training.rundir import RunDirectory, check_data, open_run, run_directory
 from megatron_patch.training.signals import StopFlags
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_patch.data.loader import Loaders
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.stability.telemetry import Stability
     from megatron_patch.training.step import Session
 
 
@@ -187,6 +188,20 @@ def build_session(
     )
     monitor.say(parameter_line(built.chunks, layout, padded_vocab_size(run, vocab_size)))
     return session, padded_vocab_size(run, vocab_size)
+
+
+def watch_stability(session: Session, monitor: Monitor) -> Stability:
+    """Telemetry, early warning, guard and captures of this attempt."""
+    from megatron_patch.stability.telemetry import Stability
+
+    return Stability(
+        session.run,
+        session.layout,
+        session.chunks,
+        [unwrap(chunk) for chunk in session.chunks],
+        monitor=monitor,
+        run_dir=run_directory(session.run),
+    )
 
 
 def parameter_line(chunks: list[Any], layout: Layout, padded_vocab: int) -> str:

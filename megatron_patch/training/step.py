@@ -22,6 +22,7 @@ from megatron_patch.training.finite import StepGuard
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.stability.telemetry import Stability
 
 REPORT = "loss"  # key of the per-micro-batch report: [sum of token losses, tokens]
 
@@ -41,6 +42,7 @@ class Session:
     reads_data: bool
     skipped: int = 0
     hooks_enabled: bool = field(default=True)
+    stability: Stability | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     session.optimizer.zero_grad()
     session.guard.begin(step, session.chunks)
     report = run_schedule(session, batches, forward_only=False)
+    if session.stability is not None:
+        session.stability.reduced()
     session.guard.loss(None if report is None else report[0])
     session.schedule.step(increment=1)
     lr = learning_rate(session)

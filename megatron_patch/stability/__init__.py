@@ -1,0 +1,1 @@
+"""What every run watches about its attention: telemetry, early warning, guard and captures."""

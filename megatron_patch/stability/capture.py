@@ -1,0 +1,189 @@
+"""Captures: q, k, v, O and dO of named layers at named steps, for `megatron-patch probe` and tests.
+
+One file per step, layer and tensor-parallel rank, written by the first data-parallel rank:
+``<run_dir>/captures/step_00001234.layer_005.tp_0.pt``, readable with torch.load(weights_only=True).
+Under context parallelism the sequence is put together first. Saving waits for the device; it
+happens at the steps that were asked for and nowhere else.
+
+Shape legend: s tokens of the whole sequence, b sequences, h query heads, kv key/value heads saved
+here, d, dv head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_patch.context_parallel import layout
+from megatron_patch.stability.observe import Request, Seen
+from megatron_patch.stability.sampling import gather
+from megatron_patch.stability.weights import SpectralNorms
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.parallel.setup import Layout
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """One captured call."""
+
+    step: int
+    layer: int
+    """0-based."""
+    layer_name: str
+    micro_batch: int
+    dp_rank: int
+    heads: list[int]
+    """Numbers of the query heads over the whole layer."""
+    kv_heads: list[int]
+    head_to_kv: list[int]
+    """For each query head its position in k and v."""
+    q: torch.Tensor  # [s, b, h, d]
+    k: torch.Tensor  # [s, b, kv, d]
+    v: torch.Tensor  # [s, b, kv, dv]
+    out: torch.Tensor  # [s, b, h, dv]
+    dout: torch.Tensor  # [s, b, h, dv]
+    sinks: torch.Tensor | None  # [h]
+    wq_norm: torch.Tensor | None  # float32 [h]
+    wk_norm: torch.Tensor | None  # float32 [h]
+    scale: float
+    causal: bool
+    window: list[int] | None
+    dropout_p: float
+    layout: str = "sbhd"
+    backend: str
+    stabilizer: str
+    precision: str
+    run_name: str
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        names = (f.name for f in fields(self))
+        torch.save({"format": FORMAT} | {n: getattr(self, n) for n in names}, temporary)
+        temporary.replace(path)
+
+
+def load(path: Path | str) -> Capture:
+    """A capture file.
+
+    Raises:
+        ValueError: not a capture, or shapes that contradict each other.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises many kinds for what is not its own
+        raise ValueError(f"{path} is not a capture: {type(error).__name__}") from None
+    names = {f.name for f in fields(Capture)}
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not a capture of format {FORMAT}")
+    if set(content) != names:
+        odd = ", ".join(sorted(set(content) ^ names))
+        raise ValueError(f"{path} is not a capture of format {FORMAT}: {odd}")
+    capture = Capture(**content)
+    s, b, h, _ = capture.q.shape
+    ok = (
+        capture.k.shape[:2] == (s, b)
+        and capture.v.shape[:3] == capture.k.shape[:3]
+        and capture.out.shape == capture.dout.shape == (s, b, h, capture.v.shape[-1])
+        and len(capture.heads) == len(capture.head_to_kv) == h
+        and len(capture.kv_heads) == capture.k.shape[2]
+        and all(0 <= i < capture.k.shape[2] for i in capture.head_to_kv)
+    )
+    if not ok:
+        raise ValueError(f"{path}: tensors and head lists of the capture do not fit together")
+    return capture
+
+
+def file_name(step: int, layer: int, tp_rank: int) -> str:
+    """Of one capture."""
+    return f"step_{step:08d}.layer_{layer:03d}.tp_{tp_rank}.pt"
+
+
+class Capturer:
+    """Saves what ``stability.capture_*`` names.
+
+    Args:
+        run: configuration.
+        where: coordinates of this rank.
+        folder: ``<run_dir>/captures``.
+    """
+
+    def __init__(self, run: RunConfig, where: Layout, folder: Path) -> None:
+        self._run, self._where, self._folder = run, where, folder
+        self.saved: list[Path] = []
+
+    def request(self, step: int) -> Request | None:
+        """What to look at in ``step``; None if nothing is captured there by this rank."""
+        options = self._run.stability
+        if step not in options.capture_steps or self._where.dp_rank != 0:
+            return None
+        return Request(
+            micro_batch=options.capture_micro_batch,
+            layers=frozenset(options.capture_layers),
+            callback=lambda seen, dout: self._take(step, seen, dout),
+        )
+
+    def _take(self, step: int, seen: Seen, dout: torch.Tensor) -> None:
+        """Collective over the context-parallel group; its first rank writes."""
+        b = min(self._run.stability.capture_sequences, seen.q.shape[1])
+        h, kv = seen.q.shape[2], seen.k.shape[2]
+        first = self._where.tp_rank * h
+        asked = self._run.stability.capture_heads
+        heads = [i for i in range(h) if not asked or first + i in asked]
+        if not heads:
+            return  # on other tensor-parallel ranks; the same on all ranks of this group
+        kept = sorted({i // (h // kv) for i in heads})
+        group = seen.geometry.group
+
+        def whole(x: torch.Tensor, which: list[int]) -> torch.Tensor:
+            part = x[:, :b, torch.tensor(which, device=x.device)]
+            return layout.unshard(gather(part, group), dim=0).contiguous().cpu()
+
+        q, out, do = (whole(x, heads) for x in (seen.q, seen.out, dout))
+        k, v = (whole(x, kept) for x in (seen.k, seen.v))
+        if seen.geometry.rank != 0:
+            return
+        norms = SpectralNorms(seen.site).measure()
+
+        def of_heads(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.detach().float().cpu()[heads].clone()
+
+        window = seen.geometry.window
+        path = self._folder / file_name(step, seen.site.layer, self._where.tp_rank)
+        Capture(
+            step=step,
+            layer=seen.site.layer,
+            layer_name=seen.site.name,
+            micro_batch=self._run.stability.capture_micro_batch,
+            dp_rank=self._where.dp_rank,
+            heads=[first + i for i in heads],
+            kv_heads=[self._where.tp_rank * kv + i for i in kept],
+            head_to_kv=[kept.index(i // (h // kv)) for i in heads],
+            sinks=of_heads(seen.sinks),
+            wq_norm=of_heads(None if norms is None else norms[0]),
+            wk_norm=of_heads(None if norms is None else norms[1]),
+            scale=seen.geometry.scale,
+            causal=seen.geometry.causal,
+            window=None if window is None else list(window),
+            dropout_p=seen.dropout_p,
+            backend=seen.site.backend,
+            stabilizer=seen.site.stabilizer,
+            precision=self._run.training.precision,
+            run_name=self._run.name,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            dout=do,
+        ).save(path)
+        self.saved.append(path)

@@ -1,0 +1,149 @@
+"""The ``stability:`` section: telemetry, early warning, guard and captures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from megatron_patch.config.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.config.root import RunConfig
+
+# Backends whose core attention is `CoreAttention`, with numerics that stable_flash improves on.
+SWITCHABLE = ("stable_flash", "sdpa_cudnn", "sdpa_flash")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class StabilityConfig:
+    """Attention telemetry and what it may do to the run; docs/telemetry.md."""
+
+    enabled: bool = True
+    """Measure attention per layer and head; false also turns early warning and guard off."""
+    interval: int = 50
+    """Steps between observations: the cost of one is divided by it, and the warning rule sees
+    rises over hundreds of steps, not tens."""
+    rows: int = 32
+    """Query rows sampled per observed sequence, layer and head; at least 1 on each CP rank."""
+    sequences: int = 4
+    """Sequences of the observed micro-batch that rows are sampled from, at most."""
+    guard: Literal["off", "warn", "switch", "stop"] = "warn"
+    """On danger: say nothing, say it, switch to stabilizer compensated, or save and exit 5."""
+    watch_growth: float = 1.2
+    """Smoothed gradient norm over its recent minimum from which the verdict is watch."""
+    danger_growth: float = 1.4
+    """The same for danger, which the guard acts on."""
+    reference_steps: int = 4000
+    """How far back the minimum of the smoothed gradient norm is looked for."""
+    capture_steps: list[int] = field(default_factory=list)
+    """Steps at which q, k, v and dO are saved to ``<run_dir>/captures``."""
+    capture_layers: list[int] = field(default_factory=list)
+    """Layers saved there, counted from 0."""
+    capture_heads: list[int] = field(default_factory=list)
+    """Query heads saved there, counted over the whole layer; empty: all."""
+    capture_sequences: int = 1
+    """Sequences of the micro-batch saved there."""
+    capture_micro_batch: int = 0
+    """Micro-batch of the step they are taken from, counted from 0."""
+    capture_max_mib: int = 256
+    """Largest capture file; a configuration that needs more is refused."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Everything about this section that can be checked without a GPU."""
+        for name in ("interval", "rows", "sequences", "reference_steps", "capture_sequences",
+                     "capture_max_mib"):  # fmt: skip
+            if getattr(self, name) < 1:
+                yield Problem(f"stability.{name}", f"{getattr(self, name)}: must be at least 1")
+        if not 1 < self.watch_growth <= self.danger_growth:
+            yield Problem(
+                "stability.danger_growth",
+                f"watch_growth {self.watch_growth} and danger_growth {self.danger_growth}: need "
+                "1 < watch_growth <= danger_growth",
+            )
+        yield from self._guard(run)
+        yield from self._captures(run)
+
+    def _guard(self, run: RunConfig) -> Iterator[Problem]:
+        if self.guard in ("switch", "stop") and not self.enabled:
+            yield Problem(
+                "stability.guard",
+                f"{self.guard} needs the telemetry: set stability.enabled: true, or guard: off",
+            )
+        if self.guard != "switch":
+            return
+        attention = run.attention
+        if attention.backend not in SWITCHABLE:
+            yield Problem(
+                "stability.guard",
+                f"switch has nothing to switch to with attention.backend {attention.backend!r} "
+                f"(it can with {', '.join(SWITCHABLE)}); use guard: warn or stop",
+            )
+        elif attention.backend == "stable_flash" and attention.stabilizer == "compensated":
+            yield Problem(
+                "stability.guard",
+                "switch has nothing to switch to: attention.stabilizer is compensated already; "
+                "use guard: warn or stop",
+            )
+        elif attention.backend != "stable_flash":
+            yield from _cannot_serve(run)
+
+    def _captures(self, run: RunConfig) -> Iterator[Problem]:
+        if bool(self.capture_steps) != bool(self.capture_layers):
+            yield Problem(
+                "stability.capture_steps",
+                f"capture_steps {self.capture_steps} and capture_layers {self.capture_layers}: "
+                "name both, or neither",
+            )
+        heads, layers = run.model.num_attention_heads, _layers(run)
+        for name, values, low, high in (
+            ("capture_steps", self.capture_steps, 1, run.training.train_steps),
+            ("capture_layers", self.capture_layers, 0, layers - 1),
+            ("capture_heads", self.capture_heads, 0, heads - 1),
+        ):
+            for value in values:
+                if not low <= value <= high:
+                    yield Problem(f"stability.{name}", f"{value}: must be in {low}..{high}")
+        micro_batches = run.training.global_batch_size // max(1, run.training.micro_batch_size)
+        if not 0 <= self.capture_micro_batch < max(1, micro_batches):
+            yield Problem(
+                "stability.capture_micro_batch",
+                f"{self.capture_micro_batch}: must be in 0..{max(1, micro_batches) - 1}",
+            )
+        if self.capture_steps:
+            size = capture_mib(run)
+            if size > self.capture_max_mib:
+                yield Problem(
+                    "stability.capture_heads",
+                    f"one capture file would take {size:,.0f} MiB, more than capture_max_mib "
+                    f"{self.capture_max_mib}: name fewer heads or sequences, or raise the limit",
+                )
+
+
+def _layers(run: RunConfig) -> int:
+    """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
+    return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
+
+
+def capture_mib(run: RunConfig) -> float:
+    """Upper bound of one capture file, MiB: q, k, v, O and dO of one tensor-parallel rank."""
+    model, stability = run.model, run.stability
+    all_heads = max(1, model.num_attention_heads // max(1, run.parallel.tensor_model_parallel_size))
+    heads = min(all_heads, len(stability.capture_heads) or all_heads)
+    head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
+    if model.mla is not None:
+        head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
+    sequences = min(stability.capture_sequences, run.training.micro_batch_size)
+    values = 5 * model.seq_length * sequences * heads * head_dim
+    return values * (2 if run.training.precision == "bf16" else 4) / 2**20
+
+
+def _cannot_serve(run: RunConfig) -> Iterator[Problem]:
+    """What keeps stable_flash from taking over a vendor backend's layers."""
+    from megatron_patch.attention import registry
+    from megatron_patch.attention.capabilities import unmet
+
+    for facts in registry.layer_kinds(run):
+        for complaint in unmet("stable_flash", facts):
+            yield Problem("stability.guard", f"switch: stable_flash cannot take over: {complaint}")

@@ -1,0 +1,102 @@
+"""Gradient norm of every layer, from the reduced FP32 main gradients, before they are clipped.
+
+Core's data-parallel buffers hold them after the reduction. Each value must count once over all
+ranks, so that one SUM over the world is right:
+
+- with the distributed optimizer a rank holds the reduced gradients of its shard of every bucket
+  only; the rest of its buffer is unreduced and does not count;
+- without it all ranks of a data-parallel group hold all of it, and the first one counts;
+- parameters replicated over tensor parallelism count on the first of those ranks, and the copy of
+  the tied embedding on the last pipeline stage does not count: core's own rule for the norm.
+
+Shape legend: L layers of the whole model; one more slot holds what is outside the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_patch.stability.observe import layer_of
+
+
+class LayerNorms:
+    """Sums of squares by layer.
+
+    Args:
+        chunks: Megatron's DistributedDataParallel modules.
+        roots: the GPTModels inside, in the same order.
+        decoder_layers: of the whole model.
+        layers: slots before the last one (decoder and multi-token-prediction layers).
+        device: where the sums live.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        roots: Sequence[torch.nn.Module],
+        *,
+        decoder_layers: int,
+        layers: int,
+        device: torch.device,
+    ) -> None:
+        self.squares = torch.zeros(layers + 1, dtype=torch.float64, device=device)
+        self._pieces: list[tuple[Any, int, int]] = []  # buffer, first and last value
+        slots: list[int] = []
+        for chunk, root in zip(chunks, roots, strict=True):
+            slot_of = {}
+            for name, parameter in root.named_parameters():
+                layer = layer_of(root, name, decoder_layers=decoder_layers)
+                slot_of[id(parameter)] = layers if layer is None else layer
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                for parameter, begin, end in _own_values(buffer):
+                    if _counts_here(parameter):
+                        self._pieces.append((buffer, begin, end))
+                        slots.append(slot_of[id(parameter)])
+        self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """Begin another observation."""
+        self.squares.zero_()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Add this rank's share; call between the reduction and the optimizer's step."""
+        if not self._pieces:
+            return
+        values = [buffer.grad_data[begin:end] for buffer, begin, end in self._pieces]
+        norms = torch.stack(torch._foreach_norm([v.float() for v in values]))
+        self.squares.index_add_(0, self._slots, norms.double().pow(2))
+
+
+def _own_values(buffer: Any) -> list[tuple[torch.nn.Parameter, int, int]]:
+    """(parameter, first, last) of the values whose reduced gradient this rank counts."""
+    group = buffer.data_parallel_group
+    rank, size = group.rank(), group.size()
+    if not buffer.ddp_config.use_distributed_optimizer:
+        if rank != 0:
+            return []
+        return [(p, *buffer.param_index_map[p][:2]) for p in buffer.params]
+    shards = []
+    for bucket in buffer.buckets:
+        length = bucket.grad_data.numel() // size
+        first = bucket.offset + rank * length
+        shards.append((first, first + length))
+    found = []
+    for parameter in buffer.params:
+        begin, end, bucket = buffer.param_index_map[parameter]
+        low, high = max(begin, shards[bucket][0]), min(end, shards[bucket][1])
+        if low < high:
+            found.append((parameter, low, high))
+    return found
+
+
+def _counts_here(parameter: torch.nn.Parameter) -> bool:
+    expert_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    unique = param_is_not_tensor_parallel_duplicate(parameter, expert_tp_group=expert_group)
+    return param_is_not_shared(parameter) and unique

@@ -1,0 +1,293 @@
+"""The telemetry of a run on disk: ``<run_dir>/stability/``. numpy only, so any reader can use it.
+
+meta.json       shapes and names
+records.bin     fixed-size little-endian records: int64 step, float64 SCALARS, float32
+                [layers] x LAYER_METRICS, float32 [layers, heads] x HEAD_METRICS
+layers.csv      step, layer, and per metric its worst head: for people
+abandoned.bin   records of steps that a resumed run repeats
+
+A record is appended and flushed when its step has been read back, so files can be read while the
+run goes on; a record that a crash tore is ignored by readers and cut off by the next writer.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS, SCALARS
+from megatron_patch.stability.warning import Point, Rule, Verdict, judge
+
+FORMAT = 1
+FOLDER = "stability"
+# Of these the smallest head is the one to look at; of the others the largest (by size).
+SMALLEST = ("entropy",)
+
+
+def record_dtype(meta: Mapping[str, Any]) -> np.dtype[Any]:
+    """One record, from meta.json."""
+    layers, heads = int(meta["layers"]), int(meta["heads"])
+    return np.dtype(
+        [
+            ("step", "<i8"),
+            ("scalars", "<f8", (len(meta["scalars"]),)),
+            ("layers", "<f4", (len(meta["layer_metrics"]), layers)),
+            ("heads", "<f4", (len(meta["head_metrics"]), layers, heads)),
+        ]
+    )
+
+
+def make_meta(
+    *, layers: int, heads: int, interval: int, rule: Rule, attention: str
+) -> dict[str, Any]:
+    """What meta.json says."""
+    return {
+        "format": FORMAT,
+        "layers": layers,
+        "heads": heads,
+        "interval": interval,
+        "attention": attention,
+        "head_metrics": list(HEAD_METRICS),
+        "layer_metrics": list(LAYER_METRICS),
+        "scalars": list(SCALARS),
+        "rule": {name: getattr(rule, name) for name in Rule.__dataclass_fields__},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Everything recorded so far."""
+
+    meta: dict[str, Any]
+    records: np.ndarray
+
+    @property
+    def steps(self) -> np.ndarray:
+        """int64 [n]."""
+        return np.asarray(self.records["step"])
+
+    @property
+    def scalars(self) -> dict[str, np.ndarray]:
+        """float64 [n] by name."""
+        return {n: self.records["scalars"][:, i] for i, n in enumerate(self.meta["scalars"])}
+
+    @property
+    def layers(self) -> dict[str, np.ndarray]:
+        """float32 [n, layers] by name."""
+        return {n: self.records["layers"][:, i] for i, n in enumerate(self.meta["layer_metrics"])}
+
+    @property
+    def heads(self) -> dict[str, np.ndarray]:
+        """float32 [n, layers, heads] by name."""
+        return {n: self.records["heads"][:, i] for i, n in enumerate(self.meta["head_metrics"])}
+
+    def points(self) -> list[Point]:
+        """What the warning rule reads."""
+        scalars, heads = self.scalars, self.heads
+        return [
+            make_point(
+                step=int(step),
+                scalars={name: float(values[i]) for name, values in scalars.items()},
+                heads={name: heads[name][i] for name in ("used_error_mean", "kappa")},
+            )
+            for i, step in enumerate(self.steps)
+        ]
+
+    def verdicts(self, rule: Rule | None = None) -> list[tuple[int, Verdict]]:
+        """The rule's verdict after every record; ``rule`` default: the run's own."""
+        rule = Rule(**self.meta["rule"]) if rule is None else rule
+        points = self.points()
+        return [(p.step, judge(points[: i + 1], rule)) for i, p in enumerate(points)]
+
+
+def make_point(
+    *, step: int, scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]
+) -> Point:
+    """The point of a record; ``heads``: used_error_mean and kappa [layers, heads]."""
+    signal = error_to_signal(heads["used_error_mean"], heads["kappa"])
+    worst, layer, head = math.nan, -1, -1
+    if np.isfinite(signal).any():
+        layer, head = (int(i) for i in np.unravel_index(np.nanargmax(signal), signal.shape))
+        worst = float(signal[layer, head])
+    return Point(
+        step=step,
+        loss=scalars["loss_mean"],
+        grad_norm=scalars["grad_norm_mean"],
+        grad_norm_max=scalars["grad_norm_max"],
+        error_to_signal=worst,
+        layer=layer,
+        head=head,
+    )
+
+
+def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
+    """|mean| / RMS of the error: 1 when all rows of a head err alike, 1 / sqrt(rows) if they do
+    not know of each other."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(rms > 0, np.abs(mean) / rms, np.nan)
+
+
+def error_to_signal(mean: np.ndarray, kappa: np.ndarray) -> np.ndarray:
+    """|mean| x kappa: the coherent error of delta over RMS_P(dP - delta), which it disturbs."""
+    return np.asarray(np.abs(mean) * kappa)
+
+
+def read(run_dir: Path | str) -> Telemetry:
+    """The telemetry of a run, also of one that is going on.
+
+    Raises:
+        FileNotFoundError: nothing was recorded there.
+        ValueError: written by another version of this program.
+    """
+    folder = Path(run_dir) / FOLDER
+    meta = json.loads((folder / "meta.json").read_text())
+    if meta.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder}: telemetry format {meta.get('format')!r}, this version reads {FORMAT}"
+        )
+    dtype = record_dtype(meta)
+    file = folder / "records.bin"
+    count = file.stat().st_size // dtype.itemsize if file.exists() else 0
+    if count == 0:
+        return Telemetry(meta, np.zeros(0, dtype))
+    return Telemetry(meta, np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
+
+
+class Writer:
+    """Appends records; the first rank has one.
+
+    Args:
+        run_dir: of the run.
+        meta: from `make_meta`.
+        start_step: steps done; later records are moved to abandoned.bin.
+    """
+
+    def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
+        self.folder, self.meta = run_dir / FOLDER, meta
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.abandoned, self.attention_before = self._take_over(start_step)
+        text = json.dumps(meta, indent=1) + "\n"
+        _replace(self.folder / "meta.json", text.encode())
+        self._dtype = record_dtype(meta)
+        self._file = (self.folder / "records.bin").open("ab")
+        self._rows = _LayerTable(self.folder / "layers.csv", start_step=start_step)
+
+    def _take_over(self, start_step: int) -> tuple[int, str | None]:
+        """(records moved aside, attention of the attempt before)."""
+        file = self.folder / "records.bin"
+        if not (self.folder / "meta.json").exists() or not file.exists():
+            return 0, None
+        before = json.loads((self.folder / "meta.json").read_text())
+        shape = ("format", "layers", "heads", "head_metrics", "layer_metrics", "scalars")
+        if any(before.get(key) != self.meta[key] for key in shape):
+            # Another version's records: kept, but not continued.
+            for name in ("records.bin", "meta.json", "layers.csv"):
+                old = self.folder / name
+                if old.exists():
+                    os.replace(old, old.with_name(f"{old.stem}.until_{start_step}{old.suffix}"))
+            return 0, before.get("attention")
+        size = record_dtype(before).itemsize
+        data = file.read_bytes()
+        records = np.frombuffer(data[: len(data) // size * size], dtype=record_dtype(before))
+        keep = records[records["step"] <= start_step]
+        drop = records[records["step"] > start_step]
+        if len(drop):
+            with (self.folder / "abandoned.bin").open("ab") as out:
+                out.write(drop.tobytes())
+        _replace(file, keep.tobytes())
+        return len(drop), before.get("attention")
+
+    def write(
+        self,
+        step: int,
+        *,
+        scalars: Mapping[str, float],
+        layers: Mapping[str, np.ndarray],
+        heads: Mapping[str, np.ndarray],
+    ) -> None:
+        """Append one record; what a mapping lacks is NaN."""
+        record = np.zeros((), self._dtype)
+        record["step"] = step
+        record["scalars"] = [scalars.get(name, math.nan) for name in self.meta["scalars"]]
+        for part, found in (("layers", layers), ("heads", heads)):
+            for i, name in enumerate(self.meta[f"{part[:-1]}_metrics"]):
+                record[part][i] = found.get(name, np.float32(math.nan))
+        self._file.write(record.tobytes())
+        self._file.flush()
+        self._rows.write(step, layers, heads)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        self._rows.close()
+
+
+class _LayerTable:
+    """layers.csv: one row a record and layer; of every head metric the worst head."""
+
+    columns = ("step", "layer", *LAYER_METRICS, *HEAD_METRICS, "worst_head")
+
+    def __init__(self, path: Path, *, start_step: int) -> None:
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            keep = [x for x in lines[1:] if x.endswith("\n") and _first(x) <= start_step]
+            _replace(path, "".join([lines[0] if lines else "", *keep]).encode())
+        new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", newline="")
+        self._writer = csv.writer(self._file)
+        if new:
+            self._writer.writerow(self.columns)
+
+    def write(
+        self, step: int, layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
+    ) -> None:
+        found = {n: worst(n, v) for n, v in heads.items()}
+        signal = error_to_signal(heads["delta_error_mean"], heads["kappa"])
+        for layer in range(signal.shape[0]):
+            numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
+            numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]
+            row = signal[layer]
+            head = int(np.nanargmax(row)) if np.isfinite(row).any() else ""
+            self._writer.writerow([step, layer, *(f"{float(x):.6g}" for x in numbers), head])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def worst(name: str, values: np.ndarray) -> np.ndarray:
+    """Of a head metric [layers, heads], the head to look at in each layer: [layers], NaN if none.
+
+    The smallest entropy, the error mean that is largest in size (with its sign), else the largest.
+    """
+    found = np.full(values.shape[0], np.nan, np.float32)
+    for layer, row in enumerate(values):
+        if not np.isfinite(row).any():
+            continue
+        size = -row if name in SMALLEST else np.abs(row) if np.nanmin(row) < 0 else row
+        found[layer] = row[int(np.nanargmax(size))]
+    return found
+
+
+def _first(line: str) -> int:
+    try:
+        return int(line.split(",", 1)[0])
+    except ValueError:
+        return 1 << 62
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,182 @@
+"""Sums over sampled rows, on the device, shaped for the whole model; and what follows from them.
+
+Every rank adds its own heads, layers and rows into zeros of the model's shape, so that one SUM and
+one MAX over all ranks are right under tensor (other heads), pipeline (other layers), context and
+data parallelism (other rows) alike.
+
+Shape legend: L layers, H query heads of the whole model; b, h, r sequences, heads of this rank,
+sampled rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.observe import EXACT, Seen
+from megatron_patch.stability.sampling import RowFacts, measure, pick_rows
+from stable_attention.api import stable_attention
+from stable_attention.probes import decode_residual
+from stable_attention.reference import reference_attention
+
+FIELDS = (
+    "rows", "delta2", "entropy", "first", "top", "spread",
+    "plain_rows", "plain", "plain2", "plain_sign", "used_rows", "used", "used2",
+)  # fmt: skip
+
+
+class HeadSums:
+    """The sums of one observation.
+
+    Args:
+        layers, heads: of the whole model.
+        first_head: global number of this rank's first query head.
+        rows, sequences: how many are sampled.
+        device: where the sums live.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        first_head: int,
+        rows: int,
+        sequences: int,
+        device: torch.device,
+    ) -> None:
+        self.first_head, self.rows, self.sequences = first_head, rows, sequences
+        self.sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
+        self.maxima = torch.full((layers, heads), -math.inf, device=device)
+        self.phase = 0
+
+    def clear(self) -> None:
+        """Begin another observation, with other rows."""
+        self.sums.zero_()
+        self.maxima.fill_(-math.inf)
+        self.phase += 1
+
+    def add(self, seen: Seen, dout: torch.Tensor) -> None:
+        """One call and its dO [s, b, h, dv]. Collective over the context-parallel group."""
+        geometry, b = seen.geometry, min(self.sequences, seen.q.shape[1])
+        per_rank = -(-self.rows // geometry.size)
+        rows = torch.tensor(
+            pick_rows(seen.q.shape[0], per_rank, phase=self.phase), device="cpu"
+        ).to(seen.q.device, non_blocking=True)
+        facts = measure(
+            seen.q[:, :b],
+            seen.k[:, :b],
+            seen.v[:, :b],
+            dout[:, :b],
+            rows=rows,
+            geometry=geometry,
+            sinks=seen.sinks,
+        )
+        h = seen.q.shape[2]
+        heads = slice(self.first_head, self.first_head + h)
+        mine = self.sums[seen.site.layer, heads]  # [h, fields]
+        for name, value in self._values(seen, dout[rows, :b], rows, facts).items():
+            mine[:, FIELDS.index(name)] += value
+        top = seen.max_logits
+        if top is None:
+            top = facts.max_logit if geometry.size > 1 else exact_max_logits(seen)
+        where = self.maxima[seen.site.layer, heads]
+        torch.maximum(where, top.detach().float(), out=where)
+
+    def _values(
+        self, seen: Seen, dout: torch.Tensor, rows: torch.Tensor, facts: RowFacts
+    ) -> dict[str, torch.Tensor]:
+        """Sums over sequences and rows by field, [h] (or one number)."""
+        do, out = _rows(dout), _rows(seen.out[rows, : dout.shape[1]])
+        delta = (do * out).sum(-1)
+        clean = seen.dropout_p == 0.0
+        values = {
+            "rows": torch.full_like(delta, 1.0),
+            "delta2": delta.pow(2),
+            "entropy": facts.entropy,
+            "first": facts.first,
+            "top": facts.top,
+        }
+        plain = used = None
+        if seen.low is not None:
+            kept = seen.out[rows, : dout.shape[1]], seen.low[rows, : dout.shape[1]]
+            low = _rows(decode_residual(*kept))
+            plain = -(do * low).sum(-1)
+            used = (do * (out + low - facts.out)).sum(-1) if clean else None
+        elif clean and seen.site.backend in EXACT:
+            plain = (do * (facts.plain - facts.out)).sum(-1)
+        elif clean:
+            plain = used = (do * (out - facts.out)).sum(-1)
+        for name, e in (("plain", plain), ("used", used)):
+            if e is not None:
+                values |= {f"{name}_rows": torch.ones_like(e), name: e, f"{name}2": e.pow(2)}
+        if plain is not None:
+            values["plain_sign"] = plain.sign()
+        sums = {name: x.double().sum((0, 2)) for name, x in values.items()}
+        if clean:
+            sums["spread"] = facts.spread.double()
+        return sums
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[r, b, h, d] -> float32 [b, h, r, d]."""
+    return x.float().permute(1, 2, 0, 3)
+
+
+def exact_max_logits(seen: Seen) -> torch.Tensor:
+    """Float32 [h] largest logits of a call whose backend does not return them: one more forward.
+
+    16-bit tensors on a GPU go through the library's kernel, the rest through its reference.
+    """
+    q, k, v = seen.q, seen.k, seen.v
+    kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    kernel = kernel and all(d % 8 == 0 and 8 <= d <= 256 for d in (q.shape[-1], v.shape[-1]))
+    options = {"stabilizer": "none"} if kernel else {}
+    result = (stable_attention if kernel else reference_attention)(
+        q,
+        k,
+        v,
+        layout="sbhd",
+        causal=seen.geometry.causal,
+        window=seen.geometry.window,
+        scale=seen.geometry.scale,
+        return_max_logits=True,
+        **options,  # type: ignore[arg-type]
+    )
+    assert isinstance(result, tuple)
+    return result[1]
+
+
+def head_metrics(sums: np.ndarray, maxima: np.ndarray) -> dict[str, np.ndarray]:
+    """HEAD_METRICS (without the weights' norms) from reduced sums.
+
+    Args:
+        sums: float64 [L, H, fields]; maxima: float32 [L, H], -inf where nothing was seen.
+
+    Returns:
+        float32 [L, H] by name; NaN where nothing was measured.
+    """
+    s = {name: sums[..., i] for i, name in enumerate(FIELDS)}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rows = np.where(s["rows"] > 0, s["rows"], np.nan)
+        plain_rows = np.where(s["plain_rows"] > 0, s["plain_rows"], np.nan)
+        used_rows = np.where(s["used_rows"] > 0, s["used_rows"], np.nan)
+        delta_rms = np.sqrt(s["delta2"] / rows)
+        found = {
+            "max_logit": np.where(np.isneginf(maxima), np.nan, maxima),
+            "delta_error_mean": s["plain"] / plain_rows / delta_rms,
+            "delta_error_rms": np.sqrt(s["plain2"] / plain_rows) / delta_rms,
+            "delta_error_sign": s["plain_sign"] / plain_rows,
+            "used_error_mean": s["used"] / used_rows / delta_rms,
+            "used_error_rms": np.sqrt(s["used2"] / used_rows) / delta_rms,
+            "kappa": np.where(s["spread"] > 0, np.sqrt(s["delta2"] / s["spread"]), np.nan),
+            "entropy": s["entropy"] / rows,
+            "first_token_mass": s["first"] / rows,
+            "top_mass": s["top"] / rows,
+            "delta_rms": delta_rms,
+        }
+    assert set(found) < set(HEAD_METRICS)
+    return {name: value.astype(np.float32) for name, value in found.items()}

@@ -1,0 +1,348 @@
+"""One object per run that watches attention: `Stability`, called by the training loop.
+
+    begin(step) -> the step -> reduced() inside it, between reduction and update -> finish(step)
+
+Values are summed on the device. Every `interval` steps one SUM and one MAX over all ranks make them
+right for the whole model, and a copy to pinned memory is started; it is read after the *next* step,
+when it has long arrived, so nothing waits for the device. All ranks read the same numbers (what
+data parallelism relies on, too), judge them by the same pure rule and act at the same step.
+
+Shape legend: L layers, H query heads of the whole model; n steps since the last record.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megatron_patch.stability import guard, record
+from megatron_patch.stability.capture import Capturer
+from megatron_patch.stability.gradients import LayerNorms
+from megatron_patch.stability.observe import Observer, Request, find_sites
+from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
+from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
+from megatron_patch.stability.weights import SpectralNorms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.monitor.hub import Monitor
+    from megatron_patch.parallel.setup import Layout
+    from megatron_patch.training.step import StepResult
+
+RECENT = 20  # records the spike score compares with
+
+
+def layers_of(run: RunConfig) -> int:
+    """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
+    return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
+
+
+def rule_of(run: RunConfig) -> Rule:
+    """The early-warning rule of a configuration."""
+    s = run.stability
+    return Rule(
+        watch_growth=s.watch_growth,
+        danger_growth=s.danger_growth,
+        reference_steps=s.reference_steps,
+        settle_steps=run.optimizer.warmup_steps,
+    )
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Sums on their way to the host."""
+
+    step: int
+    steps: int
+    lr: float
+    total: torch.Tensor
+    maxima: torch.Tensor
+    event: Any
+
+
+class Stability:
+    """Telemetry, early warning, guard and captures of one attempt.
+
+    Args:
+        run: configuration.
+        layout: coordinates of this rank.
+        chunks: wrapped model chunks; roots: the GPTModels inside them.
+        monitor: where lines and scalars go.
+        run_dir: directory of the run.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: Layout,
+        chunks: Sequence[Any],
+        roots: Sequence[torch.nn.Module],
+        *,
+        monitor: Monitor,
+        run_dir: Path,
+    ) -> None:
+        self.run, self.layout, self.monitor, self.run_dir = run, layout, monitor, run_dir
+        self.options, self.rule = run.stability, rule_of(run)
+        decoder, layers = run.model.num_layers, layers_of(run)
+        heads = run.model.num_attention_heads
+        cp = parallel_state.get_context_parallel_group() if layout.cp_size > 1 else None
+        self.observer = Observer(find_sites(roots, decoder_layers=decoder), cp_group=cp)
+        self.capturer = Capturer(run, layout, run_dir / "captures")
+        self.heads = HeadSums(
+            layers=layers,
+            heads=heads,
+            first_head=layout.tp_rank * (heads // layout.tp_size),
+            rows=self.options.rows,
+            sequences=self.options.sequences,
+            device=layout.device,
+        )
+        self.norms = LayerNorms(
+            chunks, roots, decoder_layers=decoder, layers=layers, device=layout.device
+        )
+        self.weights = [SpectralNorms(site) for site in self.observer.sites]
+        # [n, 3]: sum of token losses, tokens, gradient norm.
+        self._series = torch.zeros(
+            self.options.interval, 3, dtype=torch.float64, device=layout.device
+        )
+        self._filled = 0
+        self._observing = False
+        self._pending: _Pending | None = None
+        self._writer: record.Writer | None = None
+        self.history: list[Point] = []
+        self.switched_at = 0
+        self.stop_reason: str | None = None
+        self.verdict = Verdict(level="ok", reason="nothing recorded yet")
+        self.latest: dict[str, float] = {}
+
+    # ------------------------------------------------------------------ start
+
+    def start(self, step: int, *, switched_at: int) -> None:
+        """Go on after ``step``: records, history, and a switch the checkpoint tells of. Collective.
+
+        Raises:
+            BackendError: the switch cannot be repeated in this configuration.
+        """
+        self.switched_at = switched_at
+        if switched_at:
+            self._switch_again()
+        if not self.options.enabled:
+            return
+        found: list[Any] = [None]
+        if self.layout.print_rank:
+            found = [self._open(step)]
+        torch.distributed.broadcast_object_list(found, src=0)
+        self.history = found[0]
+
+    def _switch_again(self) -> None:
+        """What the guard did before the checkpoint; another guard setting is the user's wish."""
+        if self.options.guard == "switch":
+            guard.switch(self.observer.sites)
+            how = "stabilizer compensated since then, as the checkpoint says"
+        else:
+            how = f"stability.guard is {self.options.guard} now: attention is as configured"
+        self.monitor.say(f"stability guard: it switched after step {self.switched_at:,}; {how}")
+
+    def _open(self, step: int) -> list[Point]:
+        """First rank: the files, and what they say about the steps before."""
+        attention = f"{self.run.attention.backend}/{self.run.attention.stabilizer}"
+        meta = record.make_meta(
+            layers=layers_of(self.run),
+            heads=self.run.model.num_attention_heads,
+            interval=self.options.interval,
+            rule=self.rule,
+            attention=attention,
+        )
+        self._writer = record.Writer(self.run_dir, meta, start_step=step)
+        # Another backend or stabilizer is another run as far as the rule goes.
+        if self._writer.attention_before not in (None, attention):
+            return []
+        points = record.read(self.run_dir).points()
+        return [p for p in points if p.step > self.switched_at]
+
+    # ------------------------------------------------------------------- step
+
+    def begin(self, step: int) -> None:
+        """Before ``step`` (1-based)."""
+        self._observing = self.options.enabled and step % self.options.interval == 0
+        requests = []
+        if self._observing:
+            self.heads.clear()
+            self.norms.clear()
+            requests.append(Request(micro_batch=0, layers=None, callback=self.heads.add))
+        capture = self.capturer.request(step)
+        if capture is not None:
+            requests.append(capture)
+        self.observer.arm(requests)
+
+    def reduced(self) -> None:
+        """Inside the step: gradients are reduced and not clipped yet."""
+        if self._observing:
+            self.norms.measure()
+
+    def finish(self, step: int, result: StepResult) -> None:
+        """After ``step``. Reads what the step before left, sends off what is due. Collective."""
+        self.observer.disarm()
+        for path in self.capturer.saved:
+            self.monitor.say(f"captured {path.name}")
+        self.capturer.saved = []
+        if not self.options.enabled:
+            return
+        self._note(result)
+        self.flush(step)
+        if self._observing:
+            self._send(step, result.lr)
+        self._observing = False
+
+    def _note(self, result: StepResult) -> None:
+        """Loss and gradient norm of one step, into the device buffer."""
+        row = self._series[self._filled]
+        if result.report is not None and self.layout.reports_loss:
+            row[:2] = result.report.double()
+        if self.layout.rank == 0:
+            row[2] = result.grad_norm
+        self._filled += 1
+
+    def _send(self, step: int, lr: float) -> None:
+        """Reduce over all ranks and start the copy to the host."""
+        maxima = torch.full((3, *self.heads.maxima.shape), -math.inf, device=self.layout.device)
+        maxima[0] = self.heads.maxima
+        for norms in self.weights:
+            found = norms.measure()
+            if found is not None:
+                first = self.heads.first_head
+                heads = slice(first, first + found[0].numel())
+                maxima[1, norms.site.layer, heads], maxima[2, norms.site.layer, heads] = found
+        n, self._filled = self._filled, 0
+        total = torch.cat(
+            [self.heads.sums.flatten(), self.norms.squares, self._series[:n].flatten()]
+        )
+        self._series.zero_()
+        torch.distributed.all_reduce(total)
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+        event = None
+        if total.is_cuda:
+            total, maxima = _to_host(total), _to_host(maxima)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending = _Pending(step, n, lr, total, maxima, event)
+
+    # ------------------------------------------------------------------- read
+
+    def flush(self, now: int) -> None:
+        """Take in the record on its way, if there is one, after step ``now``; on all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.event is not None:
+            pending.event.synchronize()
+        layers, heads = self.heads.maxima.shape
+        total, maxima = pending.total.numpy(), pending.maxima.numpy()
+        cut = layers * heads * len(FIELDS)
+        sums = total[:cut].reshape(layers, heads, len(FIELDS))
+        squares = total[cut : cut + layers + 1]
+        series = total[cut + layers + 1 :].reshape(pending.steps, 3)
+        by_head = head_metrics(sums, maxima[0])
+        for name, values in (("wq_norm", maxima[1]), ("wk_norm", maxima[2])):
+            by_head[name] = np.where(np.isneginf(values), np.float32(np.nan), values)
+        by_layer = {"grad_norm": np.sqrt(squares[:layers]).astype(np.float32)}
+        scalars = self._scalars(pending, series)
+        scalars["grad_norm_rest"] = float(np.sqrt(squares[layers]))
+        scalars["rows"] = float(sums[..., FIELDS.index("rows")].max())
+        point = record.make_point(step=pending.step, scalars=scalars, heads=by_head)
+        self.history = [*self._recent(point.step), point]
+        self._judge(point, now)
+        scalars["level"], scalars["switched"] = float(self.verdict.code), float(self.switched_at)
+        self._publish(pending.step, scalars, by_layer, by_head)
+
+    def _recent(self, step: int) -> list[Point]:
+        """As much history as the rule can look back on."""
+        first = step - self.rule.reference_steps - RECENT * self.options.interval
+        return [p for p in self.history if p.step >= first]
+
+    def _scalars(self, pending: _Pending, series: np.ndarray) -> dict[str, float]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            losses = series[:, 0] / series[:, 1]
+        norms = series[:, 2]
+        recent = [p.grad_norm for p in self.history[-RECENT:]]
+        return {
+            "loss_mean": float(losses.mean()),
+            "loss_max": float(losses.max()),
+            "grad_norm_mean": float(norms.mean()),
+            "grad_norm_max": float(norms.max()),
+            "lr": pending.lr,
+            "spike_score": spike_score(recent, float(norms.max())),
+        }
+
+    def _judge(self, point: Point, now: int) -> None:
+        before, self.verdict = self.verdict, judge(self.history, self.rule)
+        mode = self.options.guard
+        if mode != "off" and self.verdict.level != before.level:
+            self.monitor.say(f"step {point.step:,}: {self.verdict.line()}")
+        if self.verdict.level != "danger":
+            return
+        if mode == "stop":
+            self.stop_reason = self.verdict.reason
+        elif mode == "switch" and not self.switched_at:
+            self._switch(now)
+
+    def _switch(self, now: int) -> None:
+        """Between two steps, on all ranks between the same two; the rule starts anew."""
+        guard.switch(self.observer.sites)
+        self.switched_at, self.history = now, []
+        self.monitor.say(
+            f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
+            f"step {self.switched_at:,}"
+        )
+
+    def _publish(
+        self,
+        step: int,
+        scalars: dict[str, float],
+        by_layer: dict[str, np.ndarray],
+        by_head: dict[str, np.ndarray],
+    ) -> None:
+        """Files, TensorBoard, and what the next log line shows; first rank only."""
+        if self._writer is None:
+            return
+        self._writer.write(step, scalars=scalars, layers=by_layer, heads=by_head)
+        shown = {f"stability/{n}": v for n, v in scalars.items() if math.isfinite(v)}
+        worst = {name: record.worst(name, values) for name, values in by_head.items()}
+        for name, values in {**by_layer, **worst}.items():
+            for layer, value in enumerate(values):
+                if math.isfinite(value):
+                    shown[f"stability/{name}/layer_{layer:03d}"] = float(value)
+        self.monitor.scalars(step, shown)
+        self.latest = {"stability/step": float(step), "stability/level": scalars["level"]}
+        if math.isfinite(scalars["spike_score"]):
+            self.latest["stability/spike_score"] = scalars["spike_score"]
+        coherence = record.coherence(by_head["delta_error_mean"], by_head["delta_error_rms"])
+        for name, values in (
+            ("max_logit", by_head["max_logit"]),
+            ("delta_error_rms", by_head["delta_error_rms"]),
+            ("coherence", coherence),
+            ("kappa", by_head["kappa"]),
+        ):
+            if np.isfinite(values).any():
+                self.latest[f"stability/{name}"] = float(np.nanmax(values))
+
+    def close(self) -> None:
+        """Take hooks off and close files."""
+        self.observer.disarm()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory that arrives later."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    return host

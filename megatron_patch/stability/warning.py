@@ -1,0 +1,145 @@
+"""The early warning: one pure function over the telemetry's history. No torch.
+
+The runs this project has seen explode announce it in the gradient norm: it falls, levels off, and
+then *rises* for hundreds to thousands of steps while the loss still falls
+(docs/telemetry.md has the figures). A run that stays stable does not leave its floor. Hence:
+
+    growth = smoothed gradient norm / its minimum over the last `reference_steps` steps
+
+smoothed: the median of the last `SMOOTH` records, each the mean of its steps, so that single
+spikes, which stable runs have too, do not count. The minimum is looked for after the warm-up and in
+a window, because norms also drift over tens of thousands of steps. What the heads show (the error
+of delta that the run's own numerics make, relative to the signal it disturbs) names the place, and
+raises `ok` to `watch`; alone it is no reason for `danger`, as no recorded run has tested it yet.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patch.stability.names import LEVELS
+
+SMOOTH = 5  # records the gradient norm is smoothed over
+CONFIRM = 2  # records in a row that must agree on danger
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """What the rule reads of one record."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Mean over the record's steps."""
+    grad_norm_max: float
+    error_to_signal: float = math.nan
+    """Largest over heads of |used_error_mean| x kappa: coherent error of delta over its signal."""
+    layer: int = -1
+    head: int = -1
+    """Where that is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Thresholds; chosen on some seeds and judged on others by benchmarks/early_warning.py."""
+
+    watch_growth: float = 1.2
+    danger_growth: float = 1.4
+    reference_steps: int = 4000
+    settle_steps: int = 0
+    """Steps before the rule looks: the learning rate's warm-up."""
+    head_signal: float = 0.1
+    """error_to_signal from which a head is named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One line for people and programs."""
+
+    level: str
+    reason: str
+
+    @property
+    def code(self) -> int:
+        """0 ok, 1 watch, 2 danger."""
+        return LEVELS.index(self.level)
+
+    def line(self) -> str:
+        """As the console says it."""
+        return f"attention: {self.level} ({self.reason})"
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Medians over the last `SMOOTH` values, one for every value from the `SMOOTH`-th on."""
+    n = len(values)
+    return [statistics.median(values[i - SMOOTH + 1 : i + 1]) for i in range(SMOOTH - 1, n)]
+
+
+def growth(history: Sequence[Point], rule: Rule) -> list[float]:
+    """Growth at the last `CONFIRM` records (fewer while there are not enough), oldest first."""
+    seen = [p for p in history if p.step > rule.settle_steps]
+    medians = smoothed([p.grad_norm for p in seen])
+    steps = [p.step for p in seen[SMOOTH - 1 :]]
+    found = []
+    for last in range(max(0, len(medians) - CONFIRM), len(medians)):
+        first = steps[last] - rule.reference_steps
+        lowest = min(m for m, s in zip(medians[: last + 1], steps, strict=False) if s >= first)
+        found.append(medians[last] / lowest if lowest > 0 else math.inf)
+    return found
+
+
+def judge(history: Sequence[Point], rule: Rule) -> Verdict:
+    """The verdict after the last record of ``history`` (in order of steps).
+
+    Deterministic in its arguments: every rank computes it from the same numbers.
+    """
+    if not history:
+        return Verdict(level="ok", reason="nothing recorded yet")
+    now = history[-1]
+    if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
+        return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
+    place = _place(now, rule)
+    rises = growth(history, rule)
+    if not rises:
+        return _with_heads("ok", "too few records after the warm-up for a trend", place)
+    text = f"gradient norm {rises[-1]:.2f}x its minimum of the last {rule.reference_steps:,} steps"
+    if len(rises) == CONFIRM and min(rises) >= rule.danger_growth:
+        return Verdict(level="danger", reason=text + (f"; {place}" if place else ""))
+    if rises[-1] >= rule.watch_growth:
+        return Verdict(level="watch", reason=text + (f"; {place}" if place else ""))
+    return _with_heads("ok", text, place)
+
+
+def _place(now: Point, rule: Rule) -> str:
+    """The head whose numerics disturb its own gradient most, if one does."""
+    if not now.error_to_signal >= rule.head_signal:  # also NaN
+        return ""
+    return (
+        f"layer {now.layer} head {now.head}: coherent error of delta {now.error_to_signal:.2g}x "
+        "the signal"
+    )
+
+
+def _with_heads(level: str, reason: str, place: str) -> Verdict:
+    if place:
+        return Verdict(level="watch", reason=f"{place}; {reason}")
+    return Verdict(level=level, reason=reason)
+
+
+def spike_score(values: Sequence[float], largest: float) -> float:
+    """How far ``largest`` lies above the median of ``values``, in robust standard deviations.
+
+    1.4826 x the median absolute deviation estimates the standard deviation of a normal sample and
+    ignores the spikes themselves. NaN with fewer than `SMOOTH` values.
+    """
+    finite = [v for v in values if math.isfinite(v)]
+    if len(finite) < SMOOTH:
+        return math.nan
+    middle = statistics.median(finite)
+    spread = 1.4826 * statistics.median(abs(v - middle) for v in finite)
+    if spread == 0:
+        return 0.0 if largest == middle else math.inf
+    return (largest - middle) / spread
