@@ -72,7 +72,7 @@ def number(x: float) -> str:
         return str(x)
     if x == 0:
         return "0"
-    if abs(x) >= 1e5 or abs(x) < 1e-3:
+    if abs(x) >= 1e7 or abs(x) < 1e-3:
         return f"{x:.1e}".replace("e+0", "e").replace("e-0", "e-").replace(".0e", "e")
     return f"{x:,.4g}" if abs(x) < 1000 else f"{x:,.0f}"
 
@@ -203,6 +203,9 @@ def _svg(name: str, title: str, said: str, width: int, height: int, parts: Child
         tag("desc", said, id=f"{name}-desc"),
         parts,
         viewbox=f"0 0 {width} {height}",
+        # Charts fill the page; maps keep the size their cells were given.
+        class_="wide" if width == WIDTH else None,
+        width=None if width == WIDTH else width,
         role="img",
         aria_labelledby=labels,
     )
@@ -238,7 +241,7 @@ def heat_map(name: str, grid: Grid, *, title: str, log: bool = False) -> Markup:
         return tag("p", f"{title}: nothing was measured.", class_="none")
     low, high = min(finite), max(finite)
     count = max(1, len(grid.columns))
-    side = max(4.0, min(30.0, (WIDTH - LEFT - RIGHT) / count))
+    side = max(4.0, min(24.0, (WIDTH - LEFT - RIGHT) / count))
     tall = max(4.0, min(18.0, 420 / max(1, len(grid.rows))))
     scale = _Scale(low, high, log, 0.0, 1.0)
     titled = len(grid.rows) * count <= TITLED_CELLS
@@ -255,7 +258,8 @@ def heat_map(name: str, grid: Grid, *, title: str, log: bool = False) -> Markup:
                 _cell(grid, i, j, value, (LEFT + j * side, top, side, tall), scale, titled)
             )
     bottom = TOP + len(grid.rows) * tall
-    every = max(1, math.ceil(26 / side))
+    longest = max((len(label) for label in grid.columns), default=1)
+    every = max(1, math.ceil((7 * longest + 8) / side))
     parts += [
         tag("text", label, x=f"{LEFT + (j + 0.5) * side:.1f}", y=f"{bottom + 14:.1f}",
             class_="middle")

@@ -53,11 +53,13 @@ def build(telemetry: Telemetry) -> list[Child]:
         series = Series(name, steps, worst)
         parts.append(line_chart(f"t-{name}", [series], title=title, unit=unit, log=log))
     parts.append(_layers_in_time(telemetry, steps))
+    maps = []
     for name, title, log in MAPS:
         values = _metric(telemetry, name, last)
         if values is not None:
-            parts += [heat_map(f"h-{name}", _grid(values), title=title, log=log), _figures(values)]
-    return parts
+            drawn = heat_map(f"h-{name}", _grid(values), title=title, log=log)
+            maps.append(tag("div", drawn, _figures(values)))
+    return [*parts, tag("div", maps, class_="maps")]
 
 
 def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:

@@ -19,14 +19,17 @@ pre{background:var(--pane);padding:.7rem;overflow:auto;white-space:pre-wrap;over
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 caption{text-align:left;padding:.2rem 0}
 th,td{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;
-border-bottom:1px solid var(--rule);overflow-wrap:anywhere}
+border-bottom:1px solid var(--rule);overflow-wrap:break-word;max-width:40rem}
+td:last-child{overflow-wrap:anywhere;min-width:9ch}
 thead th{border-bottom-width:2px}
 tbody th{font-weight:500}
 .grade{font-weight:600}
 .good{color:var(--good)}.watch{color:var(--watch)}.bad{color:var(--bad)}.grade.none{color:var(--soft)}
 figure{margin:1rem 0}
 figcaption{font-size:.9rem}
-svg{display:block;width:100%;height:auto;background:var(--pane)}
+svg{display:block;max-width:100%;height:auto;background:var(--pane)}
+svg.wide{width:100%}
+.maps{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(24rem,100%),1fr));gap:0 1.5rem}
 svg text{fill:var(--soft);font:11px system-ui,sans-serif}
 .end{text-anchor:end}.middle{text-anchor:middle}
 .grid{stroke:var(--rule);stroke-width:.6}.axis{stroke:var(--soft);stroke-width:1}
