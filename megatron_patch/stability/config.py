@@ -31,9 +31,9 @@ class StabilityConfig:
     """Sequences of the observed micro-batch that rows are sampled from, at most."""
     guard: Literal["off", "warn", "switch", "stop"] = "warn"
     """On danger: say nothing, say it, switch to stabilizer compensated, or save and exit 5."""
-    watch_growth: float = 1.2
+    watch_growth: float = 1.15
     """Smoothed gradient norm over its recent minimum from which the verdict is watch."""
-    danger_growth: float = 1.4
+    danger_growth: float = 1.3
     """The same for danger, which the guard acts on."""
     reference_steps: int = 4000
     """How far back the minimum of the smoothed gradient norm is looked for."""

@@ -112,7 +112,7 @@ def make_point(
     *, step: int, scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]
 ) -> Point:
     """The point of a record; ``heads``: used_error_mean and kappa [layers, heads]."""
-    signal = error_to_signal(heads["used_error_mean"], heads["kappa"])
+    signal = bias_to_signal(heads["used_error_mean"], heads["kappa"])
     worst, layer, head = math.nan, -1, -1
     if np.isfinite(signal).any():
         layer, head = (int(i) for i in np.unravel_index(np.nanargmax(signal), signal.shape))
@@ -122,7 +122,7 @@ def make_point(
         loss=scalars["loss_mean"],
         grad_norm=scalars["grad_norm_mean"],
         grad_norm_max=scalars["grad_norm_max"],
-        error_to_signal=worst,
+        bias_to_signal=worst,
         layer=layer,
         head=head,
     )
@@ -135,9 +135,14 @@ def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
         return np.where(rms > 0, np.abs(mean) / rms, np.nan)
 
 
-def error_to_signal(mean: np.ndarray, kappa: np.ndarray) -> np.ndarray:
+def bias_to_signal(mean: np.ndarray, kappa: np.ndarray) -> np.ndarray:
     """|mean| x kappa: the coherent error of delta over RMS_P(dP - delta), which it disturbs."""
     return np.asarray(np.abs(mean) * kappa)
+
+
+def error_to_signal(rms: np.ndarray, kappa: np.ndarray) -> np.ndarray:
+    """RMS x kappa: the whole error of delta, coherent or not, over the same signal."""
+    return np.asarray(rms * kappa)
 
 
 def read(run_dir: Path | str) -> Telemetry:
@@ -250,7 +255,7 @@ class _LayerTable:
         self, step: int, layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
     ) -> None:
         found = {n: worst(n, v) for n, v in heads.items()}
-        signal = error_to_signal(heads["delta_error_mean"], heads["kappa"])
+        signal = bias_to_signal(heads["delta_error_mean"], heads["kappa"])
         for layer in range(signal.shape[0]):
             numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
             numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]

@@ -35,7 +35,7 @@ class Point:
     grad_norm: float
     """Mean over the record's steps."""
     grad_norm_max: float
-    error_to_signal: float = math.nan
+    bias_to_signal: float = math.nan
     """Largest over heads of |used_error_mean| x kappa: coherent error of delta over its signal."""
     layer: int = -1
     head: int = -1
@@ -46,13 +46,13 @@ class Point:
 class Rule:
     """Thresholds; chosen on some seeds and judged on others by benchmarks/early_warning.py."""
 
-    watch_growth: float = 1.2
-    danger_growth: float = 1.4
+    watch_growth: float = 1.15
+    danger_growth: float = 1.3
     reference_steps: int = 4000
     settle_steps: int = 0
     """Steps before the rule looks: the learning rate's warm-up."""
     head_signal: float = 0.1
-    """error_to_signal from which a head is named."""
+    """bias_to_signal from which a head is named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +115,10 @@ def judge(history: Sequence[Point], rule: Rule) -> Verdict:
 
 def _place(now: Point, rule: Rule) -> str:
     """The head whose numerics disturb its own gradient most, if one does."""
-    if not now.error_to_signal >= rule.head_signal:  # also NaN
+    if not now.bias_to_signal >= rule.head_signal:  # also NaN
         return ""
     return (
-        f"layer {now.layer} head {now.head}: coherent error of delta {now.error_to_signal:.2g}x "
+        f"layer {now.layer} head {now.head}: coherent error of delta {now.bias_to_signal:.2g}x "
         "the signal"
     )
 

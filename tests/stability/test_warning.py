@@ -1,0 +1,136 @@
+"""The early-warning rule on histories made up here; the recorded ones: benchmarks/early_warning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_patch.stability.warning import (
+    CONFIRM,
+    SMOOTH,
+    Point,
+    Rule,
+    growth,
+    judge,
+    spike_score,
+)
+
+INTERVAL = 50
+RULE = Rule(settle_steps=2000)
+
+
+def history(
+    norm: Callable[[int], float], *, steps: int = 12_000, noise: float = 0.0, seed: int = 0
+) -> list[Point]:
+    """Records every INTERVAL steps of a run whose gradient norm is ``norm(step)``, with noise."""
+    random = np.random.default_rng(seed)
+    return [
+        Point(
+            step=s,
+            loss=3.0,
+            grad_norm=norm(s) * math.exp(noise * random.standard_normal()),
+            grad_norm_max=norm(s),
+        )
+        for s in range(INTERVAL, steps + 1, INTERVAL)
+    ]
+
+
+def levels(points: list[Point], rule: Rule = RULE) -> dict[int, str]:
+    return {points[i].step: judge(points[: i + 1], rule).level for i in range(len(points))}
+
+
+def first(points: list[Point], level: str) -> int | None:
+    return next((s for s, found in levels(points).items() if found == level), None)
+
+
+def falling(step: int) -> float:
+    """A stable run: large at first, then a floor."""
+    return 0.26 + 2.0 * math.exp(-step / 700)
+
+
+def exploding(step: int) -> float:
+    """The same until 6,000 steps, then a doubling every 600."""
+    return falling(step) * 2 ** max(0.0, (step - 6000) / 600)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stable_run_never_leaves_ok(seed: int) -> None:
+    assert set(levels(history(falling, noise=0.05, seed=seed)).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_is_watched_and_then_called_danger(seed: int) -> None:
+    points = history(exploding, noise=0.05, seed=seed)
+    watch, danger = first(points, "watch"), first(points, "danger")
+    assert watch is not None and danger is not None and watch <= danger
+    # 1.3x is reached after 230 steps; the smoothing and the confirmation cost 3 records more.
+    assert 6000 < danger <= 6000 + 230 + (SMOOTH // 2 + CONFIRM + 1) * INTERVAL
+
+
+def test_single_spikes_are_no_danger() -> None:
+    """Without the median a 300x spike, which stable runs have too, would be one."""
+    points = history(lambda s: falling(s) * (300 if s in (4000, 7000) else 1))
+    assert set(levels(points).values()) == {"ok"}
+
+
+def test_a_drift_over_a_long_run_is_no_danger() -> None:
+    points = history(lambda s: falling(s) * (1 + s / 100_000), steps=60_000)
+    assert set(levels(points).values()) == {"ok"}
+    no_window = Rule(settle_steps=2000, reference_steps=10**9)
+    assert judge(points, no_window).level == "danger"
+
+
+def test_the_warm_up_is_not_looked_at() -> None:
+    points = history(lambda s: 0.1 if s <= 1000 else falling(s))
+    assert set(levels(points).values()) == {"ok"}
+    assert judge(points[:40], Rule(settle_steps=0)).level == "danger"
+
+
+def test_not_finite_is_danger_at_once() -> None:
+    points = history(falling, steps=3000)
+    for bad in (math.nan, math.inf):
+        broken = [*points, Point(step=3050, loss=3.0, grad_norm=bad, grad_norm_max=bad)]
+        assert judge(broken, RULE).level == "danger"
+        broken = [*points, Point(step=3050, loss=bad, grad_norm=0.3, grad_norm_max=0.3)]
+        assert judge(broken, RULE).level == "danger"
+
+
+def test_a_head_that_disturbs_itself_is_named_and_watched() -> None:
+    points = history(falling, steps=4000)
+    bad = Point(
+        step=4050, loss=3.0, grad_norm=0.27, grad_norm_max=0.3, bias_to_signal=0.4, layer=2, head=8
+    )
+    verdict = judge([*points, bad], RULE)
+    assert verdict.level == "watch" and "layer 2 head 8" in verdict.line()
+
+
+def test_short_histories_and_nothing() -> None:
+    assert judge([], RULE).level == "ok"
+    points = history(exploding, steps=2000 + (SMOOTH - 1) * INTERVAL)
+    assert growth(points, RULE) == [] and judge(points, RULE).level == "ok"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    norms=st.lists(st.floats(1e-3, 1e3), min_size=SMOOTH + CONFIRM, max_size=60),
+    scale=st.sampled_from([2.0**-20, 0.5, 4.0, 2.0**20]),
+)
+def test_the_verdict_knows_no_unit_and_only_looks_back(norms: list[float], scale: float) -> None:
+    points = history(lambda s: norms[s // INTERVAL - 1], steps=len(norms) * INTERVAL)
+    larger = history(lambda s: norms[s // INTERVAL - 1] * scale, steps=len(norms) * INTERVAL)
+    rule = Rule()
+    assert judge(points, rule) == judge(larger, rule)
+    ancient = [Point(step=-10_000, loss=3.0, grad_norm=1e-9, grad_norm_max=1e-9)] * SMOOTH
+    assert judge(ancient + points, rule).level == judge(points, rule).level
+
+
+def test_spike_score_is_robust() -> None:
+    calm = [0.30, 0.31, 0.29, 0.30, 0.32, 0.31, 0.30]
+    assert spike_score(calm, 0.31) < 2 < 50 < spike_score([*calm, 40.0], 30.0)
+    assert math.isnan(spike_score(calm[:2], 1.0))
+    assert spike_score([0.3] * 6, 0.3) == 0.0 and spike_score([0.3] * 6, 0.4) == math.inf
