@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,7 +39,7 @@ def test_every_document_is_cut_like_a_sequence(lengths, size, tail):
     assert torch.equal(unshard_packed(parts, cu), x)
     for rank in range(size):
         want = [
-            shard(x[a:b], rank=rank, size=size, dim=0) for a, b in zip(cu, cu[1:], strict=False)
+            shard(x[a:b], rank=rank, size=size, dim=0) for a, b in pairwise(cu)
         ]
         rest = tokens - int(cu[-1])
         want.append(x[int(cu[-1]) :][rank * rest // size : (rank + 1) * rest // size])

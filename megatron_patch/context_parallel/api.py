@@ -1,0 +1,449 @@
+"""Attention over a sequence split among context-parallel ranks: the public function.
+
+    out = context_parallel_attention(q, k, v, group=pg_collection.cp, mode="p2p", causal=True)
+
+Shape legend: s tokens of this rank's shard (sequence / n) and b batch, or t packed tokens (pack /
+n); h query heads and kv_heads key/value heads of this tensor-parallel rank; d, dv head dims of
+query/key and value; n ranks. Shards are Megatron's zigzag shards (`layout`, `packed`).
+
+| mode | what moves | memory of keys |
+| --- | --- | --- |
+| p2p | keys and values, owner to reader, one rank a step | two shards |
+| all_gather | keys and values of a group of heads, to everybody | sequence / head groups, twice |
+| a2a | q, k, v, O: tokens of all heads for the whole sequence of some | a shard |
+| a2a+p2p | a2a inside the first group, p2p between the larger shards | two larger shards |
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_patch.context_parallel.communicator import (
+    Communicator,
+    GroupCommunicator,
+    bytes_sent,
+)
+from megatron_patch.context_parallel.engine import Attention, Rules, Saved
+from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
+from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring
+from megatron_patch.context_parallel.schedule import Bounds, schedule
+from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
+from stable_attention.problem import window_bounds
+
+MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+BACKENDS = {
+    "stable_flash": "stable_attention.chunks",
+    "reference": "stable_attention.reference.chunks",
+}
+"""Modules of chunk primitives by backend name."""
+LAYOUTS = ("sbhd", "thd")
+WIRES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+HEAD_GROUPS = 4
+"""all_gather: groups of heads, of which the next travels while one is computed."""
+
+__all__ = [
+    "BACKENDS",
+    "MODES",
+    "ContextParallelError",
+    "bytes_sent",
+    "check",
+    "context_parallel_attention",
+]
+
+
+class ContextParallelError(ValueError):
+    """What context parallelism cannot do; the text says why, and which mode or value can."""
+
+
+def check(
+    *,
+    mode: str,
+    size: int,
+    heads: int,
+    kv_heads: int,
+    hierarchical_sizes: Sequence[int] | None = None,
+) -> None:
+    """`ContextParallelError` unless ``mode`` can serve these heads on ``size`` ranks.
+
+    Args:
+        heads, kv_heads: of one tensor-parallel rank.
+        hierarchical_sizes: (a2a group, p2p group) of "a2a+p2p".
+    """
+    if mode not in MODES:
+        raise ContextParallelError(
+            f"cp_comm_type is {mode!r}; allowed: {', '.join(MODES)}. p2p serves every model"
+        )
+    ranks = size
+    if mode == "a2a+p2p":
+        if hierarchical_sizes is None:
+            raise ContextParallelError(
+                "cp_comm_type 'a2a+p2p' needs two groups, and none are given; set "
+                f"hierarchical_context_parallel_sizes (a2a, p2p) with product {size}, or use p2p"
+            )
+        given = tuple(hierarchical_sizes)
+        if len(given) != 2 or math.prod(given) != size:
+            raise ContextParallelError(
+                f"hierarchical_context_parallel_sizes is {list(given)}; allowed: two sizes with "
+                f"product {size}, the context-parallel size. The first is the a2a group"
+            )
+        ranks = given[0]
+    if mode in ("a2a", "a2a+p2p") and heads % ranks:
+        smaller = max(x for x in range(1, ranks + 1) if ranks % x == 0 and heads % x == 0)
+        other = f"a2a+p2p with an a2a group of {smaller}, or " if smaller > 1 else ""
+        raise ContextParallelError(
+            f"cp_comm_type {mode!r} gives each of {ranks} ranks equally many query heads, and "
+            f"{heads} (of one tensor-parallel rank) is not a multiple of {ranks}. Use {other}"
+            "p2p or all_gather"
+        )
+    if kv_heads < 1 or heads % kv_heads:
+        raise ContextParallelError(
+            f"{heads} query heads cannot share {kv_heads} key/value heads evenly"
+        )
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    mode: str = "p2p",
+    hierarchical: Sequence[dist.ProcessGroup] | None = None,
+    layout: str = "sbhd",
+    backend: str = "stable_flash",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    document_lengths: Sequence[int] | None = None,
+    batch_offset: int = 0,
+    head_offset: int = 0,
+    deterministic: bool = False,
+    return_max_logits: bool = False,
+    gradient_wire: str = "fp32",
+    head_groups: int | None = None,
+    transfers: bool = True,
+    stabilizer: str = "compensated",
+    residual: str = "bf16",
+    allow_broken: bool = False,
+    **numerics: float,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * Q K^T + mask) V over the whole sequence, differentiable.
+
+    Every rank of ``group`` calls it with the same options, at the same time.
+
+    Args:
+        q, k, v: [s, b, h, d], [s, b, kv_heads, d], [s, b, kv_heads, dv], or packed without b; any
+            strides with a contiguous last dimension. Any dtype the backend takes.
+        group: the context-parallel group (``pg_collection.cp``, or a call's own).
+        hierarchical: (a2a group, p2p group) for "a2a+p2p": ``pg_collection.hcp``, the first of
+            neighbouring ranks.
+        causal, window: as in `stable_attention`, on positions in the whole sequence or document.
+        sinks: [h] sink logits (natural log). Their gradient is this rank's share, because the
+            data-parallel reduction of parameters also adds over context-parallel ranks.
+        dropout_seed: required with dropout; an int, or an int64 scalar on q's device, the same on
+            every rank. The mask is a function of it and of document, head, query and key alone.
+        cu_seqlens: int32 [documents + 1], thd: real lengths, of the whole pack, as offsets.
+        cu_seqlens_padded: where documents begin in the whole pack; default ``cu_seqlens``. Padded
+            lengths are multiples of 2 n (not checked, since the host does not read them;
+            ``STABLE_ATTENTION_DEBUG=1`` does).
+        max_seqlen: a bound of the longest real document, thd.
+        document_lengths: padded lengths, if the host knows them: with a window, p2p then sends only
+            what is seen; without them it assumes documents as short as can be.
+        batch_offset, head_offset: global index of batch 0 and of head 0, for dropout.
+        deterministic: no effect here: sums are always made in a fixed order.
+        return_max_logits: also the largest logit of each head over the whole sequence, float32 [h].
+        gradient_wire: type in which dK and dV of other ranks' keys travel: "fp32", or "bf16", which
+            halves those bytes and rounds every rank's share once.
+        head_groups: all_gather: groups of heads that travel one after another.
+        transfers: False computes without sending anything. The result is wrong; it is there to
+            measure exposed communication.
+        stabilizer, residual, allow_broken, numerics (beta, eps): as in `stable_attention`;
+            "reference" keeps all of O and ignores them.
+
+    Returns:
+        O [s, b, h, dv] in q's dtype (or packed), with the maximum logits if asked for. Rows that
+        see no key are 0.
+
+    Raises:
+        ContextParallelError: what cannot be, with the reason and what to use instead.
+        RankLostError: another rank died or hangs, named in the text.
+    """
+    _check_options(
+        layout, backend, gradient_wire, dropout_p, dropout_seed, stabilizer, allow_broken
+    )
+    comm = GroupCommunicator(group, transfers=transfers)
+    levels = _levels(mode, comm, hierarchical, transfers)
+    attention = build(
+        q,
+        k,
+        v,
+        everyone=comm,
+        levels=levels,
+        mode=mode,
+        layout=layout,
+        backend=backend,
+        rules=Rules(
+            causal=causal,
+            window=window,
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            softcap=softcap,
+            dropout_p=dropout_p,
+            batch_offset=batch_offset,
+            head_offset=head_offset,
+            deterministic=deterministic,
+            want_max_logits=return_max_logits,
+            stabilizer=stabilizer,
+            residual=residual,
+            numerics=dict(numerics) if backend == "stable_flash" else {},
+        ),
+        packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
+        wire=WIRES[gradient_wire],
+        head_groups=head_groups,
+    )
+    if isinstance(dropout_seed, int):
+        dropout_seed = torch.full((), dropout_seed, dtype=torch.int64, device=q.device)
+    out, top = _Function.apply(q, k, v, sinks, dropout_seed, attention)
+    return (out, top) if return_max_logits else out
+
+
+def build(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    everyone: Communicator,
+    levels: tuple[Communicator, Communicator],
+    mode: str,
+    layout: str,
+    backend: str,
+    rules: Rules,
+    packed: tuple[torch.Tensor | None, torch.Tensor | None, int | None, Sequence[int] | None] = (
+        None,
+        None,
+        None,
+        None,
+    ),
+    wire: torch.dtype | None = None,
+    head_groups: int | None = None,
+) -> Attention:
+    """The `Attention` of one rank; ``levels`` are the (head exchange, key movement) groups."""
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    across, along = levels
+    check(
+        mode=mode,
+        size=everyone.size,
+        heads=heads,
+        kv_heads=kv_heads,
+        hierarchical_sizes=(across.size, along.size),
+    )
+    tokens = _tokens(q, k, v, layout, everyone.size, packed)
+    larger = tokens.larger(across.size)
+    short, long = larger.chunk_lengths()
+    plan = schedule(
+        along.size,
+        along.rank,
+        Bounds(*window_bounds(rules.causal, rules.window)),
+        short=short,
+        long=long,
+        by_position=rules.dropout_p > 0,
+    )
+    movement: Movement
+    if along.size == 1:
+        movement = Alone(larger, plan)
+    elif mode == "all_gather":
+        groups = min(HEAD_GROUPS, kv_heads) if head_groups is None else head_groups
+        if not 1 <= groups <= kv_heads:
+            raise ContextParallelError(f"head_groups is {groups}; allowed: 1..{kv_heads}")
+        movement = Gathered(larger, plan, along, wire, groups)
+    else:
+        movement = Ring(larger, plan, along, wire)
+    return Attention(
+        rules=rules,
+        primitives=importlib.import_module(BACKENDS[backend]),
+        tokens=larger,
+        exchange=HeadExchange(across, tokens, HeadSplit(across.size, heads, kv_heads)),
+        movement=movement,
+        everyone=everyone,
+    )
+
+
+class Single:
+    """A `Communicator` of one rank."""
+
+    rank, size = 0, 1
+
+    def exchange(self, sends: Any, receives: Any, what: str) -> None:
+        """Nobody to exchange with."""
+        assert not sends and not receives
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Any:
+        """Nobody to gather from."""
+        raise AssertionError("a group of one gathers nothing")
+
+    def maximum(self, x: torch.Tensor) -> None:
+        """Already it."""
+
+
+def _levels(
+    mode: str,
+    comm: GroupCommunicator,
+    hierarchical: Sequence[dist.ProcessGroup] | None,
+    transfers: bool,
+) -> tuple[Communicator, Communicator]:
+    """(group that exchanges heads, group that moves keys)."""
+    if mode == "a2a":
+        return comm, Single()
+    if mode != "a2a+p2p":
+        return Single(), comm
+    sizes = None if hierarchical is None else [dist.get_world_size(g) for g in hierarchical]
+    # Says what is wrong with the sizes; heads are checked with the tensors.
+    check(mode=mode, size=comm.size, heads=comm.size, kv_heads=1, hierarchical_sizes=sizes)
+    assert hierarchical is not None
+    across, along = (GroupCommunicator(g, transfers=transfers) for g in hierarchical)
+    if comm.rank != along.rank * across.size + across.rank:
+        raise ContextParallelError(
+            f"rank {comm.rank} of the context-parallel group is rank {across.rank} of the a2a and "
+            f"{along.rank} of the p2p group; the a2a group must be of neighbouring ranks, as "
+            "Megatron-Core's hierarchical groups are (the first of pg_collection.hcp)"
+        )
+    return across, along
+
+
+def _check_options(
+    layout: str,
+    backend: str,
+    gradient_wire: str,
+    dropout_p: float,
+    dropout_seed: Any,
+    stabilizer: str,
+    allow_broken: bool,
+) -> None:
+    for name, value, allowed in (
+        ("layout", layout, LAYOUTS),
+        ("backend", backend, tuple(BACKENDS)),
+        ("gradient_wire", gradient_wire, tuple(WIRES)),
+    ):
+        if value not in allowed:
+            raise ContextParallelError(
+                f"{name} is {value!r}; allowed under context parallelism: {', '.join(allowed)}"
+            )
+    if not 0 <= dropout_p < 1:
+        raise ContextParallelError(f"dropout_p is {dropout_p}; allowed: 0 <= p < 1")
+    if dropout_p > 0 and dropout_seed is None:
+        raise ContextParallelError(
+            "dropout_p is set without dropout_seed; every rank must pass the same seed, because "
+            "each computes its own part of one mask"
+        )
+    if stabilizer == "paper_bf16" and not allow_broken:
+        raise ContextParallelError(
+            "stabilizer 'paper_bf16' reproduces a numerical failure on purpose; pass "
+            "allow_broken=True if you want it, or use 'compensated'"
+        )
+
+
+def _tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, size: int, packed: Any
+) -> Tokens:
+    """The geometry of a shard."""
+    cu, cu_padded, longest, lengths = packed
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        raise ContextParallelError(
+            f"q has {q.shape[0]} tokens on this rank, k {k.shape[0]} and v {v.shape[0]}; under "
+            "context parallelism they must be shards of one sequence (no cross-attention, no "
+            "decoding with a cache)"
+        )
+    length = q.shape[0]
+    if layout == "sbhd":
+        if cu is not None:
+            raise ContextParallelError("cu_seqlens goes with layout 'thd', and only with it")
+        if length % 2 and size > 1:
+            raise ContextParallelError(
+                f"this rank has {length} tokens of the sequence; a zigzag shard is two equal "
+                f"chunks. Make the sequence length a multiple of 2 x {size}"
+            )
+        return Dense(length=length, size=size)
+    if cu is None:
+        raise ContextParallelError("layout 'thd' needs cu_seqlens (of the whole pack)")
+    if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
+        _check_packed(cu, cu if cu_padded is None else cu_padded, length, size)
+    known = None
+    if lengths is not None:
+        used = [x for x in lengths if x > 0] or [2 * size]
+        known = (min(used), max(used))
+    return Packed(
+        cu=cu,
+        cu_padded=cu if cu_padded is None else cu_padded,
+        tokens=length,
+        size=size,
+        longest=longest,
+        padded=known,
+    )
+
+
+def _check_packed(cu: torch.Tensor, cu_padded: torch.Tensor, length: int, size: int) -> None:
+    real, padded = ([b - a for a, b in itertools.pairwise(x.tolist())] for x in (cu, cu_padded))
+    for number, (used, room) in enumerate(zip(real, padded, strict=True)):
+        if room % (2 * size) and size > 1:
+            raise ContextParallelError(
+                f"document {number} takes {room} tokens; a multiple of 2 x {size} ranks is needed "
+                "(packed.padded_cu_seqlens pads)"
+            )
+        if used > room:
+            raise ContextParallelError(f"document {number} has {used} tokens in {room} padded ones")
+    if sum(padded) > length * size:
+        raise ContextParallelError(
+            f"documents take {sum(padded)} tokens and the pack has {length * size}; cu_seqlens are "
+            "those of the whole pack, q, k and v those of this rank"
+        )
+
+
+class _Function(torch.autograd.Function):
+    """The autograd rule; differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            logits = None if sinks is None else _like_softmax(sinks, q)
+            out, top, saved = attention.forward(q, k, v, logits, seed)
+        ctx.save_for_backward(*saved.tensors())
+        ctx.attention = attention
+        ctx.sinks_dtype = None if sinks is None else sinks.dtype
+        ctx.mark_non_differentiable(top)
+        return out, top
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, _top: torch.Tensor) -> Any:
+        with torch.autocast(dout.device.type, enabled=False):
+            dq, dk, dv, dsinks = ctx.attention.backward(dout, Saved(*ctx.saved_tensors))
+        if dsinks is not None:
+            dsinks = dsinks.to(ctx.sinks_dtype)
+        return dq, dk, dv, dsinks, None, None
+
+
+def _like_softmax(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

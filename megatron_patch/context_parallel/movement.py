@@ -1,0 +1,315 @@
+"""How keys and values reach a rank, and how their gradients go home: alone, ring, all-gather.
+
+Shape legend: k [s, b, kv_heads, d], v [s, b, kv_heads, dv] of a shard ("sbhd"), without b packed
+("thd"); n ranks. Gradients are float32 (float64 for float64 inputs) until the last one is added.
+
+Each class offers ``forward(k, v, compute)`` and ``backward(k, v, compute)``; ``compute`` is called
+once for every `Block` that the schedule knows, in an order that is the same from run to run. What
+is sent to whom follows from the schedule alone, so that both ends agree without asking.
+
+Transfers of the next block are started before the current one is computed, and gradients travel
+while the next block is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_patch.context_parallel.communicator import Communicator, Ticket, Transfer
+from megatron_patch.context_parallel.schedule import Mask, Part, Schedule
+from megatron_patch.context_parallel.tokens import Tokens, View
+
+Launch = tuple[View, View, Mask]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Keys and values at hand, and what this rank computes on them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    heads: slice
+    """Key/value heads they are, of this rank's."""
+    launches: tuple[Launch, ...]
+
+
+Forward = Callable[[Block], None]
+Backward = Callable[[Block, torch.Tensor, torch.Tensor], None]
+
+
+def accumulator(x: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """Zeros of the accumulation type, shaped like ``x`` (with another number of rows)."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    shape = x.shape if rows is None else (rows, *x.shape[1:])
+    return torch.zeros(shape, dtype=dtype, device=x.device)
+
+
+def _spans(tokens: Tokens, plan: Schedule) -> tuple[Launch, ...]:
+    """Launches on the keys of the whole sequence in order."""
+    return tuple(
+        (tokens.local(plan.rank, span.q), tokens.span(span.first, span.last), span.mask)
+        for span in plan.spans()
+    )
+
+
+@dataclass(slots=True)
+class Alone:
+    """Nothing moves: this rank holds the whole sequence (of its heads)."""
+
+    tokens: Tokens
+    plan: Schedule
+
+    def forward(self, k: torch.Tensor, v: torch.Tensor, compute: Forward) -> None:
+        """Compute the only block."""
+        compute(Block(k, v, slice(0, k.shape[-2]), _spans(self.tokens, self.plan)))
+
+    def backward(self, k: torch.Tensor, v: torch.Tensor, compute: Backward) -> Pair:
+        """(dK, dV), accumulated."""
+        dk, dv = accumulator(k), accumulator(v)
+        compute(Block(k, v, slice(0, k.shape[-2]), _spans(self.tokens, self.plan)), dk, dv)
+        return dk, dv
+
+
+@dataclass(slots=True)
+class Ring:
+    """p2p: in step i every rank sends to the i-th rank after it and receives from the i-th before.
+
+    Keys go straight from their owner to a reader and only the chunks that reader's queries see, so
+    that a window or a causal mask saves bytes; a rank that is not concerned sits the step out.
+    """
+
+    tokens: Tokens
+    plan: Schedule
+    comm: Communicator
+    wire: torch.dtype | None
+    """Type in which dK and dV travel; None keeps the accumulator's."""
+
+    def forward(self, k: torch.Tensor, v: torch.Tensor, compute: Forward) -> None:
+        """Compute every block this rank's queries see."""
+        for _, block in self._arrivals(k, v, "forward"):
+            if block is not None:
+                compute(block)
+
+    def backward(self, k: torch.Tensor, v: torch.Tensor, compute: Backward) -> Pair:
+        """(dK, dV) of this rank's own keys, summed over all ranks in a fixed order."""
+        dk, dv = accumulator(k), accumulator(v)
+        home: tuple[Ticket, Pair, Part] | None = None
+        for step, block in self._arrivals(k, v, "backward"):
+            if step == 0:
+                assert block is not None
+                compute(block, dk, dv)
+                continue
+            grads = None
+            if block is not None:
+                grads = accumulator(block.k), accumulator(block.v)
+                compute(block, *grads)
+            later = self._send_home(step, grads, k, v)
+            self._add(home, dk, dv)
+            home = later
+        self._add(home, dk, dv)
+        return dk, dv
+
+    def _arrivals(
+        self, k: torch.Tensor, v: torch.Tensor, what: str
+    ) -> Iterator[tuple[int, Block | None]]:
+        """(step, block or None) of every step; step 0 is this rank's own."""
+        ready: dict[Part, Pair] = {}
+
+        def outgoing(part: Part) -> Pair:
+            if part not in ready:
+                ready[part] = self.tokens.take(k, part), self.tokens.take(v, part)
+            return ready[part]
+
+        def post(step: int) -> tuple[Ticket | None, Block | None]:
+            reader, source = self._partners(step)
+            sends: list[Transfer] = []
+            receives: list[Transfer] = []
+            part = self.plan.needs(reader, me)
+            if part is not None:
+                sends = [(reader, x) for x in outgoing(part)]
+            part = self.plan.needs(me, source)
+            block = None
+            if part is not None:
+                rows = self.tokens.rows_of(part)
+                k_in, v_in = (x.new_empty(rows, *x.shape[1:]) for x in (k, v))
+                receives = [(source, k_in), (source, v_in)]
+                block = self._block(source, part, k_in, v_in)
+            text = f"keys and values of p2p step {step} of {self.comm.size - 1}, {what}"
+            return self.comm.exchange(sends, receives, text), block
+
+        me, size = self.comm.rank, self.comm.size
+        coming = post(1)
+        yield 0, self._block(me, Part.BOTH, k, v)
+        for step in range(1, size):
+            (ticket, block), coming = coming, post(step + 1) if step + 1 < size else (None, None)
+            if ticket is not None:
+                ticket.wait()
+            yield step, block
+
+    def _partners(self, step: int) -> tuple[int, int]:
+        """(who reads this rank's keys in a step, whose keys this rank reads)."""
+        me, size = self.comm.rank, self.comm.size
+        return (me + step) % size, (me - step) % size
+
+    def _block(self, source: int, part: Part, k: torch.Tensor, v: torch.Tensor) -> Block:
+        tokens, me = self.tokens, self.plan.rank
+        place = tokens.local if part is Part.BOTH else tokens.alone
+        launches = tuple(
+            (tokens.local(me, pair.q), place(source, pair.k), pair.mask)
+            for pair in self.plan.pairs(source)
+        )
+        return Block(k, v, slice(0, k.shape[-2]), launches)
+
+    def _send_home(
+        self, step: int, grads: Pair | None, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[Ticket, Pair, Part] | None:
+        """Send the gradients of a step to their owner; receive those the reader made of ours."""
+        reader, source = self._partners(step)
+        sends: list[Transfer] = []
+        receives: list[Transfer] = []
+        if grads is not None:
+            sends = [(source, x if self.wire is None else x.to(self.wire)) for x in grads]
+        part = self.plan.needs(reader, self.comm.rank)
+        coming = None
+        if part is not None:
+            rows = self.tokens.rows_of(part)
+            coming = tuple(
+                torch.empty(
+                    (rows, *x.shape[1:]), dtype=self.wire or accumulation(x), device=x.device
+                )
+                for x in (k, v)
+            )
+            receives = [(reader, x) for x in coming]
+        text = f"gradients of p2p step {step} of {self.comm.size - 1}"
+        ticket = self.comm.exchange(sends, receives, text)
+        if ticket is None:
+            return None
+        if coming is None or part is None:
+            # Nothing to add, but what was sent must stay until it is gone.
+            return ticket, (k[:0], v[:0]), Part.BOTH
+        return ticket, (coming[0], coming[1]), part
+
+    def _add(
+        self, home: tuple[Ticket, Pair, Part] | None, dk: torch.Tensor, dv: torch.Tensor
+    ) -> None:
+        if home is None:
+            return
+        ticket, (dk_in, dv_in), part = home
+        ticket.wait()
+        if dk_in.shape[0]:
+            self.tokens.add(dk, dk_in.to(dk.dtype), part)
+            self.tokens.add(dv, dv_in.to(dv.dtype), part)
+
+
+def accumulation(x: torch.Tensor) -> torch.dtype:
+    """float32, or float64 for float64 tensors."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@dataclass(slots=True)
+class Gathered:
+    """all_gather: every rank gets all keys, a group of heads at a time, and puts them in order.
+
+    Two launches a group of heads and nothing to merge, for the memory of the gathered keys of two
+    groups. Gradients go to their owners in one batch a group and are added in rank order.
+    """
+
+    tokens: Tokens
+    plan: Schedule
+    comm: Communicator
+    wire: torch.dtype | None
+    head_groups: int
+
+    def forward(self, k: torch.Tensor, v: torch.Tensor, compute: Forward) -> None:
+        """Compute the whole sequence of each group of heads."""
+        for block in self._arrivals(k, v, "forward"):
+            compute(block)
+
+    def backward(self, k: torch.Tensor, v: torch.Tensor, compute: Backward) -> Pair:
+        """(dK, dV) of this rank's own keys, summed over all ranks in rank order."""
+        dk, dv = accumulator(k), accumulator(v)
+        home: Callable[[], None] | None = None
+        for block in self._arrivals(k, v, "backward"):
+            grads = accumulator(block.k), accumulator(block.v)
+            compute(block, *grads)
+            later = self._send_home(block.heads, grads, dk, dv)
+            if home is not None:
+                home()
+            home = later
+        if home is not None:
+            home()
+        return dk, dv
+
+    def _groups(self, kv_heads: int) -> list[slice]:
+        step = -(-kv_heads // self.head_groups)
+        return [slice(i, min(i + step, kv_heads)) for i in range(0, kv_heads, step)]
+
+    def _arrivals(self, k: torch.Tensor, v: torch.Tensor, what: str) -> Iterator[Block]:
+        groups = self._groups(k.shape[-2])
+        launches = _spans(self.tokens, self.plan)
+
+        def post(heads: slice) -> tuple[list[Ticket], list[torch.Tensor]]:
+            tickets, parts = [], []
+            for name, x in (("keys", k), ("values", v)):
+                own = x[..., heads, :].contiguous()
+                parts.append(own.new_empty(self.comm.size, *own.shape))
+                text = f"{name} of heads {heads.start}..{heads.stop - 1} (all_gather, {what})"
+                tickets.append(self.comm.all_gather(parts[-1], own, text))
+            return tickets, parts
+
+        coming = post(groups[0])
+        for number, heads in enumerate(groups):
+            tickets, parts = coming
+            if number + 1 < len(groups):
+                coming = post(groups[number + 1])
+            for ticket in tickets:
+                ticket.wait()
+            k_all, v_all = (self.tokens.gather(x) for x in parts)
+            yield Block(k_all, v_all, heads, launches)
+
+    def _send_home(
+        self, heads: slice, grads: Pair, dk: torch.Tensor, dv: torch.Tensor
+    ) -> Callable[[], None]:
+        """Start sending every owner its part; the result adds what arrives."""
+        me, size = self.comm.rank, self.comm.size
+        shares = [self.tokens.scatter(x, size) for x in grads]
+        totals = [x[..., heads, :] for x in (dk, dv)]
+        for total, share in zip(totals, shares, strict=True):
+            total.add_(share[me])
+        sends: list[Transfer] = []
+        receives: list[Transfer] = []
+        arriving: list[tuple[torch.Tensor, torch.Tensor, Part]] = []
+        for other in (r for r in range(size) if r != me):
+            part = self.plan.needs(me, other)
+            if part is not None:
+                part = self.tokens.whole(part)
+                for share in shares:
+                    x = self.tokens.take(share[other], part)
+                    sends.append((other, x if self.wire is None else x.to(self.wire)))
+            part = self.plan.needs(other, me)
+            if part is not None:
+                part = self.tokens.whole(part)
+                rows = self.tokens.rows_of(part)
+                for total in totals:
+                    shape = (rows, *total.shape[1:])
+                    x = torch.empty(shape, dtype=self.wire or total.dtype, device=total.device)
+                    receives.append((other, x))
+                    arriving.append((total, x, part))
+        ticket = self.comm.exchange(
+            sends, receives, f"gradients of heads {heads.start}..{heads.stop - 1} (all_gather)"
+        )
+
+        def add() -> None:
+            if ticket is not None:
+                ticket.wait()
+            for total, x, part in arriving:
+                self.tokens.add(total, x.to(total.dtype), part)
+
+        return add
+
+
+Movement = Alone | Ring | Gathered
