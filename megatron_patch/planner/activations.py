@@ -1,0 +1,409 @@
+"""What the forward pass of one micro-batch keeps for its backward pass, tensor by tensor.
+
+The inventory follows what autograd saves in Megatron-Core's local layers with our norms and
+attention (Korthikanti et al. 2022, arXiv:2205.05198, sec. 4, is the ancestor: 34 s b h bytes a layer
+of a GPT with dropout and no flash attention). Tensors that share a storage count once, and a view
+keeps the whole of it: v is a view of the fused qkv projection's output, so all of that stays.
+
+Shape legend: T tokens of a micro-batch on this context-parallel rank; S = T / tp under sequence
+parallelism, else T; h hidden; q, g query and key/value heads; d, dv head dims; f MLP width; V padded
+vocabulary; N tokens that a rank's experts are given; w bytes an element (2 in BF16, 4 in FP32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_patch.model.config import ffn_hidden_size
+from megatron_patch.monitor.flops import is_moe_layer
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.model.config import MLAConfig, MoEConfig
+
+FLOAT, INT64 = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor (or several alike) that waits for the backward pass."""
+
+    name: str
+    size: int
+    """Bytes."""
+    part: str
+    """norm, attention (projections and positions), kernel (the attention backend's), mlp, head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One instant of a module's backward pass."""
+
+    name: str
+    extra: int
+    """Bytes of gradients and gathered inputs alive then, beside what the forward pass saved."""
+    freed: int = 0
+    """Bytes of saved tensors that are gone once it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The numbers every formula is made of, for one rank."""
+
+    w: int
+    T: int
+    S: int
+    s: int
+    """Tokens of one sequence on this rank."""
+    b: int
+    h: int
+    q: int
+    """Query heads of this tensor-parallel rank."""
+    g: float
+    """Key/value heads of this rank (a fraction where ranks outnumber them)."""
+    d: int
+    dv: int
+    tp: int
+    sp: bool
+    vocab: int
+    """V / tp."""
+    residual: int
+    """Bytes an element of the residual stream."""
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of one [S, h] tensor."""
+        return self.w * self.S * self.h
+
+    @property
+    def stream(self) -> int:
+        """Bytes of one [S, h] tensor of the residual stream."""
+        return self.residual * self.S * self.h
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of [T, h] gathered along the sequence for a matrix product; 0 without SP."""
+        return self.w * self.T * self.h if self.sp else 0
+
+
+def sizes_of(run: RunConfig, vocab: int) -> Sizes:
+    """Sizes of one rank; ``vocab`` is padded."""
+    model, p = run.model, run.parallel
+    tp, b = p.tensor_model_parallel_size, run.training.micro_batch_size
+    s = model.seq_length // p.context_parallel_size
+    q = model.num_attention_heads
+    d = dv = model.kv_channels or model.hidden_size // q
+    groups = model.num_query_groups or q
+    if model.mla is not None:
+        d, dv, groups = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim, model.mla.v_head_dim, q
+    w = 2 if run.training.precision == "bf16" else 4
+    return Sizes(
+        w=w,
+        T=s * b,
+        S=s * b // (tp if p.sequence_parallel else 1),
+        s=s,
+        b=b,
+        h=model.hidden_size,
+        q=q // tp,
+        g=groups / tp,
+        d=d,
+        dv=dv,
+        tp=tp,
+        sp=p.sequence_parallel,
+        vocab=vocab // tp,
+        residual=4 if model.fp32_residual_connection else w,
+    )
+
+
+class Activations:
+    """Saved tensors and backward moments of every module of one rank.
+
+    Args:
+        run: a configuration that passed its checks.
+        vocab: V, padded.
+    """
+
+    def __init__(self, run: RunConfig, vocab: int) -> None:
+        self.run, self.model, self.n = run, run.model, sizes_of(run, vocab)
+        self.fused = run.training.compile_fusions
+        recompute = run.training.recompute
+        self.granularity = recompute.granularity
+        self.modules = recompute.modules if recompute.granularity == "selective" else []
+
+    # --- what is saved ------------------------------------------------------------------------
+
+    def norm(self, name: str, rows: int, width: int, *, size: int) -> list[Saved]:
+        """Input of a norm and its float32 statistics (one a row, LayerNorm two)."""
+        each = FLOAT if self.model.normalization == "RMSNorm" else 2 * self.n.w
+        found = [Saved(f"{name} statistics", each * rows, "norm")]
+        if size:
+            found.append(Saved(f"{name} input", size * rows * width, "norm"))
+        return found
+
+    def layer(self, number: int) -> list[Saved]:
+        """Everything layer ``number`` (1-based) saves when nothing is recomputed."""
+        n = self.n
+        found = [*self.norm("input norm", n.S, n.h, size=n.residual)]
+        found.append(Saved("input norm output", n.hidden, "attention"))
+        found += self.attention() if self.model.mla is None else self.latent(self.model.mla)
+        found += self.kernel()
+        found += self.dropout_masks()
+        found += self.norm("pre-MLP norm", n.S, n.h, size=n.residual)
+        found.append(Saved("pre-MLP norm output", n.hidden, "norm"))
+        return found + self.feed_forward(number)
+
+    def attention(self) -> list[Saved]:
+        """Projections and positions of grouped-query attention, up to the kernel's inputs."""
+        n, model = self.n, self.model
+        query, key = int(n.w * n.T * n.q * n.d), int(n.w * n.T * n.g * n.d)
+        found = [Saved("qkv projection (v is a view of it)", query + 2 * key, "attention")]
+        if model.qk_layernorm:
+            found += self.norm("q norm", int(n.T * n.q), n.d, size=0)
+            found += self.norm("k norm", int(n.T * n.g), n.d, size=0)
+            if n.q > n.g:  # the heads of a group are interleaved with its key: no view is possible
+                found.append(Saved("q, made contiguous", query, "attention"))
+        if model.position_embedding == "rope":
+            found.append(Saved("rotated q and k", query + key, "attention"))
+            found.append(self.angles(int(n.d * model.rotary_percent)))
+        elif model.qk_layernorm:
+            found.append(Saved("normalized q and k", query + key, "attention"))
+        elif n.q > n.g:
+            found.append(Saved("q, made contiguous", query, "attention"))
+        return found
+
+    def angles(self, width: int) -> Saved:
+        """Cosines and sines in the compute type, for q and for k."""
+        return Saved("cosines and sines", 4 * self.n.w * self.n.s * width, "attention")
+
+    def latent(self, mla: MLAConfig) -> list[Saved]:
+        """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): latents, q, k, contiguous v."""
+        n = self.n
+        wide = n.w * n.T * n.q * n.d
+        up = "mla_up_proj" in self.modules
+        found = [
+            Saved("kv latent and k_pos", n.w * n.T * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim), "attention")
+        ]
+        rank = mla.q_lora_rank
+        if rank is not None:
+            found.append(Saved("q latent", n.w * n.T * rank, "attention"))
+        if self.model.qk_layernorm:
+            if rank is not None:
+                found += self.norm("q latent norm", n.S, rank, size=0)
+                found.append(Saved("q latent norm output", n.w * n.S * rank, "attention"))
+            found += self.norm("kv latent norm", n.S, mla.kv_lora_rank, size=0)
+            found.append(Saved("kv latent norm output", n.w * n.S * mla.kv_lora_rank, "attention"))
+        if not up:
+            found.append(Saved("q and k", 2 * wide, "attention"))
+            found.append(Saved("v", n.w * n.T * n.q * n.dv, "attention"))
+            found.append(self.angles(mla.qk_pos_emb_head_dim))
+        return found
+
+    def kernel(self) -> list[Saved]:
+        """What the attention backend keeps beside q, k and v; O is also the projection's input."""
+        n = self.n
+        out = Saved("O", n.w * n.T * n.q * n.dv, "kernel")
+        rest = kernel_bytes(self.run, n) - out.size
+        if "core_attn" in self.modules:
+            return [out]
+        return [out, Saved("LSE, low part of O, scores", rest, "kernel")]
+
+    def dropout_masks(self) -> list[Saved]:
+        """One byte an element, for both residual branches."""
+        if self.model.hidden_dropout == 0:
+            return []
+        return [Saved("dropout masks", 2 * self.n.S * self.n.h, "norm")]
+
+    def feed_forward(self, number: int) -> list[Saved]:
+        """MLP or experts of layer ``number``."""
+        moe = self.model.moe
+        if moe is None or not is_moe_layer(moe.layer_freq, number):
+            if "mlp" in self.modules:
+                return []
+            return self.mlp(self.n.T, ffn_hidden_size(self.model) // self.n.tp)
+        return [] if "moe" in self.modules else self.experts(moe)
+
+    def mlp(self, rows: int, width: int, *, scaled: bool = False) -> list[Saved]:
+        """Both matrices of an MLP with ``width`` columns on this rank.
+
+        Eager SwiGLU keeps five [rows, f]: both halves of the first product, silu(gate), the copy of
+        the linear half that ``+ offset`` makes, and the product. Experts keep the product twice:
+        before and after it was scaled by the routing probability (``scaled``).
+        """
+        unit = self.n.w * rows * width
+        gated = self.model.activation == "swiglu"
+        # ReLU keeps its result, which is what the second matrix keeps too.
+        count = 1 if self.model.activation == "relu" else 2
+        if gated:
+            count = 3 if self.fused else 5
+        return [Saved(f"MLP activations ({count + scaled} x [T, f])", (count + scaled) * unit, "mlp")]
+
+    def experts(self, moe: MoEConfig) -> list[Saved]:
+        """Router, permuted tokens, experts under balanced routing, shared expert."""
+        n = self.n
+        given = self.expert_tokens(moe)
+        width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
+        found = [Saved("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts, "mlp")]
+        found.append(Saved("tokens sent to experts", n.w * given * n.h, "mlp"))
+        found += self.mlp(given, width, scaled=True)
+        if moe.shared_expert_ffn_hidden_size is not None:
+            found += self.mlp(n.T, moe.shared_expert_ffn_hidden_size // n.tp)
+        return found
+
+    @property
+    def etp(self) -> int:
+        """Ranks one expert's matrices are split over."""
+        return self.run.parallel.expert_tensor_parallel_size or self.n.tp
+
+    def expert_tokens(self, moe: MoEConfig) -> int:
+        """N: tokens the experts of one rank are given together, if the router balances them."""
+        return self.n.S * moe.top_k * self.etp
+
+    # --- what else is alive in the backward pass ----------------------------------------------
+
+    def layer_moments(self, number: int) -> list[Moment]:
+        """The backward pass of layer ``number``, in its order: MLP first, then attention."""
+        n = self.n
+        moments = self.feed_forward_moments(number)
+        freed = sum(x.size for x in self.layer(number) if x.part == "kernel")
+        out, query = n.w * n.T * n.q * n.dv, int(n.w * n.T * n.q * n.d)
+        keys = int(n.w * n.T * n.g * (n.d + n.dv))
+        again = 0
+        if "core_attn" in self.modules:
+            again = kernel_bytes(self.run, n)
+        if "mla_up_proj" in self.modules:
+            again += 2 * query + n.w * n.T * n.q * n.dv
+        moments.append(
+            Moment(
+                "attention kernel: dO, dQ, dK, dV, delta",
+                n.stream + out + query + keys + FLOAT * n.T * n.q + again,
+                freed,
+            )
+        )
+        projected = query + keys
+        weight = int(n.w * n.h * (n.q * n.d + n.g * (n.d + n.dv)))
+        moments.append(
+            Moment("qkv projection: gradients", n.stream + 2 * projected + 2 * n.gathered + weight)
+        )
+        return moments
+
+    def feed_forward_moments(self, number: int) -> list[Moment]:
+        moe = self.model.moe
+        if moe is not None and is_moe_layer(moe.layer_freq, number):
+            return self.expert_moments(moe)
+        unit = self.n.w * self.n.T * ffn_hidden_size(self.model) // self.n.tp
+        again = sum(x.size for x in self.mlp(self.n.T, ffn_hidden_size(self.model) // self.n.tp))
+        return self.mlp_moments(unit, again if "mlp" in self.modules else 0)
+
+    def mlp_moments(self, unit: int, again: int) -> list[Moment]:
+        """``unit`` bytes of one [T, f]; ``again`` bytes recomputed before the backward begins."""
+        n = self.n
+        weight = n.h * unit // max(n.T, 1)  # [h, f] of one matrix
+        gated = self.model.activation == "swiglu"
+        first = Moment("fc2: gradients of input and weight", n.stream + n.gathered + unit + weight + again, unit)
+        if not gated:
+            # squared_relu is two functions with gradients of their own.
+            count = 4 if self.model.activation == "squared_relu" else 2
+            return [
+                first,
+                Moment("activation", n.stream + count * unit + again, unit),
+                Moment("fc1: gradients", n.stream + unit + 3 * n.gathered + weight + again),
+            ]
+        if self.fused:
+            return [
+                first,
+                Moment("SwiGLU", n.stream + 3 * unit + again, 2 * unit),
+                Moment("fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again),
+            ]
+        return [
+            first,
+            Moment("SwiGLU: product", n.stream + 3 * unit + again, 2 * unit),
+            Moment("SwiGLU: halves", n.stream + 4 * unit + again, 2 * unit),
+            Moment("fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again),
+        ]
+
+    def expert_moments(self, moe: MoEConfig) -> list[Moment]:
+        """Experts one after the other; the scaling by probabilities is done in float32."""
+        n = self.n
+        local = moe.num_experts // self.run.parallel.expert_model_parallel_size
+        given = self.expert_tokens(moe)
+        width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
+        unit = given // local * width
+        again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
+        gradient = n.w * given * n.h
+        return [
+            Moment(
+                "expert: gradient of the scaled activation",
+                n.stream + gradient + (n.w + 3 * FLOAT) * unit + again,
+                n.w * unit,
+            )
+        ]
+
+    # --- the ends of the model ----------------------------------------------------------------
+
+    def embedding(self) -> list[Saved]:
+        """Token ids, and the dropout mask after the embedding."""
+        n = self.n
+        found = [Saved("ids, labels, mask, positions", (3 * INT64 + FLOAT) * n.T, "head")]
+        if self.model.hidden_dropout:
+            found.append(Saved("embedding dropout mask", n.S * n.h, "head"))
+        return found
+
+    def rotary_table(self) -> int:
+        """Float32 angles of the whole sequence, one table a micro-batch in flight."""
+        if self.model.position_embedding != "rope":
+            return 0
+        mla = self.model.mla
+        width = self.n.d if mla is None else mla.qk_pos_emb_head_dim
+        return FLOAT * self.n.s * width
+
+    def head(self) -> list[Saved]:
+        """Final norm and cross entropy: what stays from the forward to the backward pass."""
+        n = self.n
+        found = [*self.norm("final norm", n.S, n.h, size=n.residual)]
+        found.append(Saved("final norm output", n.hidden, "head"))
+        found.append(Saved("softmax of the logits, float32", FLOAT * n.T * n.vocab, "head"))
+        return found
+
+    def extra_depth(self, number: int) -> list[Saved]:
+        """One depth of multi-token prediction: merge, a layer, norms, and its own cross entropy."""
+        n = self.n
+        found = [*self.norm("embedding norm", n.S, n.h, size=n.w)]
+        found += self.norm("hidden norm", n.S, n.h, size=0)
+        found.append(Saved("merged embedding and hidden state", 2 * n.hidden, "norm"))
+        found += self.layer(number)
+        return found + self.head()
+
+    def head_moments(self) -> list[Moment]:
+        """Logits: in the compute type and in float32 together, forward and backward alike."""
+        n = self.n
+        logits = n.w * n.T * n.vocab
+        weight = n.w * n.vocab * n.h
+        softmax = FLOAT * n.T * n.vocab
+        return [
+            Moment("cross entropy: logits", logits + n.gathered, softmax),
+            Moment("output projection: gradients", logits + weight + n.w * n.T * n.h + n.gathered),
+            Moment("final norm", 2 * n.hidden, n.hidden + n.stream),
+        ]
+
+
+def kernel_bytes(run: RunConfig, n: Sizes) -> int:
+    """Bytes the attention backend keeps for the backward beside q, k and v, O included.
+
+    ``stable_flash`` states it itself (`stable_attention.stabilizers`); the vendors' flash kernels
+    keep O and LSE; the unfused backends keep score matrices.
+    """
+    name = run.attention.backend
+    heads = n.T * n.q
+    if name == "stable_flash":
+        from stable_attention.stabilizers import STABILIZERS
+
+        residual = "bf16" if run.attention.residual == "default" else run.attention.residual
+        return heads * STABILIZERS[run.attention.stabilizer].saved_bytes(n.dv, residual)
+    plain = heads * (n.w * n.dv + FLOAT)
+    keys = n.s * run.parallel.context_parallel_size
+    if name == "mcore_local":
+        return plain + heads * keys * (3 * n.w)
+    if name == "reference":
+        return plain + heads * keys * 5 * FLOAT
+    return plain

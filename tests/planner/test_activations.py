@@ -1,0 +1,159 @@
+"""Peak memory of one forward and backward pass of the real model, rank by rank, against the plan.
+
+The model, the wrappers, the schedule and core's collectives are the real ones; `dry_run` says what
+is not. Tolerance: 3% (the issue asks for 10% on GPUs), wider only where a comment says why.
+"""
+
+from __future__ import annotations
+
+import dry_run
+import pytest
+from megatron_cpu import tiny_run
+from test_parameters import GPT2, PP, SP, TP, VP
+
+from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.planner import memory, parameters
+from megatron_patch.planner.layout import layout_of
+from megatron_patch.training.config import RecomputeConfig
+
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 3072,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "seq_length": 2048,
+}
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 640,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "seq_length": 512,
+}
+EVERY_HEAD = {"num_query_groups": None}
+LATENT = MLAConfig(
+    q_lora_rank=768, kv_lora_rank=256, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128
+)
+MLA = {"mla": LATENT, "qk_layernorm": True, **EVERY_HEAD}
+MOE = {"moe": MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=640)}
+GATHERING = {"moe": MoEConfig(num_experts=8, ffn_hidden_size=640, token_dispatcher="allgather")}
+SMALL_LATENT = MLAConfig(
+    q_lora_rank=64, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32
+)
+
+
+def recompute(granularity: str, **keys) -> dict:
+    return {"recompute": RecomputeConfig(granularity=granularity, **keys)}
+
+
+def compare(model, parallel=None, training=None, *, world=1, rank=0, vocab=1000, fake=True, **more):
+    """(bytes measured, the plan's stage) of one rank."""
+    loop = {"precision": "bf16", "micro_batch_size": 1, "global_batch_size": 8 if parallel else 2}
+    run = tiny_run(
+        SHAPE | model,
+        attention={"backend": "stable_flash"} | more,
+        training=loop | (training or {}),
+        parallel=parallel or {},
+    )
+    found = dry_run.step(run, rank=rank, world=world, vocab=vocab, fake=fake)
+    layout = layout_of(run, 1, world)
+    stages = memory.memory_of(run, layout, parameters.padded_vocab_size(run, vocab))
+    return found.activations, stages[rank * layout.pp // world]
+
+
+DENSE = {
+    "llama-like": ({}, {}),
+    "vocabulary 128k": ({}, {"vocab": 128256}),
+    "gpt2": ({**GPT2, **EVERY_HEAD}, {}),
+    "gpt2, micro-batch 8": ({**GPT2, **EVERY_HEAD}, {"training": {"micro_batch_size": 8, "global_batch_size": 16}}),
+    "query and key norms": ({"qk_layernorm": True}, {}),
+    "float32 residual stream": ({"fp32_residual_connection": True}, {}),
+    "squared relu": ({"activation": "squared_relu"}, {}),
+    "relu": ({"activation": "relu"}, {}),
+    "gelu, no bias": ({"activation": "gelu"}, {}),
+    "no positions": ({"position_embedding": "none"}, {}),
+    "dropout": ({"hidden_dropout": 0.1}, {}),
+    "no stabilizer": ({}, {"stabilizer": "none"}),
+    "int8 residual": ({}, {"residual": "int8"}),
+    "latent attention": (MLA, {}),
+    "latent attention, direct queries": ({"mla": MLAConfig(kv_lora_rank=256), **EVERY_HEAD}, {}),
+    "multi-token prediction": ({"mtp": MTPConfig()}, {}),
+    "multi-token prediction, vocabulary 32k": ({"mtp": MTPConfig()}, {"vocab": 32000}),
+    "full recompute": ({}, {"training": recompute("full")}),
+    "full recompute, groups of 2": ({}, {"training": recompute("full", num_layers=2)}),
+    "full recompute of 2 layers": (
+        {},
+        {"training": recompute("full", method="block", num_layers=2)},
+    ),
+    "MLP recompute": ({}, {"training": recompute("selective")}),
+    "attention recompute": ({}, {"training": recompute("selective", modules=["core_attn"])}),
+}
+
+
+@pytest.mark.parametrize(("model", "keys"), DENSE.values(), ids=DENSE.keys())
+def test_one_rank(model, keys):
+    measured, planned = compare(model, **keys)
+    assert planned.dynamic == pytest.approx(measured, rel=0.035)
+
+
+SPLIT = {
+    "tp4 sp": ({TP: 4, **SP}, {}),
+    "tp4 sp, vocabulary 128k": ({TP: 4, **SP}, {"vocab": 128256}),
+    "tp4": ({TP: 4}, {}),
+    "pp2": ({PP: 2}, {}),
+    "pp4": ({PP: 4}, {}),
+    "pp2, full recompute": ({PP: 2}, {"training": recompute("full")}),
+    "pp2 vp2": ({PP: 2, VP: 2}, {}),
+    "tp2 sp pp2 vp2": ({TP: 2, PP: 2, VP: 2, **SP}, {}),
+}
+
+
+@pytest.mark.parametrize(("parallel", "keys"), SPLIT.values(), ids=SPLIT.keys())
+def test_every_stage(parallel, keys):
+    tp, pp = parallel.get(TP, 1), parallel.get(PP, 1)
+    for stage in range(pp):
+        measured, planned = compare({}, parallel, world=tp * pp, rank=stage * tp, **keys)
+        assert planned.dynamic == pytest.approx(measured, rel=0.05), f"stage {stage}"
+
+
+def test_latent_attention_under_tensor_parallelism():
+    measured, planned = compare(MLA, {TP: 4, **SP}, world=4)
+    assert planned.dynamic == pytest.approx(measured, rel=0.035)
+
+
+@pytest.mark.parametrize("model", [MOE, GATHERING], ids=["alltoall", "allgather"])
+def test_experts(model):
+    """Routing is not balanced in a model that was never trained, hence 6%."""
+    measured, planned = compare(SMALL | model, vocab=512, fake=False)
+    assert planned.dynamic == pytest.approx(measured, rel=0.06)
+
+
+def test_recomputed_up_projection():
+    keys = recompute("selective", modules=["mla_up_proj"])
+    model = {**SMALL, "mla": SMALL_LATENT, "qk_layernorm": True, **EVERY_HEAD}
+    measured, planned = compare(model, training=keys, fake=False)
+    assert planned.dynamic == pytest.approx(measured, rel=0.035)
+
+
+def test_the_measurement_sees_a_tensor_that_is_kept():
+    """Were the norm to keep a second copy of its input, the comparison would fail."""
+    plain, planned = compare({})
+
+    before = dry_run.FusedNorm
+
+    class Wasteful(before):
+        @staticmethod
+        def forward(ctx, x, weight):
+            out = before.forward(ctx, x, weight)
+            ctx.more = x.clone()
+            return out
+
+    dry_run.FusedNorm = Wasteful
+    try:
+        measured, _ = compare({})
+    finally:
+        dry_run.FusedNorm = before
+    assert measured - plain >= 8 * 2 * 2048 * 1024
+    assert planned.dynamic != pytest.approx(measured, rel=0.035)
