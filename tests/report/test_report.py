@@ -1,0 +1,300 @@
+"""The report: every kind of run gives a page, nothing of a run becomes markup or is fetched."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_patch.cli import app
+from megatron_patch.report import charts, page
+from megatron_patch.report.charts import Grid, Series
+from megatron_patch.report.collect import ReportError, collect
+from megatron_patch.report.markup import Markup, tag, text
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=http://evil.invalid/x onerror=alert(1)>',
+    "' onload='alert(1)",
+    "</style></title><svg onload=alert(1)>",
+    "javascript:alert(1) &lt;b&gt; {{7*7}} ]]> <!-- -->",
+    "\x00\x07\x1b[31m\u202e\ud800 null and bells",
+)
+NAMES = """
+html head meta title style body main h1 h2 section p code pre div span table caption thead tbody tr
+th td details summary figure figcaption ul li svg desc text line rect path circle
+"""
+ELEMENTS = set(NAMES.split())
+
+
+class Checker(HTMLParser):
+    """Parses a page strictly: known elements, closed in order, no attribute that loads or runs."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.text: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+
+    def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._see(name, attrs)
+        if name != "meta":
+            self.open.append(name)
+
+    def handle_startendtag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._see(name, attrs)
+
+    def _see(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert name in ELEMENTS, name
+        self.count[name] = self.count.get(name, 0) + 1
+        for key, value in attrs:
+            assert not key.startswith("on"), key
+            assert key not in ("src", "href", "xlink:href", "style", "action", "srcdoc"), key
+            self.attributes.append((name, key, value or ""))
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+
+def checked(html: str) -> Checker:
+    found = Checker()
+    found.feed(html)
+    found.close()
+    assert found.open == []
+    style = html.partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style and "@import" not in style
+    ids = [v for _, k, v in found.attributes if k == "id"]
+    assert len(ids) == len(set(ids))
+    for _, key, value in found.attributes:
+        if key == "aria-labelledby":
+            assert set(value.split()) <= set(ids)
+    drawings = [i for i in found.attributes if i[0] == "svg"]
+    said = sum(k in ("aria-labelledby", "aria-hidden") for _, k, _ in drawings)
+    assert said == found.count.get("svg", 0)
+    return found
+
+
+def make_run(
+    folder: Path,
+    *,
+    losses: list[float],
+    name: str = "demo",
+    log: str = "",
+    hostile: str = "",
+    telemetry: bool = False,
+) -> Path:
+    folder.mkdir(parents=True)
+    head = "step,consumed_tokens,loss,grad_norm,lr,tokens_per_s,skipped,nonfinite,eval_loss,extra\n"
+    lines = [
+        f"{i + 1},{64 * i},{loss!r},{0.3 + (loss > 5) * 50!r},0.001,1000,0,0,,\n"
+        for i, loss in enumerate(losses)
+    ]
+    (folder / "metrics.csv").write_text(head + "".join(lines))
+    config = {"name": name, "optimizer": {"warmup_steps": "10"}, "note": hostile or "none"}
+    # JSON is YAML; the loader writes plainer YAML, of the same values.
+    (folder / "config.yaml").write_text(json.dumps(config))
+    (folder / "origins.yaml").write_text(json.dumps({"name": hostile or "run.yaml:1"}))
+    attempt = {"utc": "2026-01-01T00:00:00Z", "torch": hostile or "2.13", "gpu": "NVIDIA H200"}
+    (folder / "environment.json").write_text(json.dumps({"attempts": [attempt]}))
+    (folder / "train.log").write_text(log, errors="surrogatepass")
+    if telemetry:
+        write_telemetry(folder)
+    return folder
+
+
+def write_telemetry(folder: Path, *, layers: int = 3, heads: int = 4, records: int = 30) -> None:
+    from megatron_patch.stability import record
+    from megatron_patch.stability.names import HEAD_METRICS
+    from megatron_patch.stability.warning import Rule
+
+    meta = record.make_meta(
+        layers=layers, heads=heads, interval=10, rule=Rule(), attention="stable_flash/none"
+    )
+    rng = np.random.default_rng(0)
+    writer = record.Writer(folder, meta, start_step=0)
+    for i in range(records):
+        found = {n: rng.random((layers, heads), dtype=np.float32) for n in HEAD_METRICS}
+        found["kappa"][0, 0] = np.nan
+        scalars = {"loss_mean": 4.0, "loss_max": 4.1, "grad_norm_mean": 0.3, "grad_norm_max": 0.4}
+        layer = {"grad_norm": rng.random(layers, dtype=np.float32)}
+        writer.write(10 * (i + 1), scalars=scalars, layers=layer, heads=found)
+    writer.close()
+
+
+FLAT = [9.0 - 5 * min(1, i / 40) for i in range(120)]
+EXPLODED = FLAT + [7.0] * 120
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_nothing_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
+    log = f"2026-01-01 00:00:00 warning: {hostile}\n"
+    name = hostile.encode("utf-8", "replace").decode()
+    run = make_run(tmp_path / "run", losses=FLAT, name=name, log=log, hostile=name, telemetry=True)
+    (run / "experiment.json").write_text(json.dumps({"variant": name, name: name}))
+    (run / "events.jsonl").write_text(json.dumps({"utc": name, "kind": name}) + "\n{torn")
+    html = page.write(run, tmp_path / "out.html").read_text(encoding="utf-8")
+    found = checked(html)
+    said = "".join(found.text)
+    # Shown as it is, in the heading, the configuration, the experiment, the log and the events.
+    shown = unescape(text(name))
+    assert said.count(shown) >= 4
+    assert "events.jsonl: 1 line(s) could not be read" in said
+
+
+@given(st.text(), st.dictionaries(st.sampled_from(["title", "class_", "id"]), st.text()))
+@settings(max_examples=80, deadline=None)
+def test_markup_escapes_whatever_it_is_given(content: str, attributes: dict[str, str]) -> None:
+    made = tag("p", content, **attributes)
+    parser = Checker()
+    parser.feed(made)
+    parser.close()
+    assert parser.open == [] and parser.count == {"p": 1}
+    assert "".join(parser.text) == unescape(text(content))
+    if content.isprintable():
+        assert "".join(parser.text) == content
+
+
+def test_markup_is_made_only_by_tag() -> None:
+    assert text("<b>") == "&lt;b&gt;" and tag("p", Markup("<b></b>")) == "<p><b></b></p>"
+    with pytest.raises(AssertionError):
+        tag("p onload=x")
+    with pytest.raises(AssertionError):
+        tag("p", **{"x y": 1})
+
+
+def test_a_run_with_telemetry(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
+    (run / "FINISHED").write_text('{"step": 120}')
+    assert app.run(["report", str(run)]) == 0
+    found = checked((run / "report.html").read_text(encoding="utf-8"))
+    said = " ".join(found.text)
+    assert "finished after step 120" in said and "Largest attention logit" in said
+    # 4 curves, 4 lines in time, layers in time, 9 maps; a scale beside each of the 10 maps.
+    assert found.count["svg"] == 4 + 4 + 1 + 9 + 10
+    assert "layer 0, head 0: not measured" in said
+    assert 'content="default-src ' in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_without_telemetry_and_one_that_explodes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", losses=EXPLODED, log="2026-01-01 00:00:00 no end\n")
+    said = " ".join(checked(page.write(run, run / "r.html").read_text()).text)
+    assert "ended without a word after step 240" in said
+    assert "rose by 3.00 above the lowest before it, to 7.00" in said
+    assert "recorded no stability telemetry" in said
+
+
+def test_states(tmp_path: Path) -> None:
+    ends = {
+        "stopped": "stopped gracefully after step 5: received SIGTERM; the same command continues",
+        "non-finite": "stopped by NonFiniteError: step 6: loss not finite",
+        "failed": "stopped by OSError: disk",
+        "interrupted": "step 5/10 | loss 4",
+    }
+    for state, line in ends.items():
+        run = make_run(tmp_path / state, losses=FLAT, log=f"2026-01-01 00:00:00 {line}\n")
+        assert collect(run).state == state
+    # A run in progress holds its lock; FINISHED of an earlier, shorter attempt does not end it.
+    (run / "FINISHED").write_text('{"step": 5}')
+    with (run / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert collect(run).state == "running"
+    assert collect(run).state == "finished"
+
+
+def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
+    young = tmp_path / "young"
+    young.mkdir()
+    with pytest.raises(ReportError, match="no run directory"):
+        collect(young)
+    with pytest.raises(ReportError, match="no such directory"):
+        collect(tmp_path / "nowhere")
+    (young / "train.log").write_text("")
+    said = " ".join(checked(page.render(collect(young))).text)
+    assert "metrics.csv has no rows yet" in said and "There is no config.yaml" in said
+    (young / "metrics.csv").write_bytes(b"step,loss,grad_norm\n1,9.5,2\n2,nan,inf\n3,8.1\0,")
+    (young / "config.yaml").write_text("a: [")
+    (young / "environment.json").write_text("[]")
+    (young / "stability").mkdir()
+    (young / "stability" / "meta.json").write_text('{"format": 99}')
+    facts = collect(young)
+    assert facts.steps == [1, 2, 3] and math.isnan(facts.column("loss")[1])
+    said = " ".join(checked(page.render(facts)).text)
+    assert "config.yaml could not be read" in said and "not a number at step" in said
+    assert app.run(["report", str(tmp_path / "nowhere")]) == 2
+
+
+def test_spikes_survive_thinning() -> None:
+    values = [1.0] * 20_000
+    values[12_345] = 99.0
+    values[777] = math.nan
+    kept = charts.thin(Series("x", list(range(20_000)), values))
+    assert len(kept) < 1000 and (12_345, 99.0) in kept
+    assert any(math.isnan(v) for _, v in kept)
+    assert [p[0] for p in kept] == sorted(p[0] for p in kept)
+
+
+@given(st.floats(-1e12, 1e12, allow_nan=False), st.floats(1e-9, 1e12), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_ticks_are_inside_and_few(low: float, width: float, log: bool) -> None:
+    low = abs(low) + 1e-6 if log else low
+    found = charts.ticks(low, low + width, log=log)
+    assert 0 <= len(found) <= 12
+    slack = 1e-6 * max(abs(low), width)
+    assert all(low - slack <= t <= low + width + slack for t in found)
+
+
+def test_charts_of_awkward_figures() -> None:
+    nothing = charts.line_chart(
+        "a", [Series("x", [1, 2], [math.nan, math.inf])], title="T", unit="u"
+    )
+    assert "nothing was recorded" in nothing
+    one = charts.line_chart("b", [Series("x", [5], [0.0])], title="T", unit="u")
+    assert "<circle" in one
+    log = charts.line_chart(
+        "c", [Series("x", [1, 2, 3], [0, -1, 5])], title="T", unit="u", log=True
+    )
+    assert "nan" not in log.replace("nan-", "") and "<circle" in log
+    grid = Grid([[None, math.nan]], "layer", "head", ["0"], ["0", "1"])
+    assert "nothing was measured" in charts.heat_map("d", grid, title="T")
+    big = Grid([[1.0] * 64] * 80, "layer", "head", [str(i) for i in range(80)], ["h"] * 64)
+    assert len(charts.heat_map("e", big, title="T")) < 600_000
+    assert charts.color(0) == "#440154" and charts.color(1) == "#fde725"
+
+
+def test_in_a_headless_browser(tmp_path: Path) -> None:
+    """Chromium draws the page, runs nothing of it, and asks nobody for anything."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no headless browser here")
+    hostile = "".join(HOSTILE[:4])
+    run = make_run(tmp_path / "run", losses=FLAT, name=hostile, hostile=hostile, telemetry=True)
+    out = page.write(run, tmp_path / "out.html")
+    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    common += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
+    log = tmp_path / "net.json"
+    done = subprocess.run(
+        [*common, f"--log-net-log={log}", "--dump-dom", out.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = checked("<!DOCTYPE html>" + done.stdout.partition("<!DOCTYPE html>")[2].strip())
+    assert found.count["svg"] == 28 and "script" not in found.count
+    assert "evil.invalid" not in log.read_text()
+    shot = tmp_path / "shot.png"
+    arguments = [*common, f"--screenshot={shot}", "--window-size=900,1200", out.as_uri()]
+    subprocess.run(arguments, capture_output=True, timeout=120)
+    assert shot.stat().st_size > 20_000
