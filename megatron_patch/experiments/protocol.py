@@ -176,15 +176,13 @@ def read(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Ex
     return Experiment(protocol, config, runs)
 
 
-def trainer_config(
-    config: Path, run: Run, *, steps: int, run_dir: Path | None = None, extra: tuple[str, ...] = ()
-) -> Loaded:
+def trainer_config(config: Path, run: Run, *, steps: int, run_dir: Path | None = None) -> Loaded:
     """The configuration of one run, checked as ``megatron-patch train`` checks it."""
-    return load(config, [*run.overrides, *runtime_keys(run, steps, run_dir), *extra])
+    return load(config, [*run.overrides, *runtime_keys(run, steps, run_dir)])
 
 
 def runtime_keys(run: Run, steps: int, run_dir: Path | None) -> list[str]:
-    """Keys that say how long and where, not what is trained."""
+    """Name, length and place. The length is always the protocol's: schedules may depend on it."""
     where = [] if run_dir is None else [f"run_dir={run_dir}"]
     return [f"name={run.id}", f"training.train_steps={steps}", *where]
 
@@ -198,13 +196,6 @@ def _check(run: Run, loaded: Loaded, protocol: Protocol) -> None:
     for axis in axes:
         if getattr(split, axis) != 1:
             found.append(Problem(f"parallel.{axis}", "experiments split data only: set it to 1"))
-    if config.optimizer.schedule != "constant" and config.optimizer.decay_steps is None:
-        found.append(
-            Problem(
-                "optimizer.decay_steps",
-                "must be given: without it the learning rate of a step would depend on --steps",
-            )
-        )
     if config.training.device == "cpu" and protocol.gpus_per_run > 1:
         found.append(Problem("gpus_per_run", "is for GPUs; leave it at 1 with device: cpu"))
     found += [Problem("variant", text) for text in variant.unmet(config)]

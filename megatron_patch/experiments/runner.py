@@ -112,7 +112,7 @@ class Runner:
         if self.only and run.cell.name not in self.only and run.id not in self.only:
             return False
         state = self.store.states[run.id]
-        return state.state not in FINAL and (self.store.finished_step(run) or 0) < self.steps
+        return state.state not in FINAL and self.store.reached(run) < self.steps
 
     def _time_left(self) -> float:
         """Seconds of training that a run started now would have."""
@@ -144,8 +144,7 @@ class Runner:
         environment.setdefault("OMP_NUM_THREADS", "1")
         log = store.log(run)
         log.parent.mkdir(parents=True, exist_ok=True)
-        rows = store.rows(run)
-        first = int(rows[-1]["step"]) if rows and store.has_checkpoint(run) else 0
+        rows, first = store.rows(run), store.reached(run)
         with log.open("ab") as out:
             # Its own session: a stop reaches the whole group, and ours does not reach it.
             process = subprocess.Popen(
@@ -157,7 +156,7 @@ class Runner:
                 start_new_session=True,
             )
         self.active.append(Active(run, process, seats, time.monotonic(), first, step=first))
-        again = f"going on after step {first:,}" if first else "from step 0"
+        again = f"from its checkpoint (logged to step {first:,})" if first else "from step 0"
         if rows and not first:
             again += f" ({int(rows[-1]['step']):,} steps are repeated: there is no checkpoint)"
         self.say(f"start {run.id} on {'/'.join(map(str, seats))}: {again}")
@@ -228,11 +227,12 @@ class Runner:
         store, run = self.store, item.run
         if item.exploded:
             return EXPLODED, item.exploded
-        if (store.finished_step(run) or 0) >= self.steps and code == 0:
-            whole = self.steps >= store.experiment.protocol.steps
-            return (FINISHED, "") if whole else (PAUSED, f"reached --steps {self.steps:,}")
+        if code == 0 and (store.run_dir(run) / "FINISHED").exists():
+            return FINISHED, ""
         if code == 0:
-            return PAUSED, "stopped with a checkpoint"
+            early = self.steps < store.experiment.protocol.steps
+            at_limit = early and store.reached(run) >= self.steps
+            return PAUSED, f"reached --steps {self.steps:,}" if at_limit else "saved and stopped"
         if item.asked_to_stop is not None:
             # Ended by force, or before it could save.
             kept = store.has_checkpoint(run)
@@ -275,8 +275,7 @@ class Runner:
         usual = statistics.median(self._rates.values())
         total = sum((self.steps - i.step) / self._rates.get(i.run.id, usual) for i in self.active)
         for run in queue:
-            rows = self.store.rows(run) if self.store.has_checkpoint(run) else []
-            total += (self.steps - (int(rows[-1]["step"]) if rows else 0)) / usual
+            total += (self.steps - self.store.reached(run)) / usual
         lanes = max(1, len(self.devices) // self.store.experiment.protocol.gpus_per_run)
         return total / min(lanes, max(1, len(queue) + len(self.active)))
 
@@ -291,7 +290,10 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
     command += ["--config", str(store.experiment.config), "--variant", run.cell.variant]
     command += ["--reference", str(store.reference(run))]
     command += ["--checked-steps", str(store.experiment.protocol.checked_steps)]
-    keys = [*run.overrides, *runtime_keys(run, steps, store.run_dir(run)), "logging.progress=off"]
+    whole = store.experiment.protocol.steps
+    keys = [*run.overrides, *runtime_keys(run, whole, store.run_dir(run)), "logging.progress=off"]
+    if steps < whole:
+        keys.append(f"training.exit_at_step={steps}")
     if left != float("inf"):
         keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
     return command + [part for key in keys for part in ("--set", key)]
@@ -300,7 +302,7 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
 def _on_cpu(run: Run, store: Store) -> bool:
     from megatron_patch.experiments.protocol import trainer_config
 
-    loaded = trainer_config(store.experiment.config, run, steps=1_000_000)
+    loaded = trainer_config(store.experiment.config, run, steps=store.experiment.protocol.steps)
     return loaded.config.training.device == "cpu"
 
 

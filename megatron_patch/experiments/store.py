@@ -76,13 +76,10 @@ class Store:
         """Logged steps of a run."""
         return read_rows(self.run_dir(run) / "metrics.csv")
 
-    def finished_step(self, run: Run) -> int | None:
-        """Step of the trainer's FINISHED marker."""
-        marker = self.run_dir(run) / "FINISHED"
-        try:
-            return int(json.loads(marker.read_text())["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+    def reached(self, run: Run) -> int:
+        """Step from which the run can go on: the last logged one, 0 without a checkpoint."""
+        rows = self.rows(run) if self.has_checkpoint(run) else []
+        return int(rows[-1]["step"]) if rows else 0
 
     def has_checkpoint(self, run: Run) -> bool:
         """Whether a stopped run could go on."""

@@ -1,0 +1,128 @@
+"""Protocols: what is refused, which runs they mean, and that a started one cannot be changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.config import ConfigError
+from megatron_patch.experiments import plan
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.protocol import Protocol, read, trainer_config
+from megatron_patch.experiments.store import FINISHED, Store
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "stability"
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[p.stem for p in SHIPPED])
+def test_shipped_protocols_pass(path: Path) -> None:
+    experiment = read(path)
+    assert experiment.runs and len({run.id for run in experiment.runs}) == len(experiment.runs)
+
+
+def test_the_baselines_are_what_was_promised() -> None:
+    """Two seeds of baseline and vendor numerics, three of compensated; both residual streams."""
+    for name, residual in (("baselines", True), ("baselines_bf16_residual", False)):
+        experiment = read(CONFIGS / f"{name}.yaml")
+        seeds = {}
+        for run in experiment.runs:
+            seeds.setdefault(run.cell.name, []).append(run.seed)
+            loaded = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+            assert loaded.model.fp32_residual_connection is residual
+            assert (loaded.optimizer.lr, loaded.optimizer.weight_decay) == (1e-3, 0.0)
+            assert loaded.training.global_batch_size * loaded.model.seq_length == 65536
+        assert experiment.protocol.steps == 15000
+        assert seeds["compensated"] == [1, 2, 3]
+        two = ("none", "sdpa_cudnn", "sdpa_flash", "fp32_attention", "paper_bf16")
+        assert all(seeds[cell] == [1, 2] for cell in two)
+
+
+def test_attribution_covers_every_question() -> None:
+    experiment = read(CONFIGS / "attribution.yaml")
+    cells = {run.cell.name for run in experiment.runs}
+    assert cells == {
+        *("none", "low_order_o", "consistent_sum", "both", "fp32_o", "fp32_o_consistent_sum"),
+        *("dynamic_max_2", "dynamic_max_7", "k_centered", "v_centered", "qk_norm"),
+        *("weight_decay", "fp32_attention"),
+    }
+    assert all(len([r for r in experiment.runs if r.cell.name == c]) == 2 for c in cells)
+    configs = {
+        r.cell.name: trainer_config(experiment.config, r, steps=15000).config
+        for r in experiment.runs
+    }
+    assert configs["dynamic_max_7"].attention.dynamic_max_beta == 7
+    assert configs["qk_norm"].model.qk_layernorm
+    assert configs["weight_decay"].optimizer.weight_decay == 0.1
+    assert configs["k_centered"].attention.stabilizer == "none"
+
+
+def test_runs_are_ordered_by_seed(protocol: Path) -> None:
+    """An experiment that is cut short has whole comparisons of its first seed."""
+    assert [run.id for run in read(protocol).runs] == ["a-s1", "b-s1", "a-s2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seeds: [1, 2]>seeds: [1, 1]", "none twice"),
+        ("seeds: [1, 2]>seeds: []", "at least one seed"),
+        ("name: b,>name: a,", "the name of two cells"),
+        ("name: b,>name: 'B b',", "a-z 0-9 _"),
+        ("name: b,>name: b, variant: nothing,", "use one of plain"),
+        ("name: b,>name: b, variant: low_order_o,", "it changes stable_flash"),
+        ("optimizer.lr=2e-3>optimizer.lr=-1", "must be more than 0"),
+        ("optimizer.lr=2e-3>no.key=1", "unknown key"),
+        ("steps: 100>steps: 100\ngpus_per_run: 2", "leave it at 1"),
+        ("steps: 100>steps: 0", "must be at least 1"),
+        ("save_seconds: 0>save_second: 0", "save_seconds"),
+        ("window: 10>window: 0", "at least 1"),
+    ],
+)
+def test_what_is_refused(protocol: Path, change: str, message: str) -> None:
+    old, _, new = change.partition(">")
+    text = protocol.read_text()
+    assert old in text
+    protocol.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        read(protocol)
+
+
+def test_a_started_protocol_cannot_be_changed(protocol: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    Store(out, read(protocol)).close()
+    text = protocol.read_text()
+    for old, new in (
+        ("optimizer.lr=2e-3", "optimizer.lr=3e-3"),
+        ("loss: 5.0", "loss: 4.0"),
+        ("steps: 100", "steps: 90"),
+        ("name: tiny", "name: other"),
+    ):
+        protocol.write_text(text.replace(old, new))
+        with pytest.raises(ExperimentError, match="--out"):
+            Store(out, read(protocol))
+    # Runs may be added, and that is on record.
+    protocol.write_text(text.replace("seeds: [1]", "seeds: [1, 2]"))
+    store = Store(out, read(protocol))
+    assert "b-s2" in store.states and '"added"' in (out / "experiment.json").read_text()
+    store.states["b-s2"].state = FINISHED
+    store.save()
+    with pytest.raises(ExperimentError, match="another process"):
+        Store(out, read(protocol))
+    store.close()
+    # Taken out again: its run stays in the states.
+    protocol.write_text(text)
+    store = Store(out, read(protocol))
+    assert store.states["b-s2"].state == FINISHED
+    store.close()
+
+
+def test_the_plan_says_what_time_is_enough_for() -> None:
+    experiment = read(CONFIGS / "early.yaml")
+    protocol = experiment.protocol
+    assert isinstance(protocol, Protocol)
+    text = plan.describe(experiment, steps=7000, gpus=2, minutes=10, only=["compensated"])
+    assert "2 runs of 7,000 steps" in text and "2 side by side" in text
+    steps = int((600 - protocol.save_seconds) * protocol.steps_per_second)
+    assert f"{steps:,} steps of each of 2 run(s)" in text and "not one run is finished" in text
