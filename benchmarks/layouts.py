@@ -47,6 +47,8 @@ PP, VP = (
     "parallel.virtual_pipeline_model_parallel_size",
 )
 EP = "parallel.expert_model_parallel_size"
+CP, KIND = "parallel.context_parallel_size", "parallel.cp_comm_type"
+LEVELS = "parallel.hierarchical_context_parallel_sizes"
 LAYOUTS = [
     Layout("DP2", 2),
     Layout("TP2", 2, {TP: 2}),
@@ -54,16 +56,35 @@ LAYOUTS = [
     Layout("PP2", 2, {PP: 2}),
     Layout("PP2 virtual 2", 2, {PP: 2, VP: 2}),
     Layout("EP2", 2, {EP: 2}, moe=True),
+    Layout("CP2 p2p", 2, {CP: 2}),
+    Layout("CP2 all_gather", 2, {CP: 2, KIND: "all_gather"}),
+    Layout("CP2 a2a", 2, {CP: 2, KIND: "a2a"}),
+    Layout("CP2 a mode a layer", 2, {CP: 2, KIND: "[p2p, a2a, all_gather, p2p]"}),
+    Layout("CP2 x EP2 on 2", 2, {CP: 2, EP: 2}, moe=True),
     Layout("DP4", 4),
     Layout("TP2+SP x PP2", 4, {TP: 2, SP: True, PP: 2}),
     Layout("TP2 x DP2", 4, {TP: 2}),
     Layout("PP4", 4, {PP: 4}),
     Layout("EP4", 4, {EP: 4}, moe=True),
     Layout("TP2+SP x EP2", 4, {TP: 2, SP: True, EP: 2}, moe=True),
+    Layout("CP4 p2p", 4, {CP: 4}),
+    Layout("CP4 all_gather", 4, {CP: 4, KIND: "all_gather"}),
+    Layout("CP4 a2a", 4, {CP: 4, KIND: "a2a"}),
+    Layout("CP4 a2a+p2p", 4, {CP: 4, KIND: "a2a+p2p", LEVELS: "[2, 2]"}),
+    Layout("TP2+SP x CP2", 4, {TP: 2, SP: True, CP: 2}),
+    Layout("TP2 x CP2 a2a", 4, {TP: 2, CP: 2, KIND: "a2a"}),
+    Layout("CP2 x PP2", 4, {CP: 2, PP: 2}),
+    Layout("CP2 x PP2 virtual 2", 4, {CP: 2, PP: 2, VP: 2}),
+    Layout("CP2 x DP2", 4, {CP: 2}),
+    Layout("CP2 x DP2 x EP2", 4, {CP: 2, EP: 2}, moe=True),
     Layout("DP8", 8),
     Layout("TP2+SP x PP2 x DP2", 8, {TP: 2, SP: True, PP: 2}),
     Layout("TP4+SP x DP2", 8, {TP: 4, SP: True}),
     Layout("TP2+SP x EP4", 8, {TP: 2, SP: True, EP: 4}, moe=True),
+    Layout("CP8 p2p", 8, {CP: 8}),
+    Layout("CP8 a2a+p2p", 8, {CP: 8, KIND: "a2a+p2p", LEVELS: "[4, 2]"}),
+    Layout("TP2+SP x CP2 x PP2", 8, {TP: 2, SP: True, CP: 2, PP: 2}),
+    Layout("TP2+SP x CP2 x EP4", 8, {TP: 2, SP: True, CP: 2, EP: 4}, moe=True),
 ]
 MOE = {"model.moe": "{num_experts: 4, top_k: 2, ffn_hidden_size: 128, aux_loss_coeff: 0.0}"}
 
@@ -143,7 +164,8 @@ def compare(runner: Runner, precision: str, *, moe: bool, gpus: int) -> list[dic
         print(row, flush=True)
         return row
 
-    fitting = [x for x in LAYOUTS if x.ranks <= gpus and x.moe == moe]
+    only = runner.args.only
+    fitting = [x for x in LAYOUTS if x.ranks <= gpus and x.moe == moe and only in x.name]
     return list(runner.pool.map(one, fitting))
 
 
@@ -174,6 +196,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2, help="largest number of ranks")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], help="fp32, bf16")
     parser.add_argument("--jobs", type=int, default=1, help="layouts run at the same time")
+    parser.add_argument("--only", default="", help="layouts whose name contains this, CP say")
     parser.add_argument("--no-moe", action="store_true", help="leave the MoE layouts out")
     parser.add_argument("--no-resume", action="store_true", help="leave the resume checks out")
     parser.add_argument("--work", default="runs/layouts", help="scratch folder")
@@ -187,12 +210,11 @@ def main() -> None:
         rows += compare(runner, "fp32", moe=True, gpus=args.gpus)
     resumes: list[dict[str, object]] = []
     if not args.no_resume:
-        cases = [(1, {}), (2, {}), (2, {TP: 2, SP: True}), (2, {PP: 2})]
+        cases = [(1, {}), (2, {}), (2, {TP: 2, SP: True}), (2, {PP: 2}), (2, {CP: 2})]
         resumes = list(runner.pool.map(lambda case: resume(runner, *case), cases))
     figures = {"layouts": rows, "resume": resumes, "backend": args.backend, "gpus": args.gpus}
-    out = machine.write_result(
-        f"layouts_{args.device}_{args.gpus}", figures, Path(args.out) if args.out else None
-    )
+    name = f"layouts_{args.device}_{args.gpus}{'_' * bool(args.only)}{args.only.lower()}"
+    out = machine.write_result(name, figures, Path(args.out) if args.out else None)
     good = sum(bool(r["agrees"]) for r in rows) + sum(bool(r["bitwise"]) for r in resumes)
     print(f"{good} of {len(rows) + len(resumes)} agree; wrote {out.name}")
     sys.exit(good != len(rows) + len(resumes))

@@ -157,9 +157,12 @@ def _with_our_modules(run: RunConfig, spec: Any) -> Any:
 
 def _backend_options(run: RunConfig) -> dict[str, Any]:
     attention = run.attention
+    options: dict[str, Any] = {}
+    if run.parallel.cp_gradient_wire != "fp32":
+        options["gradient_wire"] = run.parallel.cp_gradient_wire
     if not BACKENDS[attention.backend].stabilizers:
-        return {}
-    options: dict[str, Any] = {"stabilizer": attention.stabilizer}
+        return options
+    options["stabilizer"] = attention.stabilizer
     if attention.residual != "default":
         options["residual"] = attention.residual
     if attention.stabilizer == "dynamic_max":

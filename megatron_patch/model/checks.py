@@ -364,24 +364,22 @@ def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
     groups = model.num_attention_heads
     if model.mla is None and model.num_query_groups is not None:
         groups = model.num_query_groups
-    heads, kv_heads = model.num_attention_heads // tp, max(1, groups // tp)
+    dealt = {"query": model.num_attention_heads // tp}
+    if run.attention.backend == "te":  # ours replicates key/value heads as needed
+        dealt["key/value"] = max(1, groups // tp)
     for kind in parallel.cp_comm_types:
         size = parallel.a2a_size(kind)
-        path = "parallel.hierarchical_context_parallel_sizes"
-        path = "parallel.cp_comm_type" if kind == "a2a" else path
-        remedy = "use p2p or all_gather, or another size"
-        if size > 1 and heads % size:
-            yield Problem(
-                path,
-                f"{kind} deals the {heads} query heads of a tensor-parallel rank to {size} ranks, "
-                f"and {size} does not divide {heads}: {remedy}",
-            )
-        elif size > 1 and kv_heads % size and size % kv_heads:
-            yield Problem(
-                path,
-                f"{kind} deals the {kv_heads} key/value heads of a tensor-parallel rank to {size} "
-                f"ranks, and neither divides the other: {remedy}",
-            )
+        path = "parallel.cp_comm_type"
+        if kind == "a2a+p2p":
+            path = "parallel.hierarchical_context_parallel_sizes"
+        for what, heads in dealt.items():
+            if size > 1 and heads % size:
+                yield Problem(
+                    path,
+                    f"{kind} deals the {heads} {what} heads of a tensor-parallel rank to {size} "
+                    f"ranks, and {size} does not divide {heads}: use p2p or all_gather, or another "
+                    "size",
+                )
 
 
 def _divisions_of_experts(run: RunConfig) -> Iterator[Problem]:

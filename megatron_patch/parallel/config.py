@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from megatron_patch.config.root import RunConfig
 
+OWN_BACKENDS = ("stable_flash", "reference")  # those that communicate by context_parallel/
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 
@@ -33,6 +34,8 @@ class ParallelConfig:
     """How those ranks exchange keys, values or heads: one value, or one per layer."""
     hierarchical_context_parallel_sizes: list[int] | None = None
     """[a2a size, p2p size] for ``cp_comm_type: a2a+p2p``; a2a takes neighboring ranks."""
+    cp_gradient_wire: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients of keys and values travel; bf16 halves them and rounds every sum."""
     expert_model_parallel_size: int = 1
     """Ranks the experts of an MoE layer are spread over."""
     expert_tensor_parallel_size: int | None = None
@@ -138,6 +141,18 @@ class ParallelConfig:
                     f"a list of {layers} entries does not reach {run.model.mtp.num_layers} depths "
                     "of multi-token prediction (model.mtp.num_layers): give one value",
                 )
+        if self.cp_gradient_wire != "fp32" and not self.cp_comm_types:
+            yield Problem(
+                "parallel.cp_gradient_wire",
+                f"{self.cp_gradient_wire} has no effect with one context-parallel rank "
+                "(parallel.context_parallel_size): leave it out",
+            )
+        elif self.cp_gradient_wire != "fp32" and run.attention.backend not in OWN_BACKENDS:
+            yield Problem(
+                "parallel.cp_gradient_wire",
+                f"{self.cp_gradient_wire} is an option of attention.backend "
+                f"{' and '.join(OWN_BACKENDS)}, not of {run.attention.backend}: leave it out",
+            )
         yield from self._hierarchy()
 
     def _hierarchy(self) -> Iterator[Problem]:

@@ -85,6 +85,7 @@ BOTH = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}
         ({**BOTH, "cp_comm_type": "p2p", HIERARCHY: [2, 2]}, HIERARCHY),
         ({HIERARCHY: [2, 2]}, HIERARCHY),
         ({"context_parallel_size": 2, "cp_comm_type": ["p2p"]}, "cp_comm_type"),
+        ({"cp_gradient_wire": "bf16"}, "cp_gradient_wire"),
         ({"context_parallel_size": 2, "cp_comm_type": []}, "cp_comm_type"),
         ({"context_parallel_size": 4, "cp_comm_type": ["p2p", "a2a+p2p"]}, "cp_comm_type"),
     ],
@@ -112,6 +113,12 @@ def test_a_list_of_modes_reaches_every_depth_of_multi_token_prediction() -> None
     three = {"mtp": MTPConfig(num_layers=3)}
     assert paths("parallel", keys, model=three) == ["parallel.cp_comm_type"]
     assert paths("parallel", keys | {"cp_comm_type": "a2a"}, model=three) == []
+
+
+def test_the_type_gradients_travel_in_belongs_to_our_backends() -> None:
+    keys = {"context_parallel_size": 2, "cp_gradient_wire": "bf16"}
+    assert paths("parallel", keys, attention={"backend": "reference"}) == []
+    assert paths("parallel", keys, attention={"backend": "te"}) == ["parallel.cp_gradient_wire"]
 
 
 def world(ranks: int, parallel: dict[str, Any], **others: dict[str, Any]) -> list[str]:

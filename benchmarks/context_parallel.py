@@ -1,0 +1,425 @@
+"""Time context-parallel attention, every mode beside its peers; write JSON and a plot.
+
+    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --minutes 25
+    python benchmarks/context_parallel.py --render-only        # plot only
+    torchrun --nproc-per-node 4 benchmarks/context_parallel.py --smoke --out /tmp/smoke.json
+
+One sequence of 8k to 512k tokens, head dim 128, 32 query and 8 key/value heads, BF16, over 1, 2, 4
+and 8 of the ranks started (the others wait). Results go to docs/results/context_parallel_N.json, N
+the ranks started, after every cell: the same command continues a run that was stopped or killed,
+and the cell that killed it is recorded as such and left out. `cells` says what is measured and in
+which order.
+
+TFLOP/s count 4 h s^2 d operations forward, half of that under a causal mask, and 2.5 times as many
+backward, divided by time and ranks. ``of_kernel`` divides by the TFLOP/s of the same kernel on one
+GPU with the same work: one sequence of s / sqrt(ranks) tokens. Times are the slowest rank's median
+of CUDA-event intervals; ``exposed_ms`` is the time in which NCCL's kernels ran and nothing else did
+(one profiled pass), ``no_transfer_ms`` the time with transfers left out. Outputs and gradients of
+short sequences are compared with attention over the whole sequence before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cp_peers
+import cp_tables
+import machine
+
+from megatron_patch.context_parallel.api import context_parallel_attention
+from megatron_patch.context_parallel.layout import positions, shard
+
+BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever holds them
+OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+KERNEL = "kernel"
+GATHER = "all-gather + SDPA"
+# Rotation, and whether key/value heads stay grouped or are repeated first.
+RINGS = {
+    "torch, allgather": ("allgather", True),
+    "torch, alltoall": ("alltoall", True),
+    "torch, allgather, heads repeated": ("allgather", False),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is attended: heads, widths and type of the inputs."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    d: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure."""
+
+    system: str
+    ranks: int
+    tokens: int
+    causal: bool
+
+    @property
+    def key(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.system}, {self.ranks} ranks, {self.tokens} tokens, {mask}"
+
+
+def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
+    """Everything to measure, without repeats: middle lengths first, all ranks before fewer."""
+    lengths = sorted(args.lengths, key=lambda s: abs(math.log2(s / 131072)))
+    seen = set()
+    for mask in args.masks:
+        for tokens in lengths:
+            for ranks in sorted((n for n in args.ranks if n <= world), reverse=True):
+                systems = [KERNEL] if ranks == 1 else _systems(ranks, mask, args.problem)
+                causal = mask == "causal"
+                wanted = [Cell(KERNEL, 1, cp_tables.same_work(tokens, ranks, BLOCK), causal)]
+                wanted += [Cell(name, ranks, tokens, causal) for name in systems]
+                for cell in wanted:
+                    if cell not in seen:
+                        seen.add(cell)
+                        yield cell
+
+
+def _systems(ranks: int, mask: str, problem: Problem) -> list[str]:
+    names = [m for m in OURS if m != "a2a+p2p" or ranks >= 4]
+    if problem.heads % ranks:
+        names.remove("a2a")
+    # The prototype balances causal work only.
+    return [*names, GATHER, *(RINGS if mask == "causal" else [])]
+
+
+class Bench:
+    """Groups, inputs and clocks of one rank."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.problem, self.cuda = args, args.problem, not args.smoke
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else "cpu"
+        wait = timedelta(minutes=args.timeout_minutes)
+        # Ranks without work wait on gloo: waiting in NCCL would occupy their GPU.
+        self.everyone = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        self.groups: dict[int, Any] = {}
+        self.hosts: dict[int, Any] = {}
+        self.levels: dict[int, tuple[Any, Any]] = {}
+        for n in sorted(n for n in args.ranks if n <= self.world):
+            self.groups[n] = dist.new_group(range(n), timeout=wait)
+            self.hosts[n] = dist.new_group(range(n), backend="gloo", timeout=wait)
+            if n >= 4:
+                self.levels[n] = self._two_levels(n, wait)
+
+    def _two_levels(self, n: int, wait: timedelta) -> tuple[Any, Any]:
+        """(pairs of neighbors for a2a, every second rank for the ring), as Megatron-Core's."""
+        pairs = [dist.new_group([i, i + 1], timeout=wait) for i in range(0, n, 2)]
+        rings = [dist.new_group(range(i, n, 2), timeout=wait) for i in (0, 1)]
+        return pairs[min(self.rank, n - 1) // 2], rings[self.rank % 2]
+
+    def inputs(self, tokens: int, ranks: int, rank: int) -> list[torch.Tensor]:
+        """q, k, v (leaves) and dO of a rank's zigzag shard, [s / ranks, 1, heads, d]."""
+        p = self.problem
+        widths = [p.heads, p.kv_heads, p.kv_heads, p.heads]
+        blocks = []
+        # A block's numbers depend on its place in the sequence alone.
+        for first in positions(tokens, rank=rank, size=ranks)[::BLOCK].tolist():
+            generator = torch.Generator(self.device).manual_seed(first)
+            shape = (BLOCK, 1, sum(widths), p.d)
+            block = torch.randn(shape, generator=generator, device=self.device)
+            blocks.append(block.to(p.dtype))
+        parts = torch.cat(blocks).split(widths, dim=2)
+        return [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in parts]
+
+    @contextlib.contextmanager
+    def system(self, cell: Cell, *, transfers: bool = True) -> Iterator[cp_peers.Attention]:
+        """The cell's attention over [s / ranks, 1, heads, d]."""
+        group = self.groups[cell.ranks]
+        if cell.system in OURS or cell.system == KERNEL:
+            options: dict[str, Any] = {"mode": "p2p" if cell.system == KERNEL else cell.system}
+            if cell.system == "a2a+p2p":
+                options["hierarchical"] = self.levels[cell.ranks]
+            options |= {
+                "group": group,
+                "causal": cell.causal,
+                "backend": "stable_flash" if self.cuda else "reference",
+                "transfers": transfers,
+            }
+            yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
+        elif cell.system == GATHER:
+            kernel = cp_peers.CudnnKernel if self.cuda else cp_peers.CpuKernel
+            yield _heads_first(
+                lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, kernel)
+            )
+        else:
+            rotate, grouped = RINGS[cell.system]
+            with cp_peers.torch_ring(group, cell.tokens, rotate=rotate, grouped=grouped) as attend:
+                yield _heads_first(attend)
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """Times, memory and errors of a cell, as this rank sees them."""
+        q, k, v, dout = self.inputs(cell.tokens, cell.ranks, self.rank)
+        found: dict[str, Any] = {}
+        with self.system(cell) as attend:
+            step = _Step(attend, (q, k, v), dout)
+            if cell.tokens <= self.args.check_up_to:
+                found |= self.errors(cell, step)
+            if self.cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                base = torch.cuda.memory_allocated()
+            found["total_ms"] = self.interval(cell.ranks, step.both)
+            if self.cuda:
+                found["peak_mib"] = round((torch.cuda.max_memory_allocated() - base) / 2**20, 1)
+            found["forward_ms"] = self.interval(cell.ranks, step.forward)
+            if self.cuda and cell.ranks > 1:
+                found |= profile(step.both)
+        if cell.system in OURS:
+            with self.system(cell, transfers=False) as attend:
+                step = _Step(attend, (q, k, v), dout)
+                found["no_transfer_ms"] = self.interval(cell.ranks, step.both)
+        return found
+
+    def errors(self, cell: Cell, step: _Step) -> dict[str, float]:
+        """Relative RMS distance of output and gradients to attention over the whole sequence."""
+        q, k, v, dout = self.inputs(cell.tokens, 1, 0)
+
+        def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            k, v = (cp_peers.repeat_heads(x, q) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+
+        expected = _Step(_heads_first(whole), (q, k, v), dout).results()
+        mine = [shard(x, rank=self.rank, size=cell.ranks, dim=0).float() for x in expected]
+        return {
+            f"error_{name}": float((a.float() - b).norm() / b.norm())
+            for name, a, b in zip(("out", "dq", "dk", "dv"), step.results(), mine, strict=True)
+        }
+
+    def interval(self, ranks: int, run: Callable[[], object]) -> float:
+        """Median time of ``run`` in ms; all ranks repeat as often as the slowest can afford."""
+        run()
+        first = torch.tensor(self.once(run))
+        dist.all_reduce(first, op=dist.ReduceOp.MAX, group=self.hosts[ranks])
+        repeats = max(2, min(20, int(self.args.budget_ms / float(first))))
+        return round(statistics.median(self.once(run) for _ in range(repeats)), 4)
+
+    def once(self, run: Callable[[], object]) -> float:
+        """One pass in ms."""
+        if not self.cuda:
+            begin = time.perf_counter()
+            run()
+            return (time.perf_counter() - begin) * 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Attention and its backward pass over one rank's inputs."""
+
+    attend: cp_peers.Attention
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    dout: torch.Tensor
+
+    def forward(self) -> torch.Tensor:
+        return self.attend(*self.qkv)
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self.qkv, self.dout)
+
+    def results(self) -> list[torch.Tensor]:
+        """Output, dq, dk, dv."""
+        out = self.forward()
+        return [out.detach(), *torch.autograd.grad(out, self.qkv, self.dout)]
+
+
+def _heads_first(attend: cp_peers.Attention) -> cp_peers.Attention:
+    """Attention over [s, b, heads, d] by one over [b, heads, s, d]."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return attend(q, k, v).permute(2, 0, 1, 3)
+
+    return run
+
+
+def profile(run: Callable[[], object]) -> dict[str, float]:
+    """Time NCCL's kernels took in one pass of ``run``, and how much of it nothing else covered."""
+    from torch.autograd import DeviceType
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in trace.events() or []:
+        # Collectives also leave named ranges ("nccl:...") among the kernels.
+        if event.device_type != DeviceType.CUDA or event.name.startswith("nccl:"):
+            continue
+        span = (event.time_range.start, event.time_range.end)
+        spans["nccl" in event.name.lower()].append(span)
+    total, alone = cp_tables.exposed(spans[True], spans[False])
+    return {"transfer_ms": round(total / 1e3, 4), "exposed_ms": round(alone / 1e3, 4)}
+
+
+class Record:
+    """The result file: written by the first rank after every cell, read back by the next run."""
+
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
+        self.path = path
+        origin = machine.describe()
+        self.content: dict[str, Any] = {
+            **origin,
+            "problem": asdict(args.problem) | {"dtype": str(args.problem.dtype)},
+            "block": BLOCK,
+            "complete": False,
+            "cells": {},
+        }
+        if path.exists():
+            old = json.loads(path.read_text())
+            same = all(old.get(k) == origin[k] for k in ("commit", "machine", "versions"))
+            if same and old.get("problem") == self.content["problem"]:
+                self.content["cells"] = old["cells"]
+            else:
+                print("another commit, machine or problem: measuring everything anew", flush=True)
+        for cell in self.content["cells"].values():
+            if cell.pop("running", False):
+                cell["error"] = "the run ended while it measured this"
+
+    def done(self, cell: Cell, *, retry: bool) -> bool:
+        found = self.content["cells"].get(cell.key)
+        return found is not None and not (retry and "error" in found)
+
+    def put(self, cell: Cell, figures: dict[str, Any]) -> None:
+        self.content["cells"][cell.key] = {**asdict(cell), **figures}
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.content, indent=1, sort_keys=True) + "\n")
+        part.replace(self.path)
+
+
+def slowest(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest figure of all ranks, rounded errors included; or the first error."""
+    for part in parts:
+        if "error" in part:
+            return {"error": part["error"]}
+    return {name: max(part[name] for part in parts) for name in parts[0]}
+
+
+def run(bench: Bench, record: Record | None) -> None:
+    """Measure what is not measured yet, until the time is over. The first rank decides."""
+    args = bench.args
+    end = time.monotonic() + args.minutes * 60
+    complete = True
+    for cell in cells(args, bench.world):
+        go: list[Any] = [None]
+        if record is not None:
+            go = ["skip" if record.done(cell, retry=args.retry) else "go"]
+            if go == ["go"] and time.monotonic() > end:
+                go = ["stop"]
+        dist.broadcast_object_list(go, src=0, group=bench.everyone)
+        if go == ["stop"]:
+            complete = False
+            break
+        if go == ["skip"]:
+            continue
+        if record is not None:
+            record.put(cell, {"running": True})
+        mine: dict[str, Any] | None = None
+        if bench.rank < cell.ranks:
+            try:
+                mine = bench.measure(cell)
+            except Exception as error:
+                first = (str(error).splitlines() or [""])[0]
+                mine = {"error": f"{type(error).__name__}: {first[:200]}"}
+        parts: list[Any] = [None] * bench.world
+        dist.all_gather_object(parts, mine, group=bench.everyone)
+        if record is not None:
+            figures = slowest([part for part in parts if part is not None])
+            record.put(cell, figures)
+            print(cell.key, figures, flush=True)
+    if record is not None:
+        record.content["complete"] = complete
+        record.write()
+
+
+def start(args: argparse.Namespace) -> None:
+    """Process group and device of a rank torchrun started."""
+    # As parallel/setup.py: no multicast, and kernels start in the order they were launched.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    wait = timedelta(minutes=args.timeout_minutes)
+    if args.smoke:
+        dist.init_process_group("gloo", timeout=wait)
+        return
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=wait, device_id=device)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**i for i in range(13, 20)])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--masks", nargs="+", default=["causal"], choices=["causal", "full"])
+    parser.add_argument("--minutes", type=float, default=25.0, help="stop after this long")
+    parser.add_argument("--budget-ms", type=float, default=1000.0, help="per figure of a cell")
+    parser.add_argument("--check-up-to", type=int, default=8192, help="tokens of compared outputs")
+    parser.add_argument("--timeout-minutes", type=float, default=3.0, help="of a collective")
+    parser.add_argument("--retry", action="store_true", help="measure cells that failed again")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on CPUs: proves the script")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--render-only", action="store_true", help="draw the plot again")
+    args = parser.parse_args()
+    args.problem = Problem()
+    if args.smoke:
+        args.problem = Problem(heads=8, kv_heads=2, d=16, dtype=torch.float32)
+        args.lengths, args.masks, args.budget_ms = [512], ["causal", "full"], 1.0
+        args.ranks = [1, 2, 4]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    name = f"context_parallel_{'smoke' if args.smoke else world}.json"
+    args.out = args.out or machine.RESULTS / name
+    for tokens in args.lengths:
+        if tokens % (2 * BLOCK * max(args.ranks)):
+            parser.error(f"--lengths {tokens}: multiples of {2 * BLOCK * max(args.ranks)}, please")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if not args.render_only:
+        start(args)
+        record = Record(args.out, args) if dist.get_rank() == 0 else None
+        run(Bench(args), record)
+        last = dist.get_rank() != 0
+        dist.destroy_process_group()
+        if last:
+            return
+    cp_tables.plot(json.loads(args.out.read_text()), args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Tables and plot of ``context_parallel.py``, and its arithmetic that needs no GPU."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from markdown import origin, table
+
+Span = tuple[float, float]
+SYSTEMS = (
+    "p2p",
+    "all_gather",
+    "a2a",
+    "a2a+p2p",
+    "all-gather + SDPA",
+    "torch, allgather",
+    "torch, alltoall",
+    "torch, allgather, heads repeated",
+)
+GOAL = 0.90
+
+
+def union(spans: list[Span]) -> list[Span]:
+    """The same set of times as disjoint spans in order."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def exposed(transfers: list[Span], work: list[Span]) -> tuple[float, float]:
+    """(time in which a transfer ran, the part of it in which no work ran), in the spans' unit."""
+    length = lambda spans: sum(end - begin for begin, end in spans)  # noqa: E731
+    together = length(union(transfers + work))
+    return length(union(transfers)), together - length(union(work))
+
+
+def flops(problem: dict[str, Any], tokens: int, causal: bool) -> float:
+    """Operations of forward and backward over a whole sequence."""
+    full = 3.5 * 4.0 * problem["heads"] * tokens * tokens * problem["d"]
+    return full / 2 if causal else full
+
+
+def same_work(tokens: int, ranks: int, block: int) -> int:
+    """Length whose attention on one GPU is a rank's share of ``tokens`` over ``ranks``."""
+    return max(block, round(tokens / math.sqrt(ranks) / block) * block)
+
+
+class Speeds:
+    """TFLOP/s per GPU of the cells of one result."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.problem, self.block = result["problem"], result["block"]
+        self.cells = {
+            (c["system"], c["ranks"], c["tokens"], c["causal"]): c for c in result["cells"].values()
+        }
+
+    def cell(self, system: str, ranks: int, tokens: int, causal: bool = True) -> dict[str, Any]:
+        return self.cells.get((system, ranks, tokens, causal), {})
+
+    def speed(self, system: str, ranks: int, tokens: int, causal: bool = True) -> float | None:
+        """TFLOP/s per GPU of forward and backward, None where it was not measured."""
+        ms = self.cell(system, ranks, tokens, causal).get("total_ms")
+        return None if ms is None else flops(self.problem, tokens, causal) / ranks / ms / 1e9
+
+    def of_kernel(self, system: str, ranks: int, tokens: int, causal: bool = True) -> float | None:
+        """Speed over that of the same kernel on one GPU with the same work."""
+        mine = self.speed(system, ranks, tokens, causal)
+        alone = self.speed("kernel", 1, same_work(tokens, ranks, self.block), causal)
+        return None if mine is None or alone is None else mine / alone
+
+    def places(self, causal: bool = True) -> list[tuple[int, int]]:
+        """(ranks, tokens) at which anything parallel was measured, in order."""
+        found = {(n, s) for system, n, s, c in self.cells if n > 1 and c == causal}
+        return sorted(found, key=lambda p: (-p[0], p[1]))
+
+
+def thousand(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def _present(speeds: Speeds) -> list[str]:
+    measured = {system for (system, *_), cell in speeds.cells.items() if "total_ms" in cell}
+    return [system for system in SYSTEMS if system in measured]
+
+
+def speed(result: dict[str, Any]) -> str:
+    """TFLOP/s per GPU and the share of the one-GPU kernel, a row a length and number of GPUs."""
+    speeds = Speeds(result)
+    systems = _present(speeds)
+    rows = []
+    for ranks, tokens in speeds.places():
+        row = [f"{thousand(tokens)}, {ranks} GPUs"]
+        for system in systems:
+            rate, share = (f(system, ranks, tokens) for f in (speeds.speed, speeds.of_kernel))
+            row.append("-" if rate is None else f"{rate:.0f}" + _in_brackets(share))
+        rows.append(row)
+    lines = [origin(result), "", table(["tokens", *systems], rows), "", _goal(speeds)]
+    failed = [(key, cell["error"]) for key, cell in result["cells"].items() if "error" in cell]
+    lines += [f"Not measured: {key} ({why})." for key, why in sorted(failed)]
+    if not result["complete"]:
+        lines.append("The run was stopped before its end.")
+    return "\n".join(lines)
+
+
+def _in_brackets(share: float | None) -> str:
+    return "" if share is None else f" ({share:.2f})"
+
+
+def _goal(speeds: Speeds) -> str:
+    share = speeds.of_kernel("p2p", 8, 131072)
+    if share is None:
+        return f"p2p at 128k on 8 GPUs, goal {GOAL:.2f} of the kernel: not measured."
+    verdict = "met" if share >= GOAL else "not met"
+    return f"p2p at 128k on 8 GPUs: {share:.3f} of the kernel; goal {GOAL:.2f}, {verdict}."
+
+
+def cost(result: dict[str, Any]) -> str:
+    """Exposed transfers in ms and peak memory in MiB beyond the inputs."""
+    speeds = Speeds(result)
+    systems = _present(speeds)
+    rows = []
+    for ranks, tokens in speeds.places():
+        row = [f"{thousand(tokens)}, {ranks} GPUs"]
+        for system in systems:
+            cell = speeds.cell(system, ranks, tokens)
+            ms, mib = cell.get("exposed_ms"), cell.get("peak_mib")
+            row.append("-" if ms is None or mib is None else f"{ms:.2f}; {mib:,.0f}")
+        rows.append(row)
+    return "\n".join([origin(result), "", table(["tokens", *systems], rows)])
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """TFLOP/s per GPU over sequence length, a panel for each number of GPUs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    speeds = Speeds(result)
+    sizes = sorted({ranks for ranks, _ in speeds.places()}) or [1]
+    figure, axes = plt.subplots(1, len(sizes), figsize=(5 * len(sizes), 4), squeeze=False)
+    for axis, ranks in zip(axes[0], sizes, strict=True):
+        lengths = [tokens for n, tokens in speeds.places() if n == ranks]
+        for system in ("kernel", *_present(speeds)):
+            points = []
+            for tokens in lengths:
+                one = (1, same_work(tokens, ranks, speeds.block))
+                rate = speeds.speed(system, *(one if system == "kernel" else (ranks, tokens)))
+                if rate is not None:
+                    points.append((tokens, rate))
+            label = "kernel, one GPU, same work" if system == "kernel" else system
+            if points:
+                style = "k--" if system == "kernel" else "o-"
+                axis.plot(*zip(*points, strict=True), style, label=label)
+        axis.set(
+            xscale="log",
+            ylim=(0, None),
+            title=f"{ranks} GPUs, causal",
+            xlabel="tokens",
+            ylabel="TFLOP/s per GPU, forward + backward",
+        )
+        axis.set_xticks(lengths, [thousand(t) for t in lengths], minor=False)
+    handles, labels = axes[0][-1].get_legend_handles_labels()
+    if handles:
+        axes[0][-1].legend(handles, labels, fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,94 @@
+"""Tokens/s, MFU and memory of training at 128k context through the trainer.
+
+    python benchmarks/long_context.py --dataset data/corpus --tokenizer data/tokenizer.json --gpus 8
+
+Trains ``configs/long_context_3b_128k.yaml`` for a few steps, once for each ``--modes``, with a
+batch of one sequence a step: time and memory of a pass do not depend on how many are accumulated.
+With fewer GPUs than 8, shorten the context (``--seq-length``). Writes ``long_context_<N>gpu.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+
+COLUMNS = ("tokens_per_s", "mfu", "tflops_per_device", "memory_gib")
+
+
+def train(args: argparse.Namespace, mode: str) -> dict[str, object]:
+    """One run; medians of its steps after the warm-up, or the end of its log."""
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    name = f"long_context_{mode}".replace("+", "_")
+    run_dir = work / name
+    shutil.rmtree(run_dir, ignore_errors=True)
+    keys: dict[str, object] = {
+        "run_dir": run_dir,
+        "model.seq_length": args.seq_length,
+        "parallel.context_parallel_size": args.gpus,
+        "parallel.cp_comm_type": mode,
+        "training.train_steps": args.steps,
+        "training.global_batch_size": 1,
+        "training.eval_interval": "null",
+        "training.eval_steps": 1,
+        "optimizer.warmup_steps": 1,
+        "checkpoint.interval": "null",
+        "data.blend": f"[{{path: {args.dataset}}}]",
+        "data.tokenizer.path": args.tokenizer,
+    }
+    if mode == "a2a+p2p":
+        keys["parallel.hierarchical_context_parallel_sizes"] = f"[2, {args.gpus // 2}]"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(args.gpus), "-m", "megatron_patch", "train"]
+    command += ["--config", args.config]
+    for setting in [*(f"{key}={value}" for key, value in keys.items()), *args.set]:
+        command += ["--set", setting]
+    log = work / f"{name}.log"
+    with log.open("w") as out:
+        environment = os.environ | {"OMP_NUM_THREADS": "4"}
+        code = subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
+    row: dict[str, object] = {"mode": mode, "gpus": args.gpus, "exit": code}
+    if code:
+        return row | {"error": log.read_text()[-1500:]}
+    with (run_dir / "metrics.csv").open() as lines:
+        rows = [r for r in csv.DictReader(lines) if int(r["step"]) > args.warmup]
+    for column in COLUMNS:
+        values = [float(r[column]) for r in rows if r.get(column)]
+        row[column] = statistics.median(values) if values else None
+    return row | {"loss_last": float(rows[-1]["loss"]), "steps": len(rows)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dataset", required=True, help="prepared dataset prefix")
+    parser.add_argument("--tokenizer", required=True, help="its tokenizer.json")
+    parser.add_argument("--config", default="configs/long_context_3b_128k.yaml")
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=131072)
+    parser.add_argument("--modes", nargs="+", default=["p2p", "all_gather", "a2a"])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3, help="steps left out")
+    parser.add_argument("--set", action="append", default=[], help="more keys for the trainer")
+    parser.add_argument("--work", default="runs/long_context", help="scratch folder")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the result")
+    args = parser.parse_args()
+    rows = []
+    for mode in args.modes:
+        rows.append(train(args, mode))
+        print(rows[-1], flush=True)
+        figures = {"runs": rows, "seq_length": args.seq_length, "config": Path(args.config).stem}
+        machine.write_result(f"long_context_{args.gpus}gpu", figures, args.out)
+    return int(any(row["exit"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
