@@ -36,7 +36,7 @@ def wrap(
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
 ) -> None:
-    """Call ``before(*args)`` and ``after(result, *args)`` around a function of a module or class."""
+    """Call ``before(*args)`` and ``after(result, *args)`` around an attribute of ``owner``."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

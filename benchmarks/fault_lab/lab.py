@@ -80,12 +80,12 @@ def preimport() -> None:
     del megatron, megatron_patch, torch
 
 
-def make_corpus(folder: Path, name: str = "corpus", *, tokenizer: str = "bytes") -> None:
+def make_corpus(folder: Path, name: str = "corpus", *, words: str = "a small text") -> None:
     """A small dataset, the same every time."""
     from megatron_patch.data.prepare import PrepareOptions, prepare
 
     text = folder / f"{name}.txt"
-    text.write_text("\n\n".join(f"line {n} of a small text: {n * 7919}" for n in range(600)))
+    text.write_text("\n\n".join(f"line {n} of {words}: {n * 7919}" for n in range(600)))
     prepare(
         PrepareOptions(
             inputs=[str(text)],
@@ -225,8 +225,13 @@ class Running:
         with contextlib.suppress(FileExistsError), (self.folder / "injected").open("x") as out:
             out.write(f"{time.time():.3f} {what}")
 
-    def finish(self, limit: float | None = None) -> Outcome:
-        """Wait for the end (kill everything at the limit), look for what stayed behind."""
+    def finish(self, limit: float | None = None, *, alone: bool = True) -> Outcome:
+        """Wait for the end (kill everything at the limit), look for what stayed behind.
+
+        Args:
+            limit: seconds; default: ``self.limit``.
+            alone: False while another attempt runs beside this one: nothing is looked for.
+        """
         end = time.monotonic() + (limit or self.limit)
         while not self.poll() and time.monotonic() < end:
             time.sleep(0.01)
@@ -235,8 +240,8 @@ class Running:
             kill_all()
             self.until_dead()
         ended = time.time()
-        orphans = self._orphans() if not timed_out else []
-        shm = sorted(os.listdir("/dev/shm")) if self.lab.mounts else []
+        orphans = self._orphans() if alone and not timed_out else []
+        shm = sorted(os.listdir("/dev/shm")) if alone and self.lab.mounts else []
         for name in shm:
             with contextlib.suppress(OSError):
                 os.unlink(f"/dev/shm/{name}")
@@ -373,8 +378,9 @@ class Lab:
         """What the run came to: digests of the ranks at the end, metrics, data by step."""
         ranks: dict[str, Any] = {}
         data: dict[str, list[str]] = {}
-        for number in range(1, self.attempts + 1):
-            folder = self.folder / f"attempt-{number:03d}"
+        folders = [self.folder / f"attempt-{n:03d}" for n in range(1, self.attempts + 1)]
+        jobs = sorted(self.run_dir.glob("logs/*.*"), key=lambda p: p.stat().st_mtime)
+        for folder in [*jobs, *folders]:
             for file in folder.glob("digest.*"):
                 ranks[file.suffix[1:]] = json.loads(file.read_text())
             for file in folder.glob("trace.*"):

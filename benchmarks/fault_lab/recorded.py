@@ -1,0 +1,36 @@
+"""The trainer as the launch scripts start it, recorded, with a fault planted by an argument.
+
+    python -m megatron_patch.launcher.rank recorded.py FAULT train --config ...
+
+``FAULT`` is ``none`` or ``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in the
+first TIMES attempts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> int:
+    from fault_lab import hooks
+    from megatron_patch.cli import app
+    from megatron_patch.runtime import cpu_mode
+
+    fault, *arguments = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    attempt = Path(os.environ["MEGATRON_PATCH_ATTEMPT_DIR"])
+    cpu_mode.install()
+    hooks.record(attempt, rank)
+    if fault != "none":
+        place, step, victim, times = fault.split(":")
+        if rank == int(victim) and len(list(attempt.parent.glob("*/exit"))) <= int(times):
+            hooks.at(place, hooks.kill, step=int(step))
+    return app.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
