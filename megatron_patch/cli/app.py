@@ -18,6 +18,7 @@ from megatron_patch.cli import (
     doctor,
     experiment,
     launch,
+    plan,
     plot,
     preflight,
     prepare_data,
@@ -29,6 +30,7 @@ from megatron_patch.cli.common import Formatter, tell
 
 COMMANDS = (
     train,
+    plan,
     launch,
     preflight,
     prepare_data,

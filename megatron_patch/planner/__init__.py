@@ -1,4 +1,4 @@
 """What a run will need before it starts: memory, communication, time. See docs/planning.md.
 
-Everything is arithmetic on the configuration; nothing here imports torch.
+Everything is arithmetic on the configuration: no GPU, no process group, no model.
 """

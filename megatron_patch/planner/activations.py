@@ -276,7 +276,7 @@ class Activations:
         moments.append(
             Moment(
                 "attention kernel: dO, dQ, dK, dV, delta",
-                n.stream + out + query + keys + FLOAT * n.T * n.q + again,
+                n.stream + out + query + keys + FLOAT * n.T * n.q + again + self.travelers(),
                 freed,
             )
         )
@@ -286,6 +286,16 @@ class Activations:
             Moment("qkv projection: gradients", n.stream + 2 * projected + 2 * n.gathered + weight)
         )
         return moments
+
+    def travelers(self) -> int:
+        """Under context parallelism: float32 dQ, dK, dV, and two blocks of keys on their way."""
+        n, ranks = self.n, self.run.parallel.context_parallel_size
+        if ranks == 1:
+            return 0
+        keys = int(n.T * n.g * (n.d + n.dv))
+        kinds = self.run.parallel.cp_comm_type
+        gathered = ranks if "all_gather" in (kinds if isinstance(kinds, list) else [kinds]) else 2
+        return FLOAT * n.T * n.q * n.d + gathered * (n.w + FLOAT) * keys
 
     def feed_forward_moments(self, number: int) -> list[Moment]:
         moe = self.model.moe
