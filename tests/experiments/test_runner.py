@@ -1,0 +1,220 @@
+"""The queue: seats, deadlines, explosions, exit codes, resuming; with stand-ins for the trainer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.experiments import results, runner
+from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.runner import Runner, cell_command
+from megatron_patch.experiments.store import Store
+
+# argv: run directory, steps, script ("explode", "exit N", "deaf" or ""), seconds a step.
+TRAINER = """
+import json, os, pathlib, signal, sys, time
+folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+folder.mkdir(parents=True, exist_ok=True)
+stop = []
+action = signal.SIG_IGN if script == "deaf" else lambda *_: stop.append(1)
+signal.signal(signal.SIGUSR1, action)
+(folder / "device").open("a").write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
+save = folder / "checkpoints" / "step"
+table = folder / "metrics.csv"
+done = int(save.read_text()) if save.exists() else 0
+rows = table.read_text().splitlines()[: done + 1] if done else ["step,loss,grad_norm"]
+table.write_text("\\n".join(rows) + "\\n")
+if script.startswith("exit"):
+    print("Error: what went wrong")
+    sys.exit(int(script.split()[1]))
+step, steps = done, 10_000 if script == "explode" else steps
+with table.open("a") as out:
+    while step < steps and not stop:
+        step += 1
+        loss = 7.0 if script == "explode" and step > 40 else 4.0
+        out.write(f"{step},{loss},{0.3 if loss < 5 else 90.0}\\n")
+        out.flush()
+        time.sleep(float(pause))
+save.parent.mkdir(exist_ok=True)
+save.write_text(str(step))
+if step == 100:
+    (folder / "FINISHED").write_text(json.dumps({"step": step}))
+"""
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Stand-ins for the trainer by run id; looked after often."""
+    scripts: dict[str, str] = {"pause": "0.001"}
+
+    def command(store: Store, run: object, *, gpus: int, steps: int, left: float) -> list[str]:
+        script = scripts.get(run.id, "")
+        return [sys.executable, "-c", TRAINER, str(store.run_dir(run)), str(steps), script,
+                scripts["pause"]]  # fmt: skip
+
+    monkeypatch.setattr(runner, "cell_command", command)
+    monkeypatch.setattr(runner, "_on_cpu", lambda run, store: False)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 1.0)
+    return scripts
+
+
+def go(protocol: Path, out: Path, **options: object) -> tuple[Store, list[str]]:
+    store = Store(out, read(protocol))
+    said: list[str] = []
+    named = {"devices": [0], "seconds": None, "steps": 100} | options
+    try:
+        Runner(store, say=said.append, **named).run()
+    finally:
+        store.close()
+    return store, said
+
+
+def states(store: Store) -> dict[str, str]:
+    return {name: state.state for name, state in store.states.items()}
+
+
+def test_runs_share_the_gpus_and_end_finished(
+    protocol: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    store, said = go(protocol, tmp_path / "out", devices=[0, 1])
+    assert states(store) == {"a-s1": "finished", "b-s1": "finished", "a-s2": "finished"}
+    devices = {r.id: (store.run_dir(r) / "device").read_text() for r in store.experiment.runs}
+    assert {devices["a-s1"], devices["b-s1"]} == {"0\n", "1\n"}
+    assert said[0].startswith("start a-s1") and said[1].startswith("start b-s1")
+    # Nothing is left to do, and nothing is done.
+    again, said = go(protocol, tmp_path / "out")
+    assert said == [] and states(again) == states(store)
+
+
+def test_seats_of_runs_with_several_gpus(protocol: Path, tmp_path: Path) -> None:
+    """Different GPUs for one run; the emptiest first; none taken when they do not suffice."""
+    protocol.write_text(
+        protocol.read_text().replace("seeds: [1, 2]", "seeds: [1, 2]\nruns_per_gpu: 2")
+    )
+    store = Store(tmp_path / "out", read(protocol))
+    one = Runner(store, [0, 0, 1, 1], None, 100)
+    free = [0, 0, 1, 1]
+    assert [one._seats(free) for _ in range(5)] == [[0], [1], [0], [1], []]
+    object.__setattr__(store.experiment.protocol, "gpus_per_run", 2)
+    free = [0, 0, 1, 1, 2]
+    assert one._seats(free) == [0, 1] and free == [0, 1, 2]
+    free = [1, 1]
+    assert one._seats(free) == [] and free == [1, 1]
+    store.close()
+
+
+def test_steps_end_an_invocation_early_and_the_next_goes_on(
+    protocol: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    store, _ = go(protocol, tmp_path / "out", steps=30)
+    assert set(states(store).values()) == {"paused"}
+    assert store.states["a-s1"].reason == "reached --steps 30"
+    _, said = go(protocol, tmp_path / "out", steps=30)
+    assert said == []
+    store, said = go(protocol, tmp_path / "out")
+    assert "from its checkpoint (logged to step 30)" in said[0]
+    assert set(states(store).values()) == {"finished"}
+    steps = [int(r["step"]) for r in store.rows(store.experiment.runs[0])]
+    assert steps == list(range(1, 101))
+    assert [a["to_step"] for a in store.states["a-s1"].attempts] == [30, 100]
+
+
+def test_a_deadline_stops_gracefully_and_starts_nothing_more(
+    protocol: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    quick["pause"] = "0.1"  # 10 s a run, were there no limit
+    store, said = go(protocol, tmp_path / "out", seconds=3.0)
+    assert states(store) == {"a-s1": "paused", "b-s1": "waiting", "a-s2": "waiting"}
+    assert any("out of time: 2 run(s)" in line for line in said)
+    quick["pause"] = "0.001"
+    store, _ = go(protocol, tmp_path / "out")
+    assert set(states(store).values()) == {"finished"}
+
+
+def test_a_process_that_does_not_listen_is_killed(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    quick |= {"pause": "0.1", "a-s1": "deaf"}
+    store, _ = go(protocol, tmp_path / "out", seconds=2.0, only={"a"})
+    assert states(store)["a-s1"] == "waiting"
+    assert store.states["a-s1"].reason == "ended before it could save"
+    store, said = go(protocol, tmp_path / "out", only={"a-s1"}, steps=1)
+    assert "steps are repeated: there is no checkpoint" in said[0]
+
+
+def test_an_exploded_run_is_stopped_is_final_and_is_reported(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not waste the time of the others, and the table says when it was."""
+    quick |= {"a-s1": "explode", "pause": "0.01"}
+    store, _ = go(protocol, tmp_path / "out", only={"a-s1"})
+    state = store.states["a-s1"]
+    assert state.state == "exploded" and "loss above 5 from step 50" in state.reason
+    last = int(store.rows(store.experiment.runs[0])[-1]["step"])
+    assert 80 <= last < 10_000
+    again, _ = go(protocol, tmp_path / "out", only={"a-s1"})
+    assert len(again.states["a-s1"].attempts) == 1
+    found = results.collect(again, {r.id: again.rows(r) for r in again.experiment.runs})
+    by_run = {entry["run"]: entry for entry in found["runs"]}
+    assert by_run["a-s1"]["exploded_at"] == by_run["a-s1"]["first_large_gradient"] == 50
+    assert by_run["b-s1"]["state"] == "waiting"
+    table = results.markdown(found)
+    assert "| a | 1 | exploded |" in table and "Not complete: b-s1, a-s2." in table
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [(1, "failed"), (2, "refused"), (3, "non-finite"), (5, "stopped by its guard")],
+)
+def test_exit_codes(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], code: int, state: str
+) -> None:
+    quick["a-s1"] = f"exit {code}"
+    store, _ = go(protocol, tmp_path / "out")
+    assert states(store) == {"a-s1": state, "b-s1": "finished", "a-s2": "finished"}
+    assert "Error: what went wrong" in store.states["a-s1"].reason
+    assert store.states["a-s1"].attempts[0]["exit_code"] == code
+
+
+def test_a_signal_lets_runs_save(protocol: Path, tmp_path: Path, quick: dict[str, str]) -> None:
+    quick["pause"] = "0.03"
+
+    table = tmp_path / "out" / "runs" / "a-s1" / "metrics.csv"
+
+    def interrupt() -> None:
+        while not table.exists() or len(table.read_text().splitlines()) < 5:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    store, said = go(protocol, tmp_path / "out")
+    assert states(store) == {"a-s1": "paused", "b-s1": "waiting", "a-s2": "waiting"}
+    assert any(line.startswith("stopping") for line in said)
+    assert json.loads((tmp_path / "out" / "states.json").read_text())["a-s1"]["state"] == "paused"
+
+
+def test_the_command_of_a_run(protocol: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "out", read(protocol))
+    run = store.experiment.runs[1]
+    one = cell_command(store, run, gpus=1, steps=50, left=90.0)
+    assert one[1:5] == ["-m", "megatron_patch", "experiment", "cell"]
+    keys = [b for a, b in itertools.pairwise(one) if a == "--set"]
+    assert keys[0] == "optimizer.lr=2e-3" and "training.seed=1" in keys
+    assert "training.train_steps=100" in keys and "training.exit_at_step=50" in keys
+    assert "training.exit_after_minutes=1.500" in keys
+    two = cell_command(store, run, gpus=2, steps=100, left=float("inf"))
+    assert two[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert not any("exit_" in part for part in two)
+    store.close()
