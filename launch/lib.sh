@@ -15,7 +15,20 @@ say() {
   printf '[%(%F %T)T] %s\n' -1 "$*"
 }
 
+# bash runs a command inside an array index when it calculates with a variable: numbers only.
+require_numbers() {
+  local name
+  for name in "$@"; do
+    if [[ -n ${!name:-} && ! ${!name} =~ ^[0-9]+$ ]]; then
+      echo "$name is not a number: this is no environment that Slurm made" >&2
+      exit 1
+    fi
+  done
+}
+
 start_job() {
+  require_numbers SLURM_JOB_ID SLURM_NNODES SLURM_RESTART_COUNT SLURM_CPUS_PER_TASK \
+    SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_ARRAY_TASK_MAX
   JOB=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
   RESTART=${SLURM_RESTART_COUNT:-0}
   ATTEMPT=0

@@ -84,6 +84,8 @@ class Job:
         self.script = submit.write(dataclasses.replace(job, program=program), loaded)
         self.log = self.lab.folder / "job.log"
         self.restarts = 0
+        self.environment: dict[str, str] = {}
+        """Of the submitting shell, beyond what Slurm sets."""
         self.fault_at: float | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -91,7 +93,7 @@ class Job:
         environment = {
             "PATH": f"{self.shim / 'bin'}:/usr/local/bin:/usr/bin:/bin", "SHIM": str(self.shim),
             "HOME": str(self.lab.folder), "SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n1",
-            "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": str(self.restarts),
+            "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": str(self.restarts), **self.environment,
         }  # fmt: skip
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -110,7 +112,14 @@ class Job:
         file = self.shim / "requeues"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def drive(self, act: Callable[[Job, int], None] | None, *, step: int, limit: float) -> Outcome:
+    def drive(
+        self,
+        act: Callable[[Job, int], None] | None,
+        *,
+        step: int,
+        limit: float,
+        watch: Callable[[], None] | None = None,
+    ) -> Outcome:
         """Run to the end, with every requeue that the script asks for."""
         began, code = time.time(), -1
         end = began + limit
@@ -122,6 +131,8 @@ class Job:
                     self.fault_at = time.time()
                     act(self, process.pid)
                     act = None
+                if watch is not None:
+                    watch()
                 time.sleep(0.02)
             if process.poll() is None:
                 kill_all()

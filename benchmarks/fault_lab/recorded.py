@@ -3,7 +3,7 @@
     python -m megatron_patch.launcher.rank recorded.py FAULT train --config ...
 
 ``FAULT`` is ``none`` or ``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in the
-first TIMES attempts.
+first TIMES attempts; under the place ``exception`` an error in the forward pass.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def fail() -> None:
+    """An error whose traceback passes through frames that hold the environment."""
+    environment = dict(os.environ)
+    raise RuntimeError(f"a fault of the program ({len(environment)} variables)")
 
 
 def main() -> int:
@@ -28,7 +34,10 @@ def main() -> int:
     if fault != "none":
         place, step, victim, times = fault.split(":")
         if rank == int(victim) and len(list(attempt.parent.glob("*/exit"))) <= int(times):
-            hooks.at(place, hooks.kill, step=int(step))
+            if place == "exception":
+                hooks.at("forward", fail, step=int(step))
+            else:
+                hooks.at(place, hooks.kill, step=int(step))
     return app.run(arguments)
 
 
