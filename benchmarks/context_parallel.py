@@ -151,7 +151,17 @@ class Bench:
     def system(self, cell: Cell, *, transfers: bool = True) -> Iterator[cp_peers.Attention]:
         """The cell's attention over [s / ranks, 1, heads, d]."""
         group = self.groups[cell.ranks]
-        if cell.system in OURS or cell.system == KERNEL:
+        if cell.system == KERNEL and self.cuda:
+            from stable_attention import stable_attention
+
+            def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+                out = stable_attention(q, k, v, causal=cell.causal)
+                assert isinstance(out, torch.Tensor)
+                return out.transpose(0, 1)
+
+            yield kernel
+        elif cell.system in OURS or cell.system == KERNEL:
             options: dict[str, Any] = {"mode": "p2p" if cell.system == KERNEL else cell.system}
             if cell.system == "a2a+p2p":
                 options["hierarchical"] = self.levels[cell.ranks]
@@ -163,9 +173,9 @@ class Bench:
             }
             yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
         elif cell.system == GATHER:
-            kernel = cp_peers.CudnnKernel if self.cuda else cp_peers.CpuKernel
+            block = cp_peers.CudnnKernel if self.cuda else cp_peers.CpuKernel
             yield _heads_first(
-                lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, kernel)
+                lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, block)
             )
         else:
             rotate, grouped = RINGS[cell.system]
@@ -418,7 +428,23 @@ def main() -> None:
         dist.destroy_process_group()
         if last:
             return
-    cp_tables.plot(json.loads(args.out.read_text()), args.out.with_suffix(".png"))
+    result = json.loads(args.out.read_text())
+    cp_tables.plot(result, args.out.with_suffix(".png"))
+    if args.smoke:
+        sys.exit(not proven(result))
+
+
+def proven(result: dict[str, Any]) -> bool:
+    """Whether every system a CPU can run computed attention over the whole sequence."""
+    good = True
+    for key, cell in result["cells"].items():
+        if cell["system"] in RINGS:  # PyTorch's prototype has no kernel for CPUs
+            continue
+        errors = [cell.get(f"error_{x}", math.inf) for x in ("out", "dq", "dk", "dv")]
+        if not max(errors) < 1e-5:
+            print(f"wrong: {key}: {cell}")
+            good = False
+    return good and bool(result["cells"])
 
 
 if __name__ == "__main__":

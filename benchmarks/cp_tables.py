@@ -95,17 +95,30 @@ def speed(result: dict[str, Any]) -> str:
     systems = _present(speeds)
     rows = []
     for ranks, tokens in speeds.places():
-        row = [f"{thousand(tokens)}, {ranks} GPUs"]
+        one = speeds.speed("kernel", 1, same_work(tokens, ranks, speeds.block))
+        row = [f"{thousand(tokens)}, {ranks} GPUs", "-" if one is None else f"{one:.0f}"]
         for system in systems:
             rate, share = (f(system, ranks, tokens) for f in (speeds.speed, speeds.of_kernel))
             row.append("-" if rate is None else f"{rate:.0f}" + _in_brackets(share))
         rows.append(row)
-    lines = [origin(result), "", table(["tokens", *systems], rows), "", _goal(speeds)]
-    failed = [(key, cell["error"]) for key, cell in result["cells"].items() if "error" in cell]
-    lines += [f"Not measured: {key} ({why})." for key, why in sorted(failed)]
+    lines = [origin(result), "", table(["tokens", "one GPU", *systems], rows), "", _goal(speeds)]
+    lines += _failures(result)
     if not result["complete"]:
         lines.append("The run was stopped before its end.")
     return "\n".join(lines)
+
+
+def _failures(result: dict[str, Any]) -> list[str]:
+    """Systems that could not be measured somewhere, with the reason each gave."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for cell in result["cells"].values():
+        if "error" in cell:
+            place = f"{thousand(cell['tokens'])} on {cell['ranks']}"
+            where.setdefault((cell["system"], cell["error"]), []).append(place)
+    return [
+        f"Not measured: {system} at {', '.join(sorted(places))}: {why}"
+        for (system, why), places in sorted(where.items())
+    ]
 
 
 def _in_brackets(share: float | None) -> str:
@@ -133,6 +146,21 @@ def cost(result: dict[str, Any]) -> str:
             row.append("-" if ms is None or mib is None else f"{ms:.2f}; {mib:,.0f}")
         rows.append(row)
     return "\n".join([origin(result), "", table(["tokens", *systems], rows)])
+
+
+def long_context(result: dict[str, Any]) -> str:
+    """Tokens/s, MFU and memory of training at long context, a row a mode."""
+    rows = []
+    for run in result["runs"]:
+        if "error" in run:
+            rows.append([run["mode"], str(run["gpus"]), "failed", "-", "-"])
+            continue
+        mfu = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
+        memory = f"{run['memory_gib']:.1f}"
+        rows.append([run["mode"], str(run["gpus"]), f"{run['tokens_per_s']:,.0f}", mfu, memory])
+    head = ["mode", "GPUs", "tokens/s", "MFU", "memory of a GPU, GiB"]
+    shape = f"`{result['config']}`, {thousand(result['seq_length'])} tokens."
+    return "\n".join([f"{origin(result)} {shape}", "", table(head, rows)])
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cp_tables
 import run_tables
 from markdown import origin, table
 
@@ -26,6 +27,7 @@ PAGES = (
     "README.md",
     "docs/architecture.md",
     "docs/checkpoints.md",
+    "docs/context_parallelism.md",
     "docs/data.md",
     "docs/numerics.md",
     "docs/training.md",
@@ -163,6 +165,7 @@ def saved_bytes(_: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+CONTEXT = "torchrun --nproc-per-node {} benchmarks/context_parallel.py"
 # Marker -> (result file or "", renderer, command that measures it).
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "delta-gates": ("delta_regimes", delta_gates, "delta_regimes.py"),
@@ -177,6 +180,11 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "throughput-2": ("gpt2_124m_throughput_2gpu", run_tables.throughput, "gpt2_throughput.py"),
     "layouts": ("layouts_cuda_4", run_tables.layouts, "layouts.py"),
     "first-steps": ("first_steps", run_tables.first_steps, "first_steps.py"),
+    "cp-speed-4": ("context_parallel_4", cp_tables.speed, CONTEXT.format(4)),
+    "cp-cost-4": ("context_parallel_4", cp_tables.cost, CONTEXT.format(4)),
+    "cp-speed-8": ("context_parallel_8", cp_tables.speed, CONTEXT.format(8)),
+    "cp-cost-8": ("context_parallel_8", cp_tables.cost, CONTEXT.format(8)),
+    "long-context": ("long_context_8gpu", cp_tables.long_context, "long_context.py"),
     "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
     "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
     "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
@@ -188,7 +196,9 @@ def content(name: str, results: Path) -> str:
     file, render, command = TABLES[name]
     path = results / f"{file}.json"
     if file and not path.exists():
-        return f"Not measured yet: `PYTHONPATH=kernels python benchmarks/{command}` on a GPU."
+        if not command.startswith("torchrun"):
+            command = f"PYTHONPATH=kernels python benchmarks/{command}"
+        return f"Not measured yet: `{command}` on a GPU."
     return render(json.loads(path.read_text()) if file else {})
 
 

@@ -1,0 +1,127 @@
+"""The context-parallel benchmark: plan, arithmetic, tables; and, slow, the script itself on CPUs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=8)
+
+
+@pytest.fixture(scope="module")
+def tables() -> Any:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("cp_tables")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("context_parallel")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@given(transfers=SPANS, work=SPANS)
+def test_exposed_time_is_counted_as_one_would_by_hand(
+    tables: Any, transfers: list[tuple[int, int]], work: list[tuple[int, int]]
+) -> None:
+    spans = [[(a, a + length) for a, length in group] for group in (transfers, work)]
+    seconds = [{t for a, b in group for t in range(a, b)} for group in spans]
+    assert tables.exposed(*spans) == (len(seconds[0]), len(seconds[0] - seconds[1]))
+
+
+def test_the_plan(bench: Any) -> None:
+    args = Namespace(
+        lengths=[8192, 131072], masks=["causal"], ranks=[1, 2, 4, 8], problem=bench.Problem()
+    )
+    plan = list(bench.cells(args, 4))
+    assert len({cell.key for cell in plan}) == len(plan)
+    assert [plan[0].system, plan[1].key] == ["kernel", "p2p, 4 ranks, 131072 tokens, causal"]
+    assert {cell.ranks for cell in plan} == {1, 2, 4}
+    hierarchical = [cell.ranks for cell in plan if cell.system == "a2a+p2p"]
+    assert set(hierarchical) == {4}  # two levels of at least two
+    # Every parallel cell has the one-GPU kernel with its share of the work beside it.
+    for cell in plan:
+        alone = bench.cp_tables.same_work(cell.tokens, cell.ranks, bench.BLOCK)
+        assert any(c.system == "kernel" and c.tokens == alone for c in plan)
+        work = cell.tokens**2 / cell.ranks
+        assert abs(alone**2 - work) / work < 0.02
+    odd = bench.Problem(heads=6)
+    assert "a2a" not in bench._systems(4, "causal", odd)
+
+
+def record(bench: Any, path: Path) -> Any:
+    return bench.Record(path, Namespace(problem=bench.Problem(), retry=False))
+
+
+def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again(
+    bench: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.json"
+    first, second, third = (bench.Cell("p2p", 2, tokens, True) for tokens in (1, 2, 3))
+    old = record(bench, path)
+    old.put(first, {"total_ms": 1.0})
+    old.put(second, {"running": True})  # and then the run was killed
+    new = record(bench, path)
+    assert [new.done(cell, retry=False) for cell in (first, second, third)] == [True, True, False]
+    assert "error" in new.content["cells"][second.key]
+    assert [new.done(cell, retry=True) for cell in (first, second)] == [True, False]
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps(text | {"commit": "another"}))
+    assert not record(bench, path).done(first, retry=False)
+
+
+def test_tables(bench: Any, tables: Any, tmp_path: Path) -> None:
+    def cell(system: str, ranks: int, tokens: int, **figures: Any) -> dict[str, Any]:
+        key = bench.Cell(system, ranks, tokens, True).key
+        return {key: {"system": system, "ranks": ranks, "tokens": tokens, "causal": True} | figures}
+
+    alone = tables.same_work(131072, 8, bench.BLOCK)
+    result = {
+        "machine": {"cpu": "x86_64", "gpu": "a GPU"}, "versions": {"torch": "2"},
+        "commit": "0123456789abcdef", "utc": "2026-01-02T03:04:05Z",
+        "problem": {"heads": 32, "kv_heads": 8, "d": 128}, "block": bench.BLOCK,
+        "complete": False,
+        "cells": cell("kernel", 1, alone, total_ms=100.0)
+        | cell("p2p", 8, 131072, total_ms=110.0, exposed_ms=3.25, peak_mib=1234.5)
+        | cell("a2a", 8, 131072, error="RuntimeError: out of memory"),
+    }  # fmt: skip
+    text = tables.speed(result)
+    rate = 3.5 * 2 * 32 * 128 * alone**2 / 0.1 / 1e12
+    assert f"| 128k, 8 GPUs | {rate:.0f} |" in text
+    assert "p2p at 128k on 8 GPUs: 0.909 of the kernel; goal 0.90, met." in text
+    assert "Not measured: a2a at 128k on 8: RuntimeError: out of memory" in text
+    assert "stopped before its end" in text
+    assert "3.25; 1,234" in tables.cost(result)
+    tables.plot(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_system_computes_the_attention_of_the_whole_sequence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", str(ROOT / "benchmarks" / "context_parallel.py")]
+    command += ["--smoke", "--out", str(tmp_path / "smoke.json")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    result = json.loads((tmp_path / "smoke.json").read_text())
+    assert result["complete"] and (tmp_path / "smoke.png").exists()
