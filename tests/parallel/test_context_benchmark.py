@@ -1,4 +1,4 @@
-"""The context-parallel benchmark: plan, arithmetic, tables; and, slow, the script itself on CPUs."""
+"""The context-parallel benchmark: its plan, arithmetic and tables; slow: itself on CPUs."""
 
 from __future__ import annotations
 
