@@ -94,6 +94,7 @@ BACKENDS: dict[str, Capability] = {
         why="compensated numerics at flash speed",
         min_sm=(8, 0),
         softcap=True,
+        cp=True,
         stabilizers=True,
         package="stable_attention.api",
         notes=("on a CPU only under Triton's interpreter (TRITON_INTERPRET=1)",),
@@ -124,7 +125,7 @@ BACKENDS: dict[str, Capability] = {
     ),
     "te": Capability(
         kernel="Transformer Engine DotProductAttention (picks FlashAttention, cuDNN or unfused)",
-        why="what Megatron users run today; context parallel",
+        why="what Megatron users run today",
         cp=True,
         min_sm=(8, 0),
         package="transformer_engine",
@@ -151,6 +152,7 @@ BACKENDS: dict[str, Capability] = {
         dtypes=("bf16", "fp16", "fp32"),
         head_dims=(1, 1 << 16, 1),
         softcap=True,
+        cp=True,
     ),
 }
 

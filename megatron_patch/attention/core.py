@@ -29,8 +29,10 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.backends.call import Backend, Call
+from megatron_patch.attention.backends import context_parallel
+from megatron_patch.attention.backends.call import Backend, Call, ContextParallel
 from megatron_patch.attention.capabilities import BACKENDS, Facts
+from megatron_patch.context_parallel.api import check as check_context_parallel
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ MODULES = {
     "mcore_local": "megatron_patch.attention.backends.mcore_local",
     "te": "megatron_patch.attention.backends.te",
 }
+# Options of context parallelism, whatever the backend.
+CP_OPTIONS = ("gradient_wire", "head_groups")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
 
 
@@ -54,7 +58,8 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Args:
         backend: a name of `BACKENDS`.
         options: settings of the backend (``stable_flash``: stabilizer, residual, beta, eps,
-            allow_broken).
+            allow_broken) and, where it is ours, of context parallelism (gradient_wire,
+            head_groups: see `context_parallel_attention`).
 
     Returns:
         A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
@@ -64,8 +69,12 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if options and not BACKENDS[backend].stabilizers:
-        raise ValueError(f"backend {backend!r} takes no options; got {', '.join(sorted(options))}")
+    row = BACKENDS[backend]
+    allowed = CP_OPTIONS if row.cp and backend in FUNCTIONS else ()
+    unknown = sorted(name for name in options if name not in allowed)
+    if unknown and not row.stabilizers:
+        takes = f"only {', '.join(allowed)}" if allowed else "no options"
+        raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
     if backend in MODULES:
         return importlib.import_module(MODULES[backend]).module()
     return ModuleSpec(module=CoreAttention, params={"backend": backend, "options": options})
@@ -106,6 +115,10 @@ class CoreAttention(torch.nn.Module):
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
+        # Only there where hierarchical_context_parallel_sizes is set.
+        self.hierarchical = tuple(getattr(pg_collection, "hcp", None) or ())
+        self.cp_comm_type = cp_comm_type or "p2p"
         self.softmax_scale = softmax_scale
         self.dropout_p = (
             config.attention_dropout if attention_dropout is None else attention_dropout
@@ -122,11 +135,28 @@ class CoreAttention(torch.nn.Module):
         # A dict while an observer watches (megatron_patch.stability): the backend fills it.
         self.held: dict[str, torch.Tensor] | None = None
         self.backend_name = backend
-        self.options = dict(options or {})
+        given = dict(options or {})
+        self.cp_options = {name: given.pop(name) for name in CP_OPTIONS if name in given}
+        self.options = given
         _reject_fp8(config)
         self.selection = registry.check(backend, self._facts())
         self._run: Backend = _load(backend)
+        self._check_context_parallel()
         self._make_softmax_offset()
+
+    def _check_context_parallel(self) -> None:
+        """The rules of heads and groups, before the first step rather than in it."""
+        if self.config.context_parallel_size == 1:
+            return
+        facts = self._facts()
+        sizes = [group.size() for group in self.hierarchical] or None
+        check_context_parallel(
+            mode=self.cp_comm_type,
+            size=self.config.context_parallel_size,
+            heads=facts.heads,
+            kv_heads=facts.kv_heads,
+            hierarchical_sizes=sizes,
+        )
 
     def _facts(self) -> Facts:
         config = self.config
@@ -138,8 +168,11 @@ class CoreAttention(torch.nn.Module):
         tp = self.tp_group.size()
         groups = config.num_attention_heads if mla else config.num_query_groups
         kind = "multi-latent attention" if mla else f"{self.attention_type}-attention"
+        kind += f", window {list(self.window)}" if self.window else ""
+        cp = config.context_parallel_size
+        kind += f", context parallel {self.cp_comm_type}" if cp > 1 else ""
         return Facts(
-            kind=f"{kind}, window {list(self.window)}" if self.window else kind,
+            kind=kind,
             dtype="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
             device="cuda" if torch.cuda.is_available() else "cpu",
             head_dim=head_dim,
@@ -151,7 +184,7 @@ class CoreAttention(torch.nn.Module):
             dropout=self.dropout_p > 0,
             deterministic=bool(config.deterministic_mode),
             max_logits=self.want_max_logits,
-            cp=config.context_parallel_size,
+            cp=cp,
             mla=mla,
             stabilizer=self.options.get("stabilizer", "compensated"),
         )
@@ -222,15 +255,45 @@ class CoreAttention(torch.nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             deterministic=bool(self.config.deterministic_mode),
             want_max_logits=self.want_max_logits and self.training,
+            cp=self._context_parallel(packed_seq_params),
             held=self.held,
             options=self.options,
             **packed,
         )
         with self._random_stream(call.dropout_p):
-            out, max_logits = self._run(call)
+            if call.cp is None:
+                out, max_logits = self._run(call)
+            else:
+                out, max_logits = context_parallel.run(call, self.backend_name)
         if max_logits is not None and call.want_max_logits:
             self._remember(max_logits)
         return out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1])
+
+    def _context_parallel(self, params: Any) -> ContextParallel | None:
+        """The ranks that share this call's sequence: the layer's, or the call's own."""
+        group, hierarchical = self.cp_group, self.hierarchical
+        own = None if params is None else getattr(params, "cp_group", None)
+        size = None if params is None else getattr(params, "local_cp_size", None)
+        if own is not None:
+            if own is not group:
+                group, hierarchical = own, ()
+        elif size is not None:
+            if size > 1:
+                raise ValueError(
+                    f"packed_seq_params.local_cp_size is {int(size)} without a cp_group; give the "
+                    "group of the ranks that share this sample, or local_cp_size 1 for none"
+                )
+            return None
+        if group is None or group.size() == 1:
+            return None
+        if not BACKENDS[self.backend_name].cp:
+            registry.check(self.backend_name, dataclasses.replace(self._facts(), cp=group.size()))
+        return ContextParallel(
+            group=group,
+            mode=self.cp_comm_type,
+            hierarchical=hierarchical or None,
+            options=self.cp_options,
+        )
 
     def use(self, backend: str, **options: Any) -> None:
         """Serve all further calls by another backend, or by the same with other options.
@@ -341,18 +404,13 @@ def _packed(params: Any) -> dict[str, Any]:
     """The packed-sequence arguments of a `Call`; empty for sbhd input."""
     if params is None:
         return {}
-    # Newer fields of PackedSeqParams are read by getattr: their number grows with every release.
-    if (getattr(params, "local_cp_size", None) or 1) > 1:
-        raise ValueError(
-            f"packed_seq_params.local_cp_size is {params.local_cp_size}: context parallelism per "
-            "sample (hybrid_context_parallel) is not supported. Turn it off"
-        )
     if params.qkv_format != "thd":
         if params.qkv_format in (None, "sbhd"):
             return {}
         raise ValueError(
             f"packed_seq_params.qkv_format is {params.qkv_format!r}; supported: 'thd', 'sbhd'"
         )
+    # Newer fields of PackedSeqParams are read by getattr: their number grows with every release.
     return {
         "cu_seqlens_q": params.cu_seqlens_q,
         "cu_seqlens_k": params.cu_seqlens_kv,

@@ -96,8 +96,17 @@ def _import_error(name: str) -> str:
     return ""
 
 
-def facts_of(run: RunConfig, *, window: tuple[int, int] | None, mtp: bool = False) -> Facts:
-    """The facts of one kind of layer of a configuration (``window`` None: full causal)."""
+def facts_of(
+    run: RunConfig,
+    *,
+    window: tuple[int, int] | None,
+    mtp: bool = False,
+    cp_comm_type: str | None = None,
+) -> Facts:
+    """The facts of one kind of layer of a configuration (``window`` None: full causal).
+
+    ``cp_comm_type`` names the mode in the layer kind, where several ranks share a sequence.
+    """
     model, parallel = run.model, run.parallel
     tp = max(1, parallel.tensor_model_parallel_size)
     groups = model.num_query_groups or model.num_attention_heads
@@ -110,6 +119,8 @@ def facts_of(run: RunConfig, *, window: tuple[int, int] | None, mtp: bool = Fals
     kind = "multi-token prediction: " if mtp else ""
     kind += "multi-latent attention" if model.mla is not None else "self-attention"
     kind += f", window {list(window)}" if window is not None else ""
+    if cp_comm_type is not None and parallel.context_parallel_size > 1:
+        kind += f", context parallel {cp_comm_type}"
     return Facts(
         kind=kind,
         dtype=run.training.precision,
@@ -134,12 +145,29 @@ def layer_kinds(run: RunConfig) -> list[Facts]:
     kinds = []
     # A mistyped number of layers is the model section's to refuse; it must not be counted up to.
     layers = min(model.num_layers, MAX_LAYERS)
-    windows = [layer_window(run, number) for number in range(1, layers + 1)]
-    for window in dict.fromkeys(windows):
-        kinds.append(facts_of(run, window=window))
+    numbers = range(1, layers + 1)
+    windows = [layer_window(run, number) for number in numbers]
+    modes = [layer_cp_comm_type(run, number) for number in numbers]
+    for window, mode in dict.fromkeys(zip(windows, modes, strict=True)):
+        kinds.append(facts_of(run, window=window, cp_comm_type=mode))
     if model.mtp is not None:
-        kinds.append(facts_of(run, window=windows[-1] if windows else None, mtp=True))
+        window = windows[-1] if windows else None
+        # Depths of multi-token prediction are numbered from 1 and take the first layers' modes.
+        depths = range(1, min(model.mtp.num_layers, MAX_LAYERS) + 1)
+        for mode in dict.fromkeys(layer_cp_comm_type(run, number) for number in depths):
+            kinds.append(facts_of(run, window=window, mtp=True, cp_comm_type=mode))
     return kinds
+
+
+def layer_cp_comm_type(run: RunConfig, number: int) -> str | None:
+    """How the ranks of layer ``number`` (1-based) share a sequence; None where none do."""
+    parallel = run.parallel
+    if parallel.context_parallel_size == 1:
+        return None
+    kinds = parallel.cp_comm_type
+    if isinstance(kinds, str):
+        return kinds
+    return kinds[number - 1] if number <= len(kinds) else None
 
 
 def layer_window(run: RunConfig, number: int) -> tuple[int, int] | None:

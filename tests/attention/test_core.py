@@ -47,7 +47,7 @@ def config(**changes) -> TransformerConfig:
     return TransformerConfig(**(base | changes))
 
 
-def build(cls=CoreAttention, settings=None, *, layer_number=1, **kwargs):
+def build(cls=CoreAttention, settings=None, *, layer_number=1, cp_comm_type=None, **kwargs):
     if cls is CoreAttention:
         kwargs.setdefault("backend", "reference")
     return cls(
@@ -55,7 +55,7 @@ def build(cls=CoreAttention, settings=None, *, layer_number=1, **kwargs):
         layer_number=layer_number,
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
-        cp_comm_type=None,
+        cp_comm_type=cp_comm_type,
         softmax_scale=None,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **kwargs,
@@ -334,11 +334,27 @@ def test_an_ignored_mask_is_named_once(caplog):
     ]
 
 
-def test_context_parallelism_is_refused_until_it_exists():
+def test_context_parallelism_is_refused_where_a_backend_or_the_heads_cannot(monkeypatch):
     settings = config()
-    settings.context_parallel_size = 2
-    with pytest.raises(BackendError, match=r"context parallelism \(2 ranks\)"):
+    settings.context_parallel_size = 8
+    with pytest.raises(ValueError, match=rf"{HEADS} \(of one .*\) is not a multiple of 8. Use"):
+        build(settings=settings, cp_comm_type="a2a")
+    with pytest.raises(ValueError, match="'a2a\\+p2p' needs two groups"):
+        build(settings=settings, cp_comm_type="a2a+p2p")
+    module = build(settings=settings, cp_comm_type="all_gather")
+    assert module.selection.kind.endswith("context parallel all_gather")
+    monkeypatch.setitem(BACKENDS, "reference", dataclasses.replace(BACKENDS["reference"], cp=False))
+    with pytest.raises(BackendError, match=r"context parallelism \(8 ranks\)"):
         build(settings=settings)
+
+
+def test_options_of_context_parallelism_belong_to_backends_that_have_it():
+    spec = core_attention_spec("reference", gradient_wire="bf16")
+    assert spec.params["options"] == {"gradient_wire": "bf16"}
+    with pytest.raises(ValueError, match="takes only gradient_wire, head_groups; got stabilizer"):
+        core_attention_spec("reference", stabilizer="none")
+    with pytest.raises(ValueError, match="takes no options; got gradient_wire"):
+        core_attention_spec("sdpa_flash", gradient_wire="bf16")
 
 
 def test_spec_of_each_backend():
@@ -346,7 +362,7 @@ def test_spec_of_each_backend():
     assert spec.module is CoreAttention
     assert spec.params == {"backend": "stable_flash", "options": {"stabilizer": "none"}}
     assert core_attention_spec("mcore_local") is DotProductAttention
-    with pytest.raises(ValueError, match="takes no options; got stabilizer"):
+    with pytest.raises(ValueError, match="got stabilizer"):
         core_attention_spec("reference", stabilizer="none")
     with pytest.raises(ValueError, match="'flash' is not one of"):
         core_attention_spec("flash")

@@ -62,7 +62,7 @@ def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
         "sm_75; it needs sm_80",
     ):
         assert part in text, part
-    assert text.endswith("backends that can serve this layer here: none")
+    assert text.endswith("backends that can serve this layer here: reference")
     assert text.count("\n  - ") == 10
 
 

@@ -13,6 +13,16 @@ from typing import Any
 import torch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextParallel:
+    """Over which ranks the sequence of a call is split, and how they communicate."""
+
+    group: Any  # torch.distributed.ProcessGroup
+    mode: str  # "p2p", "all_gather", "a2a" or "a2a+p2p"
+    hierarchical: tuple[Any, ...] | None = None  # (a2a group, p2p group) of "a2a+p2p"
+    options: dict[str, Any] = field(default_factory=dict)  # gradient_wire, head_groups
+
+
 @dataclass(kw_only=True, slots=True)
 class Call:
     """One attention call. Tensors may have any strides; their last dimension is contiguous."""
@@ -34,6 +44,7 @@ class Call:
     max_seqlen_k: int | None = None
     deterministic: bool = False
     want_max_logits: bool = False
+    cp: ContextParallel | None = None  # None: this rank has the whole sequence
     held: dict[str, torch.Tensor] | None = None  # see `HELD`
     options: dict[str, Any] = field(default_factory=dict)  # the backend's own settings
 
