@@ -91,7 +91,7 @@ def hash_tensor(x: torch.Tensor) -> str:
 def hash_batches(run: RunConfig, steps: int) -> str:
     """SHA-256 of the tokens and labels of the first ``steps`` global batches.
 
-    Read as one data-parallel rank would, so the hash does not depend on the number of GPUs.
+    Read as one data-parallel rank would: the hash does not depend on the number of GPUs.
     """
     from megatron_patch.data.loader import build_loaders
 
@@ -102,8 +102,10 @@ def hash_batches(run: RunConfig, steps: int) -> str:
         for step in range(steps):
             for micro in range(loaders.micro_batches):
                 batch = loaders.batch("train", step, micro)
-                for name in ("tokens", "labels"):
-                    digest.update(batch[name].numpy().tobytes())
+                # Sequence by sequence: the hash must not depend on how a batch is cut.
+                for pair in zip(batch["tokens"], batch["labels"], strict=True):
+                    for row in pair:
+                        digest.update(row.numpy().tobytes())
     finally:
         loaders.close()
     return digest.hexdigest()

@@ -1,0 +1,82 @@
+"""Two cells through the real trainer on the CPU, in two invocations; and a run that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "configs" / "stability" / "smoke.yaml"
+
+
+@pytest.mark.multiprocess
+def test_smoke_protocol(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    # A commit made elsewhere during the test would make its runs incomparable.
+    monkeypatch.setenv("SOURCE_COMMIT", "test")
+    out = tmp_path / "out"
+    command = ["experiment", "stability", "--config", str(SMOKE), "--out", str(out)]
+    command += ["--set", f"data.blend.0.path={corpus}"]
+    assert app.run([*command, "--steps", "5", "--only", "reference"]) == 0
+    assert "| reference | 1 | paused | 5 |" in capsys.readouterr().out
+    assert app.run(command) == 0
+    said = capsys.readouterr().out
+    assert "| reference | 1 | finished | 12 |" in said and "| k_centered | 1 | finished |" in said
+    assert app.run(command) == 0
+    assert "start" not in capsys.readouterr().out
+    result = json.loads((out / "results" / "verdicts.json").read_text())
+    curves = {}
+    for run in result["runs"]:
+        folder = out / "runs" / run["run"]
+        steps = [5, 12] if run["cell"] == "reference" else [12]
+        assert [a["to_step"] for a in run["attempts"]] == steps
+        assert (folder / "FINISHED").exists()
+        facts = json.loads((folder / "experiment.json").read_text())
+        assert facts["variant"] == run["variant"]
+        curves[run["cell"]] = (facts["weights_sha256"], facts["batches_sha256"], run["final_loss"])
+    # The same weights and batches; nearly the same losses, because the variant changes rounding.
+    assert curves["reference"][:2] == curves["k_centered"][:2]
+    assert curves["reference"][2] == pytest.approx(curves["k_centered"][2], abs=2e-3)
+    assert (out / "results" / "curves.png").stat().st_size > 10_000
+    assert (out / "results" / "curves.csv").read_text().startswith("run,cell,seed,step,loss")
+    _refused(out, corpus, capsys)
+
+
+def _refused(out: Path, corpus: Path, capsys: pytest.CaptureFixture) -> None:
+    """Other initial weights than those of the seed: no step is made."""
+    config = SMOKE.parent / "base" / "tiny_cpu.yaml"
+    run_dir = out.parent / "other"
+    keys = (f"data.blend.0.path={corpus}", "model.init_std=0.03", "training.seed=1")
+    command = ["experiment", "cell", "--config", str(config), "--checked-steps", "3"]
+    command += ["--reference", str(out / "reference" / "seed_1.json")]
+    for key in (*keys, f"run_dir={run_dir}"):
+        command += ["--set", key]
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_patch", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "initial weights differ: " in done.stderr and "another --out" in done.stderr
+    assert not (run_dir / "metrics.csv").exists()
+
+
+def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    command = ["experiment", "stability", "--config", str(SMOKE)]
+    assert app.run([*command, "--only", "nothing", "--dry-run"]) == 2
+    assert "has no such cell" in capsys.readouterr().err
+    assert app.run([*command, "--steps", "99", "--dry-run"]) == 2
+    assert "more than the protocol's 12" in capsys.readouterr().err
+    assert app.run([*command, "--set", "no.key=1", "--dry-run"]) == 2
+    assert app.run([*command, "--dry-run"]) == 0
+    assert "2 runs of 12 steps" in capsys.readouterr().out
+    many = ROOT / "configs" / "stability" / "baselines.yaml"
+    arguments = ["experiment", "stability", "--config", str(many), "--gpus", "1", "--dry-run"]
+    assert app.run(arguments) == 2
+    assert "1 GPU(s) for runs of 2" in capsys.readouterr().err

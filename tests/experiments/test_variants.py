@@ -1,0 +1,162 @@
+"""Variants change rounding and nothing else; preconditions refuse what cannot be compared."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from run_config import run_config
+
+from megatron_patch.attention.backends import reference, stable
+from megatron_patch.attention.backends.call import Call
+from megatron_patch.experiments import preconditions, variants
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.variants import VARIANTS
+
+
+def make_call(dtype: torch.dtype = torch.float32, **options: object) -> Call:
+    """Causal, 2 sequences of 24 tokens, 3 heads; K and V far from zero mean."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(24, 2, 3, 16, generator=gen) for _ in range(3))
+    k, v = k + 3, v - 2
+    leaves = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    return Call(**dict(zip("qkv", leaves, strict=True)), layout="sbhd", scale=0.25, causal=True,
+                options=dict(options))  # fmt: skip
+
+
+def results(run, call: Call) -> list[torch.Tensor]:
+    out = run(call)[0]
+    weight = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weight).sum(), (call.q, call.k, call.v))]
+
+
+@pytest.mark.parametrize("name", ["k_centered", "v_centered", "fp32_attention"])
+def test_exact_variants_are_the_same_mathematics(name: str) -> None:
+    """In float32 output and all three gradients stay, to float32 rounding."""
+    wrap = VARIANTS[name].wrap
+    assert wrap is not None
+    for mine, plain in zip(
+        results(wrap(reference.run), make_call()), results(reference.run, make_call()), strict=True
+    ):
+        assert torch.allclose(mine, plain, rtol=1e-4, atol=2e-5)
+
+
+def test_centering_does_what_it_says() -> None:
+    """The kernel sees K (and V) without its common part."""
+    seen: list[Call] = []
+
+    def spy(call: Call):
+        seen.append(call)
+        return reference.run(call)
+
+    call = make_call()
+    variants.center_keys(spy)(call)
+    assert seen[-1].k.mean(0).abs().max() < 1e-5 < call.k.mean(0).abs().min()
+    variants.center_values(spy)(call)
+    first, second = seen[-2:]
+    mean = reference.run(call)[0].mean(0)
+    assert torch.equal(first.v, call.v) and torch.allclose(second.v, call.v - mean)
+    shared = make_call()
+    shared.v = shared.v[:, :, :1]
+    with pytest.raises(ValueError, match="as many of both"):
+        variants.center_values(reference.run)(shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("low_order_o", {"stabilizer": "low_order_o"}),
+        ("consistent_sum", {"stabilizer": "consistent_sum"}),
+        ("fp32_o", {"stabilizer": "low_order_o", "residual": "fp32"}),
+        ("fp32_o_consistent_sum", {"stabilizer": "compensated", "residual": "fp32"}),
+    ],
+)
+def test_setting_variants_reach_the_kernel(name: str, options: dict[str, str]) -> None:
+    """Through the interpreter: the backend is called with the setting and runs with it."""
+    seen: list[Call] = []
+
+    def spy(call: Call):
+        seen.append(call)
+        return stable.run(call)
+
+    wrap = VARIANTS[name].wrap
+    assert wrap is not None
+    held: dict[str, torch.Tensor] = {}
+    call = make_call(torch.bfloat16, stabilizer="none")
+    call.held = held
+    wrap(spy)(call)
+    assert seen[0].options == options and call.options == {"stabilizer": "none"}
+    keeps = {"consistent_sum": None, "low_order_o": torch.bfloat16}.get(name, torch.float32)
+    assert (held["low"].dtype if "low" in held else None) == keeps
+
+
+def test_installing_changes_the_configured_backend_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_config(attention={"backend": "reference"})
+    home = importlib.import_module("megatron_patch.attention.backends.reference")
+    monkeypatch.setattr(home, "run", home.run)  # puts it back afterwards
+    before, other = home.run, stable.run
+    variants.install("plain", run)
+    assert home.run is before
+    variants.install("k_centered", run)
+    assert home.run is not before and stable.run is other
+    with pytest.raises(ValueError, match="it changes stable_flash"):
+        variants.install("low_order_o", run)
+    with pytest.raises(ValueError, match="it starts from 'none'"):
+        variants.install("low_order_o", run_config(attention={"backend": "stable_flash"}))
+    assert VARIANTS["k_centered"].unmet(run_config(model={"attention_dropout": 0.1}))
+
+
+def fingerprint(**changes: object) -> dict:
+    facts: dict = {
+        "weights": {"a": "1", "b": "2"},
+        "batches_sha256": "x",
+        "checked_steps": 3,
+        "environment": dict.fromkeys(preconditions.COMPARED, "1.0"),
+    }
+    return facts | changes
+
+
+def test_preconditions(tmp_path: Path) -> None:
+    """The first run of a seed sets the reference, the others must match it."""
+    file = tmp_path / "reference" / "seed_1.json"
+    preconditions.check(fingerprint(), file)
+    assert json.loads(file.read_text()) == fingerprint()
+    preconditions.check(fingerprint(), file)
+    # A model with more parameters is compared where they share names.
+    preconditions.check(fingerprint(weights={"a": "1", "b": "2", "norm": "9"}), file)
+    other = dict.fromkeys(preconditions.COMPARED, "1.0") | {"torch": "2.0", "gpu": "A100"}
+    for changed, message in (
+        (fingerprint(weights={"a": "1", "b": "3"}), "initial weights differ: b"),
+        (fingerprint(weights={"c": "1"}), "share no parameter name"),
+        (fingerprint(batches_sha256="y"), "batches of the first 3 steps differ"),
+        (fingerprint(checked_steps=4), "4 steps of batches were hashed, 3 in"),
+        (fingerprint(environment=other), "torch is 2.0, it was 1.0\n  - gpu is A100"),
+    ):
+        with pytest.raises(ExperimentError, match=message):
+            preconditions.check(changed, file)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_hashes_see_every_bit() -> None:
+    x = torch.zeros(4)
+    same = [preconditions.hash_tensor(x), preconditions.hash_tensor(x.clone())]
+    x[3] = -0.0
+    others = [
+        preconditions.hash_tensor(y)
+        for y in (x, torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(5))
+    ]
+    assert same[0] == same[1] and len({same[0], *others}) == 5
+
+
+def test_hashes_of_batches_follow_seed_and_not_the_micro_batch(corpus: Path) -> None:
+    def of(micro: int, seed: int) -> str:
+        run = run_config(
+            data={"blend": [type(run_config().data.blend[0])(path=str(corpus))], "num_workers": 0},
+            training={"micro_batch_size": micro, "seed": seed, "global_batch_size": 8},
+        )
+        return preconditions.hash_batches(run, 3)
+
+    assert of(2, 1) == of(8, 1) != of(8, 2)
