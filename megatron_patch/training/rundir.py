@@ -16,13 +16,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_patch.config.problem import Problem
+from megatron_patch.config.problem import DEFAULT, Problem
+from megatron_patch.runtime.environment import DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
     from megatron_patch.config.root import RunConfig
 
-FINISHED = "FINISHED"
+FINISHED, LOCK = "FINISHED", ".lock"
 
 CHANGEABLE = (
     "name",
@@ -43,6 +44,7 @@ CHANGEABLE = (
     "checkpoint",
     "logging",
     "stability",
+    "faults",
     "data.num_workers",
     "data.verify",
     "model.layer_spec",
@@ -50,10 +52,19 @@ CHANGEABLE = (
 )
 """Keys a resumed run may change: they say how, how long and where, not what is trained."""
 
+SOFTWARE = ("python", *DISTRIBUTIONS, "cuda", "cudnn", "nccl", "gpu")
+"""Of the environment report: what may change the rounding of a result."""
+
 
 def run_directory(run: RunConfig) -> Path:
     """``run_dir``, or ``runs/<name>``."""
     return Path(run.run_dir) if run.run_dir else Path("runs") / run.name
+
+
+class RunDirectoryLost(RuntimeError):
+    """The run directory was deleted or replaced while the run was training."""
+
+    exit_code = 1
 
 
 @dataclass(slots=True)
@@ -64,6 +75,25 @@ class RunDirectory:
     notes: list[str]
     finished: bool
     _lock: IO[str] | None
+
+    def check_still_there(self) -> None:
+        """Notice that somebody deleted, moved or replaced the directory under the run.
+
+        Raises:
+            RunDirectoryLost: going on would write half a run into another directory.
+        """
+        if self._lock is None:
+            return
+        try:
+            now = (self.path / LOCK).stat()
+        except OSError:
+            now = None
+        mine = os.fstat(self._lock.fileno())
+        if now is None or (now.st_ino, now.st_dev) != (mine.st_ino, mine.st_dev):
+            raise RunDirectoryLost(
+                f"run directory {self.path} is gone or was replaced while the run was training; "
+                "nothing more is written there: put it back and give the same command again"
+            )
 
     def close(self) -> None:
         """Let other processes have the directory."""
@@ -92,21 +122,28 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
     except OSError as error:
         return None, [Problem("run_dir", f"{path}: cannot be created ({error.strerror})")]
     notes: list[str] = []
-    lock, problem = _lock(path, notes)
-    problems = [problem] if problem else _claim(loaded, path, notes)
+    lock: IO[str] | None = None
+    finished = False
+    try:
+        lock, problem = _lock(path, notes)
+        problems = [problem] if problem else _claim(loaded, path, notes)
+        if not problems:
+            finished = _finished(path, run)
+            if not finished:
+                notes += _record(loaded, path, report)
+    except OSError as error:  # read-only, full, somebody else's
+        where = error.filename or path
+        problems = [Problem("run_dir", f"{path}: cannot be used ({error.strerror}: {where})")]
     if problems:
         if lock is not None:
             lock.close()
         return None, problems
-    finished = _finished(path, run)
-    if not finished:
-        _record(loaded, path, report)
     return RunDirectory(path, notes, finished, lock), []
 
 
 def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]:
     """An exclusive lock for as long as this process lives."""
-    handle = (path / ".lock").open("w")
+    handle = (path / LOCK).open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -138,8 +175,18 @@ def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
     saved = path / "config.yaml"
     if not saved.exists():
         return []
-    changed = differences(saved.read_text(), loaded.dump_yaml())
-    refused = [c for c in changed if not _may_change(c[0])]
+    try:
+        changed = differences(saved.read_text(), loaded.dump_yaml())
+    except (ValueError, yaml.YAMLError) as error:
+        what = str(error).splitlines()[0]
+        return [
+            Problem(
+                "run_dir",
+                f"{saved} says what the run was started with, and is damaged ({what}): put it "
+                "back, or delete it if you are sure that the settings are the same",
+            )
+        ]
+    refused = [c for c in changed if not (_may_change(c[0]) or _came_with_an_update(c, loaded))]
     notes += [
         f"configuration changed since the last attempt: {key}: {old} -> {new}"
         for key, old, new in changed
@@ -154,6 +201,12 @@ def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
 
 def _may_change(key: str) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in CHANGEABLE)
+
+
+def _came_with_an_update(change: tuple[str, str, str], loaded: Loaded) -> bool:
+    """Whether a key is new in this version of the program and nobody has set it."""
+    key, old, _ = change
+    return old == "absent" and loaded.origins.get(key) == DEFAULT
 
 
 def differences(before: str, after: str) -> list[tuple[str, str, str]]:
@@ -198,8 +251,8 @@ def _finished(path: Path, run: RunConfig) -> bool:
     return False
 
 
-def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> None:
-    """Configuration, origins and environment of this attempt."""
+def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
+    """Configuration, origins and environment of this attempt; what of the software has changed."""
     file = path / "environment.json"
     attempts: list[Any] = []
     if file.exists():
@@ -213,8 +266,15 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> None:
         os.replace(saved, path / f"config.attempt_{max(len(attempts), 1)}.yaml")
     write_atomically(saved, text)
     write_atomically(path / "origins.yaml", loaded.dump_origins())
+    before = attempts[-1] if attempts and isinstance(attempts[-1], dict) else {}
     attempts.append({"utc": utc(), **report})
     write_atomically(file, json.dumps({"attempts": attempts}, indent=1) + "\n")
+    return [
+        f"software changed since the last attempt: {name}: {before[name]} -> {report[name]}; the "
+        "same bits as before are not promised"
+        for name in SOFTWARE
+        if name in before and name in report and str(before[name]) != str(report[name])
+    ]
 
 
 def check_data(run: RunConfig, fingerprint: str, *, step: int) -> list[Problem]:

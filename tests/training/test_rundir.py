@@ -126,3 +126,60 @@ def test_differences_see_lists_and_missing_keys() -> None:
     found = rundir.differences("a: [1, 2]\nb: {}\n", "a: [1, 3, 4]\nb: {c: 1}\n")
     assert ("a.1", "2", "3") in found and ("a.2", "absent", "4") in found
     assert ("b.c", "absent", "1") in found
+
+
+def test_a_read_only_directory_is_a_problem_and_no_traceback(tiny, monkeypatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(30, "Read-only file system", "run/.lock")
+
+    monkeypatch.setattr(rundir, "_lock", refuse)
+    directory, problems = rundir.open_run(tiny(), {})
+    assert directory is None and problems[0].path == "run_dir"
+    assert "Read-only file system: run/.lock" in problems[0].message
+
+
+def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny) -> None:
+    directory, _ = start(tiny())
+    (directory.path / "config.yaml").write_bytes(b"\x00\xff: [{")
+    again, problems = start(tiny())
+    assert again is None and "config.yaml says what the run was started with" in problems[0].message
+
+
+def test_other_software_is_said(tiny) -> None:
+    start(tiny())
+    directory, _ = rundir.open_run(tiny(), {"torch": "2.0.1"})
+    directory.close()
+    (note,) = [n for n in directory.notes if n.startswith("software changed")]
+    assert "torch: 2 -> 2.0.1" in note
+    directory, _ = rundir.open_run(tiny(), {"torch": "2.0.1"})
+    directory.close()
+    assert not [n for n in directory.notes if n.startswith("software changed")]
+
+
+def test_a_key_that_came_with_an_update_does_not_end_a_run(tiny) -> None:
+    """Its default is what the run did before; set by hand it is a change like any other."""
+    for overrides, refused in (
+        ([], []),
+        (["optimizer.weight_decay=0.2"], ["optimizer.weight_decay"]),
+    ):
+        directory, problems = start(tiny())
+        assert not problems
+        saved = directory.path / "config.yaml"
+        lines = saved.read_text().splitlines()
+        saved.write_text("\n".join(x for x in lines if not x.strip().startswith("weight_decay:")))
+        _, problems = start(tiny(*overrides))
+        assert [p.path for p in problems] == refused
+
+
+def test_a_directory_that_was_deleted_or_replaced_is_noticed(tiny) -> None:
+    directory, _ = rundir.open_run(tiny(), {"torch": "2"})
+    directory.check_still_there()
+    directory.path.rename(directory.path.with_name("moved"))
+    with pytest.raises(rundir.RunDirectoryLost, match="is gone or was replaced"):
+        directory.check_still_there()
+    directory.path.mkdir()
+    (directory.path / ".lock").touch()
+    with pytest.raises(rundir.RunDirectoryLost):
+        directory.check_still_there()
+    directory.close()
+    directory.check_still_there()  # without a lock there is nothing to compare with
