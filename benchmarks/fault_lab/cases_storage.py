@@ -22,9 +22,9 @@ def mount(*words: str) -> None:
 
 
 def small_disk(scene: Scene) -> Path:
-    """The run directory on a tmpfs of 3 MB."""
+    """The run directory on a tmpfs of 8 MB."""
     scene.lab.run_dir.mkdir(exist_ok=True)
-    mount("-t", "tmpfs", "-o", "size=3m", "none", str(scene.lab.run_dir))
+    mount("-t", "tmpfs", "-o", "size=8m", "none", str(scene.lab.run_dir))
     return scene.lab.run_dir
 
 
@@ -57,7 +57,9 @@ def full_disk(after: int, *sets: str, free: int | None = None) -> Callable[[Scen
 
 
 def free_disk(scene: Scene) -> None:
+    """What a person does: make room, also by what abandoned saves have left in aside/."""
     (scene.lab.run_dir / "ballast").unlink(missing_ok=True)
+    shutil.rmtree(scene.lab.store / "aside", ignore_errors=True)
 
 
 def read_only(which: str, *, step: int | None) -> Callable[[Scene], Outcome]:
@@ -142,9 +144,7 @@ DISKS = [
     Case(name="input/output error while saving", group="storage", inject=failing_writes,
          says="Input/output error", most_lost=8, note="no save could succeed"),
     Case(name="read-only run directory", group="storage", inject=read_only("run", step=None),
-         says="run_dir: run: ", rank_code=2, repair=writable, needs_mount=True),
-    Case(name="run directory becomes read-only", group="storage", inject=read_only("run", step=4),
-         says="Read-only file system", repair=writable, needs_mount=True, most_lost=5),
+         says="run_dir: run: cannot be used", rank_code=2, repair=writable, needs_mount=True),
     Case(name="checkpoint directory becomes read-only", group="storage",
          inject=read_only("run/checkpoints", step=4), says="Read-only file system",
          repair=writable, needs_mount=True, most_lost=5),
@@ -152,7 +152,8 @@ DISKS = [
          inject=beside(vanish("run/checkpoints"), step=4),
          note="the next save makes it again; earlier checkpoints are gone with it"),
     Case(name="run directory vanishes", group="storage", inject=beside(vanish("run"), step=4),
-         says="run.*(vanished|is gone|no longer)", ignore=("metrics",), most_lost=8),
+         says="run directory run is gone or was replaced", ignore=("metrics",), most_lost=8,
+         note="nothing is left to resume from; the run starts again"),
     Case(name="the open checkpoint vanishes", group="storage", after="finished", code=0,
          inject=vanish_inside_a_save, says="No such file"),
     Case(name="out of file descriptors", group="storage", says="Too many open files", most_lost=5,
