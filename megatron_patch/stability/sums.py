@@ -21,6 +21,7 @@ from megatron_patch.stability.sampling import RowFacts, measure, pick_rows
 from stable_attention.api import stable_attention
 from stable_attention.probes import decode_residual
 from stable_attention.reference import reference_attention
+from stable_attention.stabilizers import KNOWN
 
 FIELDS = (
     "rows", "delta2", "entropy", "first", "top", "spread",
@@ -53,11 +54,11 @@ class HeadSums:
         self.maxima = torch.full((layers, heads), -math.inf, device=device)
         self.phase = 0
 
-    def clear(self) -> None:
-        """Begin another observation, with other rows."""
+    def clear(self, *, phase: int) -> None:
+        """Begin another observation; the rows are a function of ``phase`` alone."""
         self.sums.zero_()
         self.maxima.fill_(-math.inf)
-        self.phase += 1
+        self.phase = phase
 
     def add(self, seen: Seen, dout: torch.Tensor) -> None:
         """One call and its dO [s, b, h, dv]. Collective over the context-parallel group."""
@@ -102,14 +103,18 @@ class HeadSums:
         }
         plain = used = None
         if seen.low is not None:
-            kept = seen.out[rows, : dout.shape[1]], seen.low[rows, : dout.shape[1]]
-            low = _rows(decode_residual(*kept))
+            stored = seen.out[rows, : dout.shape[1]], seen.low[rows, : dout.shape[1]]
+            low = _rows(decode_residual(*stored))
             plain = -(do * low).sum(-1)
             used = (do * (out + low - facts.out)).sum(-1) if clean else None
         elif clean and seen.site.backend in EXACT:
             plain = (do * (facts.plain - facts.out)).sum(-1)
         elif clean:
-            plain = used = (do * (out - facts.out)).sum(-1)
+            plain = (do * (out - facts.out)).sum(-1)
+            # Where a low-order part exists that was not handed out (context parallelism), delta
+            # is better than O alone.
+            kept = KNOWN.get(seen.site.stabilizer)
+            used = None if kept is not None and kept.keeps_residual else plain
         for name, e in (("plain", plain), ("used", used)):
             if e is not None:
                 values |= {f"{name}_rows": torch.ones_like(e), name: e, f"{name}2": e.pow(2)}

@@ -174,7 +174,7 @@ class Stability:
         self._observing = self.options.enabled and step % self.options.interval == 0
         requests = []
         if self._observing:
-            self.heads.clear()
+            self.heads.clear(phase=step // self.options.interval)
             self.norms.clear()
             requests.append(Request(micro_batch=0, layers=None, callback=self.heads.add))
         capture = self.capturer.request(step)

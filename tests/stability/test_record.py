@@ -1,4 +1,4 @@
-"""Telemetry files: what was written is read, by a reader that comes early, late or after a crash."""
+"""Telemetry files: readers that come early, late or after a crash find what was written."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_split_over_ranks(
 def test_rows_are_spread_in_order_and_move(tokens: int, count: int) -> None:
     for phase in range(4):
         rows = pick_rows(tokens, count, phase=phase)
-        assert rows == sorted(set(rows)) and 0 <= rows[0] and rows[-1] < tokens
+        assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] < tokens
         assert len(rows) == max(1, min(count, tokens - min(64, tokens // 8)))
     if tokens == 1024 and count == 32:
         assert pick_rows(tokens, count, phase=0) != pick_rows(tokens, count, phase=1)

@@ -1,0 +1,149 @@
+"""How early the warning rule fires, and how often for nothing.
+
+    python benchmarks/early_warning.py --choose RUN ... --judge RUN ... [--lead 800]
+
+A RUN is a run directory with telemetry (``<run_dir>/stability``), or a CSV without a header whose
+columns are step, mean and largest loss, mean and largest gradient norm of the steps since the row
+before; ``RUN@1000`` says how long a CSV's learning-rate warm-up was (default 2000). The threshold
+is chosen on ``--choose`` alone: the largest danger_growth of a grid that warns every run whose loss
+moves at least ``--lead`` steps before, and no other. ``--judge`` are held out: nothing is fitted
+on them. Writes docs/results/early_warning.json. No GPU, no torch.
+
+The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
+the warm-up. A run that is warned and whose loss does not move within its recorded steps counts as
+an alarm without an explosion, whatever it would have done later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+
+from megatron_patch.stability import record
+from megatron_patch.stability.warning import SMOOTH, Point, Rule, judge, smoothed
+
+GRID = (1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
+MOVE = 0.1  # nats
+HIGH = 4.5  # nats: the run is lost
+WARM_UP = 2000
+
+
+def load(name: str) -> tuple[str, list[Point], int]:
+    """(label, records, warm-up steps) of a run directory or a CSV."""
+    path_text, _, warm_up = name.partition("@")
+    path = Path(path_text)
+    if path.is_dir():
+        telemetry = record.read(path)
+        return path.name, telemetry.points(), int(telemetry.meta["rule"]["settle_steps"])
+    with path.open(newline="") as lines:
+        rows = [[float(x) for x in row] for row in csv.reader(lines)]
+    points = [Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows]
+    return path.stem, points, int(warm_up or WARM_UP)
+
+
+def first_move(points: list[Point], warm_up: int) -> int | None:
+    """Step at which the smoothed loss has left its lowest value by MOVE nats, or is not finite."""
+    seen = [p for p in points if p.step > warm_up]
+    if any(not math.isfinite(p.loss) for p in points):
+        seen = points
+    lowest = math.inf
+    for i, loss in enumerate(smoothed([p.loss for p in seen])):
+        step = seen[i + SMOOTH - 1].step
+        if not math.isfinite(loss) or loss > lowest + MOVE:
+            return step
+        lowest = min(lowest, loss)
+    return None
+
+
+def first_alarm(points: list[Point], rule: Rule, level: str = "danger") -> int | None:
+    """Step of the first verdict of ``level``, given record by record as a run does."""
+    keep = rule.reference_steps // max(1, points[1].step - points[0].step) + 2 * SMOOTH
+    for i in range(len(points)):
+        if judge(points[max(0, i - keep) : i + 1], rule).level == level:
+            return points[i].step
+    return None
+
+
+def examine(name: str, rule: Rule) -> dict[str, Any]:
+    """One run under one rule."""
+    label, points, warm_up = load(name)
+    rule = replace(rule, settle_steps=warm_up)
+    moved, alarm = first_move(points, warm_up), first_alarm(points, rule)
+    high = next((p.step for p in points if p.step > warm_up and not p.loss < HIGH), None)
+    named = next((p.step for p in points if p.bias_to_signal >= rule.head_signal), None)
+    if moved is None:
+        outcome = "quiet" if alarm is None else "alarm, loss did not move"
+    else:
+        outcome = "missed" if alarm is None or alarm >= moved else "warned"
+    return {
+        "run": label,
+        "steps": points[-1].step,
+        "alarm": alarm,
+        "loss_moved": moved,
+        "loss_high": high,
+        "lead": None if moved is None or alarm is None else moved - alarm,
+        "lead_to_high": None if high is None or alarm is None else high - alarm,
+        "head_named": named,
+        "head_telemetry": any(math.isfinite(p.bias_to_signal) for p in points),
+        "outcome": outcome,
+    }
+
+
+def choose(runs: list[str], lead: int) -> tuple[float | None, list[dict[str, Any]]]:
+    """The threshold, and what every threshold of the grid does to the choosing runs."""
+    best, table = None, []
+    for threshold in GRID:
+        rule = Rule(watch_growth=min(threshold, Rule().watch_growth), danger_growth=threshold)
+        found = [examine(name, rule) for name in runs]
+        leads = [f["lead"] for f in found if f["loss_moved"] is not None]
+        alarms = sum(f["outcome"].startswith("alarm") for f in found)
+        good = alarms == 0 and bool(leads) and all(x is not None and x >= lead for x in leads)
+        best = threshold if good else best
+        table.append({"danger_growth": threshold, "leads": leads, "false_alarms": alarms})
+    return best, table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--choose", nargs="+", required=True, metavar="RUN")
+    parser.add_argument("--judge", nargs="+", required=True, metavar="RUN")
+    parser.add_argument("--lead", type=int, default=800, help="steps of warning wanted")
+    parser.add_argument("--source", default="runs of the trainer", help="what the runs are")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    both = {load(n)[0] for n in args.choose} & {load(n)[0] for n in args.judge}
+    if both:
+        parser.error(f"chosen on and judged by: {', '.join(sorted(both))}; hold them out")
+    threshold, table = choose(args.choose, args.lead)
+    rule = Rule(danger_growth=threshold) if threshold is not None else Rule()
+    rule = replace(rule, watch_growth=min(rule.watch_growth, rule.danger_growth))
+    result = {
+        "source": args.source,
+        "wanted_lead": args.lead,
+        "chosen": threshold,
+        "default": Rule().danger_growth,
+        "grid": table,
+        "choosing": [examine(name, rule) for name in args.choose],
+        "held_out": [examine(name, rule) for name in args.judge],
+    }
+    path = machine.write_result("early_warning", result, args.out)
+    print(f"danger_growth {threshold} (default {Rule().danger_growth}); wrote {path}")
+    for kind in ("choosing", "held_out"):
+        for f in result[kind]:  # type: ignore[attr-defined]
+            print(f"{kind:9} {f['run']:16} {f['outcome']:26} alarm {f['alarm']} "
+                  f"loss moved {f['loss_moved']} lead {f['lead']}")  # fmt: skip
+    return 0 if threshold is not None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

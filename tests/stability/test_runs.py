@@ -1,0 +1,260 @@
+"""Telemetry, guard and captures in real runs on CPU ranks.
+
+One process trains two steps and saves; it and every layout do step 3 from there on the same data.
+What the telemetry says about step 3 must not depend on the layout. Row numbers are chosen so that
+all rows are sampled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_ranks
+from training_ranks import figures, metrics
+
+from megatron_patch.stability import capture, record
+from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.record import Telemetry
+
+pytestmark = pytest.mark.multiprocess
+
+TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
+PP, VPP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
+WHOLE = "parallel.use_distributed_optimizer=false"
+WATCH = ["stability.interval=1", "stability.rows=1000", "training.train_steps=3"]
+TAKE = ["stability.capture_steps=[3]", "stability.capture_layers=[0,3]",
+        "stability.capture_heads=[1,2,3]", "stability.capture_micro_batch=1"]  # fmt: skip
+FULL = ["training.recompute.granularity=full"]
+CORE = ["training.recompute.granularity=selective", "training.recompute.modules=[core_attn]"]
+
+SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
+         "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
+         "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
+         "training.global_batch_size=2", "training.train_steps=10", "training.deterministic=true",
+         "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
+         "checkpoint.keep_last=2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worker() -> Any:
+    """Ranks run this folder's worker."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(training_ranks, "WORKER", Path(__file__).parent / "worker.py")
+    yield
+    patch.undo()
+
+
+def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    return {"set": [f"name={name}", *keys], **more}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stability")
+
+
+def run_all(folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]]) -> Any:
+    results = training_ranks.run_ranks(folder, corpus, ranks, runs)
+    return {
+        r["set"][0].removeprefix("name="): result for r, result in zip(runs, results, strict=True)
+    }
+
+
+# Run directories are relative to the ranks' working directory.
+BEGIN, BEGIN_WHOLE = "checkpoint.load_from=runs/start", "checkpoint.load_from=runs/start_whole"
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path, corpus: Path) -> Path:
+    """One process: the start, and step 3 in every way that must not matter."""
+    two_of_three = ["training.exit_at_step=2", "training.train_steps=3", "stability.enabled=false"]
+    results = run_all(folder, corpus, 1, [
+        run("start", *two_of_three),
+        run("start_whole", *two_of_three, WHOLE),
+        run("one", BEGIN, *WATCH, *TAKE),
+        run("off", BEGIN, "training.train_steps=3", "stability.enabled=false"),
+        run("full", BEGIN, *WATCH, *FULL),
+        run("core", BEGIN, *WATCH, *CORE),
+        run("local", BEGIN, *WATCH, "attention.backend=mcore_local"),
+    ])  # fmt: skip
+    assert all(r[0]["code"] == 0 for r in results.values())
+    return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
+    """Two processes: step 3 in every layout; then runs whose gradient norm grows by half a step."""
+    switch, grow = "stability.guard=switch", {"grow": 1.5}
+    runs = [
+        run("tp2", BEGIN, *WATCH, *TAKE, f"{TP}=2"),
+        run("tp2_sp", BEGIN, *WATCH, f"{TP}=2", f"{SP}=true"),
+        run("tp2_whole", BEGIN_WHOLE, *WATCH, f"{TP}=2", WHOLE),
+        run("pp2", BEGIN, *WATCH, f"{PP}=2"),
+        run("pp2_virtual", BEGIN, *WATCH, f"{PP}=2", f"{VPP}=2"),
+        run("dp2", BEGIN, *WATCH),
+        run("dp2_whole", BEGIN_WHOLE, *WATCH, WHOLE),
+        run("cp2", BEGIN, *WATCH, "parallel.context_parallel_size=2", *TAKE),
+        run("warn", *SMALL, "stability.guard=warn", **grow),
+        run("switch", *SMALL, switch, **grow),
+        run("again", *SMALL, switch, "training.exit_at_step=9", **grow),
+        run("again", *SMALL, switch, **grow),
+        run("stop", *SMALL, "stability.guard=stop", **grow),
+    ]
+    results = training_ranks.run_ranks(folder, corpus, 2, runs)
+    names = [r["set"][0].removeprefix("name=") for r in runs]
+    names[names.index("again")] = "paused"
+    return dict(zip(names, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def pair(two: dict[str, Any], folder: Path) -> Path:
+    layouts = [two[name] for name in two if name[:2] in ("tp", "pp", "dp", "cp")]
+    assert len(layouts) == 8 and all(rank["code"] == 0 for r in layouts for rank in r)
+    return folder / "runs"
+
+
+def told(runs: Path, name: str) -> Telemetry:
+    found = record.read(runs / name)
+    assert found.steps[-1] == 3
+    return found
+
+
+# The error of a rounding that float32 sums in another order can flip; the rest is float32 itself.
+LOOSE = {"delta_error_mean", "delta_error_rms", "delta_error_sign"}
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "core", "local", "tp2", "tp2_sp", "tp2_whole", "pp2", "pp2_virtual"]
+)
+def test_every_head_of_every_layer_is_told_the_same(pair: Path, name: str) -> None:
+    one, other = told(pair, "one"), told(pair, name)
+    assert other.heads["max_logit"].shape[1:] == (4, 4)
+    for metric in HEAD_METRICS:
+        a, b = one.heads[metric][-1], other.heads[metric][-1]
+        if metric.startswith("used"):
+            assert np.isnan(a).all() and np.isnan(b).all()
+        elif metric in LOOSE:
+            np.testing.assert_allclose(b, a, atol=0.15 * float(np.abs(a).max()))
+        else:
+            np.testing.assert_allclose(b, a, rtol=3e-4, atol=1e-6, err_msg=metric)
+
+
+@pytest.mark.parametrize("name", ["full", "local", "tp2", "tp2_sp", "tp2_whole", "pp2",
+                                  "pp2_virtual", "dp2", "dp2_whole"])  # fmt: skip
+def test_layer_gradients_count_every_value_once(pair: Path, name: str) -> None:
+    one, other = told(pair, "one"), told(pair, name)
+    a, b = one.layers["grad_norm"][-1], other.layers["grad_norm"][-1]
+    np.testing.assert_allclose(b, a, rtol=1e-5)
+    rest = other.scalars["grad_norm_rest"][-1]
+    total = float(np.sqrt((b.astype(np.float64) ** 2).sum() + rest**2))
+    row = metrics(pair / name)[3]
+    assert total == pytest.approx(float(row["grad_norm"]), rel=1e-6)
+    assert other.scalars["grad_norm_mean"][-1] == pytest.approx(float(row["grad_norm"]), rel=1e-6)
+    assert other.scalars["loss_mean"][-1] == pytest.approx(float(row["loss"]), rel=1e-6)
+
+
+def test_context_parallel_ranks_see_each_others_keys(pair: Path) -> None:
+    """Other rows are sampled there, but nearly all of them; the largest logit is over all rows."""
+    one, two = told(pair, "one"), told(pair, "cp2")
+    np.testing.assert_allclose(two.heads["max_logit"][-1], one.heads["max_logit"][-1], rtol=1e-5)
+    assert two.scalars["rows"][-1] == one.scalars["rows"][-1] == 28
+    for metric in ("kappa", "entropy", "first_token_mass", "top_mass", "delta_rms"):
+        a, b = one.heads[metric][-1], two.heads[metric][-1]
+        np.testing.assert_allclose(b, a, rtol=0.15, err_msg=metric)
+    whole, part = (
+        capture.load(pair / name / "captures" / capture.file_name(3, 0, 0))
+        for name in ("one", "cp2")
+    )
+    for name in ("q", "k", "v", "out", "dout"):
+        torch.testing.assert_close(getattr(part, name), getattr(whole, name), rtol=1e-4, atol=1e-6)
+
+
+def test_data_parallel_ranks_all_contribute(pair: Path) -> None:
+    one, two = told(pair, "one"), told(pair, "dp2")
+    assert two.scalars["rows"][-1] == 2 * one.scalars["rows"][-1] > 0
+    assert (two.heads["max_logit"][-1] >= one.heads["max_logit"][-1] - 1e-6).all()
+
+
+def test_watching_changes_no_bit_of_the_run(single: Path) -> None:
+    assert figures(single / "one") == figures(single / "off")
+    assert not (single / "off" / "stability").exists()
+
+
+def test_captures_are_the_same_from_one_and_from_two_ranks(pair: Path) -> None:
+    for layer in (0, 3):
+        one = capture.load(pair / "one" / "captures" / capture.file_name(3, layer, 0))
+        assert one.heads == [1, 2, 3] and one.kv_heads == [0, 1] and one.head_to_kv == [0, 1, 1]
+        assert one.q.shape == (32, 1, 3, 8) and one.k.shape == (32, 1, 2, 8)
+        assert one.causal and one.micro_batch == 1 and one.layer == layer
+        parts = [
+            capture.load(pair / "tp2" / "captures" / capture.file_name(3, layer, r)) for r in (0, 1)
+        ]
+        assert [p.heads for p in parts] == [[1], [2, 3]]
+        assert [p.head_to_kv for p in parts] == [[0], [0, 0]]
+        for name in ("q", "k", "v", "out", "dout"):
+            together = torch.cat([getattr(p, name) for p in parts], 2)
+            torch.testing.assert_close(together, getattr(one, name), rtol=1e-4, atol=1e-6)
+        # dO and O belong together: the captured call, computed again.
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (one.q, one.k[:, :, one.head_to_kv],
+                                                   one.v[:, :, one.head_to_kv]))  # fmt: skip
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=one.scale
+        )
+        torch.testing.assert_close(out.permute(2, 0, 1, 3), one.out, rtol=1e-5, atol=1e-6)
+        assert one.wq_norm is not None and (one.wq_norm > 0).all()
+
+
+# Seven records until two smoothed values in a row are 1.3x the lowest; read one step later.
+SWITCHED = 8
+
+
+def test_switch_on_all_ranks_at_the_same_step(two: Any, folder: Path) -> None:
+    runs = folder / "runs"
+    assert [(r["code"], r["step"]) for r in two["switch"]] == [(0, 10)] * 2
+    log = (runs / "switch" / "train.log").read_text()
+    assert log.count(f"compensated, after step {SWITCHED}") == 1
+    watched, switched = figures(runs / "warn"), figures(runs / "switch")
+    # The numerics change with the step after, and with no step before.
+    same = [s for s in watched if watched[s] == switched[s]]
+    assert same == list(range(1, SWITCHED + 1))
+    told = record.read(runs / "switch")
+    assert told.scalars["switched"].tolist() == [0] * 6 + [SWITCHED] * 4
+    plain, used = told.heads["delta_error_rms"], told.heads["used_error_rms"]
+    assert (plain[:8] == used[:8]).all() and (plain > 1e-4).any()
+    # What is left is the rounding of P, which 16 tokens average little (docs/numerics.md).
+    assert (used[8:] < plain[8:] / 2).all() and used[8:].mean() < plain[8:].mean() / 4
+    # All ranks switched: their weights are the same, as data parallelism needs.
+    assert two["switch"][0]["weights"] != two["warn"][0]["weights"]
+
+
+def test_a_resume_keeps_the_switch_and_repeats_every_bit(two: Any, folder: Path) -> None:
+    runs = folder / "runs"
+    assert [r["step"] for r in two["paused"]] == [9, 9]
+    assert figures(runs / "again") == figures(runs / "switch")
+    assert [r["weights"] for r in two["again"]] == [r["weights"] for r in two["switch"]]
+    log = (runs / "again" / "train.log").read_text()
+    assert f"it switched after step {SWITCHED}; stabilizer compensated since then" in log
+    a, b = record.read(runs / "again"), record.read(runs / "switch")
+    for metric in HEAD_METRICS:
+        if metric not in ("wq_norm", "wk_norm"):  # their iteration starts anew
+            np.testing.assert_array_equal(a.heads[metric], b.heads[metric], err_msg=metric)
+    for name, values in a.scalars.items():
+        np.testing.assert_array_equal(values, b.scalars[name], err_msg=name)
+
+
+def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
+    assert [(r["code"], r["step"]) for r in two["stop"]] == [(5, SWITCHED)] * 2
+    assert "gradient norm" in two["stop"][0]["error"]
+    saved = folder / "runs" / "stop" / "checkpoints"
+    assert [p.name[:13] for p in saved.glob("step_*")] == [f"step_{SWITCHED:08d}"]
+    assert not (folder / "runs" / "stop" / "FINISHED").exists()
+
+
+def test_warn_only_says_so(two: Any, folder: Path) -> None:
+    log = (folder / "runs" / "warn" / "train.log").read_text()
+    assert log.count("attention: danger") == 1 and two["warn"][0]["code"] == 0
+    assert "| attention danger |" in log
