@@ -25,8 +25,7 @@ def run(request: Request) -> int:
     """Probe every capture; 0 if each gave at least one figure.
 
     Raises:
-        ExperimentError: no capture, an unknown backend.
-        ValueError: a file that is no capture.
+        ExperimentError: no capture, a file that is none, an unknown backend.
     """
     import torch
 
@@ -44,9 +43,13 @@ def run(request: Request) -> int:
     runners = probing.choose(request.backends, device)
     found = []
     for path in probing.files_of(request.captures):
-        one = probing.probe_capture(
-            captures.load(path), runners, device=device, skip_rows=request.skip_rows
-        )
+        try:
+            tensors = captures.load(path)
+        except (ValueError, OSError) as error:
+            raise ExperimentError(
+                f"{error}; captures are what stability.capture_steps saves"
+            ) from None
+        one = probing.probe_capture(tensors, runners, device=device, skip_rows=request.skip_rows)
         one["file"] = path.name
         found.append(one)
         print(markdown(one), flush=True)

@@ -1,0 +1,173 @@
+"""The probe command: captures in, the right figures for the right backend out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_patch.cli import app
+from megatron_patch.experiments import probe_report, probing
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.stability.capture import Capture, file_name
+from stable_attention.reference.regimes import make_regime
+
+CPU = torch.device("cpu")
+# Captures of failing runs, put here by hand; the synthetic ones below stand in for them always.
+CAPTURED = sorted((Path(__file__).parent / "captures").glob("*.pt"))
+
+
+def capture(regime: str, *, heads: int = 2, n: int = 96, **changes: object) -> Capture:
+    """A regime of stable_attention as if a run had captured it, sbhd."""
+    q, k, v, dout = (x[None].permute(2, 0, 1, 3) for x in make_regime(regime, heads=heads, n=n))
+    facts: dict = {
+        "step": 4000,
+        "layer": 1,
+        "layer_name": "decoder.layers.1",
+        "micro_batch": 0,
+        "dp_rank": 0,
+        "heads": list(range(heads)),
+        "kv_heads": list(range(heads)),
+        "head_to_kv": list(range(heads)),
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": torch.zeros_like(v),
+        "dout": dout,
+        "sinks": None,
+        "wq_norm": torch.arange(1.0, heads + 1),
+        "wk_norm": None,
+        "scale": 0.125,
+        "causal": True,
+        "window": None,
+        "dropout_p": 0.0,
+        "backend": "stable_flash",
+        "stabilizer": "none",
+        "precision": "bf16",
+        "run_name": "synthetic",
+    }
+    return Capture(**facts | changes)
+
+
+def probe(one: Capture, names: str = "all") -> dict:
+    return probing.probe_capture(one, probing.choose(names, CPU), device=CPU, skip_rows=32)
+
+
+def test_every_backend_has_figures_on_a_failing_regime() -> None:
+    found = probe(capture("one", n=64))
+    backends = found["backends"]
+    assert {"stable_flash compensated", "stable_flash none", "reference", "sdpa_math"} <= set(
+        backends
+    )
+    assert not [name for name, cell in backends.items() if "error" in cell]
+    # Kernel and emulation agree, and the float64 truth separates them from one another.
+    for name in ("compensated", "none", "low_order_o", "consistent_sum", "fp32 O"):
+        kernel, emulation = backends[f"stable_flash {name}"], backends[f"emulated {name}"]
+        assert kernel["rms"] == pytest.approx(emulation["rms"], rel=0.2, abs=1e-6), name
+    assert backends["stable_flash none"]["dq_error"] > 0.5
+    assert backends["reference"]["rms"] < 1e-6 and backends["reference"]["dq_error"] < 0.01
+    # Unfused attention has no delta that could be wrong.
+    assert set(backends["sdpa_math"]) == {"dq_error", "dk_error", "dq_bias"}
+    assert found["inputs"]["kappa"] > 50 and found["inputs"]["dead_zone"] > 0.5
+    assert found["capture"]["wq_norm_max"] == 2.0 and "wk_norm_max" not in found["capture"]
+    json.dumps(found, allow_nan=False)
+
+
+def gate(one: Capture, stabilizer: str) -> list[str]:
+    """What a kernel must hold to on tensors of a failing run; empty if it does."""
+    cell = probe(one, f"stable_flash {stabilizer}")["backends"][f"stable_flash {stabilizer}"]
+    limits = {"rms": 1e-4, "coherence_times_rms": 2e-5}
+    cell["coherence_times_rms"] = cell["coherence"] * cell["rms"]
+    return [f"{n} {cell[n]:.1e} > {limit}" for n, limit in limits.items() if cell[n] > limit]
+
+
+@pytest.mark.parametrize("source", ["tie2s", "near2", *CAPTURED], ids=str)
+def test_failing_tensors_pass_compensated_and_fail_none(source: str | Path) -> None:
+    """The regression test of the default numerics: without them it fails."""
+    from megatron_patch.stability import capture as captures
+
+    one = captures.load(source) if isinstance(source, Path) else capture(source)
+    assert gate(one, "compensated") == []
+    assert gate(one, "none") != []
+
+
+def test_grouped_heads_and_windows() -> None:
+    """head_to_kv says which key head a query head reads, also when heads were picked out."""
+    two = capture("gauss", heads=3)
+    shared = capture(
+        "gauss", heads=3, k=two.k[:, :, [2, 0]], v=two.v[:, :, [2, 0]], kv_heads=[2, 0],
+        head_to_kv=[0, 0, 1], window=[20, 0],
+    )  # fmt: skip
+    spread = capture(
+        "gauss", heads=3, k=two.k[:, :, [2, 2, 0]], v=two.v[:, :, [2, 2, 0]], window=[20, 0]
+    )
+    names = "reference,emulated none"
+    a, b = probe(shared, names)["backends"], probe(spread, names)["backends"]
+    assert a == b and a["reference"]["rms"] < 1e-5
+    cell = probe(shared, "sdpa_math")["backends"]["sdpa_math"]
+    assert "no sliding window" in cell["error"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = tmp_path / "run"
+    for step, regime in ((100, "diffuse"), (4000, "tie2s")):
+        capture(regime, step=step).save(run / "captures" / file_name(step, 1, 0))
+    command = [
+        "probe",
+        str(run),
+        "--backends",
+        "reference,emulated none",
+        "--out",
+        str(tmp_path / "p"),
+    ]
+    assert app.run([*command, "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("step 100,") < said.index("step 4,000,") and "| emulated none |" in said
+    result = json.loads((tmp_path / "p" / "probe.json").read_text())
+    assert [c["file"] for c in result["captures"]] == sorted(c["file"] for c in result["captures"])
+    assert result["environment"]["torch"] == torch.__version__
+    assert (tmp_path / "p" / "probe.png").stat().st_size > 5_000
+    assert "coherence" in (tmp_path / "p" / "probe.md").read_text()
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "code.pt").write_bytes(b"not a capture")
+    cases = (
+        ([str(tmp_path)], "not a capture"),
+        ([str(tmp_path / "gone.pt")], "no such file"),
+        ([str(tmp_path / "code.pt"), "--backends", "magic"], "cannot be probed on cpu"),
+    )
+    for arguments, message in cases:
+        assert app.run(["probe", *arguments, "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "code.pt").unlink()
+    assert app.run(["probe", str(tmp_path)]) == 2
+    assert "stability.capture_steps" in capsys.readouterr().err
+    with pytest.raises(ExperimentError, match="attention sinks"):
+        probe(capture("gauss", sinks=torch.zeros(2)), "reference")
+
+
+def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
+    def broken(_: probing.Tensors):
+        raise RuntimeError("no kernel\nand more")
+
+    runners = {"broken": broken} | probing.choose("reference", CPU)
+    found = probing.probe_capture(capture("gauss"), runners, device=CPU, skip_rows=8)
+    assert found["backends"]["broken"] == {"error": "RuntimeError: no kernel"}
+    text = probe_report.markdown(found)
+    assert "broken: not measured, RuntimeError: no kernel" in text and "| reference |" in text
+
+
+@pytest.mark.gpu
+def test_kernels_of_every_backend_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    runners = probing.choose("all", device)
+    found = probing.probe_capture(
+        capture("one", heads=4, n=512), runners, device=device, skip_rows=64
+    )["backends"]
+    for name in ("sdpa_flash", "sdpa_cudnn", "stable_flash none"):
+        assert found[name]["dq_error"] > 0.3, name
+    assert found["stable_flash compensated"]["dq_error"] < 0.1
+    assert found["stable_flash compensated"]["rms"] < 1e-5
