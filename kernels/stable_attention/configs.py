@@ -35,11 +35,15 @@ class Tile:
     warps: int
     stages: int
     segment: int = 1024
-    """Keys the tensor cores sum up before "compensated" adds in float32; a multiple of bn. 0: all
-    (head dims above 128, where the second accumulator does not fit into registers)."""
+    """Keys the tensor cores sum up before "compensated" adds in float32; a multiple of bn. Equal to
+    bn: every tile, an iteration late, for all stabilizers but "paper_bf16". 0: all (head dims above
+    128, where the second accumulator may not fit into registers)."""
     ones: int = 8
     """Columns of the matrix of ones that sums the rounded P. From 16 on the sum is an asynchronous
     Hopper product in the shadow of P V, for 2 KiB of shared memory."""
+    ahead: bool = False
+    """With a segment of bn: compute the next tile's scores while a tile's softmax runs. Costs the
+    registers of a second score tile."""
     tma: bool = False
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
 
@@ -59,7 +63,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
-    """The shipped table: {arch: {"pass/width/mask": [bm, bn, warps, stages, segment?, ones?]}}."""
+    """The shipped table: {arch: {"pass/width/mask": [fields of `Tile` up to ``ahead``]}}."""
     text = resources.files("stable_attention").joinpath("configs.json").read_text()
     return json.loads(text)
 
@@ -85,7 +89,7 @@ def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
     name = key(which, wide, banded)
     row = rows[name] if name in rows else rows[key(which, wide, False)]
     bm, bn, warps, stages, *rest = row
-    named = dict(zip(("segment", "ones"), rest, strict=False))
+    named = dict(zip(("segment", "ones", "ahead"), rest, strict=False))
     return Tile(bm, bn, warps, stages, tma=arch in ("sm90", "sm100"), **named)
 
 

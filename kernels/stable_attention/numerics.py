@@ -13,7 +13,7 @@ What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
 * A third, which grows with the key length: tensor cores truncate when they add to a large
   accumulator, a one-sided error of up to 2^-24 of it per 16 keys. "compensated" lets them
   accumulate inside a segment of SEGMENT keys only and adds the segments with rounding to nearest
-  (`add_segment`).
+  (`add_segment`); a segment of one tile costs nothing more than the rescaling (`add_late`).
 
 Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so
 that one fused multiply-add and exp2 make a probability. Row statistics m are in log2 units.
@@ -110,6 +110,12 @@ def accumulate(acc, alpha, p, v, PAPER: tl.constexpr):
 def add_segment(total, part, m_before, m):
     """total rescaled from shift m_before to m, plus the part that has shift m; [BM, *] float32."""
     return total * tl.exp2(m_before - m)[:, None] + part
+
+
+@triton.jit
+def add_late(total, part, alpha):
+    """total rescaled by a tile's alpha plus that tile's product; [BM, *] float32, rounded once."""
+    return total * alpha[:, None] + part
 
 
 @triton.jit

@@ -9,10 +9,12 @@ sequences of ``lens_q``/``lens_k``, with ``unused`` tokens after the last one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,8 @@ class Case:
     """gauss, outlier (K has a huge channel), positive (all of one sign), repeat (equal keys),
     below and above (every score near -160 or +160 at d = 32, so LSE is too)."""
     gain: float = 1.0
+    path: str = ""
+    """How the forward kernel sums up tiles: plain, segments, late, ahead; "": as shipped."""
     dlse: int = 0
     """Also send a gradient into LSE."""
     seed: int = 0
@@ -133,6 +137,35 @@ class Inputs:
             named["cu_seqlens_q_padded"] = self.starts_q
             named["cu_seqlens_k_padded"] = self.starts_k
         return named
+
+
+PATHS: dict[str, dict[str, int]] = {
+    "plain": {"segment": 0},
+    "segments": {"segment": 2},  # tiles
+    "late": {"segment": 1, "ahead": False},
+    "ahead": {"segment": 1, "ahead": True, "ones": 16},
+}
+
+
+@contextlib.contextmanager
+def forward_path(name: str) -> Iterator[None]:
+    """The tile table with every forward row on one of `PATHS`."""
+    from stable_attention import configs
+
+    lookup = configs.lookup
+
+    def changed(which: str, problem: Any, device: torch.device) -> Any:
+        tile = lookup(which, problem, device)
+        if which != "forward" or not name:
+            return tile
+        path = PATHS[name]
+        return dataclasses.replace(tile, **path | {"segment": path["segment"] * tile.bn})
+
+    configs.lookup = changed
+    try:
+        yield
+    finally:
+        configs.lookup = lookup
 
 
 def _shape(case: Case, s: int, h: int, d: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attention_cases import DEVICE, Case, Inputs, make_inputs
+from attention_cases import DEVICE, Case, Inputs, forward_path, make_inputs
 from memory_poison import PoisonedMemory
 
 MAX_RATIO = 2.0
@@ -198,18 +198,19 @@ def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
         named = given.arguments(case) | {"sinks": sinks}
         if case.layout == "thd":
             named["max_seqlen_q"], named["max_seqlen_k"] = (max(n) for n in case.lengths)
-        out, lse, top = stable_attention(
-            q,
-            k,
-            v,
-            stabilizer=case.stabilizer,
-            residual=case.residual,
-            deterministic=bool(case.deterministic),
-            allow_broken=case.stabilizer == "paper_bf16",
-            return_lse=True,
-            return_max_logits=True,
-            **named,
-        )
+        with forward_path(case.path):
+            out, lse, top = stable_attention(
+                q,
+                k,
+                v,
+                stabilizer=case.stabilizer,
+                residual=case.residual,
+                deterministic=bool(case.deterministic),
+                allow_broken=case.stabilizer == "paper_bf16",
+                return_lse=True,
+                return_max_logits=True,
+                **named,
+            )
         outputs, cotangents = [out], [given.dout]
         if given.dlse is not None:
             outputs.append(lse)

@@ -63,7 +63,10 @@ MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
 LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
 BAND = "sq=90 sk=40 left=11 right=5"
 WIDE_BAND = "sq=70 sk=70 left=35 right=40 hq=1 hk=1"
-LONG = "sq=33 sk=200 hq=1 hk=1"
+PLAIN, SEGMENTS, LATE, AHEAD = (
+    f"sq=33 sk=200 hq=1 hk=1 path={path}" for path in ("plain", "segments", "late", "ahead")
+)
+LATE_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late"
 SINKS = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1"
 SOFTCAP = "sq=34 sk=66 softcap=3 causal=1"
 DROPOUT = "sq=66 sk=34 dropout=0.3 b=2 hq=4"
@@ -101,11 +104,23 @@ BUGS = (
     # --- online softmax
     Bug("l not rescaled", NUMERICS, "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", FULL),
     Bug("O not rescaled", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
-        "acc = tl.dot(p, v, acc)", LONG),
+        "acc = tl.dot(p, v, acc)", PLAIN),
     Bug("segments not rescaled", NUMERICS, "total * tl.exp2(m_before - m)[:, None] + part",
-        "total + part", LONG),
+        "total + part", SEGMENTS),
     Bug("first segment overwritten", FORWARD, "acc = add_segment(acc, part, m_before, m)",
-        "acc = part", LONG),
+        "acc = part", SEGMENTS),
+    Bug("O not rescaled when a tile joins late", NUMERICS, "total * alpha[:, None] + part",
+        "total + part", LATE),
+    Bug("last tile's product left out", FORWARD, "        acc = add_late(acc, part, alpha)\n"
+        "        l_acc = add_late(l_acc, l_part, alpha)\n    elif", "    elif", LATE),
+    Bug("last tile's sum left out", FORWARD, "        l_acc = add_late(l_acc, l_part, alpha)\n"
+        "    elif", "    elif", AHEAD),
+    Bug("scores ahead of the wrong tile", FORWARD, "stride_ks, n + BN, sk", "stride_ks, n, sk",
+        AHEAD),
+    Bug("values of the tile ahead", FORWARD, "stride_vs, full_hi - BN, m0",
+        "stride_vs, full_hi - 2 * BN, m0", AHEAD),
+    Bug("late l sums the dropped P", FORWARD, "l_part = tl.dot(p, ones)",
+        "l_part = tl.dot(weights, ones)", LATE_DROPOUT),
     Bug("running maximum forgotten", NUMERICS, "return tl.maximum(m, r)", "return r", FULL),
     Bug("rows without keys divide by zero", NUMERICS,
         "return tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)", "return 1.0 / l", EMPTY_ROWS),
@@ -161,7 +176,7 @@ BUGS = (
     Bug("dQ scaled twice", BACKWARD, "dq * scale, m0", "dq * scale * scale, m0", FULL),
     Bug("dK not scaled", BACKWARD, "dk * scale, n0", "dk, n0", FULL),
     Bug("dQ accumulated in bf16", BACKWARD, "return tl.dot(ds, k, dq)",
-        "return tl.dot(ds, k, dq).to(tl.bfloat16).to(tl.float32)", LONG),
+        "return tl.dot(ds, k, dq).to(tl.bfloat16).to(tl.float32)", PLAIN),
     Bug("dLSE with the wrong sign", PREPROCESS, "delta -= tl.load(dlse_ptr",
         "delta += tl.load(dlse_ptr", SINKS),
     Bug("softcap's slope forgotten", NUMERICS, "ds = ds * (1.0 - s * s)", "ds = ds * 1.0", SOFTCAP),

@@ -41,6 +41,14 @@ FEATURES = [
     "d=96 dv=128 sq=20 sk=36 causal=1",
     "sq=33 sk=200 hq=1 hk=1",
     "sq=70 sk=70 left=35 right=40 hq=1 hk=1",
+    "sq=33 sk=200 hq=1 hk=1 path=plain",
+    "sq=33 sk=200 hq=1 hk=1 path=segments",
+    "sq=33 sk=200 hq=1 hk=1 path=late",
+    "sq=33 sk=200 hq=1 hk=1 path=ahead",
+    "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late",
+    "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=ahead",
+    "sq=40 sk=130 left=90 right=50 stabilizer=none path=ahead",
+    "layout=thd lens_q=0,5,40 lens_k=4,0,130 causal=1 path=ahead",
 ]
 
 FAULTS = {

@@ -22,6 +22,7 @@ from stable_attention.numerics import (
     DYNAMIC_BOUND_FP16,
     LN2,
     accumulate,
+    add_late,
     add_segment,
     add_sink,
     inverse,
@@ -33,7 +34,7 @@ from stable_attention.numerics import (
 )
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, shape, strides
-from stable_attention.stabilizers import KNOWN, LOW_DTYPES
+from stable_attention.stabilizers import KNOWN, LOW_DTYPES, Stabilizer
 from stable_attention.triton.geometry import (
     align,
     edge_tile,
@@ -44,6 +45,74 @@ from stable_attention.triton.geometry import (
 )
 from stable_attention.triton.memory import load_tile, source, tile_offsets
 from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, use_tma
+
+
+@triton.jit
+def _scores(
+    q, k_ptr, off_k, stride_ks, n, sk,
+    BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Raw scores [BM, BN] of the key tile that starts at n: the product and nothing that waits."""
+    # [BN, BD]
+    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, RAGGED, TMA)
+    # [BM, BD] @ [BD, BN] -> [BM, BN]
+    return tl.dot(q, tl.trans(k))
+
+
+@triton.jit
+def _weights(
+    s, m, l, top, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    seed, batch_id, head_id, q_pos, k_pos, threshold,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr,
+    DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """Softmax step of raw scores: (P [BM, BN] as DTYPE, P after dropout, alpha, m, l, top)."""
+    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
+    if MASKED:
+        rows = m0 + tl.arange(0, BM)
+        cols = n + tl.arange(0, BN)
+        ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+        s = tl.where(ok, s, -float("inf"))
+    if DYNAMIC:
+        # The shift is no longer the maximum, which the caller may want.
+        top = tl.maximum(top, tl.max(s, 1) * unit)
+    p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, DYNAMIC, PAPER, BOUND)
+    p = p.to(DTYPE)
+    weights = p
+    if DROPOUT:
+        keep = keep_mask(
+            seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
+        )
+        weights = tl.where(keep, p, 0.0)
+    return p, weights, alpha, m, l, top
+
+
+@triton.jit
+def _late_step(
+    s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v, stride_vs,
+    n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    seed, batch_id, head_id, q_pos, k_pos, threshold,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr,
+    DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Add the product of the tile before (part, l_part), then start that of the tile at n."""
+    acc = add_late(acc, part, alpha)
+    if ROUNDED:
+        l_acc = add_late(l_acc, l_part, alpha)
+    p, weights, alpha, m, l, top = _weights(
+        s, m, l, top, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+        seed, batch_id, head_id, q_pos, k_pos, threshold,
+        DTYPE, BM, BN, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, DYNAMIC, False, BOUND,
+    )  # fmt: skip
+    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, False, TMA)
+    part = tl.dot(weights, v)
+    if ROUNDED:
+        l_part = tl.dot(p, ones)
+    return acc, l_acc, part, l_part, alpha, m, l, top
 
 
 @triton.jit
@@ -62,27 +131,13 @@ def _forward_step(
 
     l_acc [BM, ONES] sums the rounded P, if ROUNDED; all its columns are equal.
     """
-    # [BN, BD]
-    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
-    # [BM, BD] @ [BD, BN] -> [BM, BN]
-    s = tl.dot(q, tl.trans(k))
-    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
-    if MASKED:
-        rows = m0 + tl.arange(0, BM)
-        cols = n + tl.arange(0, BN)
-        ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
-        s = tl.where(ok, s, -float("inf"))
-    if DYNAMIC:
-        # The shift is no longer the maximum, which the caller may want.
-        top = tl.maximum(top, tl.max(s, 1) * unit)
-    p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, DYNAMIC, PAPER, BOUND)
-    p = p.to(k.dtype)
-    weights = p
-    if DROPOUT:
-        keep = keep_mask(
-            seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
-        )
-        weights = tl.where(keep, p, 0.0)
+    s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)
+    p, weights, alpha, m, l, top = _weights(
+        s, m, l, top, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+        seed, batch_id, head_id, q_pos, k_pos, threshold,
+        q.dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
+        DYNAMIC, PAPER, BOUND,
+    )  # fmt: skip
     # [BN, BDV]
     v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BN] @ [BN, BDV] -> [BM, BDV]
@@ -106,7 +161,7 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
-    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr,
+    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr, AHEAD: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +211,49 @@ def forward_kernel(
                 CHUNKED, ROUNDED, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     # Masked tiles may leave rows without a key (m = -inf); an unmasked tile ends that.
-    if SEGMENT == 0:
+    if SEGMENT == BN:
+        # The product of a tile joins an iteration later, in float32: a fused multiply-add where an
+        # accumulating product needs the multiplication by alpha, in the shadow of the next softmax
+        # and not between a softmax and its product.
+        part = tl.zeros([BM, BDV], tl.float32)
+        l_part = tl.zeros([BM, ONES], tl.float32)
+        alpha = tl.full([BM], 1.0, tl.float32)
+        if AHEAD:
+            # The scores of the next tile are computed while this tile's softmax runs.
+            if full_hi > full_lo:
+                s = _scores(q, k_ptr, off_k, stride_ks, full_lo, sk, BN, BD, D, False, TMA)
+                for t in range(0, (full_hi - full_lo) // BN - 1):
+                    n = full_lo + t * BN
+                    s_next = _scores(q, k_ptr, off_k, stride_ks, n + BN, sk, BN, BD, D, False, TMA)
+                    acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
+                        s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
+                        stride_vs, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta,
+                        eps, seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                        q.dtype, BM, BN, BDV, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
+                        ROUNDED, DYNAMIC, BOUND, TMA,
+                    )  # fmt: skip
+                    s = s_next
+                acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
+                    s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
+                    stride_vs, full_hi - BN, m0, sq, sk, shift, left, right, unit, capped_scale,
+                    beta, eps, seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                    q.dtype, BM, BN, BDV, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
+                    ROUNDED, DYNAMIC, BOUND, TMA,
+                )  # fmt: skip
+        else:
+            for t in range(0, (full_hi - full_lo) // BN):
+                n = full_lo + t * BN
+                s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, False, TMA)
+                acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
+                    s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
+                    stride_vs, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta,
+                    eps, seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                    q.dtype, BM, BN, BDV, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
+                    ROUNDED, DYNAMIC, BOUND, TMA,
+                )  # fmt: skip
+        acc = add_late(acc, part, alpha)
+        l_acc = add_late(l_acc, l_part, alpha)
+    elif SEGMENT == 0:
         for t in range(0, (full_hi - full_lo) // BN):
             acc, m, l, l_acc, top = _forward_step(
                 acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
@@ -246,6 +343,13 @@ def allocate(
     )
 
 
+def _segment(stabilizer: Stabilizer, tile: configs.Tile) -> int:
+    """Keys between float32 additions: what the numerics ask for, or what is faster for all."""
+    if stabilizer.paper or not (stabilizer.rounded_normalizer or tile.segment == tile.bn):
+        return 0
+    return tile.segment
+
+
 def forward(
     problem: Problem,
     q: torch.Tensor,
@@ -294,8 +398,8 @@ def forward(
         HAS_LOW=result.low.numel() > 0,
         HAS_MAX=with_max_logits,
         ROUNDED=stabilizer.rounded_normalizer,
-        SEGMENT=tile.segment if stabilizer.rounded_normalizer else 0,
-        ONES=tile.ones,
+        SEGMENT=_segment(stabilizer, tile),
+        ONES=tile.ones, AHEAD=tile.ahead,
         DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
         HEAD_BLOCK=configs.head_block(problem), TMA=use_tma(problem, tile, k, v),
         num_warps=tile.warps, num_stages=tile.stages,
