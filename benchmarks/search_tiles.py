@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,24 +149,33 @@ def compile_once(job: tuple[str, int, bool, str, Tile]) -> str:
     return ""
 
 
-def variants(which: str, tile: Tile) -> list[tuple[str, Tile]]:
+def modes(which: str, width: int, tile: Tile) -> list[Tile]:
+    """A tile in every way the forward kernel can sum up its products."""
+    if which != "forward":
+        return [tile]
+    late = replace(tile, segment=tile.bn, ones=16)
+    plain = replace(tile, segment=0 if width > 128 else 1024)
+    return [plain, replace(plain, ones=16), late, replace(late, ahead=True)]
+
+
+def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:
     """The winner with one thing changed, to see what each thing costs."""
-    rows = asdict(tile)
-    found = [("none", tile), ("compensated", Tile(**rows | {"tma": not tile.tma}))]
+    found = [("none", tile), ("compensated", replace(tile, tma=not tile.tma))]
     if which == "forward":
-        lengths = (0, 512, 1024, 4096)
-        found += [("compensated", Tile(**rows | {"segment": n})) for n in lengths]
-        found.append(("compensated", Tile(**rows | {"ones": 16})))
+        found.append(("none", replace(tile, segment=0)))
+        found += [("compensated", replace(tile, segment=n)) for n in (0, 512, 4096)]
+        found += [("compensated", mode) for mode in modes(which, width, tile)]
     return found
 
 
 def search(passes: list[str], widths: list[int], workers: int) -> list[dict[str, Any]]:
     jobs = [
-        (which, width, banded, "compensated", Tile(*c, tma=True))
+        (which, width, banded, "compensated", tile)
         for (which, width), rows in CANDIDATES.items()
         if which in passes and width in widths
         for banded in (False, True)
         for c in rows
+        for tile in modes(which, width, Tile(*c, tma=True))
     ]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -191,7 +200,9 @@ def winners(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     for r in records:
         name = configs.key(r["pass"], r["width"], r["banded"])
         if r["ms"] is not None and (name not in best or r["ms"] < best[name][0]):
-            best[name] = (r["ms"], [r["bm"], r["bn"], r["warps"], r["stages"]])
+            fields = ("bm", "bn", "warps", "stages")
+            fields += ("segment", "ones", "ahead") if r["pass"] == "forward" else ()
+            best[name] = (r["ms"], [int(r[x]) for x in fields])
     return {name: row for name, (_, row) in best.items()}
 
 
@@ -200,9 +211,14 @@ def compare_variants(best: dict[str, list[int]]) -> list[dict[str, Any]]:
     for name, row in best.items():
         which, width, mask = name.split("/")
         tile = Tile(*row, tma=True)
-        for stabilizer, changed in [("compensated", tile), *variants(which, tile)]:
+        tried = [("compensated", tile), *variants(which, int(width), tile)]
+        for stabilizer, changed in dict.fromkeys(tried):
             bench = bench_of(int(width), mask == "band", stabilizer)
-            ms = bench.time(which, changed, repeats=30)
+            try:
+                ms: float | None = bench.time(which, changed, repeats=30)
+            except Exception as error:
+                print(f"variant {name} {changed}: {type(error).__name__}", flush=True)
+                ms = None
             found.append({"row": name, "stabilizer": stabilizer} | asdict(changed) | {"ms": ms})
             print("variant", found[-1], flush=True)
     return found
