@@ -66,15 +66,19 @@ class RowFacts:
     """[h]: sum over the rows of *all* ranks and the keys of *this* rank of P (dP - delta)^2."""
 
 
-def pick_rows(tokens: int, count: int, *, phase: int) -> list[int]:
+def pick_rows(
+    tokens: int, count: int, *, phase: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """``count`` increasing row numbers of ``tokens``, spread evenly, other ones for every phase.
 
     The first rows are left out (64 of them, or an eighth): they see few keys, so little rounds.
+    Computed on ``device``: a copy from the host would wait for it.
     """
     first = min(64, tokens // 8)
     count = max(1, min(count, tokens - first))
     shift = (phase * GOLDEN) % 1.0
-    return [first + int((i + shift) * (tokens - first) / count) for i in range(count)]
+    places = torch.arange(count, dtype=torch.float64, device=device) + shift
+    return first + (places * ((tokens - first) / count)).long()
 
 
 def gather(x: torch.Tensor, group: Any) -> list[torch.Tensor]:

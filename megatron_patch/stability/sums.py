@@ -64,9 +64,7 @@ class HeadSums:
         """One call and its dO [s, b, h, dv]. Collective over the context-parallel group."""
         geometry, b = seen.geometry, min(self.sequences, seen.q.shape[1])
         per_rank = -(-self.rows // geometry.size)
-        rows = torch.tensor(
-            pick_rows(seen.q.shape[0], per_rank, phase=self.phase), device="cpu"
-        ).to(seen.q.device, non_blocking=True)
+        rows = pick_rows(seen.q.shape[0], per_rank, phase=self.phase, device=seen.q.device)
         facts = measure(
             seen.q[:, :b],
             seen.k[:, :b],

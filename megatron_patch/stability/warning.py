@@ -51,8 +51,9 @@ class Rule:
     reference_steps: int = 4000
     settle_steps: int = 0
     """Steps before the rule looks: the learning rate's warm-up."""
-    head_signal: float = 0.1
-    """bias_to_signal from which a head is named."""
+    head_signal: float = 0.005
+    """bias_to_signal from which a head is named. Of the synthetic regimes of docs/numerics.md the
+    saturated and the tied sinks reach it with a plain kernel; `compensated` stays below 1e-4."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,202 @@
+"""What the telemetry says of a head, against the library's float64 probe on the same rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.observe import Seen
+from megatron_patch.stability.record import bias_to_signal
+from megatron_patch.stability.sampling import Geometry
+from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
+from megatron_patch.stability.warning import Rule
+from stable_attention.probes import BackendResult, probe
+from stable_attention.reference.emulators import (
+    COMPENSATED,
+    FLASH2,
+    INT8_CODES,
+    Rounding,
+    emulate,
+    half_ulp,
+)
+from stable_attention.reference.regimes import make_regime
+
+N, HEADS, D = 256, 2, 64
+SKIP = 32  # rows `pick_rows` leaves out of N
+
+
+def site(backend: str = "stable_flash", stabilizer: str = "none") -> Any:
+    """Stands for an observed module."""
+    return SimpleNamespace(layer=1, backend=backend, stabilizer=stabilizer)
+
+
+def sbhd(x: torch.Tensor) -> torch.Tensor:
+    """[h, n, d] -> [n, 1, h, d]."""
+    return x.permute(1, 0, 2)[:, None].contiguous()
+
+
+def seen_of(regime: str, rounding: Rounding, **changes: Any) -> tuple[Seen, torch.Tensor, Any]:
+    """A call computed by an emulated kernel, its dO, and the emulation."""
+    q, k, v, do = make_regime(regime, heads=HEADS, n=N, d=D, seed=3)
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    done = emulate(*(x[None] for x in (q, k, v, do)), rounding=rounding, mask=mask)
+    fields = {
+        "site": site(),
+        "q": sbhd(q),
+        "k": sbhd(k),
+        "v": sbhd(v),
+        "out": sbhd(done.out[0]),
+        "low": sbhd(done.low[0].bfloat16()) if rounding.residual else None,
+        "max_logits": None,
+        "sinks": None,
+        "geometry": Geometry(scale=D**-0.5, causal=True),
+        "dropout_p": 0.0,
+    }
+    return Seen(**(fields | changes)), sbhd(do), done
+
+
+def observe(seen: Seen, do: torch.Tensor) -> dict[str, np.ndarray]:
+    """Metrics [2 layers, 4 heads]; the call is layer 1, heads 2 and 3."""
+    sums = HeadSums(
+        layers=2, heads=4, first_head=2, rows=N, sequences=4, device=torch.device("cpu")
+    )
+    sums.add(seen, do)
+    return head_metrics(sums.sums.numpy(), sums.maxima.numpy())
+
+
+@pytest.mark.parametrize("regime", ["tie2s", "near2", "diffuse", "gauss"])
+@pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
+def test_errors_and_kappa_are_those_of_the_probe(regime: str, rounding: Rounding) -> None:
+    stabilizer = "compensated" if rounding.residual else "none"
+    seen, do, _ = seen_of(regime, rounding, site=site(stabilizer=stabilizer))
+    found = observe(seen, do)
+    for h in range(HEADS):
+        one = [x[:, :, h : h + 1] for x in (seen.q, seen.k, seen.v, do)]
+        low = None if seen.low is None else seen.low[:, :, h : h + 1]
+        stored = seen.out[:, :, h : h + 1]
+
+        def judged(low: torch.Tensor | None, one: Any = one, stored: Any = stored) -> Any:
+            result = BackendResult(out=stored, low=low)
+            return probe(*one, backend=result, layout="sbhd", causal=True, skip_rows=SKIP)
+
+        used = judged(low)
+        # 3e-7: what float32 attention is from float64, relative to RMS(delta).
+        assert found["used_error_mean"][1, 2 + h] == pytest.approx(used.mean, rel=1e-2, abs=3e-7)
+        assert found["used_error_rms"][1, 2 + h] == pytest.approx(used.rms, rel=1e-2, abs=1e-6)
+        assert found["kappa"][1, 2 + h] == pytest.approx(used.kappa, rel=1e-2)
+        assert found["delta_rms"][1, 2 + h] == pytest.approx(used.rms_delta, rel=1e-2)
+        assert found["top_mass"][1, 2 + h] == pytest.approx(used.top_probability, rel=1e-4)
+        if low is not None:  # what O alone would have got wrong: the stored part of it
+            alone = judged(None).rms
+            mine = found["delta_error_rms"][1, 2 + h]
+            assert 0.6 * alone < mine < 1.05 * alone
+            if regime == "tie2s":
+                assert mine == pytest.approx(alone, rel=0.05)
+    assert np.isnan(found["kappa"][0]).all() and np.isnan(found["kappa"][1, :2]).all()
+
+
+def test_the_regime_that_breaks_plain_kernels_stands_out() -> None:
+    """Coherent error times kappa: the number the warning names heads by."""
+    plain, do, _ = seen_of("tie2s", FLASH2)
+    bad = observe(plain, do)
+    kept, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"))
+    good = observe(kept, do)
+    calm, do, _ = seen_of("gauss", FLASH2)
+    calm_found = observe(calm, do)
+    here = (1, slice(2, 4))
+    signal = {
+        name: bias_to_signal(m["used_error_mean"], m["kappa"])[here].min()
+        for name, m in (("bad", bad), ("good", good), ("calm", calm_found))
+    }
+    assert signal["bad"] > Rule().head_signal > 5 * max(signal["good"], signal["calm"])
+    assert (np.abs(bad["delta_error_sign"][here]) > 0.8).all()
+    # What the compensated kernel says a plain one would do is what the plain one does.
+    np.testing.assert_allclose(
+        good["delta_error_rms"][here], bad["delta_error_rms"][here], rtol=0.2
+    )
+
+
+def test_sources_by_backend() -> None:
+    """Vendor kernels are measured, exact ones emulated, dropout leaves only the residual."""
+    seen, do, _ = seen_of("near2", FLASH2, site=site("sdpa_cudnn", ""))
+    vendor = observe(seen, do)
+    np.testing.assert_array_equal(vendor["used_error_rms"], vendor["delta_error_rms"])
+    exact, do, _ = seen_of("near2", FLASH2, site=site("reference", ""))
+    emulated = observe(exact, do)
+    assert np.isnan(emulated["used_error_rms"]).all()
+    here = (1, slice(2, 4))
+    np.testing.assert_allclose(
+        emulated["delta_error_rms"][here], vendor["delta_error_rms"][here], rtol=0.1
+    )
+    dropped, do, _ = seen_of("near2", FLASH2, dropout_p=0.1)
+    blind = observe(dropped, do)
+    for name in ("delta_error_rms", "used_error_rms", "kappa"):
+        assert np.isnan(blind[name]).all()
+    kept, do, _ = seen_of("near2", COMPENSATED, dropout_p=0.1, site=site(stabilizer="compensated"))
+    assert np.isfinite(observe(kept, do)["delta_error_rms"][here]).all()
+    # A compensated call whose residual was not handed out: what it used is not known.
+    hidden, do, _ = seen_of("near2", COMPENSATED, low=None, site=site(stabilizer="compensated"))
+    unknown = observe(hidden, do)
+    assert np.isnan(unknown["used_error_rms"]).all()
+    assert np.isfinite(unknown["delta_error_rms"][here]).all()
+
+
+def test_int8_residuals_are_decoded() -> None:
+    seen, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"))
+    assert seen.low is not None
+    codes = torch.round(seen.low.float() / (half_ulp(seen.out) / INT8_CODES)).to(torch.int8)
+    coded = observe(replace(seen, low=codes), do)
+    exact = observe(seen, do)
+    here = (1, slice(2, 4))
+    np.testing.assert_allclose(
+        coded["delta_error_rms"][here], exact["delta_error_rms"][here], rtol=0.05
+    )
+
+
+def test_max_logits_are_exact_where_the_backend_says_nothing() -> None:
+    seen, do, _ = seen_of("one", FLASH2, site=site("sdpa_cudnn", ""))
+    scores = torch.einsum("sbhd,tbhd->bhst", seen.q.float(), seen.k.float()) * D**-0.5
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    want = scores.masked_fill(~mask, -math.inf).amax((0, 2, 3))
+    np.testing.assert_allclose(observe(seen, do)["max_logit"][1, 2:], want, rtol=1e-6)
+    told, do, _ = seen_of("one", FLASH2, max_logits=torch.tensor([7.0, 8.0]))
+    assert observe(told, do)["max_logit"][1].tolist()[2:] == [7.0, 8.0]
+
+
+def test_nothing_seen_is_nan_not_zero() -> None:
+    sums = HeadSums(
+        layers=1, heads=1, first_head=0, rows=4, sequences=1, device=torch.device("cpu")
+    )
+    found = head_metrics(sums.sums.numpy(), sums.maxima.numpy())
+    assert all(np.isnan(v).all() for v in found.values())
+    assert set(HEAD_METRICS) - set(found) == {"wq_norm", "wk_norm"}
+    assert len(set(FIELDS)) == len(FIELDS)
+
+
+class NoReads(TorchDispatchMode):
+    """Fails on operations that would bring a value to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        forbidden = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique")
+        assert not any(word in str(func) for word in forbidden), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_observation_waits_for_nothing() -> None:
+    seen, do, _ = seen_of("near2", FLASH2, max_logits=torch.tensor([7.0, 8.0]))
+    sums = HeadSums(
+        layers=2, heads=4, first_head=2, rows=16, sequences=1, device=torch.device("cpu")
+    )
+    with NoReads():
+        sums.clear(phase=2)
+        sums.add(seen, do)
+        with pytest.raises(AssertionError, match="waits for the device"):
+            sums.sums[0, 0, 0].item()
