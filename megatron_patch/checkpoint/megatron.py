@@ -13,6 +13,7 @@ content and layout of the state are in `checkpoint.content`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -82,6 +83,7 @@ class Checkpointer:
         *,
         config_text: str = "",
         root: str | Path | None = None,
+        extra: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Nothing is read or written yet. Collective: makes a gloo group of all ranks.
 
@@ -94,6 +96,7 @@ class Checkpointer:
             config_text: the resolved configuration as YAML, kept inside every checkpoint.
             root: directory of the checkpoints; default: ``checkpoint.directory`` or
                 ``<run_dir>/checkpoints``.
+            extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
 
         Raises:
             ValueError: the key file cannot be used.
@@ -103,6 +106,8 @@ class Checkpointer:
             list(chunks), optimizer, schedule, run.parallel.use_distributed_optimizer
         )
         self.config_text = config_text
+        self._extra = extra
+        self.loaded_extra: dict[str, Any] = {}
         options = run.checkpoint
         key = read_key(options.hmac_key_file) if options.hmac_key_file is not None else None
         self.ranks = make_collective()
@@ -219,6 +224,7 @@ class Checkpointer:
             "optimizer_step": optimizer_state.read_step(self.parts.optimizer),
             "config": self.config_text,
             "environment": self._report(),
+            "extra": self._extra(),
         }
         return state
 
@@ -271,6 +277,27 @@ class Checkpointer:
         if progress is not None or options.load_from is None:
             return progress
         return self._load_from(Path(options.load_from), options.load_weights_only)
+
+    def abandon_after(self, step: int) -> None:
+        """Move the checkpoints of later steps aside; a background save ends first. Collective.
+
+        Raises:
+            CheckpointError: nothing would be left.
+        """
+        with contextlib.suppress(SaveError):  # what it would have saved is abandoned anyway
+            self.finalize(blocking=True)
+        self.store.abandon_after(step)
+
+    def reload(self) -> Progress:
+        """Go back to the run's newest good checkpoint, in the middle of a run. Collective.
+
+        Raises:
+            CheckpointError: none is good.
+        """
+        progress = self._load_newest(self.store, weights_only=False, move_aside=True)
+        if progress is None:
+            raise CheckpointError(f"there is no checkpoint in {self.store.root}")
+        return progress
 
     def _load_from(self, path: Path, weights_only: bool) -> Progress | None:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
@@ -392,7 +419,9 @@ class Checkpointer:
             self._say("took the weights of step %d", progress.step)
             return progress
         optimizer_state.load(self.parts.optimizer, loaded["optimizer"], int(run["optimizer_step"]))
+        self.parts.schedule.num_steps = 0  # core adds the saved steps to those it has taken
         self.parts.schedule.load_state_dict(dict(run["schedule"]))
+        self.loaded_extra = dict(run.get("extra", {}))
         if same_layout:
             random_state.restore(loaded[content.RNG])
         else:

@@ -351,6 +351,37 @@ class CheckpointStore:
                 raise refusal
         return Found(path, result)
 
+    def newest_at(self, step: int) -> int | None:
+        """Step of the newest complete checkpoint of at most ``step``; None: none. Collective."""
+        return self._on_first_rank(
+            lambda: self._newest_at(step), f"cannot list {self.root}", error=CheckpointError
+        )
+
+    def _newest_at(self, step: int) -> int | None:
+        steps = (_key(name)[0] for name in self._complete_names())
+        return max((s for s in steps if s <= step), default=None)
+
+    def abandon_after(self, step: int) -> None:
+        """Move the complete checkpoints of later steps aside; ``latest`` names what is left.
+
+        Collective. Nothing is moved when nothing would be left.
+
+        Raises:
+            CheckpointError: there is no checkpoint of at most ``step``, or it cannot be done.
+        """
+
+        def work() -> None:
+            if self._newest_at(step) is None:
+                raise CheckpointError(f"there is no checkpoint of step {step} or before")
+            names = self._complete_names()
+            kept = next(name for name in names if _key(name)[0] <= step)
+            self._write_latest(kept)  # first: a kill in between leaves a pointer that holds
+            for name in names:
+                if _key(name)[0] > step:
+                    self._move_aside(self.root / name, "abandoned")
+
+        self._on_first_rank(work, f"cannot go back to step {step}", error=CheckpointError)
+
     def _check_manifest(self, path: Path) -> Manifest | BadCheckpoint:
         try:
             manifest = self._read_manifest(path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_patch.attention.config import AttentionConfig
 from megatron_patch.checkpoint.config import CheckpointConfig
 from megatron_patch.data.config import DataConfig
+from megatron_patch.faults.config import FaultsConfig
 from megatron_patch.launcher.config import ClusterConfig
 from megatron_patch.model.config import ModelConfig
 from megatron_patch.monitor.config import LoggingConfig
@@ -51,6 +52,8 @@ class RunConfig:
     """What a person sees."""
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     """What is watched about attention, and what the verdict may do."""
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    """Hangs, stragglers, loss spikes."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How it is started on a Slurm cluster."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -113,13 +113,20 @@ class Loaders:
         """Whether the configuration gives this split any data."""
         return split in self._mixtures
 
-    def iterate(self, split: Split, *, start_step: int = 0) -> Iterator[Batch]:
+    def iterate(
+        self,
+        split: Split,
+        *,
+        start_step: int = 0,
+        batch_of: Callable[[int], int] = lambda step: step - 1,
+    ) -> Iterator[Batch]:
         """This rank's micro-batches from step ``start_step`` on, ``micro_batches`` a step, endless.
 
         Each is a dict of CPU tensors (pinned when training on CUDA): ``tokens``, ``labels``,
         ``position_ids`` int64 [b, s / cp], ``loss_mask`` float32 [b, s / cp]. Evaluation passes
-        start at step 0 and therefore see the same sequences every time. Close the iterator (or
-        drop it) to end its reader threads.
+        start at step 0 and therefore see the same sequences every time. ``batch_of`` gives the
+        global batch of a step counted from 1, for runs that leave batches out. Close the iterator
+        (or drop it) to end its reader threads.
 
         Raises:
             DataError: the split has no data, or a token file changed while it was used.
@@ -129,10 +136,22 @@ class Loaders:
                 f"there is no {split} data ({self._absent[split]}): give it a share in data.split "
                 f"or datasets in data.{split}; available: {', '.join(self._mixtures)}"
             )
-        return self._ahead(split, start_step * self.micro_batches)
+        return self._ahead(split, start_step * self.micro_batches, batch_of)
+
+    def samples(self, split: Split, batch: int) -> list[dict[str, int | str]]:
+        """What a global batch consists of: position in the order, file, window, first token."""
+        size, mixture = self._run.training.global_batch_size, self._mixtures[split]
+        found: list[dict[str, int | str]] = []
+        for k in range(batch * size, (batch + 1) * size):
+            dataset, index = mixture.blend.locate(k)
+            part = mixture.parts[dataset]
+            first = part.first + part.ring.start(index)
+            file = part.file.path.name
+            found.append({"sample": k, "file": file, "window": index, "first_token": first})
+        return found
 
     def batch(self, split: Split, step: int, micro: int) -> Batch:
-        """Micro-batch ``micro`` of ``step`` on this rank; see ``iterate``."""
+        """Micro-batch ``micro`` of global batch ``step`` on this rank; see ``iterate``."""
         training = self._run.training
         b, s = training.micro_batch_size, self._run.model.seq_length
         pass_ = micro * self._layout.dp_size + self._layout.dp_rank
@@ -196,11 +215,16 @@ class Loaders:
         for file in files.values():
             file.close()
 
-    def _ahead(self, split: Split, at: int) -> Iterator[Batch]:
+    def _ahead(self, split: Split, at: int, batch_of: Callable[[int], int]) -> Iterator[Batch]:
         workers = self._run.data.num_workers
+
+        def place(at: int) -> tuple[int, int]:
+            step, micro = divmod(at, self.micro_batches)
+            return batch_of(step + 1), micro
+
         if workers == 0:
             while True:
-                yield self.batch(split, *divmod(at, self.micro_batches))
+                yield self.batch(split, *place(at))
                 at += 1
         cuda = self._run.training.device == "cuda" and torch.cuda.is_available()
         device = torch.cuda.current_device() if cuda else None
@@ -218,8 +242,7 @@ class Loaders:
         try:
             while True:
                 while len(pending) < 2 * workers:
-                    place = divmod(at, self.micro_batches)
-                    pending.append(pool.submit(self.batch, split, *place))
+                    pending.append(pool.submit(self.batch, split, *place(at)))
                     at += 1
                 yield pending.popleft().result()
         finally:

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     code, reason = _run(arguments[0], arguments[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    _leave(attempt / "exit" / f"{rank:05d}", f"{code} {time.time():.3f} {reason}\n")
+    leave(rank, code, reason)
     return code
 
 
@@ -77,6 +77,14 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         traceback.print_exc()
         return 1, _first_line(f"{type(error).__name__}: {error}")
     return 0, "ended"
+
+
+def leave(rank: int, code: int, reason: str) -> None:
+    """Leave the exit code where the batch script looks for it; nothing without a launcher."""
+    folder = os.environ.get(ATTEMPT_DIR, "")
+    if folder:
+        path = Path(folder) / "exit" / f"{rank:05d}"
+        _leave(path, f"{code} {time.time():.3f} {_first_line(reason)}\n")
 
 
 def _first_line(text: str) -> str:

@@ -40,6 +40,7 @@ class Monitor:
         self._stream = stream or sys.stdout
         self._sinks: list[Sink] = []
         self._bar: Any = None
+        self._settings: dict[str, Any] | None = None
         self._rates: deque[float] = deque(maxlen=RATE_RECORDS)
         self._file: TextIO | None = None
         self._relay: _Relay | None = None
@@ -64,6 +65,7 @@ class Monitor:
 
     def start(self, start_step: int, *, settings: dict[str, Any] | None = None) -> None:
         """Open the sinks. Rows of steps after ``start_step`` are taken over as abandoned."""
+        self._settings = settings
         if not self.active:
             return
         logging = self.run.logging
@@ -81,6 +83,11 @@ class Monitor:
                 WandbSink(logging.wandb, self.run_dir, name=self.run.name, settings=settings or {})
             )
         self._open_bar(start_step)
+
+    def restart(self, start_step: int) -> None:
+        """The run went back to ``start_step``: open the sinks again; later rows are abandoned."""
+        self._close_sinks()
+        self.start(start_step, settings=self._settings)
 
     def _open_bar(self, start_step: int) -> None:
         wanted = self.run.logging.progress
@@ -143,15 +150,18 @@ class Monitor:
         if self._relay is not None:
             self._relay.detach()
             self._relay = None
+        self._close_sinks()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _close_sinks(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         for sink in self._sinks:
             sink.close()
         self._sinks = []
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class _Relay(logging.Handler):

@@ -1,22 +1,86 @@
-"""How far the run is, for whoever watches it from outside.
+"""How far the run is, for whoever watches it: from outside by a file, from inside by a pulse.
 
 The launcher names a file in ``MEGATRON_PATCH_HEARTBEAT``; the first rank keeps the step it has
-begun in it. A crash at the same step again and again is told apart from bad luck by it, and a file
-that no longer changes is a hang. Without the variable nothing is written.
+begun in it. A crash at the same step again and again is told apart from bad luck by it. Without the
+variable nothing is written.
+
+`PULSE` is this process's own: step, phase and since when. The training code announces the phases it
+enters, `faults.hang` watches that they end, `faults.straggler` adds up how long they take. Only the
+thread that trains writes it; a reader sees the state before or after a change, never a mixture.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass
 
 VARIABLE = "MEGATRON_PATCH_HEARTBEAT"
 
+PHASES = ("start", "data", "forward", "backward", "reduction", "optimizer", "record", "evaluation",
+          "save", "end")  # fmt: skip
+"""In the order of a step. ``start`` lasts until the first step begins; ``backward`` includes what a
+pipeline stage waits between two micro-batches; ``record`` reads values for a log line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Where a process is."""
+
+    step: int
+    """The step that has begun, counted from 1; 0 before the first."""
+    phase: str
+    since: float
+    """``time.monotonic()`` when the phase began."""
+
+
+class Pulse:
+    """The beats of this process, and how long steps and phases took."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """A new attempt begins."""
+        self.now = Beat(0, "start", time.monotonic())
+        self.finished = 0
+        """Steps that ended in this attempt."""
+        self.longest = 0.0
+        """Seconds of the longest step so far, its evaluation and save left out."""
+        self._began = 0.0
+        self._away = 0.0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        """Host seconds in each phase since the attempt began."""
+
+    def step(self, step: int) -> None:
+        """``step`` begins, with reading its data."""
+        self.enter("data", step=step)
+        self._began, self._away = self.now.since, 0.0
+
+    def enter(self, phase: str, *, step: int | None = None) -> None:
+        """The current phase is over, ``phase`` begins."""
+        before, moment = self.now, time.monotonic()
+        spent = moment - before.since
+        self.seconds[before.phase] += spent
+        if before.phase in ("evaluation", "save"):
+            self._away += spent
+        self.now = Beat(before.step if step is None else step, phase, moment)
+
+    def stepped(self) -> None:
+        """The step is over."""
+        self.finished += 1
+        if self.finished > 1:  # the first one compiles and connects
+            self.longest = max(self.longest, time.monotonic() - self._began - self._away)
+
+
+PULSE = Pulse()
+
 
 class Heartbeat:
-    """Writes the current step; one ``pwrite`` a step on the first rank, nothing on the others.
+    """Tells the pulse and, on the first rank, the launcher's file which step has begun.
 
     Args:
-        rank: this process's rank; only rank 0 writes.
+        rank: this process's rank; only rank 0 writes (one ``pwrite`` a step).
     """
 
     def __init__(self, rank: int) -> None:
@@ -25,11 +89,15 @@ class Heartbeat:
 
     def beat(self, step: int) -> None:
         """``step`` (counted from 1) begins."""
+        PULSE.step(step)
         if self._file is not None:
-            os.pwrite(self._file, b"%d\n" % step, 0)  # digits never get fewer
+            text = b"%d\n" % step
+            os.pwrite(self._file, text, 0)
+            os.ftruncate(self._file, len(text))  # a rewind can take a digit away
 
     def close(self) -> None:
         """No more steps."""
+        PULSE.enter("end")
         if self._file is not None:
             os.close(self._file)
             self._file = None

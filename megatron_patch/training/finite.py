@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,8 @@ class StepGuard:
         self.step = 0
         self.stop_code = NO_STOP
         self.nonfinite = 0
+        self.judge: Callable[[torch.Tensor | float], None] | None = None
+        """Called with a finite step's gradient norm, before the update; may raise on all ranks."""
         self._loss: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._chunks: list[torch.nn.Module] = []
@@ -163,6 +166,8 @@ class StepGuard:
             self.nonfinite += 1
             if self.check:
                 raise NonFiniteError(self._explain(), step=self.step)
+        elif self.judge is not None:
+            self.judge(norm)
 
     def _explain(self) -> str:
         """Collective: every rank scans its gradients, all build the same message."""

@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.faults import hang, ledger
+from megatron_patch.faults.spike import RewindsUsedUp, RewindWanted, Spike
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
-from megatron_patch.runtime.heartbeat import Heartbeat
+from megatron_patch.runtime.heartbeat import PULSE, Heartbeat
 from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import startup
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.rundir import mark_finished, run_directory
+from megatron_patch.training.rundir import RunDirectory, mark_finished, run_directory
 from megatron_patch.training.saver import Position, Saver
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
 from megatron_patch.training.step import StepResult, fetch, train_step
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
 
 
+TOGETHER = (NonFiniteError, StabilityStop, RewindsUsedUp, ledger.SameStepError)
+"""Errors that all ranks raise at the same place."""
+
+
 def train(loaded: Loaded) -> int:
     """Run the training described by ``loaded``; returns the exit code 0.
 
@@ -41,22 +47,31 @@ def train(loaded: Loaded) -> int:
         NonFiniteError: exit code 3.
         CheckpointError: exit code 4 (no good checkpoint where one is required).
         StabilityStop: exit code 5, after a checkpoint (``stability.guard: stop``).
+        RewindsUsedUp: exit code 7 (``faults.spike``).
+        SameStepError: exit code 8, one step crashed every attempt (where the launcher asks).
+
+    A hang ends every rank with exit code 6 from a thread of its own (`faults.hang`).
     """
     run = loaded.config
     stop = StopFlags(run.training.exit_after_minutes)
     startup.prepare_process(run)
+    hang.record_collectives(run_directory(run))
     layout = setup.initialize(run)
     stop.install()
+    watcher = hang.start(run, layout, run_directory(run))
     try:
         _train(loaded, layout, stop)
         setup.destroy()
     except BaseException as error:
+        ledger.record_error(run_directory(run), layout.rank, error)
         # Elsewhere other ranks may be inside a collective: leaving the groups together is not
         # possible, and the launcher ends them.
-        if layout.world_size == 1 or isinstance(error, (NonFiniteError, StabilityStop)):
+        if layout.world_size == 1 or isinstance(error, TOGETHER):
             setup.destroy()
         raise
     finally:
+        if watcher is not None:
+            watcher.stop()
         stop.restore()
     return 0
 
@@ -72,10 +87,12 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
             monitor.say(f"run {run.name} has finished already; raise training.train_steps to go on")
             return
         monitor.check()
+        startup.refuse_repeated_crash(run, layout)
         startup.announce(monitor, run, layout)
         for note in directory.notes if directory is not None else []:
             monitor.say(note)
-        _Training(loaded, layout, stop=stop, monitor=monitor).run_to_end()
+        parts = _Training(loaded, layout, stop=stop, monitor=monitor, directory=directory)
+        parts.run_to_end()
     except BaseException as error:
         monitor.note(f"stopped by {type(error).__name__}: {error}")
         raise
@@ -89,7 +106,13 @@ class _Training:
     """The parts of one attempt and the loop over them."""
 
     def __init__(
-        self, loaded: Loaded, layout: Layout, *, stop: StopFlags, monitor: Monitor
+        self,
+        loaded: Loaded,
+        layout: Layout,
+        *,
+        stop: StopFlags,
+        monitor: Monitor,
+        directory: RunDirectory | None,
     ) -> None:
         from megatron_patch.checkpoint.megatron import Checkpointer
         from megatron_patch.data.loader import build_loaders
@@ -97,6 +120,7 @@ class _Training:
 
         run = loaded.config
         self.loaded, self.run, self.layout, self.monitor = loaded, run, layout, monitor
+        self.directory = directory
         for line in verify_datasets(run):
             monitor.say(line)
         self.loaders: Loaders = build_loaders(run, layout)
@@ -110,25 +134,33 @@ class _Training:
         self.heartbeat = Heartbeat(layout.rank)
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
         s = self.session
+        self.faults = s.faults = startup.watch_faults(s, self.loaders, monitor)
         self.saver = Saver(
             Checkpointer(
-                run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml()
+                run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml(),
+                extra=self.faults.state,
             ),
             monitor,
-        )
+        )  # fmt: skip
+        self.faults.spikes.can_rewind = self.saver.can_rewind
         self.position = Position()
+        self._begin = 0
+        self._batches: Iterator[Any] | None = None
         self.stability = s.stability = startup.watch_stability(s, monitor)
 
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
         self._resume()
-        begin = self.position.step
-        self.monitor.start(begin, settings=self.loaded.tree)
+        self._begin = self.position.step
+        self.monitor.start(self._begin, settings=self.loaded.tree)
         try:
             reason = self._steps()
         finally:
             self.stability.close()
-        if self.position.step > begin:
+        self.faults.close()
+        PULSE.enter("save")
+        if self.position.step > self._begin:
+            self._check_directory()
             with parameters_in_place(self.session):
                 self.saver.save_last(self.position)
         self.loaders.close()
@@ -167,45 +199,91 @@ class _Training:
             self.monitor.say(
                 f"resuming after step {position.step:,} ({position.consumed_tokens:,} tokens)"
             )
+        self.faults.resume(self.saver.extra)
         self.stability.start(self.position.step, switched_at=self.position.switched_at)
         startup.keep_optimizer_kernel(self.session)
         startup.check_data_identity(self.run, self.layout, self.loaders, step=self.position.step)
 
     def _steps(self) -> str | None:
         """Train until the end (None) or a reason to stop."""
-        t, position = self.run.training, self.position
+        t = self.run.training
         self.session.guard.stop_code = self.session.guard.agree_on_signal()
         reason = self._reason_to_stop()
-        if position.step >= t.train_steps or reason is not None:
+        if self.position.step >= t.train_steps or reason is not None:
             return reason
-        batches = self._batches()
+        self._batches = self._read()
         self.recorder.restart()
         try:
-            while position.step < t.train_steps and reason is None:
-                self.heartbeat.beat(position.step + 1)
-                self.stability.begin(position.step + 1)
-                result = train_step(self.session, fetch(self.session, batches), position.step + 1)
-                position.advance(self.run)
-                self.recorder.stepped()
-                self.stability.finish(position.step, result)
-                position.switched_at = self.stability.switched_at
-                self.monitor.tick()
-                reason = self._reason_to_stop()
-                last = reason is not None or position.step == t.train_steps
-                self._report(result, last=last)
-                self._save(last=last)
-            self.stability.flush(position.step)
-            position.switched_at = self.stability.switched_at
+            while self.position.step < t.train_steps and reason is None:
+                try:
+                    reason = self._step(self.position.step + 1)
+                except RewindWanted as wanted:
+                    self._rewind(wanted.spike)
+            self.stability.flush(self.position.step)
+            self.position.switched_at = self.stability.switched_at
         finally:
-            if batches is not None:
-                batches.close()  # type: ignore[attr-defined]
+            self._close_batches()
         return reason
 
-    def _batches(self) -> Iterator[Any] | None:
+    def _step(self, step: int) -> str | None:
+        """One step and what follows it; the reason to stop after it, if there is one."""
+        self.heartbeat.beat(step)
+        self.stability.begin(step)
+        self.faults.begin(step)
+        result = train_step(self.session, fetch(self.session, self._batches), step)
+        self.position.advance(self.run)
+        self.recorder.stepped()
+        self.stability.finish(step, result)
+        self.position.switched_at = self.stability.switched_at
+        self.faults.stepped(step)
+        self.monitor.tick()
+        reason = self._reason_to_stop()
+        last = reason is not None or step == self.run.training.train_steps
+        self._report(result, last=last)
+        self._save(last=last)
+        PULSE.stepped()
+        return reason
+
+    def _rewind(self, spike: Spike) -> None:
+        """Back to the last checkpoint before the spike; the batches in between are left out."""
+        PULSE.enter("save")
+        self._close_batches()
+        self.stability.close()
+        switched_at = self.stability.switched_at  # numerics that were exchanged stay exchanged
+        with parameters_in_place(self.session):
+            self.position = self.saver.rewind(
+                spike.step - 1 - self.run.faults.spike.rewind_margin,
+                lambda step: self.faults.plan_rewind(spike, back_to=step),
+            )
+        startup.keep_optimizer_kernel(self.session)
+        self.faults.rewound(self.saver.extra)
+        self._begin = min(self._begin, self.position.step)
+        self.monitor.restart(self.position.step)
+        self.stability = self.session.stability = startup.watch_stability(
+            self.session, self.monitor
+        )
+        self.position.switched_at = max(self.position.switched_at, switched_at)
+        self.stability.start(self.position.step, switched_at=self.position.switched_at)
+        self.recorder.restart()
+        self._batches = self._read()
+
+    def _check_directory(self) -> None:
+        """Write no checkpoint into a directory that is not the run's any more (first rank only)."""
+        if self.directory is not None:
+            self.directory.check_still_there()
+
+    def _read(self) -> Iterator[Any] | None:
         """This rank's training micro-batches from the current step on; None if it reads none."""
         if not self.session.reads_data:
             return None
-        return self.loaders.iterate("train", start_step=self.position.step)
+        return self.loaders.iterate(
+            "train", start_step=self.position.step, batch_of=self.faults.skips.batch
+        )
+
+    def _close_batches(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()  # type: ignore[attr-defined]
 
     def _reason_to_stop(self) -> str | None:
         """Why the run ends here although it is not finished; the same on all ranks."""
@@ -227,18 +305,24 @@ class _Training:
         evaluates = due and self.loaders.has("valid")
         if not (step % self.run.logging.interval == 0 or last or evaluates):
             return
+        PULSE.enter("record")
         metrics = self.recorder.record(step, result, self.position.consumed_tokens)
         metrics = replace(metrics, extra=metrics.extra | self.stability.latest)
         if evaluates:
+            PULSE.enter("evaluation")
             with self.recorder.away():
                 metrics = replace(metrics, eval_loss=evaluate(self.session, self.loaders))
         self.monitor.log(metrics)
 
     def _save(self, *, last: bool) -> None:
         """Commit a background save that is ready; begin the next one, when due. Collective."""
-        self.saver.poll()
         interval = self.run.checkpoint.interval
-        if last or interval is None or self.position.step % interval:
+        due = not last and interval is not None and self.position.step % interval == 0
+        if due or self.saver.saving:
+            PULSE.enter("save")
+        self.saver.poll()
+        if not due:
             return
+        self._check_directory()
         with self.recorder.away(), parameters_in_place(self.session):
             self.saver.save(self.position)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.progress import Progress
@@ -59,6 +60,33 @@ class Saver:
             return None
         return Position(**progress.as_dict())
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the loaded checkpoint carried beside the state; empty for a fresh start."""
+        return self._checkpointer.loaded_extra
+
+    def can_rewind(self, step: int) -> bool:
+        """Whether there is a checkpoint of at most ``step``."""
+        return self._checkpointer.store.newest_at(step) is not None
+
+    def rewind(self, step: int, plan: Callable[[int], None]) -> Position:
+        """Go back to the newest checkpoint of at most ``step``; later ones are moved aside.
+
+        Args:
+            step: newest step wanted.
+            plan: told the step of that checkpoint, after the move and before anything is loaded.
+
+        Raises:
+            CheckpointError: there is none, or none of them is good.
+        """
+        self._checkpointer.abandon_after(step)
+        back_to = self._checkpointer.store.newest_at(step)
+        assert back_to is not None
+        plan(back_to)
+        progress = self._checkpointer.reload()
+        self._saved, self._failures = progress.step, 0
+        return Position(**progress.as_dict())
+
     def save(self, position: Position) -> None:
         """A periodic checkpoint. A failure (full disk) is reported and survived a few times.
 
@@ -66,6 +94,11 @@ class Saver:
             SaveError: it failed MAX_FAILURES times in a row.
         """
         self._attempt(lambda: self._checkpointer.save(position.progress()), position.step)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a background save is not committed yet."""
+        return self._checkpointer.saving
 
     def poll(self) -> None:
         """Commit a background save that is ready."""

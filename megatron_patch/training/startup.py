@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
+from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
 from megatron_patch.training.recorder import tokens_per_step
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_patch.config import Loaded
     from megatron_patch.config.root import RunConfig
     from megatron_patch.data.loader import Loaders
+    from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.stability.telemetry import Stability
@@ -170,6 +173,9 @@ def build_session(
     guard.watch(optimizer)
 
     def finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
+        if session.faults is not None:
+            session.faults.stragglers.passes_end()
+        PULSE.enter("reduction")
         guard.before_reduction(model)
         finalize_model_grads(model, num_tokens, **options)
 
@@ -202,6 +208,31 @@ def watch_stability(session: Session, monitor: Monitor) -> Stability:
         monitor=monitor,
         run_dir=run_directory(session.run),
     )
+
+
+def watch_faults(session: Session, loaders: Loaders, monitor: Monitor) -> FaultWatch:
+    """Spikes, stragglers and left-out batches of this attempt. Collective."""
+    from megatron_patch.faults.watch import FaultWatch
+
+    return FaultWatch(session, loaders, monitor, run_directory(session.run))
+
+
+def refuse_repeated_crash(run: RunConfig, layout: Layout) -> None:
+    """Stop when the ledger says that one step crashes every attempt. Collective.
+
+    Raises:
+        SameStepError: with the report; only where the launcher set a limit.
+    """
+    from megatron_patch.faults import ledger
+
+    if ledger.LIMIT not in os.environ:
+        return
+    report: list[Any] = [None]
+    if layout.print_rank:
+        report = [ledger.check(run_directory(run))]
+    torch.distributed.broadcast_object_list(report, src=0)
+    if report[0] is not None:
+        raise ledger.SameStepError(report[0])
 
 
 def parameter_line(chunks: list[Any], layout: Layout, padded_vocab: int) -> str:

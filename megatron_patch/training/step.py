@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.faults.spike import UpdateDropped
+from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.training import auxiliary
 from megatron_patch.training.batch import Batch, place
 from megatron_patch.training.finite import StepGuard
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
+    from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.stability.telemetry import Stability
 
@@ -43,6 +46,7 @@ class Session:
     skipped: int = 0
     hooks_enabled: bool = field(default=True)
     stability: Stability | None = None
+    faults: FaultWatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +75,27 @@ def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any,
     return total, tokens.to(torch.int32), {REPORT: report}
 
 
-def forward_step(layout: Layout) -> Any:
+def forward_step(layout: Layout, *, training: bool = True) -> Any:
     """The function Megatron's schedules call for every micro-batch and chunk."""
 
     def forward(iterator: Iterator[Batch | None], model: Any) -> tuple[Any, Any]:
+        PULSE.enter("forward" if training else "evaluation")
         batch = next(iterator)
         if batch is None:  # a middle pipeline stage: its input comes from the stage before
-            return model(None, None, None), lambda output: token_loss(output, output)
-        here = place(batch, layout)
-        output = model(
-            here["tokens"],
-            here["position_ids"],
-            None,  # causal by construction: no mask tensor
-            labels=here["labels"],
-            loss_mask=here["loss_mask"],
-        )
-        return output, lambda losses: token_loss(here["loss_mask"], losses)
+            output, loss = model(None, None, None), lambda output: token_loss(output, output)
+        else:
+            here = place(batch, layout)
+            output = model(
+                here["tokens"],
+                here["position_ids"],
+                None,  # causal by construction: no mask tensor
+                labels=here["labels"],
+                loss_mask=here["loss_mask"],
+            )
+            loss = lambda losses: token_loss(here["loss_mask"], losses)  # noqa: E731
+        if training:
+            PULSE.enter("backward")
+        return output, loss
 
     return forward
 
@@ -107,7 +116,7 @@ def run_schedule(
     # Every virtual chunk reads the same micro-batches, so each gets its own iterator over them.
     iterators = [iter(batches) for _ in session.chunks]
     reports = get_forward_backward_func()(
-        forward_step_func=forward_step(session.layout),
+        forward_step_func=forward_step(session.layout, training=not forward_only),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=session.chunks if len(session.chunks) > 1 else session.chunks[0],
         num_microbatches=session.micro_batches,
@@ -124,20 +133,28 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     """One optimizer step (1-based number) on the given micro-batches.
 
     Raises:
-        NonFiniteError: on all ranks, before any weight changed.
+        NonFiniteError, RewindWanted, RewindsUsedUp: on all ranks, before any weight changed.
     """
     auxiliary.clear(session)
     for chunk in session.chunks:
         chunk.zero_grad_buffer()
     session.optimizer.zero_grad()
     session.guard.begin(step, session.chunks)
+    if session.faults is not None:
+        session.faults.stragglers.passes_begin()
     report = run_schedule(session, batches, forward_only=False)
     if session.stability is not None:
         session.stability.reduced()
     session.guard.loss(None if report is None else report[0])
+    if session.faults is not None:
+        session.faults.loss(report)
     session.schedule.step(increment=1)
     lr = learning_rate(session)
-    updated, grad_norm, _ = session.optimizer.step()
+    PULSE.enter("optimizer")
+    try:
+        updated, grad_norm, _ = session.optimizer.step()
+    except UpdateDropped as dropped:
+        updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated
     return StepResult(report, grad_norm, lr)
 

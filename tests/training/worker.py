@@ -5,7 +5,8 @@
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
 into one rank's local gradient before it is reduced (rank null: into every rank's, after it was);
 ``signal`` delivers a real signal to one rank in the middle of a step; ``variant`` trains wrongly on
-purpose (`VARIANTS`). Results go to PLAN.json.rank<N>.
+purpose (`VARIANTS`); ``spike`` multiplies the gradients of a step, ``times`` times. Results go to
+PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ def install_faults(run: dict[str, Any]) -> None:
     from megatron_patch.training.finite import StepGuard
 
     before, after = StepGuard.before_reduction, StepGuard.loss
-    nan, sent = run.get("nan"), run.get("signal")
+    nan, sent, spike = run.get("nan"), run.get("signal"), dict(run.get("spike", {}))
 
     def before_reduction(self: Any, chunks: list[Any]) -> None:
         if nan and self.step == nan["step"] and self.layout.rank == nan["rank"]:
             plant_nan(chunks, nan["parameter"])
         if sent and self.step == sent["step"] and self.layout.rank == sent["rank"]:
             os.kill(os.getpid(), getattr(signal, sent["name"]))
+        if spike and self.step == spike["step"] and spike["times"]:
+            spike["times"] -= 1
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.main_grad *= 1e4
         before(self, chunks)
 
     def loss(self: Any, total: Any) -> None:

@@ -1,0 +1,311 @@
+"""Hang detection: a thread in every rank that knows how long the current phase may last.
+
+    normal operation    the thread wakes up and compares two numbers; no file, no message
+    a phase is too old  the first rank to notice creates ``hangs/alarm-<attempt>``; every rank that
+                        waits half its limit looks for that file, so all of them join in
+    every rank          writes its stacks and NCCL's last collectives to ``hangs/<utc>/``
+    the first rank      waits for the others' files, says in summary.txt who is missing or behind
+    every rank          leaves its exit code for the launcher and ends with EXIT_CODE
+
+Nothing of it needs the main thread, a collective or the device. A rank that was stopped, or whose
+main thread holds the interpreter lock, cannot take part: it is the one the others name. For the
+second case faulthandler's own timer, a thread without the lock, writes the stacks to the rank's log
+and ends the process with exit code 1.
+
+A process that was suspended as a whole and goes on (SIGSTOP, SIGCONT) sees that its own thread did
+not run either; that time does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.faults import ledger, stacks
+from megatron_patch.faults.stacks import Witness
+from megatron_patch.runtime.heartbeat import PHASES, PULSE, Beat, Pulse
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.parallel.setup import Layout
+
+EXIT_CODE = 6
+FOLDER = "hangs"
+LONG_STEPS = 4
+"""A limit of a phase is never below this many times the longest step so far."""
+GRACE_SECONDS = 10.0
+"""How long the ranks that can write their stacks may take."""
+LOCK_SECONDS = 3.0
+"""Beyond the limit: when faulthandler's timer ends a process whose watcher cannot run."""
+PAUSES = ("evaluation", "save", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds a phase may last."""
+
+    step: float
+    startup: float
+    pause: float
+
+    def of(self, pulse: Pulse) -> float:
+        """The limit of what the process does now."""
+        if pulse.finished == 0:
+            return self.startup
+        longest = LONG_STEPS * pulse.longest
+        if pulse.now.phase in PAUSES:
+            return max(self.pause, longest)
+        return max(self.step, longest)
+
+
+class HangWatcher:
+    """Watches the pulse of this process.
+
+    Args:
+        limits: seconds a phase may last.
+        folder: ``<run_dir>/hangs``; created when something hangs.
+        token: name of this attempt, the same on all ranks.
+        rank, hosts: this rank, and the node of every rank.
+        leave: ends the process; tests put something milder there.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        folder: Path,
+        *,
+        token: str,
+        rank: int,
+        hosts: list[str],
+        pulse: Pulse = PULSE,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.limits, self.folder, self.token = limits, folder, token
+        self.rank, self.hosts, self.pulse = rank, hosts, pulse
+        self._leave = leave
+        self._poll = min(1.0, limits.step / 10)
+        self._over = threading.Event()
+        self._seen: Beat = pulse.now
+        self._excused = 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True, name="hang-watcher")
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The process may take its time from now on."""
+        self._over.set()
+        self._thread.join(5)
+        faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def alarm(self) -> Path:
+        """Exists once a rank of this attempt has found a hang; names the directory of stacks."""
+        return self.folder / f"alarm-{self.token}"
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self._poll):
+            now = time.monotonic()
+            self._look(now, gap=now - last - self._poll)
+            last = now
+            # Re-armed while this thread can run; fires when it no longer does.
+            limit = self.limits.of(self.pulse)
+            faulthandler.dump_traceback_later(limit + LOCK_SECONDS, exit=True, file=2)
+
+    def _look(self, now: float, *, gap: float = 0.0) -> None:
+        beat = self.pulse.now
+        if beat is not self._seen:
+            self._seen, self._excused = beat, 0.0
+        elif gap > max(2.0, 3 * self._poll):
+            self._excused += gap  # this whole process did not run
+        age, limit = now - beat.since - self._excused, self.limits.of(self.pulse)
+        if age > limit or (age > self.limits.step / 2 and self.alarm.exists()):
+            self._report(beat, age, limit)
+
+    # ------------------------------------------------------------------ a hang
+
+    def _report(self, beat: Beat, age: float, limit: float) -> None:
+        """Stacks, summary, end of the process."""
+        faulthandler.cancel_dump_traceback_later()
+        at, collective = stacks.main_thread()
+        me = Witness(
+            self.rank, ledger.node(), os.getpid(), beat.step, beat.phase, round(age, 1), at,
+            collective,
+        )  # fmt: skip
+        try:
+            lead, folder = self._raise_alarm()
+            stacks.write(folder, me)
+            if lead:
+                text = self._summary(folder, me, limit)
+                _replace(folder / "summary.txt", text)
+                print(f"{text}\nstacks of all ranks: {folder}", file=sys.stderr, flush=True)
+            else:
+                self._wait_for(folder / "summary.txt", GRACE_SECONDS + 5)
+                text = f"hang at step {beat.step}, see {folder / 'summary.txt'}"
+        except OSError as error:  # a directory that has gone, a full disk
+            text = f"hang at step {beat.step} in phase {beat.phase}; no report: {error}"
+            print(text, file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        if self._over.is_set():  # it went on in the meantime and is ending in order
+            return
+        self._end(text.splitlines()[0])
+
+    def _raise_alarm(self) -> tuple[bool, Path]:
+        """Whether this rank was first, and the directory for the stacks."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"{stacks.utc()}.{self.token}"
+        try:
+            handle = os.open(self.alarm, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            end = time.monotonic() + GRACE_SECONDS
+            while not (name := self.alarm.read_text().strip()) and time.monotonic() < end:
+                time.sleep(0.05)
+            return False, self.folder / name
+        (self.folder / name).mkdir()
+        with os.fdopen(handle, "w") as out:
+            out.write(name + "\n")
+        return True, self.folder / name
+
+    def _summary(self, folder: Path, me: Witness, limit: float) -> str:
+        """What the ranks wrote within the grace time, and which of them to look at."""
+        found: dict[int, Witness] = {}
+        end = time.monotonic() + GRACE_SECONDS
+        while True:
+            names = [n for n in os.listdir(folder) if n.startswith("rank_") and n.endswith(".txt")]
+            if len(names) == len(self.hosts) or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        for name in names:
+            witness = stacks.read(folder / name)
+            if witness is not None:
+                found[witness.rank] = witness
+        return summarize(found, self.hosts, finder=me, limit=limit)
+
+    @staticmethod
+    def _wait_for(path: Path, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def _end(self, reason: str) -> None:
+        ledger.record(
+            self.folder.parent, rank=self.rank, exit_code=EXIT_CODE, error=f"Hang: {reason}"
+        )
+        with contextlib.suppress(Exception):
+            from megatron_patch.launcher import rank
+
+            rank.leave(self.rank, EXIT_CODE, reason)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        self._leave(EXIT_CODE)
+        self._over.set()
+
+
+def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, limit: float) -> str:
+    """The text of ``summary.txt``; its first line names the rank to look at.
+
+    A rank without a file comes first. Else it is the one that has come least far: by step and
+    phase; among equals those whose main thread waits in no collective, the longest first.
+
+    Args:
+        found: what the ranks wrote, by rank.
+        hosts: node of every rank of the job.
+        finder: the rank that raised the alarm.
+        limit: seconds its phase was allowed.
+    """
+    missing = [rank for rank in range(len(hosts)) if rank not in found]
+    if missing:
+        names = ", ".join(f"{r} ({hosts[r]})" for r in missing[:16])
+        more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+        blamed = (
+            f"rank {names}{more} missing: no stacks within {GRACE_SECONDS:g} s (stopped, dead, "
+            "unreachable, or holding the interpreter lock)"
+        )
+    else:
+        order = sorted(found.values(), key=_how_far)
+        first = order[0]
+        where = f"in {first.collective}" if first.collective else f"at {first.at}"
+        blamed = (
+            f"rank {first.rank} ({first.host}) is behind: step {first.step}, phase {first.phase} "
+            f"for {first.seconds:g} s, {where}"
+        )
+        if all(_how_far(w)[:3] == _how_far(first)[:3] for w in order) and len(order) > 1:
+            blamed += "; all ranks are at the same place, compare their stacks"
+    lines = [
+        f"hang at step {max([w.step for w in found.values()], default=finder.step)}: {blamed}",
+        f"found by rank {finder.rank} after {finder.seconds:g} s in phase {finder.phase}, which "
+        f"may last {limit:g} s; {stacks.utc()}",
+        "",
+        f"{'rank':>5} {'host':<16} {'step':>8} {'phase':<11} {'seconds':>8} main thread",
+    ]
+    for rank, host in enumerate(hosts):
+        w = found.get(rank)
+        if w is None:
+            lines.append(f"{rank:>5} {host:<16} {'':>8} {'missing':<11}")
+            continue
+        where = f"waits in {w.collective}" if w.collective else w.at
+        lines.append(f"{rank:>5} {host:<16} {w.step:>8} {w.phase:<11} {w.seconds:>8.1f} {where}")
+    return "\n".join(lines) + "\n"
+
+
+def _how_far(w: Witness) -> tuple[int, int, bool, float]:
+    place = PHASES.index(w.phase) if w.phase in PHASES else -1
+    return w.step, place, bool(w.collective), -w.seconds
+
+
+def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
+    """Watch this attempt; None where ``faults.hang_seconds`` is null. Collective."""
+    PULSE.reset()
+    f = run.faults
+    if f.hang_seconds is None:
+        return None
+    import torch
+
+    token = f"{stacks.utc()}-{os.urandom(3).hex()}"
+    facts: list[Any] = [None] * layout.world_size
+    torch.distributed.all_gather_object(facts, (token, ledger.node()))
+    limits = Limits(f.hang_seconds, f.hang_startup_seconds, f.hang_pause_seconds)
+    if layout.device.type == "cuda":
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # torch's own dumps go there, too
+    watcher = HangWatcher(
+        limits,
+        run_dir / FOLDER,
+        token=facts[0][0],
+        rank=layout.rank,
+        hosts=[host for _, host in facts],
+    )
+    watcher.start()
+    return watcher
+
+
+def record_collectives(run_dir: Path) -> None:
+    """Switch NCCL's flight recorder on; before the process group starts. What is set wins.
+
+    torch 2.11 and 2.13 read the names with FR; the older spelling is set for others.
+    """
+    prefix = str(run_dir / FOLDER / stacks.RECORDER_PREFIX)
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_FR_DUMP_TEMP_FILE", prefix),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

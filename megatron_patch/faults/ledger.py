@@ -1,0 +1,143 @@
+"""The crash ledger: ``<run_dir>/crashes.jsonl``, one line a rank that ended with an error.
+
+A rank appends its line before it dies; the batch script adds one for ranks that were killed. Who
+wants to start the run again can ask `repeated` whether that has any hope: the same step crashing
+again and again is a fault of the run, not of the machines. The launcher asks by
+``MEGATRON_PATCH_SAME_STEP_LIMIT`` (under in-job restarts, too, of which the batch script hears
+nothing); without it nobody is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.runtime.heartbeat import PULSE
+
+FILE = "crashes.jsonl"
+LIMIT = "MEGATRON_PATCH_SAME_STEP_LIMIT"
+MAX_TRACEBACK = 6000  # characters kept, from the end
+
+
+class SameStepError(RuntimeError):
+    """The same step crashed too often; a person has to look."""
+
+    exit_code = 8
+
+
+def job() -> str:
+    """The job of the scheduler; ``-`` outside one."""
+    return os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID") or "-"
+
+
+def attempt() -> str:
+    """This attempt, alike on all ranks: the launcher's directory and the agent's restart count."""
+    folder = os.environ.get("MEGATRON_PATCH_ATTEMPT_DIR", "")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = os.environ.get("MASTER_PORT", "") if not folder else Path(folder).name
+    return f"{agent}.{restart}"
+
+
+def node() -> str:
+    """Slurm's name of this node, else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+
+
+def record(run_dir: Path, *, rank: int, exit_code: int, error: str, trace: str = "") -> None:
+    """Append this rank's line. Never raises: the crash it tells of is the news.
+
+    Args:
+        run_dir: of the run; nothing is written when it does not exist.
+        rank: of this process.
+        exit_code: with which it is about to end.
+        error: one line.
+        trace: traceback or stacks; its end is kept.
+    """
+    beat = PULSE.now
+    entry = {
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "job": job(),
+        "attempt": attempt(),
+        "step": beat.step,
+        "phase": beat.phase,
+        "rank": rank,
+        "host": node(),
+        "exit_code": exit_code,
+        "error": error.splitlines()[0][:500] if error else "",
+        "traceback": trace[-MAX_TRACEBACK:],
+    }
+    line = (json.dumps(entry) + "\n").encode()
+    try:
+        handle = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(handle, line)  # one write: lines of several ranks do not mix
+        finally:
+            os.close(handle)
+    except OSError:
+        return
+
+
+def record_error(run_dir: Path, rank: int, error: BaseException) -> None:
+    """`record` for an exception that ends the training; graceful ends leave no line."""
+    if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+        return
+    code = getattr(error, "exit_code", None)
+    if not isinstance(code, int):
+        code = 1
+    text = "".join(traceback.format_exception(error))
+    record(run_dir, rank=rank, exit_code=code, error=f"{type(error).__name__}: {error}", trace=text)
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """Every whole line, oldest first; lines that a crash tore are left out."""
+    file = run_dir / FILE
+    if not file.exists():
+        return []
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            entry["step"] = int(entry["step"])
+            entry["attempt"] = str(entry["attempt"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        found.append(entry)
+    return found
+
+
+def repeated(entries: list[dict[str, Any]], *, limit: int, job_id: str) -> str | None:
+    """A report when the last ``limit`` attempts of a job all crashed at one step, else None.
+
+    Ranks of one attempt can be a step apart: its step is the largest.
+    """
+    steps: dict[str, int] = {}
+    for entry in entries:
+        if entry.get("job") == job_id:
+            key = entry["attempt"]
+            steps[key] = max(steps.get(key, -1), entry["step"])
+    last = list(steps.items())[-limit:]
+    if len(last) < limit or len({step for _, step in last}) != 1:
+        return None
+    names = [name for name, _ in last]
+    lines = [f"step {last[0][1]} crashed {limit} times in a row; the run stops here:"]
+    for entry in entries:
+        if entry.get("job") == job_id and entry["attempt"] in names:
+            lines.append(
+                f"  {entry.get('utc')} attempt {entry['attempt']} rank {entry.get('rank')} on "
+                f"{entry.get('host')}, {entry.get('phase')}, exit code {entry.get('exit_code')}: "
+                f"{entry.get('error')}"
+            )
+    return "\n".join(lines)
+
+
+def check(run_dir: Path) -> str | None:
+    """The report of `repeated`, when the launcher wants to know and the limit is reached."""
+    text = os.environ.get(LIMIT, "")
+    if not text.isdigit() or int(text) < 1:
+        return None
+    return repeated(read(run_dir), limit=int(text), job_id=job())

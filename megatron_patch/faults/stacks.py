@@ -1,0 +1,112 @@
+"""What one rank can say about itself when the job hangs: stacks of all threads, NCCL's recorder.
+
+Everything here runs in the watcher's thread while the main thread is stuck, so nothing waits for
+it, for other ranks, or for the device longer than a stated time.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RECORDER_SECONDS = 5.0
+RECORDER_PREFIX = "nccl_trace_rank_"
+"""As torch's own analyzer (``torchfrtrace``) wants the files named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """One rank's state, the first line of its file."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    seconds: float
+    """Since the phase began."""
+    at: str
+    """Where its main thread is: file:line function."""
+    collective: str
+    """The torch.distributed function its main thread waits in; empty: in none."""
+
+
+def main_thread() -> tuple[str, str]:
+    """(innermost Python frame, torch.distributed function around it or "") of the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "?", ""
+    at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    collective = ""
+    walk = frame
+    while walk is not None:
+        name = walk.f_code.co_filename.replace(os.sep, "/")
+        if "/torch/distributed/" not in name:
+            break
+        collective = walk.f_code.co_name  # the outermost one of torch's frames wins
+        walk = walk.f_back  # type: ignore[assignment]
+    return at, "" if collective in ("<module>", "main", "run") else collective
+
+
+def write(folder: Path, witness: Witness) -> Path:
+    """``rank_00003.txt``: the witness as JSON, then the stacks of every thread.
+
+    Returns:
+        The file; it appears complete or not at all.
+    """
+    path = folder / f"rank_{witness.rank:05d}.txt"
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as out:
+        out.write(json.dumps(asdict(witness)) + "\n\n")
+        out.flush()
+        faulthandler.dump_traceback(file=out, all_threads=True)
+        out.write(f"\nflight recorder: {dump_recorder(folder, witness.rank)}\n")
+    os.replace(temporary, path)
+    return path
+
+
+def read(path: Path) -> Witness | None:
+    """The witness of a file that `write` left; None when it is not one."""
+    try:
+        with path.open() as lines:
+            return Witness(**json.loads(lines.readline()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def dump_recorder(folder: Path, rank: int) -> str:
+    """NCCL's last collectives into ``nccl_trace_rank_<rank>``; says what became of it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return "no NCCL in this process"
+    result = [f"gave no answer in {RECORDER_SECONDS:g} s"]
+
+    def work() -> None:
+        try:
+            from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+                _dump_nccl_trace,
+            )
+
+            data = _dump_nccl_trace()
+            path = folder / f"{RECORDER_PREFIX}{rank}"
+            path.write_bytes(data)
+            result[0] = f"{path.name}, {len(data)} bytes"
+        except Exception as error:
+            result[0] = f"{type(error).__name__}: {error}"
+
+    # In a thread: it takes a lock that a stuck thread of NCCL may hold.
+    thread = threading.Thread(target=work, daemon=True, name="flight-recorder")
+    thread.start()
+    thread.join(RECORDER_SECONDS)
+    return result[0]
+
+
+def utc() -> str:
+    """Now, fit for a directory name."""
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())

@@ -1,0 +1,144 @@
+"""Spikes in real runs of two data-parallel ranks: recorded, dropped, rewound, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_ranks import figures, metrics, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+WATCH = (
+    "training.deterministic=true",
+    "training.train_steps=12",
+    "model.hidden_dropout=0.1",
+    "faults.spike.window=8",
+    "faults.spike.min_history=4",
+    "checkpoint.interval=3",
+    "checkpoint.keep_last=null",
+)
+SPIKE = {"step": 8, "times": 1}
+SKIPPED = {"windows": [[6, 2]], "rewinds": 1}
+
+
+def run(name: str, action: str, *keys: str, **faults: Any) -> dict[str, Any]:
+    return {"set": [f"name={name}", *WATCH, f"faults.spike.action={action}", *keys], **faults}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spikes")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every policy on two ranks. The run ``same list`` never spikes and starts with the list."""
+    listed = folder / "runs" / "listed" / "skipped_batches.json"
+    listed.parent.mkdir(parents=True)
+    listed.write_text(json.dumps(SKIPPED))
+    stop = "training.exit_at_step"
+    plan = {
+        "record": run("record", "record", spike=SPIKE),
+        "skip": run("skip", "skip", spike=SPIKE),
+        "skip stopped": run("skip_broken", "skip", f"{stop}=7"),
+        "skip resumed": run("skip_broken", "skip", spike=SPIKE),
+        "rewind": run("rewind", "rewind", spike=SPIKE),
+        "same list": run("listed", "rewind"),
+        "stopped after": run("rewind_broken", "rewind", f"{stop}=10", spike=SPIKE),
+        "resumed after": run("rewind_broken", "rewind"),
+        "narrow": run("narrow", "rewind", "faults.spike.rewind_skip=1", spike=SPIKE),
+        "margin": run("margin", "rewind", "faults.spike.rewind_margin=3", spike=SPIKE),
+        "early": run("early", "rewind", spike={"step": 5, "times": 1}, **{}),
+        "again": run("again", "rewind", "faults.spike.max_rewinds=2", spike=SPIKE | {"times": 9}),
+    }
+    plan["early"]["set"] += ["checkpoint.interval=6"]
+    results = run_ranks(folder, corpus, 2, list(plan.values()))
+    return dict(zip(plan, results, strict=True))
+
+
+def weights(results: list[dict[str, Any]]) -> list[str]:
+    return [rank["weights"] for rank in results]
+
+
+def entries(folder: Path, name: str) -> list[dict[str, Any]]:
+    file = folder / "runs" / name / "spikes.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_record_names_step_samples_and_attention_and_trains_on(two: Any, folder: Path) -> None:
+    (entry,) = entries(folder, "record")
+    assert (entry["step"], entry["global_batch"]) == (8, 7)
+    assert [s["sample"] for s in entry["samples"]] == list(range(56, 64))
+    assert {"file", "window", "first_token"} <= set(entry["samples"][0])
+    assert entry["grad_norm_z"] > 20 and entry["grad_norm"] > 1e3
+    assert "max_logit" in entry["attention"]
+    assert two["record"][0]["code"] == 0
+    assert metrics(folder / "runs" / "record")[12]["skipped"] == "0"
+
+
+def test_skip_drops_that_update_on_all_ranks(two: Any, folder: Path) -> None:
+    rows = metrics(folder / "runs" / "skip")
+    assert [rows[s]["skipped"] for s in (7, 8, 12)] == ["0", "1", "1"]
+    assert float(rows[8]["grad_norm"]) > 1e3
+    assert weights(two["skip"]) != weights(two["record"])
+    assert len(entries(folder, "skip")) == 1
+
+
+def test_a_resumed_run_decides_like_an_unbroken_one(two: Any, folder: Path) -> None:
+    """The spike comes one step after the resume: only the saved history can tell."""
+    assert two["skip stopped"][0]["step"] == 7
+    assert weights(two["skip resumed"]) == weights(two["skip"])
+    assert figures(folder / "runs" / "skip_broken") == figures(folder / "runs" / "skip")
+
+
+def test_rewind_equals_an_unbroken_run_that_leaves_the_same_batches_out(
+    two: Any, folder: Path
+) -> None:
+    assert [r["code"] for n in ("rewind", "same list") for r in two[n]] == [0, 0, 0, 0]
+    assert json.loads((folder / "runs" / "rewind" / "skipped_batches.json").read_text()) == SKIPPED
+    assert weights(two["rewind"]) == weights(two["same list"])
+    assert figures(folder / "runs" / "rewind") == figures(folder / "runs" / "listed")
+    assert weights(two["rewind"]) != weights(two["record"])
+
+
+def test_resume_after_a_rewind_is_bitwise(two: Any, folder: Path) -> None:
+    assert two["stopped after"][0]["step"] == 10
+    assert weights(two["resumed after"]) == weights(two["rewind"])
+    assert figures(folder / "runs" / "rewind_broken") == figures(folder / "runs" / "rewind")
+
+
+def test_a_rewind_moves_aside_and_deletes_nothing(two: Any, folder: Path) -> None:
+    abandoned = (folder / "runs" / "rewind" / "metrics.abandoned.csv").read_text()
+    assert "\n7," in abandoned and "\n8," not in abandoned  # step 8 had no update to record
+    log = (folder / "runs" / "rewind" / "train.log").read_text()
+    assert "going back to step 6; global batches 6-7 are left out (rewind 1 of 3)" in log
+    aside = folder / "runs" / "margin" / "checkpoints" / "aside"
+    (moved,) = aside.iterdir()
+    assert moved.name.startswith("step_00000006.attempt-1.abandoned.")
+
+
+def test_margin_and_width_choose_the_window(two: Any, folder: Path) -> None:
+    narrow = json.loads((folder / "runs" / "narrow" / "skipped_batches.json").read_text())
+    assert narrow == {"windows": [[7, 1]], "rewinds": 1}
+    margin = json.loads((folder / "runs" / "margin" / "skipped_batches.json").read_text())
+    assert margin == {"windows": [[3, 5]], "rewinds": 1}
+    saved = folder / "runs" / "margin" / "checkpoints"
+    assert (saved / "step_00000006.attempt-2").is_dir()
+
+
+def test_without_a_checkpoint_the_update_is_dropped_and_said(two: Any, folder: Path) -> None:
+    assert two["early"][0]["code"] == 0
+    log = (folder / "runs" / "early" / "train.log").read_text()
+    assert "there is no checkpoint to go back to yet: the update is dropped instead" in log
+    assert metrics(folder / "runs" / "early")[12]["skipped"] == "1"
+
+
+def test_rewinds_are_bounded(two: Any, folder: Path) -> None:
+    assert [r["code"] for r in two["again"]] == [7, 7]
+    assert "faults.spike.max_rewinds (2) are used up" in two["again"][0]["error"]
+    skipped = json.loads((folder / "runs" / "again" / "skipped_batches.json").read_text())
+    assert skipped["rewinds"] == 2
+    assert not (folder / "runs" / "again" / "FINISHED").exists()
