@@ -1,0 +1,274 @@
+"""Is the plan's memory the measured peak? Trains a few steps in every layout that fits the GPUs here.
+
+    python benchmarks/plan_memory.py --gpus 8            # on the machine with the GPUs
+    python benchmarks/plan_memory.py --device cpu --gpus 2 --only tiny    # does the script work?
+
+For every case and number of ranks up to ``--gpus``: the trainer under torchrun, then of every rank
+torch's peak allocated and reserved memory beside the plan's figures for its pipeline stage. The
+vocabulary is bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes
+``docs/results/plan_memory_<gpus>gpu.json``; exit code 1 if a peak is more than 10% off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "layouts.yaml"
+TOLERANCE = 0.10
+STEPS = 3
+TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
+PP, VP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
+CP, EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
+RECOMPUTE = "training.recompute.granularity"
+
+MODELS: dict[str, dict[str, object]] = {
+    "gpt2_124m": {
+        "model.num_layers": 12,
+        "model.hidden_size": 768,
+        "model.num_attention_heads": 12,
+        "model.num_query_groups": "null",
+        "model.ffn_hidden_size": 3072,
+        "model.seq_length": 1024,
+        "model.position_embedding": "learned_absolute",
+        "model.normalization": "LayerNorm",
+        "model.activation": "gelu",
+        "model.add_bias_linear": True,
+        "model.add_qkv_bias": True,
+        "model.tie_embeddings": True,
+        "model.make_vocab_size_divisible_by": 50304,
+        "training.micro_batch_size": 16,
+    },
+    "llama_1b": {
+        "model.num_layers": 16,
+        "model.hidden_size": 2048,
+        "model.num_attention_heads": 16,
+        "model.num_query_groups": 8,
+        "model.ffn_hidden_size": 8192,
+        "model.seq_length": 4096,
+        "model.make_vocab_size_divisible_by": 128256,
+        "training.micro_batch_size": 1,
+    },
+    "llama_8b_8_layers": {
+        "model.num_layers": 8,
+        "model.hidden_size": 4096,
+        "model.num_attention_heads": 32,
+        "model.num_query_groups": 8,
+        "model.ffn_hidden_size": 14336,
+        "model.seq_length": 8192,
+        "model.make_vocab_size_divisible_by": 128256,
+        "training.micro_batch_size": 1,
+    },
+    "moe": {
+        "model.num_layers": 8,
+        "model.hidden_size": 2048,
+        "model.num_attention_heads": 16,
+        "model.num_query_groups": 8,
+        "model.ffn_hidden_size": 2816,
+        "model.seq_length": 4096,
+        "model.make_vocab_size_divisible_by": 32768,
+        "model.moe": "{num_experts: 16, top_k: 2, ffn_hidden_size: 1408}",
+        "training.micro_batch_size": 1,
+    },
+    "tiny": {"training.micro_batch_size": 1},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout."""
+
+    model: str
+    layout: str
+    ranks: int
+    keys: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.layout}"
+
+
+CASES = [
+    *(Case(m, "1 GPU", 1) for m in ("gpt2_124m", "llama_1b", "moe", "tiny")),
+    Case("gpt2_124m", "1 GPU, fused", 1, {"training.compile_fusions": True}),
+    Case("llama_1b", "1 GPU, fused", 1, {"training.compile_fusions": True}),
+    Case("llama_1b", "1 GPU, full recompute", 1, {RECOMPUTE: "full"}),
+    Case("llama_1b", "1 GPU, MLP recompute", 1, {RECOMPUTE: "selective"}),
+    Case("llama_8b_8_layers", "1 GPU", 1),
+    *(Case(m, "DP2", 2) for m in ("gpt2_124m", "llama_1b", "tiny")),
+    Case("llama_1b", "TP2 SP", 2, {TP: 2, SP: True}),
+    Case("llama_1b", "TP2", 2, {TP: 2}),
+    Case("llama_1b", "PP2", 2, {PP: 2}),
+    Case("llama_1b", "PP2 VP2", 2, {PP: 2, VP: 2}),
+    Case("llama_8b_8_layers", "CP2", 2, {CP: 2}),
+    Case("llama_8b_8_layers", "TP2 SP", 2, {TP: 2, SP: True}),
+    Case("moe", "EP2", 2, {EP: 2}),
+    Case("llama_8b_8_layers", "TP4 SP", 4, {TP: 4, SP: True}),
+    Case("llama_8b_8_layers", "TP2 SP PP2", 4, {TP: 2, SP: True, PP: 2}),
+    Case("llama_8b_8_layers", "TP2 SP CP2", 4, {TP: 2, SP: True, CP: 2}),
+    Case("llama_8b_8_layers", "PP4", 4, {PP: 4}),
+    Case("llama_1b", "DP4", 4),
+    Case("moe", "EP4", 4, {EP: 4}),
+    Case("llama_8b_8_layers", "TP8 SP", 8, {TP: 8, SP: True}),
+    Case("llama_8b_8_layers", "TP2 SP PP2 DP2", 8, {TP: 2, SP: True, PP: 2}),
+    Case("llama_8b_8_layers", "TP2 SP CP4", 8, {TP: 2, SP: True, CP: 4}),
+    Case("llama_8b_8_layers", "TP2 SP PP4 VP2", 8, {TP: 2, SP: True, PP: 4, VP: 2}),
+    Case("moe", "TP2 SP EP4", 8, {TP: 2, SP: True, EP: 4}),
+]
+
+
+def overrides(case: Case, args: argparse.Namespace, run_dir: Path) -> list[str]:
+    """``--set`` values of a case."""
+    keys: dict[str, object] = {
+        "run_dir": run_dir,
+        "training.device": args.device,
+        "training.precision": "fp32" if args.device == "cpu" else "bf16",
+        "attention.backend": "reference" if args.device == "cpu" else args.backend,
+        "training.train_steps": STEPS,
+        "training.eval_steps": 1,
+        "logging.interval": 1,
+        "logging.tensorboard": False,
+        "data.blend": f"[{{path: {args.dataset}}}]",
+    }
+    keys |= MODELS[case.model] | case.keys
+    replica = _size(case, TP) * _size(case, PP) * _size(case, CP)
+    # Enough micro-batches to fill every pipeline, and to repeat its steady state.
+    each = int(str(keys["training.micro_batch_size"])) * case.ranks // replica
+    keys["training.global_batch_size"] = 2 * max(2, _size(case, PP)) * each
+    return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _size(case: Case, key: str) -> int:
+    return int(str(case.keys.get(key, 1)))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def planned(sets: list[str], ranks: int, gpu: str) -> tuple[Any, int]:
+    """(the plan's stages, ranks of one stage) of a case on one node."""
+    from megatron_patch.config import load
+    from megatron_patch.planner.hardware import gpu_named
+    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
+
+    run = load(str(CONFIG), sets).config
+    plan = make_plan(run, Machine(gpu_named(gpu), 1, ranks), vocabulary_of(run, None))
+    return plan.stages, ranks // plan.layout.pp
+
+
+def worker(sets: list[str], out: Path) -> int:
+    """One rank: train, then write what torch saw."""
+    from megatron_patch.config import load
+    from megatron_patch.training import loop
+
+    code = loop.train(load(str(CONFIG), sets))
+    import torch
+
+    found: dict[str, int | None] = {"allocated": None, "reserved": None, "used": None}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "used": total - free,
+        }
+    (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+    return code
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one case and compare; an ``error`` where it did not run."""
+    folder = Path(args.work) / case.name.replace(" ", "_").replace(",", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    sets = overrides(case, args, folder / "run")
+    row: dict[str, Any] = {"model": case.model, "layout": case.layout, "ranks": case.ranks}
+    try:
+        stages, block = planned(sets, case.ranks, args.gpu)
+    except ValueError as error:
+        return row | {"error": str(error)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(case.ranks), __file__, "--worker", str(folder)]
+    command += [part for one in sets for part in ("--set", one)]
+    with (folder / "log").open("w") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+    if code:
+        return row | {"error": (folder / "log").read_text()[-1500:]}
+    found = [json.loads((folder / f"{r}.json").read_text()) for r in range(case.ranks)]
+    return row | {"by_rank": [compare(f, stages[r // block]) for r, f in enumerate(found)]}
+
+
+def compare(found: dict[str, int | None], stage: Any) -> dict[str, Any]:
+    """Measured and planned bytes of one rank, and their ratio (None where nothing was measured)."""
+    row: dict[str, Any] = {"stage": stage.stage, "planned": stage.allocated}
+    row |= {"planned_reserved": stage.reserved, "planned_total": stage.total, **found}
+    peak = found["allocated"]
+    row["ratio"] = None if peak is None else stage.allocated / peak
+    return row
+
+
+def off(rows: list[dict[str, Any]]) -> list[str]:
+    """Names of the cases that failed, or whose plan is more than the tolerance off."""
+    bad = []
+    for row in rows:
+        ratios = [r["ratio"] for r in row.get("by_rank", []) if r["ratio"] is not None]
+        if "error" in row or any(abs(ratio - 1) > TOLERANCE for ratio in ratios):
+            bad.append(f"{row['model']} {row['layout']}")
+    return bad
+
+
+def prepare(dataset: Path) -> None:
+    """Token files of bytes from the Python standard library, made once."""
+    if dataset.with_name(dataset.name + ".bin").exists():
+        return
+    dataset.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "megatron_patch", "prepare-data"]
+    command += ["--corpus", "python-stdlib", "--tokenizer", "bytes", "--out", str(dataset)]
+    subprocess.run(command, check=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=1, help="largest number of ranks")
+    parser.add_argument("--gpu", default="h200", help="kind of GPU the plan assumes")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where to run")
+    parser.add_argument("--backend", default="stable_flash", help="attention backend")
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), help="models to run")
+    parser.add_argument("--dataset", default="runs/plan_memory/stdlib", help="dataset prefix")
+    parser.add_argument("--work", default="runs/plan_memory", help="scratch folder")
+    parser.add_argument("--out", default=None, help="folder of the result; default docs/results")
+    parser.add_argument("--worker", metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.worker:
+        return worker(args.set, Path(args.worker))
+    prepare(Path(args.dataset))
+    wanted = args.only or [name for name in MODELS if name != "tiny"]
+    rows = []
+    for case in CASES:
+        if case.ranks <= args.gpus and case.model in wanted:
+            rows.append(measure(case, args))
+            print(json.dumps(rows[-1]), flush=True)
+    bad = off(rows)
+    figures = {"cases": rows, "tolerance": TOLERANCE, "off": bad, "device": args.device}
+    out = Path(args.out) if args.out else None
+    path = machine.write_result(f"plan_memory_{args.gpus}gpu", figures, out)
+    print(f"{len(rows) - len(bad)} of {len(rows)} within {TOLERANCE:.0%}; wrote {path.name}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
