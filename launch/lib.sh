@@ -7,7 +7,7 @@
 # shellcheck disable=SC2034,SC2153 # settings and results are shared with train.sbatch
 
 # Settings of a stop, not of a fault: these exit codes come back on every retry (docs/clusters.md).
-readonly EXIT_CONFIG=2 EXIT_NONFINITE=3 EXIT_NO_CHECKPOINT=4
+readonly EXIT_CONFIG=2 EXIT_NONFINITE=3 EXIT_NO_CHECKPOINT=4 EXIT_STABILITY=5
 # Ports of torchrun: below the kernel's ephemeral range (32768), ten to a job.
 readonly PORT_BASE=15000 PORT_JOBS=1500 PORT_SLOTS=10
 
@@ -280,7 +280,7 @@ classify() {
     read -r code _ rest <"$file" || true
     known=$((known + 1))
     case $code in
-      "$EXIT_CONFIG" | "$EXIT_NONFINITE" | "$EXIT_NO_CHECKPOINT")
+      "$EXIT_CONFIG" | "$EXIT_NONFINITE" | "$EXIT_NO_CHECKPOINT" | "$EXIT_STABILITY")
         FATAL_CODE=${FATAL_CODE:-$code}
         ;;
       0) stopped=$((stopped + 1)) ;;
@@ -305,6 +305,7 @@ meaning() {
     "$EXIT_CONFIG") echo "configuration or data error (exit code 2); a retry meets it again" ;;
     "$EXIT_NONFINITE") echo "non-finite loss or gradient (exit code 3); a retry meets it again" ;;
     "$EXIT_NO_CHECKPOINT") echo "no good checkpoint where one is required (exit code 4)" ;;
+    "$EXIT_STABILITY") echo "stopped by stability.guard after a checkpoint (exit code 5)" ;;
   esac
 }
 
