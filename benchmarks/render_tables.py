@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import cp_tables
 import run_tables
+import stability_tables
 from markdown import origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,7 @@ PAGES = (
     "docs/context_parallelism.md",
     "docs/data.md",
     "docs/numerics.md",
+    "docs/stability.md",
     "docs/training.md",
 )
 BACKENDS = (
@@ -188,6 +190,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
     "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
     "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
+    **stability_tables.tables(),
 }
 
 
@@ -196,7 +199,7 @@ def content(name: str, results: Path) -> str:
     file, render, command = TABLES[name]
     path = results / f"{file}.json"
     if file and not path.exists():
-        if not command.startswith("torchrun"):
+        if not command.startswith(("torchrun", "megatron-patch")):
             command = f"PYTHONPATH=kernels python benchmarks/{command}"
         return f"Not measured yet: `{command}` on a GPU."
     return render(json.loads(path.read_text()) if file else {})

@@ -1,0 +1,103 @@
+"""Tables of docs/stability.md: protocols as fixed, verdicts and probes as measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from markdown import table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+PROTOCOLS = (
+    "baselines",
+    "baselines_bf16_residual",
+    "attribution",
+    "attribution_bf16_residual",
+    "early",
+    "rescue",
+)
+
+
+def cells(_: dict[str, Any]) -> str:
+    """The cells of every protocol, from configs/stability."""
+    from megatron_patch.experiments.protocol import read
+    from megatron_patch.experiments.variants import VARIANTS
+
+    rows = []
+    for name in PROTOCOLS:
+        experiment = read(ROOT / "configs" / "stability" / f"{name}.yaml")
+        protocol = experiment.protocol
+        if name.endswith("_bf16_residual"):
+            text = f"the cells of `{name.removesuffix('_bf16_residual')}`, residual stream in BF16"
+            rows.append([f"`{name}`", "all", "as there", text])
+            continue
+        for cell in protocol.cells:
+            seeds = ", ".join(map(str, cell.seeds or protocol.seeds))
+            plain = cell.variant == "plain"
+            variant = "" if plain else f"; variant: {VARIANTS[cell.variant].meaning}"
+            asks = f"{cell.asks}{variant}"
+            rows.append([f"`{name}`, {protocol.steps:,} steps", f"`{cell.name}`", seeds, asks])
+    lines = ["| protocol | cell | seeds | what it asks |", "| --- | --- | --- | --- |"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def verdicts(name: str) -> Callable[[dict[str, Any]], str]:
+    """The verdict table of one protocol, with its plot if there is one."""
+
+    def render(result: dict[str, Any]) -> str:
+        from megatron_patch.experiments import results
+
+        lines = [_origin(result["environment"]), "", results.markdown(result).rstrip()]
+        plot = f"stability_{name}.png"
+        if (ROOT / "docs" / "results" / plot).exists():
+            lines += ["", f"![Loss and gradient norm of all runs](results/{plot})"]
+        return "\n".join(lines)
+
+    return render
+
+
+def probes(result: dict[str, Any]) -> str:
+    """One line a captured layer and backend."""
+    rows = []
+    for one in result["captures"]:
+        facts = one["capture"]
+        where = f"{facts['step']:,}, layer {facts['layer']}"
+        for name, cell in one["backends"].items():
+            if "error" in cell:
+                rows.append([where, name, "not measured", *["-"] * 4])
+                continue
+            forms = {"mean": "{:+.1e}", "t": "{:.1f}", "rms": "{:.1e}", "coherence": "{:.2f}",
+                     "dq_error": "{:.2g}"}  # fmt: skip
+            found = [f.format(cell[n]) if n in cell else "-" for n, f in forms.items()]
+            rows.append([where, name, *found])
+    head = ["captured at step", "backend", "delta bias", "t", "RMS", "coherence", "dQ error"]
+    return "\n".join([_origin(result["environment"]), "", table(head, rows)])
+
+
+def _origin(environment: dict[str, Any]) -> str:
+    named = [f"{n} {environment[n]}" for n in ("torch", "triton", "cuda") if environment.get(n)]
+    what = environment.get("gpu") or "a CPU"
+    return f"Measured on {what}; {', '.join(named)}; commit {str(environment.get('commit'))[:12]}."
+
+
+def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+    """Markers of docs/stability.md, as `render_tables.TABLES` has them."""
+    command = "megatron-patch experiment stability --config configs/stability/{}.yaml"
+    found: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
+        f"stability-{name.replace('_', '-')}": (
+            f"stability_{name}",
+            verdicts(name),
+            command.format(name),
+        )
+        for name in PROTOCOLS
+    }
+    found["stability-cells"] = ("", cells, "")
+    found["stability-probe"] = (
+        "stability_probe",
+        probes,
+        "megatron-patch probe runs/stability_baselines/runs/none-s1 --out probe",
+    )
+    return found
