@@ -1,0 +1,91 @@
+"""Tables of ``early_warning.py`` and ``telemetry_overhead.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from markdown import origin, table
+
+
+def early_warning(result: dict[str, Any]) -> str:
+    """Runs of both sets under the chosen threshold, and what other thresholds would have done."""
+
+    def rows(kind: str, name: str) -> list[list[str]]:
+        return [
+            [
+                name,
+                f["run"],
+                f"{f['steps']:,}",
+                _step(f["alarm"]),
+                _step(f["loss_moved"]),
+                _step(f["lead"]),
+                _step(f["loss_high"]),
+                f["outcome"],
+            ]
+            for f in result[kind]
+        ]
+
+    runs = table(
+        ["set", "run", "steps", "danger", "loss +0.1", "lead", "loss > 4.5", "outcome"],
+        [*rows("choosing", "chosen on"), *rows("held_out", "held out")],
+    )
+    grid = table(
+        ["danger_growth", "lead of the exploding runs chosen on", "alarms without explosion"],
+        [
+            [
+                f"{g['danger_growth']:g}",
+                ", ".join("none" if x is None else f"{x:,}" for x in g["leads"]),
+                str(g["false_alarms"]),
+            ]
+            for g in result["grid"]
+        ],
+    )
+    chosen = result["chosen"]
+    words = (
+        f"Runs: {result['source']}. Chosen on the first set for a lead of "
+        f"{result['wanted_lead']:,} steps: danger_growth "
+        f"{'none' if chosen is None else f'{chosen:g}'} (default {result['default']:g})."
+    )
+    return f"{origin(result)} {words}\n\n{runs}\n\n{grid}"
+
+
+def overhead(result: dict[str, Any]) -> str:
+    """Cost of an observation and of the default interval, by number of processes."""
+    interval = result["interval"]
+    rows = [
+        [
+            processes,
+            f"{1e3 * f['step_seconds']:.1f} ms",
+            f"{1e3 * f['observation_seconds']:.1f} ms",
+            f"{100 * f[f'share_every_{interval}_steps']:.3f} %",
+            f"{100 * f['paired_difference']:+.2f} %",
+            f"{100 * f['noise']:.2f} %",
+        ]
+        for processes, f in result["by_processes"].items()
+    ]
+    head = [
+        "processes",
+        "step without",
+        "one observation",
+        f"every {interval} steps",
+        "paired difference",
+        "spread of equal runs",
+    ]
+    return f"{origin(result)}\n\n{table(head, rows)}"
+
+
+def _step(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+Entry = tuple[str, Callable[[dict[str, Any]], str], str]
+RUNS = "--choose RUN ... --judge RUN ..."
+
+
+def tables() -> dict[str, Entry]:
+    """Marker -> (result file, renderer, command), for render_tables."""
+    return {
+        "early-warning": ("early_warning", early_warning, f"early_warning.py {RUNS}"),
+        "telemetry-overhead": ("telemetry_overhead", overhead, "telemetry_overhead.py"),
+    }
