@@ -7,7 +7,7 @@ stand in a table or in the run's metrics.csv.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_patch.report.markup import Child, Markup, tag
@@ -236,69 +236,65 @@ class Grid:
 
 def heat_map(name: str, grid: Grid, *, title: str, log: bool = False) -> Markup:
     """A grid of colored cells with its scale; says so where nothing was measured."""
-    finite = [v for row in grid.values for v in row if _drawable(v, log)]
-    if not finite:
+    places = [
+        (value, i, j)
+        for i, row in enumerate(grid.values)
+        for j, value in enumerate(row)
+        if value is not None and math.isfinite(value) and (value > 0 or not log)
+    ]
+    if not places:
         return tag("p", f"{title}: nothing was measured.", class_="none")
-    low, high = min(finite), max(finite)
-    count = max(1, len(grid.columns))
-    side = max(4.0, min(24.0, (WIDTH - LEFT - RIGHT) / count))
-    tall = max(4.0, min(18.0, 420 / max(1, len(grid.rows))))
-    scale = _Scale(low, high, log, 0.0, 1.0)
-    titled = len(grid.rows) * count <= TITLED_CELLS
-    parts: list[Child] = []
-    for i, row in enumerate(grid.values):
-        top = TOP + i * tall
-        if i % max(1, math.ceil(9 / tall)) == 0:
-            parts.append(
-                tag("text", grid.rows[i], x=LEFT - 6, y=f"{top + tall / 2:.1f}", dy="0.35em",
-                    class_="end")
-            )  # fmt: skip
-        for j, value in enumerate(row):
-            parts.append(
-                _cell(grid, i, j, value, (LEFT + j * side, top, side, tall), scale, titled)
-            )
-    bottom = TOP + len(grid.rows) * tall
-    longest = max((len(label) for label in grid.columns), default=1)
-    every = max(1, math.ceil((7 * longest + 8) / side))
-    parts += [
-        tag("text", label, x=f"{LEFT + (j + 0.5) * side:.1f}", y=f"{bottom + 14:.1f}",
-            class_="middle")
-        for j, label in enumerate(grid.columns) if j % every == 0
-    ]  # fmt: skip
-    parts.append(tag("text", grid.column_name, x=LEFT, y=f"{bottom + 28:.1f}"))
-    parts.append(tag("text", grid.row_name, x=2, y=TOP - 2))
-    height = round(bottom + 34)
-    width = round(max(LEFT + count * side + RIGHT, 240))
-    worst = max(
-        ((v, i, j) for i, r in enumerate(grid.values) for j, v in enumerate(r) if _drawable(v, log))
-    )
+    low, (high, row, column) = min(places)[0], max(places)
     said = (
-        f"{len(grid.rows)} x {count} values from {number(low)} to {number(high)}; the largest is "
-        f"at {grid.row_name} {grid.rows[worst[1]]}, {grid.column_name} {grid.columns[worst[2]]}"
+        f"{len(grid.rows)} x {len(grid.columns)} values from {number(low)} to {number(high)}; the "
+        f"largest is at {grid.row_name} {grid.rows[row]}, {grid.column_name} {grid.columns[column]}"
     )
+    side = max(4.0, min(24.0, (WIDTH - LEFT - RIGHT) / len(grid.columns)))
+    tall = max(4.0, min(18.0, 420 / len(grid.rows)))
+    parts = [
+        *_cells(grid, _Scale(low, high, log, 0.0, 1.0), side, tall),
+        *_labels(grid, side, tall),
+    ]
+    width = round(max(LEFT + len(grid.columns) * side + RIGHT, 240))
+    height = round(TOP + len(grid.rows) * tall + 34)
     drawing = _svg(name, title, said, width, height, parts)
     return tag("figure", tag("figcaption", title), drawing, _key(low, high))
 
 
-def _drawable(value: float | None, log: bool) -> bool:
-    return value is not None and math.isfinite(value) and (value > 0 or not log)
+def _cells(grid: Grid, scale: _Scale, side: float, tall: float) -> Iterator[Markup]:
+    """One rectangle a value, with its figure as a tooltip unless there are too many."""
+    titled = len(grid.rows) * len(grid.columns) <= TITLED_CELLS
+    for i, row in enumerate(grid.values):
+        for j, value in enumerate(row):
+            shown, fill = "not measured", None
+            if value is not None and math.isfinite(value):
+                shown = number(value)
+                fill = color(scale(value)) if value > 0 or not scale.log else None
+            where = f"{grid.row_name} {grid.rows[i]}, {grid.column_name} {grid.columns[j]}: {shown}"
+            yield tag(
+                "rect",
+                *((tag("title", where),) if titled else ()),
+                x=f"{LEFT + j * side:.1f}",
+                y=f"{TOP + i * tall:.1f}",
+                width=f"{side:.1f}",
+                height=f"{tall:.1f}",
+                fill=fill,
+                class_="cell",
+            )
 
 
-def _cell(
-    grid: Grid,
-    i: int,
-    j: int,
-    value: float | None,
-    box: tuple[float, float, float, float],
-    scale: _Scale,
-    titled: bool,
-) -> Markup:
-    x, y, w, h = (f"{v:.1f}" for v in box)
-    fill = color(scale(value)) if value is not None and _drawable(value, scale.log) else None
-    shown = "not measured" if value is None else number(value)
-    where = f"{grid.row_name} {grid.rows[i]}, {grid.column_name} {grid.columns[j]}: {shown}"
-    inside = (tag("title", where),) if titled else ()
-    return tag("rect", *inside, x=x, y=y, width=w, height=h, fill=fill, class_="cell")
+def _labels(grid: Grid, side: float, tall: float) -> Iterator[Markup]:
+    """Names of rows and columns, as many as there is room for."""
+    for i in range(0, len(grid.rows), max(1, math.ceil(9 / tall))):
+        y = f"{TOP + (i + 0.5) * tall:.1f}"
+        yield tag("text", grid.rows[i], x=LEFT - 6, y=y, dy="0.35em", class_="end")
+    bottom = TOP + len(grid.rows) * tall
+    longest = max(len(label) for label in grid.columns)
+    for j in range(0, len(grid.columns), max(1, math.ceil((7 * longest + 8) / side))):
+        x = f"{LEFT + (j + 0.5) * side:.1f}"
+        yield tag("text", grid.columns[j], x=x, y=f"{bottom + 14:.1f}", class_="middle")
+    yield tag("text", grid.column_name, x=LEFT, y=f"{bottom + 28:.1f}")
+    yield tag("text", grid.row_name, x=2, y=TOP - 2)
 
 
 def _key(low: float, high: float) -> Markup:

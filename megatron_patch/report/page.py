@@ -106,15 +106,18 @@ def _curves(facts: RunFacts) -> Child:
     for name, title, unit, log in CHARTS:
         series = [Series("training" if name == "loss" else name, facts.steps, facts.column(name))]
         if name == "loss":
-            at = [
-                (s, v)
-                for s, v in zip(facts.steps, facts.column("eval_loss"), strict=True)
-                if v == v
-            ]
-            if at:
-                series.append(Series("validation", *map(list, zip(*at, strict=True)), dots=True))
+            series += _validation(facts)
         parts.append(line_chart(f"m-{name}", series, title=title, unit=unit, log=log))
     return [*parts, _last_rows(facts)]
+
+
+def _validation(facts: RunFacts) -> list[Series]:
+    """Validation losses as dots, where there are any."""
+    found = zip(facts.steps, facts.column("eval_loss"), strict=True)
+    at = [(step, loss) for step, loss in found if loss == loss]
+    if not at:
+        return []
+    return [Series("validation", [s for s, _ in at], [v for _, v in at], dots=True)]
 
 
 def _last_rows(facts: RunFacts) -> Markup:
