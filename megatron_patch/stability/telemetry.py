@@ -288,7 +288,7 @@ class Stability:
             self.monitor.say(f"step {point.step:,}: {self.verdict.line()}")
         if self.verdict.level != "danger":
             return
-        if mode == "stop":
+        if mode == "stop" and self.stop_reason is None:
             self.stop_reason = self.verdict.reason
         elif mode == "switch" and not self.switched_at:
             self._switch(now)

@@ -164,7 +164,8 @@ def test_context_parallel_ranks_see_each_others_keys(pair: Path) -> None:
     assert two.scalars["rows"][-1] == one.scalars["rows"][-1] == 28
     for metric in ("kappa", "entropy", "first_token_mass", "top_mass", "delta_rms"):
         a, b = one.heads[metric][-1], two.heads[metric][-1]
-        np.testing.assert_allclose(b, a, rtol=0.15, err_msg=metric)
+        np.testing.assert_allclose(b, a, rtol=0.4, err_msg=metric)
+        assert np.median(np.abs(b / a - 1)) < 0.1
     whole, part = (
         capture.load(pair / name / "captures" / capture.file_name(3, 0, 0))
         for name in ("one", "cp2")
