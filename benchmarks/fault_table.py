@@ -35,6 +35,7 @@ CASES: list[Case] = [
     *cases_setup.CASES,
     *cases_scripts.CASES,
 ]
+STATES = ("ok", "unseen", "failed", "skipped")
 LIMIT = 300.0  # seconds a case may take in all
 
 
@@ -134,7 +135,7 @@ def main() -> int:
               f"({row['took']} s){''.join(chr(10) + '    ' + p for p in row['problems'])}",
               flush=True)  # fmt: skip
     found = rows(state)
-    counts = {s: sum(r["status"] == s for r in found) for s in ("ok", "failed", "skipped")}
+    counts = {s: sum(r["status"] == s for r in found) for s in STATES}
     print(f"{len(found)} of {len(CASES)} cases played: {counts}")
     if len(found) == len(CASES):
         from machine import write_result

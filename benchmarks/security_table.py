@@ -223,7 +223,7 @@ def places(folder: Path) -> dict[str, str]:
     found["pass_environment DB_TOKEN"] = canary(32)
     for path in (secret, key):
         path.chmod(0o600)
-    found["exception text of a library"] = canary(33)
+    found["environment, in a frame of the traceback"] = canary(33)
     found["~/.netrc"] = canary(34)
     (folder / ".netrc").write_text(f"machine x password {canary(34)}\n")
     return found
@@ -238,12 +238,11 @@ def refused_values() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "run.yaml"
         base = tests.MODEL.format(name="demo", device="cpu")
+        entry = "cluster: {environment: [{name: %s, value: %s, reason: x}]}\n"
         for place, text in {
-            "YAML cluster.environment": "cluster: {environment: [{name: HF_TOKEN, value: CNRY, "
-                                        "reason: x}]}\n",
-            "YAML cluster.environment, by value": "cluster: {environment: [{name: OK, value: "
-                                                  "hf_CNRYCNRYCNRYCNRYCNRYCNRYCNRYCN, "
-                                                  "reason: x}]}\n",
+            "YAML cluster.environment": entry % ("HF_TOKEN", "CNRY"),
+            "YAML cluster.environment, malformed": entry % ("HF_TOKEN", "'CNRY $x'"),
+            "YAML cluster.environment, by value": entry % ("OK", "hf_CNRY" + 8 * "CNRY"),
         }.items():  # fmt: skip
             path.write_text(base + text)
             said = ""
@@ -298,7 +297,7 @@ def canaries(folder: Path) -> list[dict[str, Any]]:
     job.environment = {
         p.removeprefix("environment "): v for p, v in values.items() if p.startswith("environment ")
     } | {"DB_TOKEN": values["pass_environment DB_TOKEN"],
-         "CANARY_OF_AN_EXCEPTION": values["exception text of a library"]}  # fmt: skip
+         "CANARY_OF_AN_EXCEPTION": values["environment, in a frame of the traceback"]}  # fmt: skip
     lists: set[str] = set()
     outcome = job.drive(None, step=0, limit=240, watch=lambda: process_lists(lists))
     assert outcome.code == 0, outcome.output[-3000:]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fault_lab.lab import INTERVAL, Hook, Lab, Outcome, Running, compare
 
-After = Literal["resume", "finished", "goes on", "same job"]
+After = Literal["resume", "finished", "goes on", "same job", "undetected"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,13 @@ class Case:
     after: After = "resume"
     """resume: the same command continues; finished: the run itself came to its end, nothing to
     resume; goes on: as resume, but bits may differ (another layout); same job: the launch script
-    itself started the run again."""
+    itself started the run again; undetected: known to go unseen, and the table says so."""
     ignore: tuple[str, ...] = ()
     """Parts of the comparison that the fault itself destroyed."""
     within: float = 60.0
     """Seconds from the fault to the end of the last process."""
+    found_within: float | None = None
+    """Seconds from the fault to the hang watcher's report."""
     most_lost: int = INTERVAL
     """Steps that may have to be repeated."""
     repair: Callable[[Scene], None] | None = None
@@ -92,6 +94,9 @@ def run_case(
     scene = Scene(case, Lab(folder, mounts=mounts, ranks=case.ranks), reference)
     broken = case.inject(scene)
     problems = _judge_end(case, broken)
+    hang = _hang(scene, broken)
+    if case.found_within is not None and not (hang and hang["seconds"] <= case.found_within):
+        problems.append(f"no hang was reported within {case.found_within:g} s: {hang}")
     if case.repair is not None:
         case.repair(scene)
     lost: int | None = 0
@@ -111,11 +116,14 @@ def run_case(
             differences.append(difference)
     if not found["finished"]:
         problems.append("the run was not finished")
-    if case.after != "goes on":
+    status = "ok"
+    if case.after == "undetected":
+        status = "unseen" if differences else "ok"
+    elif case.after != "goes on":
         problems += [f"differs from the unbroken run: {d}" for d in differences[:4]]
     return _row(
         case,
-        status="ok" if not problems else "failed",
+        status=status if not problems else "failed",
         problems=problems,
         code=broken.code,
         rank_codes=sorted({code for code, _ in broken.ranks.values()}),
@@ -124,10 +132,20 @@ def run_case(
         seconds=round(broken.after_fault if broken.after_fault is not None else broken.seconds, 2),
         lost=lost,
         bitwise=not differences,
+        hang=hang,
         orphans=len(broken.orphans),
         shm=len(broken.shm),
         output=broken.output[-6000:] if problems else "",
     )
+
+
+def _hang(scene: Scene, broken: Outcome) -> dict[str, Any] | None:
+    """When the hang watcher reported, and how many ranks left their stacks."""
+    reports = sorted(scene.lab.run_dir.glob("hangs/*/summary.txt"))
+    if not reports or broken.fault_at is None:
+        return None
+    seconds = round(reports[0].stat().st_mtime - broken.fault_at, 1)
+    return {"seconds": seconds, "stacks": len(list(reports[0].parent.glob("rank_*.txt")))}
 
 
 def _row(case: Case, **figures: Any) -> dict[str, Any]:

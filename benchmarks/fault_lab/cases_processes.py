@@ -16,8 +16,10 @@ PEER = r"Connection (closed by peer|reset by peer)"
 """torchrun tells of whoever it saw failing first: the killed rank, or one that missed it."""
 SIGKILLED = r"Signal 9 \(SIGKILL\) received|" + PEER
 STOPPED = "stopped gracefully after step"
-SHORT = ("parallel.distributed_timeout_minutes=0.1",)
-"""Of the groups' own timeout, 10 minutes by default: what ends a hang when nothing else does."""
+SHORT = ("faults.hang_seconds=5", "faults.hang_startup_seconds=10", "faults.hang_pause_seconds=5")
+"""Instead of 45 s, half an hour and a quarter of an hour."""
+TORCHRUN = 30.0
+"""Seconds torchrun waits for a rank that does not react to TERM."""
 
 
 def in_rank(rank: int, place: str, do: hooks.Callable[[], None], *, step: int = 5) -> hooks.Any:
@@ -255,17 +257,40 @@ def hold_the_gil() -> None:
     ctypes.PyDLL(None).sleep(600)
 
 
+def busy() -> None:
+    """Python code that does not come to an end."""
+    hooks.injected("an endless loop")
+    while True:
+        pass
+
+
+def sleep_in_save() -> None:
+    hooks.injected("a write that does not return")
+    time.sleep(600)
+
+
+HANG = r"^hang at step \d+: rank 1"
 HANGS = [
-    Case(name="SIGSTOP of a rank", group="hangs", inject=beside(stop(None)), says=r"[Tt]imed out",
-         sets=SHORT),
+    Case(name="SIGSTOP of a rank", group="hangs", inject=beside(stop(None)), says=HANG,
+         sets=SHORT, rank_code=6, found_within=20, note="the others name it; it has no stacks"),
     Case(name="SIGSTOP of a rank for 3 s", group="hangs", inject=beside(stop(3.0)), code=0,
-         after="finished"),
-    Case(name="deadlock: a rank never joins a collective", group="hangs", says=r"[Tt]imed out",
-         inject=played(1, "reduction", never_join), sets=SHORT),
-    Case(name="native code holds the GIL", group="hangs", says=r"[Tt]imed out",
-         inject=played(1, "forward", hold_the_gil), sets=SHORT),
-    Case(name="slow rank", group="hangs", after="finished", code=0,
-         inject=lambda scene: scene.play(hook=slow_steps(0.2, rank=1))),
+         after="finished", note="the run goes on"),
+    Case(name="deadlock: a rank never joins a collective", group="hangs", says=HANG, rank_code=6,
+         inject=played(1, "reduction", never_join), found_within=60, within=90,
+         note="hang_seconds is 45, the default; stacks of all ranks"),
+    Case(name="a rank loops for ever", group="hangs", says=HANG, rank_code=6, sets=SHORT,
+         inject=played(1, "forward", busy), found_within=20, note="stacks of all ranks"),
+    Case(name="native code holds the GIL", group="hangs", says=HANG, rank_code=6, sets=SHORT,
+         inject=played(1, "forward", hold_the_gil), found_within=20,
+         note="its stacks are in its log"),
+    Case(name="a rank hangs in start-up", group="hangs", says=HANG, rank_code=6, sets=SHORT,
+         inject=played(1, "model", never_join, 0), found_within=30, note="stacks of all ranks"),
+    Case(name="a save does not return", group="hangs", says=HANG, rank_code=6, sets=SHORT,
+         inject=played(1, "save write", sleep_in_save, 6), found_within=30,
+         note="stacks of all ranks"),
+    Case(name="slow rank", group="hangs", after="finished", code=0, ranks=4, says="stragglers up",
+         inject=lambda scene: scene.play("faults.straggler_interval=4",
+                                         hook=slow_steps(0.3, rank=1))),
 ]  # fmt: skip
 
 CASES = [*KILLED, *SIGNALS, *HANGS]

@@ -164,6 +164,8 @@ class Outcome:
     """Steps that were finished on any rank, counted from the run's begin."""
     began: int | None
     """Step this attempt resumed from; None: it did not get there."""
+    fault_at: float | None = None
+    """Time of the fault."""
 
     def line(self, pattern: str) -> str | None:
         """The first line of the output that matches."""
@@ -260,6 +262,7 @@ class Running:
             shm=shm,
             done=max([self.steps(r) for r in range(self.ranks)] + begun),
             began=begun[0] if begun else None,
+            fault_at=float(stamp) if stamp else None,
         )
 
     def until_dead(self) -> None:

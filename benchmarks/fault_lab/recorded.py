@@ -2,8 +2,8 @@
 
     python -m megatron_patch.launcher.rank recorded.py FAULT train --config ...
 
-``FAULT`` is ``none`` or ``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in the
-first TIMES attempts; under the place ``exception`` an error in the forward pass.
+``FAULT`` is ``none`` or ``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in
+the first TIMES attempts; under the place ``exception`` an error in the forward pass.
 """
 
 from __future__ import annotations

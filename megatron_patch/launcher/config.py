@@ -35,6 +35,11 @@ SECRET = re.compile(
     r"AUTH|COOKIE|PAT|APIKEY)(_|$)",
     re.IGNORECASE,
 )
+# What keys of well-known services look like, whatever the variable is called.
+TOKEN = re.compile(
+    r"hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{15,}|sk-[\w-]{20,}|"
+    r"nvapi-[\w-]{20,}|xox[abprs]-[\w-]{10,}|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}"
+)
 # They change what every later command of the job means.
 SHELL_VARIABLES = (
     "PATH", "BASH_ENV", "ENV", "IFS", "SHELLOPTS", "BASHOPTS", "PS4", "PROMPT_COMMAND",
@@ -279,14 +284,14 @@ class ClusterConfig:
         for n, item in enumerate(self.environment):
             path = f"cluster.environment.{n}"
             yield from self._name(f"{path}.name", item.name)
-            if SECRET.search(item.name):
+            if SECRET.search(item.name) or TOKEN.search(item.value):
                 yield Problem(
                     f"{path}.name",
                     f"{item.name[:80]!r} looks like a secret and its value would stand in the "
                     "rendered script; put it into cluster.secrets_file, or take it from your shell "
                     "with cluster.pass_environment",
                 )
-            if not VALUE.fullmatch(item.value) or len(item.value) > 1000:
+            elif not VALUE.fullmatch(item.value) or len(item.value) > 1000:
                 yield Problem(
                     f"{path}.value",
                     f"{item.value[:80]!r}: only letters, digits, spaces and . _ / : , = @ % + ^ - "
