@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cp_tables
 import run_tables
 import stability_tables
+import telemetry_tables
 from markdown import origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,7 @@ PAGES = (
     "docs/data.md",
     "docs/numerics.md",
     "docs/stability.md",
+    "docs/telemetry.md",
     "docs/training.md",
 )
 BACKENDS = (
@@ -191,6 +193,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
     "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
     **stability_tables.tables(),
+    **telemetry_tables.tables(),
 }
 
 
