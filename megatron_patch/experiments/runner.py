@@ -140,7 +140,7 @@ class Runner:
         )
         environment = dict(os.environ)
         if not _on_cpu(run, store):
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seats))
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(seats)
         environment.setdefault("OMP_NUM_THREADS", "1")
         log = store.log(run)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -297,6 +297,12 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
     if left != float("inf"):
         keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
     return command + [part for key in keys for part in ("--set", key)]
+
+
+def visible_devices(seats: list[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a run: its seats among the devices this process may use."""
+    mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(mine[seat] if seat < len(mine) else str(seat) for seat in seats)
 
 
 def _on_cpu(run: Run, store: Store) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LOG_TAIL_BYTES = 1 << 18
 MAX_EVENTS = 60
+EVENT_FILES = ("events.jsonl", "spikes.jsonl", "crashes.jsonl")
 _EVENT = re.compile(
     r"^(?P<utc>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*"
     r"(?:\bwarning\b|\bstopped\b|\bresuming\b|\bfinished:|\bswitch|\bdanger\b|\bstraggl"
@@ -193,23 +194,43 @@ def _logged(log: str) -> Iterator[Event]:
 
 
 def _recorded(run_dir: Path, notes: list[str]) -> Iterator[Event]:
-    """``events.jsonl``: one object a line, with utc (or time), kind and message where known."""
-    path = run_dir / "events.jsonl"
+    """What the rooms of faults and others left: a line an event, whatever its fields are called."""
+    for name in EVENT_FILES:
+        path = run_dir / name
+        if not path.is_file():
+            continue
+        torn = 0
+        for line in _tail(path).splitlines()[-MAX_EVENTS:]:
+            try:
+                entry = json.loads(line)
+                when = str(entry.get("utc", entry.get("time", "")))
+                said = [f"{k} {v}" for k, v in entry.items() if _worth_saying(k, v)]
+            except (ValueError, AttributeError, RecursionError):
+                torn += 1
+                continue
+            yield Event(when[:40], f"{path.stem}: {', '.join(said)}"[:500])
+        if torn:
+            notes.append(f"{name}: {torn} line(s) could not be read")
+    yield from _stragglers(run_dir / "stragglers.csv")
+
+
+def _worth_saying(key: str, value: object) -> bool:
+    """Short scalars; not the time, which stands beside them."""
+    scalar = isinstance(value, (str, int, float)) and len(str(value)) <= 200
+    return scalar and key not in ("utc", "time") and value != ""
+
+
+def _stragglers(path: Path) -> Iterator[Event]:
+    """Comparisons of ranks that found one slow."""
     if not path.is_file():
         return
-    lines = _tail(path).splitlines()[-MAX_EVENTS:]
-    torn = 0
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            when = str(entry.get("utc", entry.get("time", "")))
-            said = [str(entry[key]) for key in ("kind", "event", "message", "text") if key in entry]
-        except (ValueError, AttributeError, RecursionError):
-            torn += 1
-            continue
-        yield Event(when[:40], (": ".join(said) or json.dumps(entry))[:500])
-    if torn:
-        notes.append(f"events.jsonl: {torn} line(s) could not be read")
+    with path.open(newline="", errors="replace") as lines:
+        rows = list(csv.DictReader(line.replace("\0", "") for line in lines))
+    slow = [row for row in rows if (row.get("stragglers") or "").strip()]
+    for row in slow[-MAX_EVENTS:]:
+        figures = [f"{k} {row[k]}" for k in ("what", "stragglers", "median_seconds") if row.get(k)]
+        figures += [f"{k} {row[k]}" for k in ("slowest_rank", "slowest_seconds") if row.get(k)]
+        yield Event(f"step {row.get('step')}"[:40], f"stragglers: {', '.join(figures)}"[:500])
 
 
 def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:

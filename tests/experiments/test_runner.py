@@ -218,3 +218,10 @@ def test_the_command_of_a_run(protocol: Path, tmp_path: Path) -> None:
     assert two[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert not any("exit_" in part for part in two)
     store.close()
+
+
+def test_seats_are_counted_among_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert runner.visible_devices([0, 3]) == "0,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc,6")
+    assert runner.visible_devices([1, 2]) == "GPU-abc,6"
