@@ -126,8 +126,8 @@ class HangWatcher:
         beat = self.pulse.now
         if beat is not self._seen:
             self._seen, self._excused = beat, 0.0
-        elif gap > max(2.0, 3 * self._poll):
-            self._excused += gap  # this whole process did not run
+        if gap > max(2.0, 3 * self._poll):  # this whole process did not run
+            self._excused += min(gap, now - beat.since)
         age, limit = now - beat.since - self._excused, self.limits.of(self.pulse)
         if age > limit or (age > self.limits.step / 2 and self.alarm.exists()):
             self._report(beat, age, limit)

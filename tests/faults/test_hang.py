@@ -1,0 +1,253 @@
+"""Hang detection: limits, who is named, and processes that really are stuck."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patch.faults import hang, stacks
+from megatron_patch.faults.hang import HangWatcher, Limits, summarize
+from megatron_patch.faults.stacks import Witness
+from megatron_patch.runtime.heartbeat import Beat, Pulse
+
+# One rank without torch: it works on step 7 and gets stuck in the way the last argument names.
+RANK = """
+import ctypes, sys, time
+from pathlib import Path
+from megatron_patch.faults import hang
+from megatron_patch.faults.hang import HangWatcher, Limits
+from megatron_patch.runtime.heartbeat import PULSE
+
+hang.GRACE_SECONDS = 3
+def wait_for_the_others(): time.sleep(60)
+def endless_loop():
+    while True: pass
+def blocked_in_c(): ctypes.CDLL(None).sleep(60)
+def holds_the_lock(): ctypes.PyDLL(None).sleep(60)
+
+rank, world, folder, how = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+PULSE.reset()
+HangWatcher(Limits(step=1.0, startup=60, pause=60), folder, token="t", rank=rank,
+            hosts=["node%d" % r for r in range(world)]).start()
+for step in (5, 6):
+    PULSE.step(step); PULSE.stepped()
+PULSE.step(7)
+PULSE.enter("forward")
+if how == "wait_for_the_others":
+    PULSE.enter("optimizer")
+time.sleep(0.3)  # longer than the watcher's period: it has armed the timer for this phase
+print("ready", flush=True)
+globals()[how]()
+"""
+
+
+def ranks(folder: Path, *how: str) -> list[subprocess.Popen[str]]:
+    """Start one process a word, and wait until all are where they get stuck."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(len(how)), str(folder / "hangs"), word],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, word in enumerate(how)
+    ]
+    for process in started:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return started
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and standard error."""
+    try:
+        return process.wait(30), process.communicate()[1]
+    finally:
+        process.kill()
+
+
+def summary(folder: Path) -> tuple[Path, str]:
+    (file,) = (folder / "hangs").glob("*/summary.txt")
+    return file.parent, file.read_text()
+
+
+def witness(rank: int, **changes: Any) -> Witness:
+    values = {"host": f"n{rank}", "pid": 1, "step": 7, "phase": "optimizer", "seconds": 50.0,
+              "at": "a.py:1 f", "collective": ""}  # fmt: skip
+    return Witness(rank=rank, **(values | changes))
+
+
+# -------------------------------------------------------------------------------- real processes
+
+
+@pytest.mark.parametrize("how", ["endless_loop", "blocked_in_c"])
+def test_every_rank_writes_its_stacks_and_the_guilty_one_is_named(tmp_path: Path, how: str) -> None:
+    started = ranks(tmp_path, "wait_for_the_others", how, "wait_for_the_others")
+    begin = time.monotonic()
+    results = [ended(p) for p in started]
+    assert [code for code, _ in results] == [hang.EXIT_CODE] * 3
+    assert time.monotonic() - begin < 10
+    folder, text = summary(tmp_path)
+    assert text.startswith("hang at step 7: rank 1 (node1) is behind: step 7, phase forward"), text
+    for rank in range(3):
+        found = (folder / f"rank_{rank:05d}.txt").read_text()
+        assert (how if rank == 1 else "wait_for_the_others") in found
+    assert sum("stacks of all ranks" in err for _, err in results) == 1
+    entries = [json.loads(x) for x in (tmp_path / "crashes.jsonl").read_text().splitlines()]
+    assert sorted(e["rank"] for e in entries) == [0, 1, 2]
+    assert {(e["step"], e["exit_code"]) for e in entries} == {(7, hang.EXIT_CODE)}
+
+
+def test_a_stopped_process_is_named_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, stopped = ranks(tmp_path, "wait_for_the_others", "wait_for_the_others")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        code, _ = ended(first)
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert code == hang.EXIT_CODE
+    _, text = summary(tmp_path)
+    assert text.startswith("hang at step 7: rank 1 (node1) missing: no stacks within 3 s")
+    assert "missing" in text.splitlines()[-1]
+
+
+def test_a_thread_that_holds_the_interpreter_lock_is_found_by_the_c_timer(tmp_path: Path) -> None:
+    first, locked = ranks(tmp_path, "wait_for_the_others", "holds_the_lock")
+    code, err = ended(locked)
+    assert code == 1 and "holds_the_lock" in err and "Timeout" in err
+    assert ended(first)[0] == hang.EXIT_CODE
+    assert "rank 1 (node1) missing" in summary(tmp_path)[1]
+
+
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """Stopped and continued as a whole, it is not a hang: the watcher did not run either."""
+    (process,) = ranks(tmp_path, "wait_for_the_others")
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3.5)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.35)
+    try:
+        assert process.poll() is None and not (tmp_path / "hangs").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_unwritable_directory_still_ends_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "hangs").write_text("a file in the way")
+    (process,) = ranks(tmp_path, "wait_for_the_others")
+    code, err = ended(process)
+    assert code == hang.EXIT_CODE
+    assert "no report:" in err and "wait_for_the_others" in err
+
+
+# ----------------------------------------------------------------------------------------- rules
+
+
+def test_limits() -> None:
+    limits, pulse = Limits(step=45, startup=1800, pause=900), Pulse()
+    assert limits.of(pulse) == 1800
+    pulse.step(1)
+    assert limits.of(pulse) == 1800  # the first step compiles
+    pulse.stepped()
+    pulse.step(2)
+    assert limits.of(pulse) == 45
+    pulse.enter("save")
+    assert limits.of(pulse) == 900
+    pulse.enter("forward")
+    pulse.longest = 30.0
+    assert limits.of(pulse) == 120  # long steps raise the limit
+
+
+def test_the_longest_step_leaves_saves_and_the_first_step_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pulse = Pulse()
+    for step, (work, save) in enumerate([(100, 0), (2, 50), (3, 0)], 1):
+        pulse.step(step)
+        now[0] += work
+        pulse.enter("save")
+        now[0] += save
+        pulse.enter("data")
+        pulse.stepped()
+    assert pulse.longest == 3
+    assert pulse.seconds["save"] == 50 and pulse.now.step == 3
+
+
+def test_summary_names_the_rank_that_came_least_far() -> None:
+    behind = witness(2, phase="data", at="loader.py:9 read")
+    found = {0: witness(0), 1: witness(1), 2: behind}
+    text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
+    assert text.startswith("hang at step 7: rank 2 (n2) is behind: step 7, phase data for 50 s, at "
+                           "loader.py:9 read")  # fmt: skip
+
+
+def test_summary_prefers_ranks_that_wait_in_no_collective() -> None:
+    found = {
+        0: witness(0, collective="all_reduce", seconds=60.0),
+        1: witness(1, seconds=51.0),
+        2: witness(2, collective="all_reduce", seconds=60.0),
+    }
+    text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
+    assert "rank 1 (n1) is behind" in text.splitlines()[0]
+    assert "same place" not in text.splitlines()[0]
+
+
+def test_summary_admits_that_all_ranks_look_alike() -> None:
+    found = {r: witness(r, seconds=50.0 + r) for r in range(3)}
+    text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
+    assert "all ranks are at the same place, compare their stacks" in text.splitlines()[0]
+
+
+def test_summary_lists_at_most_sixteen_missing_ranks() -> None:
+    text = summarize({0: witness(0)}, [f"n{r}" for r in range(100)], finder=witness(0), limit=45)
+    assert "15 (n15), 16 (n16) and 83 more missing" in text.splitlines()[0]
+
+
+def test_a_beat_is_excused_only_for_its_own_pause(tmp_path: Path) -> None:
+    pulse, left = Pulse(), []
+    pulse.step(1)
+    pulse.stepped()
+    watcher = HangWatcher(Limits(5, 5, 5), tmp_path / "hangs", token="t", rank=0, hosts=["n"],
+                          pulse=pulse, leave=left.append)  # fmt: skip
+    now = pulse.now.since
+    watcher._look(now + 100, gap=99.0)
+    assert not left
+    watcher._look(now + 104)
+    assert not left
+    pulse.now = Beat(2, "forward", now + 104)
+    watcher._look(now + 110)
+    assert left == [hang.EXIT_CODE]
+
+
+def test_a_file_that_is_no_witness_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "rank_00000.txt").write_text("torn")
+    assert stacks.read(tmp_path / "rank_00000.txt") is None
+    assert stacks.read(tmp_path / "missing") is None
+
+
+def test_recorder_names_are_set_unless_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE",
+                 "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "mine")
+    hang.record_collectives(tmp_path)
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "mine"
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE",
+                 "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # fmt: skip
+        monkeypatch.delenv(name)
