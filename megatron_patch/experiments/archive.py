@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.store import identity, set_aside
 from megatron_patch.experiments.verdict import parse_rows, read_rows
 
 FORMAT = "megatron-patch experiment 1"
@@ -165,7 +165,7 @@ def _compare(content: dict[str, bytes], out: Path) -> None:
         there = json.loads(content["experiment.json"])
         same = here["name"] == there["name"] and here["explosion"] == there["explosion"]
         shared = here["runs"].keys() & there["runs"].keys()
-        if not same or any(here["runs"][n] != there["runs"][n] for n in shared):
+        if not same or any(identity(here["runs"][n]) != identity(there["runs"][n]) for n in shared):
             raise ExperimentError(f"{out} holds another experiment or another version of it")
     for name, data in content.items():
         if name.startswith("reference/") and (out / name).exists():
@@ -190,7 +190,7 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
             yield f"{run}: kept what is here (step {had:,}; the archive has {has or 0:,})"
             continue
         if (out / "runs" / run).exists():
-            _set_aside(out / "runs" / run)
+            set_aside(out / "runs" / run)
         taken.add(run)
         states[run] = theirs.get(run, states.get(run, {}))
         yield f"{run}: taken, to step {has or 0:,}"
@@ -232,11 +232,3 @@ def _last_step_of(content: dict[str, bytes], run: str) -> int | None:
         return None
     rows = parse_rows(io.StringIO(data.decode("utf-8", "replace")))
     return int(rows[-1]["step"]) if rows else None
-
-
-def _set_aside(path: Path) -> None:
-    """Nothing that was measured is deleted."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.replaced_{number}")).exists():
-        number += 1
-    shutil.move(path, target)

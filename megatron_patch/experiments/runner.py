@@ -30,6 +30,7 @@ from megatron_patch.experiments.store import (
     WAITING,
     State,
     Store,
+    set_aside,
 )
 from megatron_patch.experiments.verdict import judge
 from megatron_patch.monitor.metrics import duration
@@ -145,6 +146,9 @@ class Runner:
         log = store.log(run)
         log.parent.mkdir(parents=True, exist_ok=True)
         rows, first = store.rows(run), store.reached(run)
+        if rows and not first:
+            # The trainer would continue the records of steps that it repeats.
+            set_aside(store.run_dir(run))
         with log.open("ab") as out:
             # Its own session: a stop reaches the whole group, and ours does not reach it.
             process = subprocess.Popen(
@@ -158,7 +162,8 @@ class Runner:
         self.active.append(Active(run, process, seats, time.monotonic(), first, step=first))
         again = f"from its checkpoint (logged to step {first:,})" if first else "from step 0"
         if rows and not first:
-            again += f" ({int(rows[-1]['step']):,} steps are repeated: there is no checkpoint)"
+            lost = f"{int(rows[-1]['step']):,} steps are repeated: there is no checkpoint"
+            again += f" ({lost}; their records are set aside)"
         self.say(f"start {run.id} on {'/'.join(map(str, seats))}: {again}")
 
     def _watch(self, item: Active) -> bool:

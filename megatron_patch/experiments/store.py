@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,8 +110,11 @@ class Store:
         ]
         for name, run in mine["runs"].items():
             before = there["runs"].get(name)
-            if before is not None and before != run:
+            if before is not None and identity(before) != identity(run):
                 changed.append(f"run {name}: {before} -> {run}")
+        started = [n for n, state in self._read_states().items() if state.attempts]
+        changed += [f"run {n}: taken out, but it was started" for n in started
+                    if n not in mine["runs"]]  # fmt: skip
         if changed:
             listed = "\n".join(f"  - {text}" for text in changed)
             raise ExperimentError(
@@ -128,9 +132,28 @@ class Store:
         file = self.path / "states.json"
         tree = json.loads(file.read_text()) if file.exists() else {}
         found = {name: State(**entry) for name, entry in tree.items()}
-        return {run.id: found.get(run.id, State()) for run in self.experiment.runs} | found
+        return {run.id: State() for run in self.experiment.runs} | found
 
 
+def identity(run: dict[str, Any]) -> dict[str, Any]:
+    """What makes a run in experiment.json the run it is: all but where its data lie.
+
+    Paths differ between machines; the hash of the batches says whether the data are the same.
+    """
+    kept = [text for text in run["set"] if not _DATA_PATH.match(text)]
+    return run | {"set": kept}
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a run directory that is about to be replaced: nothing measured is deleted."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.replaced_{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target
+
+
+_DATA_PATH = re.compile(r"data\.[\w.]*path=")
 _RULES = ("steps", "checked_steps", "explosion", "config")
 
 

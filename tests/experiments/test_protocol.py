@@ -10,7 +10,7 @@ from megatron_patch.config import ConfigError
 from megatron_patch.experiments import plan
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import Protocol, read, trainer_config
-from megatron_patch.experiments.store import FINISHED, Store
+from megatron_patch.experiments.store import FINISHED, State, Store
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "stability"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
@@ -106,16 +106,25 @@ def test_a_started_protocol_cannot_be_changed(protocol: Path, tmp_path: Path) ->
     protocol.write_text(text.replace("seeds: [1]", "seeds: [1, 2]"))
     store = Store(out, read(protocol))
     assert "b-s2" in store.states and '"added"' in (out / "experiment.json").read_text()
-    store.states["b-s2"].state = FINISHED
+    store.states["b-s2"] = State(FINISHED, attempts=[{"exit_code": 0}])
     store.save()
     with pytest.raises(ExperimentError, match="another process"):
         Store(out, read(protocol))
     store.close()
-    # Taken out again: its run stays in the states.
+    # A run that was started cannot be made to disappear.
     protocol.write_text(text)
-    store = Store(out, read(protocol))
-    assert store.states["b-s2"].state == FINISHED
-    store.close()
+    with pytest.raises(ExperimentError, match="run b-s2: taken out, but it was started"):
+        Store(out, read(protocol))
+
+
+def test_only_the_place_of_the_data_may_differ(protocol: Path, tmp_path: Path) -> None:
+    """Machines keep them in different places; the hash of the batches says if they are the same."""
+    out = tmp_path / "out"
+    here = ["data.blend.0.path=here/books", "data.tokenizer.path=null"]
+    Store(out, read(protocol, here)).close()
+    Store(out, read(protocol, ["data.blend.0.path=there/books"])).close()
+    with pytest.raises(ExperimentError, match="--out"):
+        Store(out, read(protocol, [*here, "data.seed=5"]))
 
 
 def test_the_plan_says_what_time_is_enough_for() -> None:
