@@ -1,0 +1,41 @@
+"""Tables of docs/planning.md: planned and measured memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from markdown import origin, table
+
+GIB = 2**30
+COUNTS = (1, 2, 4, 8)
+
+
+def memory(result: dict[str, Any]) -> str:
+    """A row a case: the rank whose peak the plan misses most."""
+    rows = []
+    for case in result["cases"]:
+        name = [case["model"], case["layout"], str(case["ranks"])]
+        if "error" in case:
+            rows.append([*name, "-", "-", "did not run", "-"])
+            continue
+        ranks = case["by_rank"]
+        if any(r["ratio"] is None for r in ranks):
+            rows.append([*name, f"{ranks[0]['planned'] / GIB:.2f}", "-", "not measured", "-"])
+            continue
+        worst = max(ranks, key=lambda r: abs(r["ratio"] - 1))
+        cells = [f"{worst[key] / GIB:.2f}" for key in ("planned", "allocated")]
+        reserved = worst["planned_reserved"] / worst["reserved"]
+        rows.append([*name, *cells, f"{worst['ratio']:.3f}", f"{reserved:.3f}"])
+    head = ["model", "layout", "GPUs", "planned GiB", "measured GiB", "ratio", "reserved, ratio"]
+    good = len(result["cases"]) - len(result["off"])
+    held = f"{good} of {len(result['cases'])} cases within {result['tolerance']:.0%}."
+    return "\n".join([origin(result), held, "", table(head, rows)])
+
+
+def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+    """Markers of the page, as `render_tables.TABLES` wants them."""
+    return {
+        f"plan-memory-{n}": (f"plan_memory_{n}gpu", memory, f"plan_memory.py --gpus {n}")
+        for n in COUNTS
+    }
