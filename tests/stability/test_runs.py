@@ -39,6 +39,20 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "checkpoint.keep_last=2"]  # fmt: skip
 
 
+ONE_STEP = ["training.train_steps=1", "stability.interval=1", "optimizer.warmup_steps=0"]
+LATENT = ["model.num_query_groups=4", "model.mla.kv_lora_rank=8", "model.mla.qk_head_dim=8",
+          "model.mla.qk_pos_emb_head_dim=4", "model.mla.v_head_dim=8", "model.mtp.num_layers=1",
+          "stability.capture_steps=[1]", "stability.capture_layers=[4]"]  # fmt: skip
+SINKS = ["model.softmax_type=learnable", "model.window=[7,0]", "model.window_skip_freq=2",
+         "model.attention_dropout=0.1"]  # fmt: skip
+EXPERTS = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32",
+           "model.moe.aux_loss_coeff=0.0"]  # fmt: skip
+    "model.moe.num_experts=4",
+    "model.moe.ffn_hidden_size=32",
+    "model.moe.aux_loss_coeff=0.0",
+]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def worker() -> Any:
     """Ranks run this folder's worker."""
@@ -80,6 +94,8 @@ def single(folder: Path, corpus: Path) -> Path:
         run("full", BEGIN, *WATCH, *FULL),
         run("core", BEGIN, *WATCH, *CORE),
         run("local", BEGIN, *WATCH, "attention.backend=mcore_local"),
+        run("latent", *ONE_STEP, *LATENT),
+        run("sinks", *ONE_STEP, *SINKS),
     ])  # fmt: skip
     assert all(r[0]["code"] == 0 for r in results.values())
     return folder / "runs"
@@ -98,6 +114,7 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("dp2", BEGIN, *WATCH),
         run("dp2_whole", BEGIN_WHOLE, *WATCH, WHOLE),
         run("cp2", BEGIN, *WATCH, "parallel.context_parallel_size=2", *TAKE),
+        run("ep2", *ONE_STEP, *EXPERTS, "parallel.expert_model_parallel_size=2"),
         run("warn", *SMALL, "stability.guard=warn", **grow),
         run("switch", *SMALL, switch, **grow),
         run("again", *SMALL, switch, "training.exit_at_step=9", **grow),
@@ -112,8 +129,8 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pair(two: dict[str, Any], folder: Path) -> Path:
-    layouts = [two[name] for name in two if name[:2] in ("tp", "pp", "dp", "cp")]
-    assert len(layouts) == 8 and all(rank["code"] == 0 for r in layouts for rank in r)
+    layouts = [two[name] for name in two if name[:2] in ("tp", "pp", "dp", "cp", "ep")]
+    assert len(layouts) == 9 and all(rank["code"] == 0 for r in layouts for rank in r)
     return folder / "runs"
 
 
@@ -172,6 +189,36 @@ def test_context_parallel_ranks_see_each_others_keys(pair: Path) -> None:
     )
     for name in ("q", "k", "v", "out", "dout"):
         torch.testing.assert_close(getattr(part, name), getattr(whole, name), rtol=1e-4, atol=1e-6)
+
+
+def test_latent_attention_and_prediction_layers(single: Path) -> None:
+    """Value heads of another size; the extra layer comes last, and has a capture of its own."""
+    found = record.read(single / "latent")
+    assert found.heads["kappa"].shape == (1, 5, 4)
+    for metric in ("max_logit", "delta_error_rms", "kappa", "entropy", "delta_rms"):
+        assert np.isfinite(found.heads[metric]).all(), metric
+    assert np.isnan(found.heads["wq_norm"]).all()  # no fused projection
+    taken = capture.load(single / "latent" / "captures" / capture.file_name(1, 4, 0))
+    assert taken.layer_name.startswith("mtp.") and taken.wq_norm is None
+    assert taken.q.shape[-1] == 12 and taken.v.shape[-1] == 8
+
+
+def test_sinks_windows_and_dropout(single: Path) -> None:
+    found = record.read(single / "sinks")
+    for metric in ("max_logit", "entropy", "top_mass", "delta_rms", "wq_norm"):
+        assert np.isfinite(found.heads[metric]).all(), metric
+    # Under dropout the float32 rows are not the kernel's.
+    assert np.isnan(found.heads["delta_error_rms"]).all() and np.isnan(found.heads["kappa"]).all()
+    # Layers 1 and 3 see 8 keys: less entropy than 2 and 4, and seldom the first token.
+    entropy, first = (found.heads[m][0].mean(1) for m in ("entropy", "first_token_mass"))
+    assert (entropy[[0, 2]] < entropy[[1, 3]] - 0.3).all() and (first[[0, 2]] < first[[1, 3]]).all()
+
+
+def test_gradients_of_experts_count_once(pair: Path) -> None:
+    found = record.read(pair / "ep2")
+    squares = float((found.layers["grad_norm"][0].astype(np.float64) ** 2).sum())
+    total = (squares + found.scalars["grad_norm_rest"][0] ** 2) ** 0.5
+    assert total == pytest.approx(float(metrics(pair / "ep2")[1]["grad_norm"]), rel=1e-6)
 
 
 def test_data_parallel_ranks_all_contribute(pair: Path) -> None:
