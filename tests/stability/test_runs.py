@@ -47,10 +47,6 @@ SINKS = ["model.softmax_type=learnable", "model.window=[7,0]", "model.window_ski
          "model.attention_dropout=0.1"]  # fmt: skip
 EXPERTS = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32",
            "model.moe.aux_loss_coeff=0.0"]  # fmt: skip
-    "model.moe.num_experts=4",
-    "model.moe.ffn_hidden_size=32",
-    "model.moe.aux_loss_coeff=0.0",
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
