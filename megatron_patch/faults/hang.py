@@ -237,7 +237,7 @@ def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, l
         first = order[0]
         where = f"in {first.collective}" if first.collective else f"at {first.at}"
         blamed = (
-            f"rank {first.rank} ({first.host}) is behind: step {first.step}, phase {first.phase} "
+            f"rank {first.rank} ({hosts[first.rank]}) is behind: step {first.step}, phase {first.phase} "
             f"for {first.seconds:g} s, {where}"
         )
         if all(_how_far(w)[:3] == _how_far(first)[:3] for w in order) and len(order) > 1:

@@ -1,0 +1,244 @@
+"""The rules by themselves: spikes, stragglers, left-out batches, the crash ledger."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_config import run_config
+
+from megatron_patch.config.problem import ConfigError
+from megatron_patch.faults import ledger, straggler, windows
+from megatron_patch.faults.config import FaultsConfig, SpikeConfig
+from megatron_patch.faults.spike import Detector, robust_score
+from megatron_patch.faults.windows import Skips, merged
+from megatron_patch.runtime.heartbeat import PULSE
+
+# ----------------------------------------------------------------------------------------- spikes
+
+
+def calm(options: SpikeConfig, steps: int) -> Detector:
+    """A detector that has seen a slowly falling, noisy loss."""
+    noise, detector = random.Random(7), Detector(options)
+    for step in range(steps):
+        loss = 4 - 0.002 * step + noise.gauss(0, 0.03)
+        assert not detector.judge(loss, abs(noise.gauss(1, 0.15)))[0], step
+    return detector
+
+
+def test_noise_and_a_falling_loss_are_no_spikes() -> None:
+    calm(SpikeConfig(), 3000)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(5.5, 1.0), (3.0, 8.0)])
+def test_a_jump_of_either_is_a_spike(loss: float, norm: float) -> None:
+    spiked, loss_z, norm_z = calm(SpikeConfig(), 300).judge(loss, norm)
+    assert spiked and max(loss_z, norm_z) > 8
+
+
+def test_a_drop_is_none() -> None:
+    assert not calm(SpikeConfig(), 300).judge(1.0, 0.01)[0]
+
+
+def test_only_what_is_judged_counts() -> None:
+    assert not calm(SpikeConfig(grad_norm_z=None), 300).judge(3.5, 1e6)[0]
+
+
+def test_nothing_is_judged_before_min_history() -> None:
+    detector = calm(SpikeConfig(min_history=32), 31)
+    assert not detector.judge(1e9, 1e9)[0]
+    assert detector.judge(1e9, 1e9)[0]
+
+
+def test_spikes_in_the_window_do_not_hide_the_next_one() -> None:
+    detector = calm(SpikeConfig(window=64), 300)
+    assert [detector.judge(9.0, 30.0)[0] for _ in range(20)] == [True] * 20
+
+
+def test_a_new_level_is_accepted_after_half_a_window() -> None:
+    detector = calm(SpikeConfig(window=64), 300)
+    found = [detector.judge(9.0, 1.0)[0] for _ in range(64)]
+    assert found[0] and not found[-1]
+
+
+def test_a_constant_history_has_a_floor() -> None:
+    assert robust_score(1.005, (1.0,) * 10) == pytest.approx(0.5)
+    assert robust_score(5.0, (0.0,) * 10) == 0.0
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=4, max_size=40), st.floats(0.1, 100))
+def test_the_score_has_no_unit(values: list[float], scale: float) -> None:
+    x = values[0] * 2
+    one = robust_score(x, tuple(values))
+    other = robust_score(x * scale, tuple(v * scale for v in values))
+    assert math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
+
+
+# ------------------------------------------------------------------------------- left-out batches
+
+WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=6)
+
+
+@given(WINDOWS)
+def test_steps_walk_over_the_batches_that_are_left_in_order(found: list[tuple[int, int]]) -> None:
+    skips = Skips(merged(found))
+    out = {n for first, count in found for n in range(first, first + count)}
+    expected = [n for n in range(200) if n not in out]
+    assert [skips.batch(step) for step in range(1, 101)] == expected[:100]
+
+
+@given(WINDOWS)
+def test_merged_windows_are_apart_and_say_the_same(found: list[tuple[int, int]]) -> None:
+    once = merged(found)
+    assert merged(once) == once
+    assert all(a[0] + a[1] < b[0] for a, b in itertools.pairwise(once))
+    assert Skips.from_dict(json.loads(json.dumps(Skips(once, 2).as_dict()))) == Skips(once, 2)
+
+
+@pytest.mark.parametrize("bad", [
+    [], {}, {"windows": [], "rewinds": -1}, {"windows": [[1]], "rewinds": 0},
+    {"windows": [[1, "2"]], "rewinds": 0}, {"windows": 3, "rewinds": 0},
+    {"windows": [[True, 1]], "rewinds": 0}, {"windows": [7], "rewinds": 0},
+])  # fmt: skip
+def test_a_damaged_list_is_refused(tmp_path: Path, bad: Any) -> None:
+    (tmp_path / windows.FILE).write_text(json.dumps(bad))
+    with pytest.raises(ConfigError, match="decides which data is trained on"):
+        windows.read(tmp_path)
+
+
+def test_a_list_survives_the_file(tmp_path: Path) -> None:
+    assert windows.read(tmp_path) is None
+    skips = Skips().add(10, 3).add(13, 2)
+    windows.write(tmp_path, skips)
+    assert windows.read(tmp_path) == skips == Skips(((10, 5),), 2)
+
+
+# ------------------------------------------------------------------------------------ stragglers
+
+
+def slow(seconds: list[float], **options: float) -> list[int]:
+    o = FaultsConfig(**options)  # type: ignore[arg-type]
+    return straggler.judge("compute", seconds, mads=o.straggler_mads, ratio=o.straggler_ratio).slow
+
+
+def test_one_of_two_ranks() -> None:
+    assert slow([0.1, 0.2]) == [1]
+    assert slow([0.1, 0.105]) == []
+
+
+def test_two_of_many_slowest_first() -> None:
+    noise = random.Random(3)
+    seconds = [0.1 + noise.gauss(0, 0.002) for _ in range(64)]
+    assert slow(seconds) == []
+    seconds[5], seconds[40] = 0.15, 0.3
+    assert slow(seconds) == [40, 5]
+
+
+def test_ranks_that_differ_widely_are_no_stragglers() -> None:
+    noise = random.Random(3)
+    assert slow([abs(noise.gauss(0.1, 0.03)) for _ in range(64)]) == []
+
+
+def test_less_than_a_millisecond_is_nothing() -> None:
+    assert slow([1e-5] * 7 + [5e-4]) == []
+
+
+# ----------------------------------------------------------------------------------- crash ledger
+
+
+def crash(run_dir: Path, attempt: str, step: int, *, rank: int = 0) -> None:
+    PULSE.reset()
+    PULSE.step(step)
+    PULSE.enter("forward")
+    try:
+        raise RuntimeError(f"broken on rank {rank}")
+    except RuntimeError as error:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEGATRON_PATCH_ATTEMPT_DIR", f"logs/{attempt}")
+            patch.setenv("SLURM_JOB_ID", "77")
+            ledger.record_error(run_dir, rank, error)
+
+
+def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path: Path) -> None:
+    crash(tmp_path, "77.0.1", 12, rank=3)
+    (entry,) = ledger.read(tmp_path)
+    assert (entry["step"], entry["phase"], entry["rank"]) == (12, "forward", 3)
+    assert (entry["exit_code"], entry["job"]) == (1, "77")
+    assert entry["error"] == "RuntimeError: broken on rank 3" and entry["host"]
+    assert "in crash" in entry["traceback"]
+
+
+def test_three_crashes_at_one_step_stop_the_run(tmp_path: Path) -> None:
+    for n in range(3):
+        assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77") is None
+        for rank in (0, 1):
+            crash(tmp_path, f"77.0.{n}", 12 - (rank == 1), rank=rank)  # ranks are a step apart
+    report = ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77")
+    assert report is not None and report.startswith("step 12 crashed 3 times in a row")
+    assert report.count("RuntimeError: broken on rank") == 6
+    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="78") is None  # another job
+
+
+def test_progress_between_crashes_is_hope(tmp_path: Path) -> None:
+    for n, step in enumerate((12, 12, 14, 12, 12)):
+        crash(tmp_path, f"77.0.{n}", step)
+    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77") is None
+
+
+def test_only_a_launcher_that_asks_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(3):
+        crash(tmp_path, f"77.0.{n}", 12)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert ledger.check(tmp_path) is None
+    monkeypatch.setenv(ledger.LIMIT, "3")
+    assert ledger.check(tmp_path) is not None
+    monkeypatch.setenv(ledger.LIMIT, "4")
+    assert ledger.check(tmp_path) is None
+
+
+def test_torn_lines_and_unwritable_directories_do_no_harm(tmp_path: Path) -> None:
+    crash(tmp_path, "77.0.1", 1)
+    with (tmp_path / ledger.FILE).open("a") as out:
+        out.write('{"step": 3, "att')
+    assert len(ledger.read(tmp_path)) == 1
+    crash(tmp_path / "missing", "77.0.1", 1)
+
+
+# ---------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(("values", "path"), [
+    ({"hang_seconds": 0.5}, "faults.hang_seconds"),
+    ({"hang_pause_seconds": 10.0}, "faults.hang_pause_seconds"),
+    ({"straggler_interval": 0}, "faults.straggler_interval"),
+    ({"straggler_ratio": 0.9}, "faults.straggler_ratio"),
+    ({"spike": SpikeConfig(window=4)}, "faults.spike.window"),
+    ({"spike": SpikeConfig(min_history=500)}, "faults.spike.min_history"),
+    ({"spike": SpikeConfig(loss_z=-1.0)}, "faults.spike.loss_z"),
+    ({"spike": SpikeConfig(action="skip", loss_z=None, grad_norm_z=None)}, "faults.spike.action"),
+    ({"spike": SpikeConfig(action="rewind", rewind_margin=5000)}, "faults.spike.rewind_margin"),
+    ({"spike": SpikeConfig(max_rewinds=0)}, "faults.spike.max_rewinds"),
+])  # fmt: skip
+def test_problems(values: dict[str, Any], path: str) -> None:
+    run = run_config(faults=values)
+    assert path in [p.path for p in run.faults.problems(run)]
+
+
+def test_rewind_needs_checkpoints() -> None:
+    run = run_config(faults={"spike": SpikeConfig(action="rewind")}, checkpoint={"interval": None})
+    (problem,) = run.faults.problems(run)
+    assert "set checkpoint.interval" in problem.message
+
+
+def test_the_defaults_are_fine() -> None:
+    run = run_config()
+    assert list(run.faults.problems(run)) == []
