@@ -39,13 +39,17 @@ STATES = ("ok", "unseen", "failed", "skipped")
 LIMIT = 300.0  # seconds a case may take in all
 
 
-def select(pattern: str | None) -> list[Case]:
-    """Cases whose name or group holds ``pattern`` (a shell pattern, anywhere)."""
+def select(patterns: list[str] | None) -> list[Case]:
+    """Cases whose name or group holds one of the texts (shell patterns, anywhere)."""
     assert len({c.name for c in CASES}) == len(CASES), "two cases have one name"
-    if pattern is None:
+    if not patterns:
         return CASES
-    want = f"*{pattern.lower()}*"
-    return [c for c in CASES if fnmatch.fnmatch(f"{c.group}: {c.name}".lower(), want)]
+    wanted = [f"*{p.lower()}*" for p in patterns]
+    return [
+        c
+        for c in CASES
+        if any(fnmatch.fnmatch(f"{c.group}: {c.name}".lower(), want) for want in wanted)
+    ]
 
 
 def slug(text: str) -> str:
@@ -110,7 +114,9 @@ def rows(state: Path) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--state", type=Path, help="folder that survives restarts")
-    parser.add_argument("--only", help="cases whose name or group holds this text")
+    parser.add_argument(
+        "--only", action="append", help="cases whose name or group holds this text; repeatable"
+    )
     parser.add_argument("--redo", action="store_true", help="play cases again that have a row")
     parser.add_argument("--redo-failed", action="store_true", help="play failed cases again")
     parser.add_argument("--list", action="store_true")

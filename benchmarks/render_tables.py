@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cp_tables
+import fault_tables
 import plan_tables
 import run_tables
 import stability_tables
@@ -34,6 +35,7 @@ PAGES = (
     "docs/data.md",
     "docs/numerics.md",
     "docs/planning.md",
+    "docs/reliability.md",
     "docs/stability.md",
     "docs/telemetry.md",
     "docs/training.md",
@@ -194,6 +196,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
     "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
     "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
+    **fault_tables.tables(),
     **plan_tables.tables(),
     **stability_tables.tables(),
     **telemetry_tables.tables(),
