@@ -184,9 +184,11 @@ def emulate(
 
     def run(rank: int) -> tuple[Any, ...]:
         everyone, levels = levels_of(exchange, rank, size, mode, across)
-        mine = [cut(x, rank) for x in (q, k, v)]
+        q_own, k_own, v_own = (cut(x, rank) for x in (q, k, v))
         attention: Attention = build(
-            *mine,
+            q_own,
+            k_own,
+            v_own,
             everyone=everyone,
             levels=levels,
             mode=mode,
@@ -199,7 +201,7 @@ def emulate(
         )
         if primitives is not None:
             attention.primitives = primitives
-        out, top, saved = attention.forward(*mine, sinks, seed)
+        out, top, saved = attention.forward(q_own, k_own, v_own, sinks, seed)
         grads = attention.backward(cut(dout, rank), saved)
         whole = saved.out.to(saved.lse.dtype)
         if saved.low.numel():
@@ -239,7 +241,8 @@ def run_ranks(run: Callable[[int], Any], size: int, exchange: Exchange) -> list[
     def body(rank: int) -> None:
         with exchange.turn:  # given up only inside Exchange.get
             try:
-                results[rank] = run(rank)
+                with torch.no_grad():  # a setting of each thread
+                    results[rank] = run(rank)
             except BaseException as error:
                 errors.append(error)
                 exchange.failed = True

@@ -50,7 +50,8 @@ def _inquire(
         there = [r for r in ranks if r != me and store.check([f"{prefix}/{r}"])]
         return {r: store.get(f"{prefix}/{r}").decode() for r in there}
 
-    suspects = [ranks[p] for p in peers] if hung_up else []
+    # A collective says that someone hung up, not who.
+    suspects = [ranks[p] for p in peers] if hung_up and len(peers) == 1 else []
     # Someone who failed before us and then left is not the one to blame.
     words = said()
     suspects = [r for r in suspects if r not in words]
@@ -77,7 +78,7 @@ def _inquire(
 def _lost(
     group: Any, ranks: list[int], lost: list[int], why: str, what: str, text: str
 ) -> RankLostError:
-    names = ", ".join(f"{r} (context-parallel rank {ranks.index(r)})" for r in lost)
+    names = " or ".join(f"{r} (context-parallel rank {ranks.index(r)})" for r in lost)
     host = os.environ.get("HOSTNAME", "")
     me = f"rank {dist.get_rank()}" + (f" on {host}" if host else "")
     return RankLostError(

@@ -38,9 +38,7 @@ def test_every_document_is_cut_like_a_sequence(lengths, size, tail):
     parts = [shard_packed(x, cu, rank=r, size=size) for r in range(size)]
     assert torch.equal(unshard_packed(parts, cu), x)
     for rank in range(size):
-        want = [
-            shard(x[a:b], rank=rank, size=size, dim=0) for a, b in pairwise(cu)
-        ]
+        want = [shard(x[a:b], rank=rank, size=size, dim=0) for a, b in pairwise(cu)]
         rest = tokens - int(cu[-1])
         want.append(x[int(cu[-1]) :][rank * rest // size : (rank + 1) * rest // size])
         assert torch.equal(parts[rank], torch.cat(want))

@@ -1,0 +1,167 @@
+"""Rank processes that start once, form their groups, and then play many cases.
+
+    with Ranks(4) as ranks:
+        answers = ranks.play("attention", case)       # what every rank returned, or what it raised
+
+Functions a rank can play are in `PLAYS`. With ``device="cuda"`` the backend is NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+ANSWER_SECONDS = 300
+
+
+class World:
+    """The groups of one rank: pairs of neighbours, everyone, and the two levels of 2 x n/2."""
+
+    def __init__(self, rank: int, size: int, device: str) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size, self.device = rank, size, device
+        self.groups: dict[int, Any] = {size: dist.group.WORLD}
+        self.hierarchical = None
+        if size >= 4:
+            pairs = [dist.new_group([i, i + 1]) for i in range(0, size, 2)]
+            across = [dist.new_group(list(range(i, size, 2))) for i in range(2)]
+            self.groups[2] = pairs[rank // 2]
+            self.hierarchical = (pairs[rank // 2], across[rank % 2])
+
+
+def _attention(world: World, case: Any) -> Any:
+    from cp_cases import run_rank
+
+    return run_rank(case, world.groups[case.size], world.hierarchical, world.device)
+
+
+def _many(world: World, cases: list[Any]) -> Any:
+    return [_attention(world, case) for case in cases]
+
+
+def _die(world: World, case: Any, victim: int, how: str) -> Any:
+    """Run a case while one rank is dead or stopped; what the others get to read."""
+    import time
+
+    from megatron_patch.context_parallel.failure import RankLostError
+
+    _attention(world, case)  # everyone is connected
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        _attention(world, case)
+    except RankLostError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("nothing was raised")
+
+
+def _core(world: World, case: Any) -> Any:
+    from core_on_ranks import core_attention
+
+    return core_attention(world, case)
+
+
+PLAYS = {"attention": _attention, "many": _many, "die": _die, "core": _core}
+
+
+def _serve(
+    connection: Any, path: list[str], rank: int, size: int, store: str, device: str, timeout: float
+) -> None:
+    sys.path[:] = path
+    if device == "cpu":
+        import interpreter_shim
+
+        os.environ["TRITON_INTERPRET"] = "1"
+        interpreter_shim.install_on_import()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    world = World(rank, size, device)
+    while True:
+        call = connection.recv()
+        if call is None:
+            break
+        name, arguments = call
+        try:
+            answer = (True, PLAYS[name](world, *arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """``size`` ranks of one process group."""
+
+    def __init__(self, size: int, *, device: str = "cpu", timeout: float = 120) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("spawn")
+        # A file and not a port: another test may take the port between choosing and using it.
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self.processes, self._pipes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(there, list(sys.path), rank, size, store, device, timeout),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+    def play(self, name: str, *arguments: Any, lost: int | None = None) -> list[Any]:
+        """Every rank's answer; ``lost`` is one that will not give any."""
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if rank == lost:
+                answers.append(None)
+                continue
+            if not pipe.poll(ANSWER_SECONDS):
+                raise TimeoutError(f"rank {rank} gave no answer to {name} {arguments}")
+            good, value = pipe.recv()
+            if not good:
+                raise AssertionError(f"rank {rank} of {name} {arguments}:\n{value}")
+            answers.append(value)
+        return answers

@@ -1,0 +1,176 @@
+"""What can be shown without processes: bytes, dropout masks, sizes, the empty and the masked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cp_cases import Case, make_inputs, verdict
+from emulated import found, run
+
+from megatron_patch.context_parallel.emulate import emulate
+from megatron_patch.context_parallel.layout import chunks_of
+
+MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eight_ranks(mode):
+    case = Case(size=8, mode=mode, s=64, h=8, kv=2, window=(11, 0), sinks=True, dropout_p=0.1)
+    assert not verdict(case, found(run(case)))
+    case = Case(size=8, mode=mode, layout="thd", h=8, kv=2, lengths=(70, 3, 0, 16), sinks=True)
+    assert not verdict(case, found(run(case)))
+
+
+def test_a2a_groups_of_four_with_replicated_heads():
+    for kv in (1, 2, 3, 4, 6, 12):
+        case = Case(size=8, mode="a2a+p2p", s=64, h=12, kv=kv)
+        assert not verdict(case, found(run(case, across=4))), kv
+
+
+def test_head_groups_of_all_gather_do_not_matter():
+    for groups in (1, 2, 3, 5):
+        case = Case(size=2, mode="all_gather", h=10, kv=5)
+        assert not verdict(case, found(run(case, head_groups=groups)))
+    with pytest.raises(ValueError, match=r"head_groups is 6; allowed: 1..5"):
+        run(case, head_groups=6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (False, None), (True, (3, 0)), (True, (4, 0)), (True, (17, 0)), (False, (5, 2))],
+)
+def test_p2p_sends_a_chunk_only_to_who_sees_it(size, causal, window):
+    """Counted from the definition of the mask, position by position."""
+    case = Case(size=size, mode="p2p", causal=causal, window=window, b=1)
+    chunk = case.s // (2 * size)
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+
+    def sees(reader: int, c: int) -> bool:
+        return any(
+            (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+            for q in chunks_of(reader, size)
+            for i in range(q * chunk, (q + 1) * chunk)
+            for j in range(c * chunk, (c + 1) * chunk)
+        )
+
+    each = case.b * case.kv * (case.d + case.dv) * 4 * chunk
+    want = []
+    for rank in range(size):
+        others = [r for r in range(size) if r != rank]
+        keys = sum(sees(r, c) for r in others for c in chunks_of(rank, size))
+        gradients = sum(sees(rank, c) for r in others for c in chunks_of(r, size))
+        # Keys travel in the forward and in the backward, gradients (float32) once.
+        want.append(each * (2 * keys + gradients))
+    assert run(case).sent == want
+
+
+def test_a_window_saves_bytes_of_packs_whose_lengths_are_known():
+    lengths = (64, 64)
+    case = Case(size=4, mode="p2p", layout="thd", lengths=lengths, tail=0, window=(8, 0))
+    known, unknown = run(case, document_lengths=lengths), run(case)
+    assert sum(known.sent) < sum(unknown.sent)
+    assert torch.equal(known.out, unknown.out)
+    assert not verdict(case, found(known))
+
+
+def test_bf16_wire_halves_gradients_on_the_way():
+    case = Case(size=2, mode="p2p", causal=False, dtype="bf16")
+    wide, narrow = run(case), run(dataclasses.replace(case, gradient_wire="bf16"))
+    each = case.s // 2 * case.b * case.kv * (case.d + case.dv)
+    assert wide.sent == [each * (2 * 2 + 4)] * 2
+    assert narrow.sent == [each * (2 * 2 + 2)] * 2
+
+
+def dropout_mask(size: int, mode: str, layout: str, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Boolean [tokens, heads, tokens] of kept pairs: V is the identity and all logits are 0."""
+    case = Case(size=4, mode=mode, layout=layout, lengths=lengths, s=32, b=1, h=4, kv=1, tail=0)
+    given = make_inputs(case)
+    n = given.q.shape[0]
+    v = torch.eye(n).reshape(n, *([1] * (given.q.dim() - 2)), n)
+    options = {}
+    if layout == "thd":
+        options["cu_seqlens"], options["cu_seqlens_padded"] = case.documents()
+    out = emulate(
+        torch.zeros_like(given.q),
+        torch.zeros_like(given.k),
+        v,
+        torch.zeros(*given.q.shape[:-1], n),
+        size=size,
+        mode=mode,
+        layout=layout,
+        backend="reference",
+        causal=True,
+        dropout_p=0.4,
+        dropout_seed=5,
+        **options,
+    ).out
+    return out.reshape(n, 4, n) > 0
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+def test_one_dropout_mask_for_every_size_and_mode(layout):
+    lengths = (15, 9, 7)
+    one = dropout_mask(1, "p2p", layout, lengths)
+    kept = one.float().mean(1)
+    assert 0.5 < float(kept[kept > 0].mean()) < 0.8
+    assert not torch.equal(one[:, 0], one[:, 1])
+    for size in (2, 4):
+        for mode in MODES[: 3 if size == 2 else 4]:
+            assert torch.equal(dropout_mask(size, mode, layout, lengths), one), (size, mode)
+
+
+def test_ranks_with_nothing_but_padding():
+    """Documents far shorter than their room: whole chunks and whole ranks hold no token."""
+    case = Case(size=4, mode="p2p", layout="thd", lengths=(1, 2, 0, 3), tail=0, sinks=True)
+    for mode in MODES:
+        for causal in (True, False):
+            this = dataclasses.replace(case, mode=mode, causal=causal)
+            assert not verdict(this, found(run(this)))
+
+
+def test_rows_that_see_no_key_are_zero_not_nan():
+    """A window to the right only, at the end of documents; no sink to lean on."""
+    for mode in MODES:
+        given = make_inputs(case := Case(size=4, mode=mode, causal=False, window=(-1, -1)))
+        given.k[:] = float("-1e30")
+        given.q[:] = float("1e30")
+        result = run(case, given)
+        # Logits of -inf in every key: no key counts, as for a row that is masked throughout.
+        for x in (result.out, result.dq, result.dk, result.dv):
+            assert torch.isfinite(x).all() and not x.any()
+
+
+def test_a_bug_in_one_rank_ends_the_emulation():
+    case = Case(size=4, mode="p2p")
+    given = make_inputs(case)
+    with pytest.raises(RuntimeError, match="head dim"):
+        emulate(
+            given.q,
+            given.k,
+            given.v,
+            given.dout,
+            size=4,
+            backend="reference",
+            primitives=_Broken(),
+        )
+
+
+class _Broken:
+    def chunk_forward(self, *args, **kwargs):
+        raise RuntimeError("head dim")
+
+
+def test_kernels_in_every_mode():
+    """Small: Triton's interpreter is slow. The GPU test runs the whole grid."""
+    shape = {"backend": "stable_flash", "dtype": "bf16", "s": 32, "b": 1, "h": 2, "kv": 2}
+    for mode, extra in (
+        ("a2a", {"sinks": True, "window": (9, 0)}),
+        ("all_gather", {"layout": "thd", "lengths": (9, 0, 6), "tail": 0}),
+        ("p2p", {"causal": False, "residual": "int8", "dtype": "fp16", "softcap": 3.0}),
+    ):
+        case = Case(size=2, mode=mode, **(shape | extra))
+        assert not verdict(case, found(run(case))), case

@@ -1,0 +1,386 @@
+"""Bugs planted into the library: the verdict that the other tests use catches every one.
+
+Each entry changes one thing while the emulation runs a case; the case passes without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cp_cases import Case, complaints, make_inputs, truth, uncut
+from emulated import found, run
+
+from megatron_patch.context_parallel import engine, movement
+from megatron_patch.context_parallel.engine import Attention
+from megatron_patch.context_parallel.heads import HeadExchange
+from megatron_patch.context_parallel.layout import chunks_of
+from megatron_patch.context_parallel.movement import Gathered, Ring
+from megatron_patch.context_parallel.schedule import Mask, Part, Schedule
+from megatron_patch.context_parallel.tokens import Dense, Packed
+from stable_attention.reference import chunks as primitives
+
+P2P = Case(size=4, mode="p2p", dropout_p=0.0)
+BUGS: dict[str, tuple[Case, Callable[[Any], None]]] = {}
+
+
+def bug(case: Case) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    def add(plant: Callable[[Any], None]) -> Callable[[Any], None]:
+        BUGS[plant.__name__] = (case, plant)
+        return plant
+
+    return add
+
+
+def change(**fields: Any) -> Case:
+    return dataclasses.replace(P2P, **fields)
+
+
+@bug(change(sinks=True))
+def sink_counted_twice(patch):
+    real = primitives.finish_chunks
+
+    def finish(out, lse, *, sinks, **rest):
+        real(out, lse, sinks=sinks, **{**rest, "dtype": out.dtype})
+        return real(out, lse, sinks=sinks, **rest)
+
+    patch.setattr(primitives, "finish_chunks", finish)
+
+
+@bug(change(sinks=True))
+def sink_in_every_partial_result(patch):
+    real = primitives.chunk_forward
+    sinks = make_inputs(change(sinks=True)).sinks
+
+    def forward(q, k, v, **options):
+        out, lse, *rest = real(q, k, v, **options)
+        high, _ = primitives.finish_chunks(out, lse, dtype=out.dtype, layout="sbhd", sinks=sinks)
+        return high, lse, *rest
+
+    patch.setattr(primitives, "chunk_forward", forward)
+
+
+@bug(change(sinks=True))
+def every_rank_has_the_whole_gradient_of_the_sinks(patch):
+    real = primitives.chunk_delta
+
+    def delta(*args, **options):
+        rows, share = real(*args, **options)
+        return rows, share * 4
+
+    patch.setattr(primitives, "chunk_delta", delta)
+
+
+@bug(P2P)
+def lse_merged_in_bf16(patch):
+    real = primitives.merge_chunks
+
+    def merge(out, lse, part, part_lse, **options):
+        real(out, lse, part, part_lse.bfloat16().float(), **options)
+
+    patch.setattr(primitives, "merge_chunks", merge)
+
+
+@bug(change(dtype="bf16", causal=False))
+def partial_outputs_merged_in_bf16(patch):
+    real = primitives.merge_chunks
+
+    def merge(out, lse, part, part_lse, **options):
+        real(out, lse, part.bfloat16().float(), part_lse, **options)
+        out.copy_(out.bfloat16())
+
+    patch.setattr(primitives, "merge_chunks", merge)
+
+
+@bug(change(dtype="bf16", causal=False, size=8, s=64))
+def dq_accumulated_in_bf16(patch):
+    real = primitives.chunk_backward
+
+    def backward(*args, dq, **options):
+        real(*args, dq=dq, **options)
+        dq.copy_(dq.bfloat16())
+
+    patch.setattr(primitives, "chunk_backward", backward)
+
+
+@bug(change(dtype="bf16", causal=False, size=8, s=64))
+def gradients_of_keys_rounded_on_the_way(patch):
+    real = Ring._send_home
+
+    def send(self, step, grads, k, v):
+        grads = None if grads is None else tuple(x.bfloat16().float() for x in grads)
+        return real(self, step, grads, k, v)
+
+    patch.setattr(Ring, "_send_home", send)
+
+
+@bug(change(dtype="bf16", v_mean=30.0))
+def delta_from_the_high_part_alone(patch):
+    real = primitives.chunk_delta
+
+    def delta(dout, out, lse, **options):
+        return real(dout, out, lse, **{**options, "low": None})
+
+    patch.setattr(primitives, "chunk_delta", delta)
+
+
+@bug(change(window=(5, 0)))
+def window_off_by_one_at_chunk_borders(patch):
+    """A chunk that only its neighbour's first query sees is not sent."""
+    real = Schedule.sees
+
+    def sees(self, query_chunk, key_chunk):
+        some, every = real(self, query_chunk, key_chunk)
+        low = (query_chunk - key_chunk - 1) * self.long + 1
+        return some and not (query_chunk > key_chunk and self.bounds.left < low + 1), every
+
+    patch.setattr(Schedule, "sees", sees)
+
+
+@bug(change(window=(1, 0)))
+def last_key_of_the_chunk_before_is_missed(patch):
+    window_off_by_one_at_chunk_borders(patch)
+    real = Schedule.sees
+
+    def sees(self, query_chunk, key_chunk):
+        some, every = real(self, query_chunk, key_chunk)
+        return some and query_chunk == key_chunk, every
+
+    patch.setattr(Schedule, "sees", sees)
+
+
+@bug(change(window=(5, 0)))
+def window_one_longer(patch):
+    real = Attention._options
+
+    def options(self, mask, at, seed):
+        out = real(self, mask, at, seed)
+        if out["window"] is not None:
+            out["window"] = (out["window"][0] + 1, out["window"][1])
+        return out
+
+    patch.setattr(Attention, "_options", options)
+
+
+@bug(change(window=(9, 0)))
+def second_zigzag_neighbour_is_missing(patch):
+    real = Schedule.needs
+
+    def needs(self, reader, source):
+        part = real(self, reader, source)
+        return Part.FIRST if part is Part.BOTH and reader != source else part
+
+    def pairs(self, source):
+        found = real_pairs(self, source)
+        if source == self.rank:
+            return found
+        part = self.needs(self.rank, source)
+        return tuple(p for p in found if p.k is part or part is Part.BOTH)
+
+    real_pairs = Schedule.pairs
+    patch.setattr(Schedule, "needs", needs)
+    patch.setattr(Schedule, "pairs", pairs)
+
+
+@bug(P2P)
+def dk_summed_over_the_wrong_ranks(patch):
+    real = Ring._send_home
+
+    def send(self, step, grads, k, v):
+        # The gradients of a step go to the rank after instead of to the owner.
+        partners = Ring._partners
+        try:
+            Ring._partners = lambda s, i: partners(s, s.comm.size - i)
+            return real(self, step, grads, k, v)
+        finally:
+            Ring._partners = partners
+
+    patch.setattr(Ring, "_send_home", send)
+
+
+@bug(change(causal=False))
+def gradients_of_the_last_step_are_lost(patch):
+
+    def backward(self, k, v, compute):
+        dk, dv = movement.accumulator(k), movement.accumulator(v)
+        for step, block in self._arrivals(k, v, "backward"):
+            if step == 0:
+                compute(block, dk, dv)
+                continue
+            grads = movement.accumulator(block.k), movement.accumulator(block.v)
+            compute(block, *grads)
+            home = self._send_home(step, grads, k, v)
+            if step + 1 < self.comm.size:
+                self._add(home, dk, dv)
+        return dk, dv
+
+    patch.setattr(Ring, "backward", backward)
+
+
+@bug(change(dropout_p=0.3))
+def dropout_keyed_by_local_positions(patch):
+    real = engine.arguments
+
+    def arguments(q, k, *, by_position):
+        out = real(q, k, by_position=by_position)
+        # Same difference, so that the mask stays right.
+        return out | {"q_position": 100 + q.position - k.position, "k_position": 100}
+
+    patch.setattr(engine, "arguments", arguments)
+
+
+@bug(change(dropout_p=0.3, mode="a2a"))
+def dropout_keyed_by_local_heads(patch):
+    real = Attention._options
+
+    def options(self, mask, at, seed):
+        return real(self, mask, at, seed) | {"head_offset": 0}
+
+    patch.setattr(Attention, "_options", options)
+
+
+@bug(change(mode="a2a", kv=1))
+def gradients_of_replicas_are_not_added(patch):
+    real = HeadExchange.together
+
+    def together(self, named):
+        if self.split.replicas > 1 and len(named) == 3:
+            named = [(n, x if n == "dq" else x * (self.comm.rank == 0)) for n, x in named]
+        return real(self, named)
+
+    patch.setattr(HeadExchange, "together", together)
+
+
+@bug(change(mode="a2a"))
+def second_chunks_not_reversed(patch):
+    def gather(self, parts):
+        half = parts.shape[1] // 2
+        return torch.cat([*parts[:, :half].unbind(0), *parts[:, half:].unbind(0)], 0)
+
+    patch.setattr(Dense, "gather", gather)
+
+
+@bug(change(mode="all_gather"))
+def gradients_to_the_wrong_owner(patch):
+    real = Dense.scatter
+    patch.setattr(Dense, "scatter", lambda self, x, ranks: real(self, x, ranks).roll(1, 0))
+
+
+@bug(change(mode="all_gather", causal=False))
+def own_share_added_twice(patch):
+    real = Gathered._send_home
+
+    def send(self, heads, grads, dk, dv):
+        mine = self.tokens.scatter(grads[0], self.comm.size)[self.comm.rank]
+        dk[..., heads, :].add_(mine)
+        return real(self, heads, grads, dk, dv)
+
+    patch.setattr(Gathered, "_send_home", send)
+
+
+@bug(change(mode="a2a+p2p", window=(9, 0)))
+def levels_swapped(patch):
+    """The p2p rank is taken for the a2a rank when tokens are put in order."""
+    real = Dense.larger
+
+    def larger(self, ranks):
+        out = real(self, ranks)
+        if ranks > 1:
+            out.local = lambda rank, part: Dense.local(out, 1 - rank, part)
+        return out
+
+    patch.setattr(Dense, "larger", larger)
+
+
+@bug(P2P)
+def max_logits_of_one_rank_only(patch):
+    from megatron_patch.context_parallel.emulate import ThreadCommunicator
+
+    patch.setattr(ThreadCommunicator, "maximum", lambda self, x: None)
+
+
+@bug(P2P)
+def causal_mask_between_different_chunks(patch):
+    real = Schedule.pairs
+
+    def pairs(self, source):
+        return tuple(dataclasses.replace(p, mask=Mask.LOCAL) for p in real(self, source))
+
+    patch.setattr(Schedule, "pairs", pairs)
+
+
+@bug(change(dropout_p=0.1))
+def chunk_positions_without_zigzag(patch):
+    real = Dense.local
+
+    def local(self, rank, part):
+        view = real(self, rank, part)
+        if part is Part.SECOND:
+            first = chunks_of(rank, self.size)[0]
+            view = dataclasses.replace(view, position=(first + 1) * self.chunk)
+        return view
+
+    patch.setattr(Dense, "local", local)
+
+
+@bug(change(layout="thd", causal=False))
+def padding_is_seen(patch):
+    real = Packed.__init__
+
+    def init(self, *, cu, cu_padded, **rest):
+        real(self, cu=cu_padded, cu_padded=cu_padded, **rest)
+
+    patch.setattr(Packed, "__init__", init)
+
+
+@bug(change(layout="thd", window=(6, 0)))
+def documents_run_into_each_other(patch):
+    """Positions count from the start of the pack; harmless for a mask, not for keys sent."""
+    real = Packed._lengths
+
+    def lengths(self, piece):
+        return real(self, piece + 1) if piece == 0 else real(self, piece)
+
+    patch.setattr(Packed, "_lengths", lengths)
+
+
+@bug(change(causal=False, softcap=2.0))
+def softcap_forgotten_in_the_backward(patch):
+    real = primitives.chunk_backward
+
+    def backward(*args, softcap, **options):
+        real(*args, softcap=0.0, **options)
+
+    patch.setattr(primitives, "chunk_backward", backward)
+
+
+@bug(change(layout="thd", window=(3, 0)))
+def empty_rows_give_nan(patch):
+    def merge(out, lse, part, part_lse, *, layout):
+        total = torch.log(torch.exp(lse) + torch.exp(part_lse))
+        old = primitives._rows_like(torch.exp(lse - total), layout)
+        out.mul_(old).add_(part * primitives._rows_like(torch.exp(part_lse - total), layout))
+        lse.copy_(total)
+
+    patch.setattr(primitives, "merge_chunks", merge)
+
+
+@pytest.mark.parametrize("name", sorted(BUGS))
+def test_caught(name, monkeypatch):
+    case, plant = BUGS[name]
+    given = make_inputs(case)
+    exact, whole = truth(case, given), uncut(case, given)
+    assert not complaints(case, found(run(case, given)), exact, whole)
+    plant(monkeypatch)
+    try:
+        result = found(run(case, given))
+    except (AssertionError, RuntimeError):
+        return  # the two ends of a transfer disagree: over a real group, an error or a hang
+    assert complaints(case, result, exact, whole), f"{name} was not noticed"
+
+
+def test_how_many():
+    assert len(BUGS) >= 25
