@@ -119,7 +119,7 @@ class Stability:
         self.history: list[Point] = []
         self.switched_at = 0
         self.stop_reason: str | None = None
-        self.verdict = Verdict(level="ok", reason="nothing recorded yet")
+        self.verdict: Verdict | None = None
         self.latest: dict[str, float] = {}
 
     # ------------------------------------------------------------------ start
@@ -258,8 +258,8 @@ class Stability:
         scalars["rows"] = float(sums[..., FIELDS.index("rows")].max())
         point = record.make_point(step=pending.step, scalars=scalars, heads=by_head)
         self.history = [*self._recent(point.step), point]
-        self._judge(point, now)
-        scalars["level"], scalars["switched"] = float(self.verdict.code), float(self.switched_at)
+        verdict = self._judge(point, now)
+        scalars["level"], scalars["switched"] = float(verdict.code), float(self.switched_at)
         self._publish(pending.step, scalars, by_layer, by_head)
 
     def _recent(self, step: int) -> list[Point]:
@@ -281,17 +281,18 @@ class Stability:
             "spike_score": spike_score(recent, float(norms.max())),
         }
 
-    def _judge(self, point: Point, now: int) -> None:
-        before, self.verdict = self.verdict, judge(self.history, self.rule)
-        mode = self.options.guard
-        if mode != "off" and self.verdict.level != before.level:
-            self.monitor.say(f"step {point.step:,}: {self.verdict.line()}")
-        if self.verdict.level != "danger":
-            return
+    def _judge(self, point: Point, now: int) -> Verdict:
+        before, verdict = self.verdict, judge(self.history, self.rule)
+        self.verdict, mode = verdict, self.options.guard
+        if mode != "off" and (before is None or verdict.level != before.level):
+            self.monitor.say(f"step {point.step:,}: {verdict.line()}")
+        if verdict.level != "danger":
+            return verdict
         if mode == "stop" and self.stop_reason is None:
-            self.stop_reason = self.verdict.reason
+            self.stop_reason = verdict.reason
         elif mode == "switch" and not self.switched_at:
             self._switch(now)
+        return verdict
 
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""

@@ -1,0 +1,137 @@
+"""The rule on recorded explosions, and the script that chooses and judges it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_patch.stability import record
+from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.warning import Point, Rule
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CURVES = json.loads((Path(__file__).parent / "recorded_curves.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("early_warning", BENCHMARKS / "early_warning.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def curve(name: str) -> list[Point]:
+    run = CURVES["runs"][name]
+    return [
+        Point(step=run["first"] + CURVES["interval"] * i, loss=loss, grad_norm=g, grad_norm_max=g)
+        for i, (g, loss) in enumerate(zip(run["grad_norm"], run["loss"], strict=True))
+    ]
+
+
+def csv_of(points: list[Point], path: Path) -> str:
+    rows = (f"{p.step},{p.loss},{p.loss},{p.grad_norm},{p.grad_norm_max},0" for p in points)
+    path.write_text("\n".join(rows) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["plain_1", "plain_2", "paper_1", "paper_2"])
+def test_recorded_explosions_are_announced_hundreds_of_steps_before(script: Any, name: str) -> None:
+    """The default threshold was chosen on the runs ending in _1."""
+    points = curve(name)
+    moved, alarm = script.first_move(points, 2000), script.first_alarm(points, Rule())
+    assert moved is not None and alarm is not None and moved - alarm >= 700
+
+
+@pytest.mark.parametrize("name", ["compensated_1", "compensated_2"])
+def test_recorded_stable_runs_are_never_warned(script: Any, name: str) -> None:
+    points = curve(name)
+    assert script.first_move(points, 2000) is None
+    for level in ("watch", "danger"):
+        assert script.first_alarm(points, Rule(), level) is None
+    # With room: the first threshold of the grid would not have fired either.
+    assert script.first_alarm(points, Rule(watch_growth=1.05, danger_growth=1.05)) is None
+
+
+def test_medians_are_what_keeps_stable_runs_quiet(script: Any) -> None:
+    """One window of a stable run, disturbed as spikes disturb it, is no trend; four are."""
+    points = curve("compensated_1")
+
+    def disturbed(windows: int) -> list[Point]:
+        hit = range(100, 100 + windows)
+        return [
+            Point(step=p.step, loss=p.loss, grad_norm=p.grad_norm * (9 if i in hit else 1),
+                  grad_norm_max=p.grad_norm_max)
+            for i, p in enumerate(points)
+        ]  # fmt: skip
+
+    assert script.first_alarm(disturbed(2), Rule()) is None
+    assert script.first_alarm(disturbed(4), Rule()) is not None
+
+
+def run_dir(folder: Path, *, explodes: bool) -> str:
+    """A run directory with telemetry of 120 records of 50 steps."""
+    rule = Rule(settle_steps=500)
+    meta = record.make_meta(layers=1, heads=1, interval=50, rule=rule, attention="a/b")
+    writer = record.Writer(folder, meta, start_step=0)
+    heads = {name: np.full((1, 1), 1e-4, np.float32) for name in HEAD_METRICS}
+    for i in range(1, 121):
+        late = max(0, i - 60) if explodes else 0
+        if late:
+            heads["kappa"][:] = 100.0
+        loss = 3.0 + max(0, late - 30) * 0.1
+        norm = 0.3 * 1.1**late
+        writer.write(
+            50 * i,
+            scalars={"loss_mean": loss, "grad_norm_mean": norm, "grad_norm_max": norm},
+            layers={},
+            heads=heads,
+        )
+    writer.close()
+    return str(folder)
+
+
+def test_the_script_chooses_on_some_runs_and_judges_on_others(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [csv_of(curve("plain_1"), tmp_path / "plain_1.csv"),
+              csv_of(curve("compensated_1"), tmp_path / "compensated_1.csv")]  # fmt: skip
+    judged = [run_dir(tmp_path / "bad", explodes=True), run_dir(tmp_path / "good", explodes=False),
+              csv_of(curve("plain_2")[:-15], tmp_path / "cut.csv")]  # fmt: skip
+    arguments = ["--choose", *chosen, "--judge", *judged, "--out", str(tmp_path), "--lead", "700"]
+    monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments])
+    assert script.main() == 0
+    result = json.loads((tmp_path / "early_warning.json").read_text())
+    assert result["chosen"] in script.GRID and result["chosen"] >= 1.2
+    bad, good, cut = result["held_out"]
+    assert bad["outcome"] == "warned" and bad["lead"] >= 1000 and bad["head_telemetry"]
+    assert bad["head_named"] == 50 * 61
+    assert good["outcome"] == "quiet" and good["alarm"] is None
+    assert cut["outcome"] == "alarm, loss did not move" and cut["lead"] is None
+
+
+def test_runs_cannot_be_on_both_sides(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = csv_of(curve("plain_1"), tmp_path / "plain_1.csv")
+    monkeypatch.setattr(sys, "argv", ["early_warning.py", "--choose", one, "--judge", one])
+    with pytest.raises(SystemExit):
+        script.main()
+
+
+def test_losses_that_are_not_finite_have_moved(script: Any) -> None:
+    points = curve("compensated_1")[:40]
+    broken = [*points, *(Point(step=points[-1].step + 50 * i, loss=math.nan, grad_norm=math.nan,
+                               grad_norm_max=math.nan) for i in range(1, 8))]  # fmt: skip
+    assert script.first_move(broken, 2000) is not None
+    assert script.first_alarm(broken, Rule()) == points[-1].step + 50
