@@ -1,4 +1,4 @@
-"""Is the plan's memory the measured peak? Trains a few steps in every layout that fits the GPUs here.
+"""Is the plan's memory the measured peak? A few steps in every layout that fits the GPUs here.
 
     python benchmarks/plan_memory.py --gpus 8            # on the machine with the GPUs
     python benchmarks/plan_memory.py --device cpu --gpus 2 --only tiny    # does the script work?
@@ -266,7 +266,10 @@ def main(arguments: list[str] | None = None) -> int:
     figures = {"cases": rows, "tolerance": TOLERANCE, "off": bad, "device": args.device}
     out = Path(args.out) if args.out else None
     path = machine.write_result(f"plan_memory_{args.gpus}gpu", figures, out)
-    print(f"{len(rows) - len(bad)} of {len(rows)} within {TOLERANCE:.0%}; wrote {path.name}")
+    if args.device == "cpu":
+        print(f"{len(rows) - len(bad)} of {len(rows)} ran; no memory to compare; {path.name}")
+    else:
+        print(f"{len(rows) - len(bad)} of {len(rows)} within {TOLERANCE:.0%}; wrote {path.name}")
     return 1 if bad else 0
 
 

@@ -1,13 +1,13 @@
 """What the forward pass of one micro-batch keeps for its backward pass, tensor by tensor.
 
 The inventory follows what autograd saves in Megatron-Core's local layers with our norms and
-attention (Korthikanti et al. 2022, arXiv:2205.05198, sec. 4, is the ancestor: 34 s b h bytes a layer
-of a GPT with dropout and no flash attention). Tensors that share a storage count once, and a view
-keeps the whole of it: v is a view of the fused qkv projection's output, so all of that stays.
+attention (Korthikanti et al. 2022, arXiv:2205.05198, sec. 4, is the ancestor: 34 s b h bytes a
+layer of a GPT with dropout and no flash attention). Tensors that share a storage count once, and a
+view keeps the whole of it: v is a view of the fused qkv projection's output, so all of that stays.
 
 Shape legend: T tokens of a micro-batch on this context-parallel rank; S = T / tp under sequence
-parallelism, else T; h hidden; q, g query and key/value heads; d, dv head dims; f MLP width; V padded
-vocabulary; N tokens that a rank's experts are given; w bytes an element (2 in BF16, 4 in FP32).
+parallelism, else T; h hidden; q, g query and key/value heads; d, dv head dims; f MLP width; V
+padded vocabulary; N tokens a rank's experts are given; w bytes an element (2 in BF16, 4 in FP32).
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ def sizes_of(run: RunConfig, vocab: int) -> Sizes:
     d = dv = model.kv_channels or model.hidden_size // q
     groups = model.num_query_groups or q
     if model.mla is not None:
-        d, dv, groups = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim, model.mla.v_head_dim, q
+        d, dv, groups = (
+            model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim,
+            model.mla.v_head_dim,
+            q,
+        )
     w = 2 if run.training.precision == "bf16" else 4
     return Sizes(
         w=w,
@@ -182,7 +186,11 @@ class Activations:
         wide = n.w * n.T * n.q * n.d
         up = "mla_up_proj" in self.modules
         found = [
-            Saved("kv latent and k_pos", n.w * n.T * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim), "attention")
+            Saved(
+                "kv latent and k_pos",
+                n.w * n.T * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
+                "attention",
+            )
         ]
         rank = mla.q_lora_rank
         if rank is not None:
@@ -236,7 +244,9 @@ class Activations:
         count = 1 if self.model.activation == "relu" else 2
         if gated:
             count = 3 if self.fused else 5
-        return [Saved(f"MLP activations ({count + scaled} x [T, f])", (count + scaled) * unit, "mlp")]
+        return [
+            Saved(f"MLP activations ({count + scaled} x [T, f])", (count + scaled) * unit, "mlp")
+        ]
 
     def experts(self, moe: MoEConfig) -> list[Saved]:
         """Router, permuted tokens, experts under balanced routing, shared expert."""
@@ -310,7 +320,11 @@ class Activations:
         n = self.n
         weight = n.h * unit // max(n.T, 1)  # [h, f] of one matrix
         gated = self.model.activation == "swiglu"
-        first = Moment("fc2: gradients of input and weight", n.stream + n.gathered + unit + weight + again, unit)
+        first = Moment(
+            "fc2: gradients of input and weight",
+            n.stream + n.gathered + unit + weight + again,
+            unit,
+        )
         if not gated:
             # squared_relu is two functions with gradients of their own.
             count = 4 if self.model.activation == "squared_relu" else 2

@@ -3,9 +3,9 @@
 A ring all-gather or reduce-scatter of X bytes over n ranks sends X (n - 1) / n per rank; an
 all-reduce is one of each (Thakur et al. 2005). Volumes per axis follow Narayanan et al. 2021
 (arXiv:2104.04473, sec. 3), Korthikanti et al. 2022 (arXiv:2205.05198, sec. 4.2) for sequence
-parallelism, Rajbhandari et al. 2020 (arXiv:1910.02054, sec. 7) for the distributed optimizer, Liu et
-al. 2023 (arXiv:2310.01889) for rings over the sequence and Jacobs et al. 2023 (arXiv:2309.14509) for
-all-to-alls over heads.
+parallelism, Rajbhandari et al. 2020 (arXiv:1910.02054, sec. 7) for the distributed optimizer, Liu
+et al. 2023 (arXiv:2310.01889) for rings over the sequence and Jacobs et al. 2023
+(arXiv:2309.14509) for all-to-alls over heads.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     step = (m + (pp - 1) / v) (t_forward + t_backward of the slowest stage) + p2p
          + data-parallel communication that nothing hides + optimizer update
 
-An estimate, calibrated on one model (docs/planning.md says how far to trust it): rates are data-sheet
-peaks times the shares in `hardware`, attention runs at the rate measured for this project's kernels,
-and what lies between the matrix products moves a multiple of the bytes it saves.
+An estimate, calibrated on one model (docs/planning.md says how far to trust it): rates are
+data-sheet peaks times the shares in `hardware`, attention runs at the rate measured for this
+project's kernels, and what lies between the matrix products moves a multiple of what it saves.
 """
 
 from __future__ import annotations
@@ -215,7 +215,9 @@ class _Clock:
         sent = self._sent(traffic_of(self.run, self.layout, stage, self.vocab))
         # The ring and its kernels overlap; half a step of the ring at each end does not.
         hidden = attention if self._overlaps() else 0.0
-        context = max(0.0, sent.get("cp", 0.0) - hidden) + sent.get("cp", 0.0) / (2 * self.layout.cp)
+        context = max(0.0, sent.get("cp", 0.0) - hidden) + sent.get("cp", 0.0) / (
+            2 * self.layout.cp
+        )
         busy = matrix + attention + memory + sent.get("tp", 0.0) + context + sent.get("ep", 0.0)
         idle = bubble(self.layout.pp, virtual=self.layout.vp, micro_batches=count) * busy
         owned = states_of(self.run, self.layout, stage, self.vocab).optimizer / 12
@@ -263,4 +265,3 @@ class _Clock:
 def _kept(run: RunConfig) -> RunConfig:
     """The same run with nothing recomputed: what passes through memory is what would be saved."""
     return replace(run, training=replace(run.training, recompute=RecomputeConfig()))
-

@@ -1,9 +1,9 @@
 """GPUs and their links: capacities from data sheets, and the share of them that is achieved.
 
 Sources: NVIDIA's data sheets of A100 (June 2021), H100 (March 2023), H200 (November 2023), H800,
-H20, B200 (March 2024), L40S. NVLink figures are per GPU and direction (half of the advertised total);
-the network is what the vendor's reference node has: one adapter a GPU, 200 Gb/s (DGX A100) or
-400 Gb/s (DGX H100, H200, B200). Peak BF16 rates are those of `monitor.peaks`.
+H20, B200 (March 2024), L40S. NVLink figures are per GPU and direction (half of the advertised
+total); the network is what the vendor's reference node has: one adapter a GPU, 200 Gb/s (DGX A100)
+or 400 Gb/s (DGX H100, H200, B200). Peak BF16 rates are those of `monitor.peaks`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every parameter of every rank, by name and shape, as `model.build` makes them.
 
-Shape legend: h hidden; q, g query and key/value heads; d head dim; f MLP width; V padded vocabulary;
-tp, ep, etp tensor, expert and expert-tensor parallel sizes; E experts.
+Shape legend: h hidden; q, g query and key/value heads; d head dim; f MLP width; V padded
+vocabulary; tp, ep, etp tensor, expert and expert-tensor parallel sizes; E experts.
 """
 
 from __future__ import annotations
@@ -192,22 +192,24 @@ class _Namer:
             f"{prefix}linear_kv_down_proj.weight", (latent // down, h), split=not self.te
         )
         expand = q * (mla.qk_head_dim + mla.v_head_dim) // tp
-        yield Parameter(
-            f"{prefix}linear_kv_up_proj.weight", (expand, mla.kv_lora_rank), split=True
-        )
+        yield Parameter(f"{prefix}linear_kv_up_proj.weight", (expand, mla.kv_lora_rank), split=True)
         if self.model.qk_layernorm:
             if rank is not None:
                 yield from self.norm(f"{prefix}q_layernorm.", rank)
             yield from self.norm(f"{prefix}kv_layernorm.", mla.kv_lora_rank)
 
-    def mlp(self, prefix: str, width: int, ranks: int, *, expert: bool = False) -> Iterator[Parameter]:
+    def mlp(
+        self, prefix: str, width: int, ranks: int, *, expert: bool = False
+    ) -> Iterator[Parameter]:
         h, gated = self.h, 2 if self.model.activation == "swiglu" else 1
         rows = gated * width // ranks
         bias = self.model.add_bias_linear
         yield Parameter(f"{prefix}linear_fc1.weight", (rows, h), split=True, expert=expert)
         if bias:
             yield Parameter(f"{prefix}linear_fc1.bias", (rows,), split=True, expert=expert)
-        yield Parameter(f"{prefix}linear_fc2.weight", (h, width // ranks), split=True, expert=expert)
+        yield Parameter(
+            f"{prefix}linear_fc2.weight", (h, width // ranks), split=True, expert=expert
+        )
         if bias:
             yield Parameter(f"{prefix}linear_fc2.bias", (h,), expert=expert)
 

@@ -66,8 +66,8 @@ def _head(plan: Plan) -> list[str]:
         f"{machine.gpu.device} ({machine.gpu.memory:g} GiB): {plan.layout.describe()}",
         f"model: {counts.total:,} parameters{active} ({counts.embedding:,} in tables); vocabulary "
         f"{plan.vocabulary.ids:,}, padded to {plan.vocabulary.padded:,} ({plan.vocabulary.origin})",
-        f"batch: {t.global_batch_size:,} sequences of {run.model.seq_length:,} = {tokens:,} tokens a "
-        f"step; micro-batch {t.micro_batch_size}, {micro_batches(run, plan.layout)} accumulated; "
+        f"batch: {t.global_batch_size:,} sequences of {run.model.seq_length:,} = {tokens:,} tokens "
+        f"a step; micro-batch {t.micro_batch_size}, {micro_batches(run, plan.layout)} accumulated; "
         f"recompute {_recompute(plan)}",
     ]
     if run.model.layer_spec == "te":

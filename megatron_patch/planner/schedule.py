@@ -1,8 +1,8 @@
 """The order of forward and backward passes on one pipeline rank, as Megatron-Core runs them.
 
-1F1B and its interleaved form: Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2. Rank p of pp starts
-with ``pp - p - 1`` forward passes (interleaved: ``2 (pp - p - 1) + (v - 1) pp`` of chunks), then does
-one forward and one backward pass in turn, then the remaining backward passes.
+1F1B and its interleaved form: Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2. Rank p of pp
+starts with ``pp - p - 1`` forward passes (interleaved: ``2 (pp - p - 1) + (v - 1) pp`` of chunks),
+then does one forward and one backward pass in turn, then the remaining backward passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterator
 FORWARD, BACKWARD = "forward", "backward"
 
 
-def passes(stage: int, stages: int, *, virtual: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+def passes(
+    stage: int, stages: int, *, virtual: int, micro_batches: int
+) -> Iterator[tuple[str, int]]:
     """(FORWARD or BACKWARD, chunk) in the order of rank ``stage``; ``virtual`` chunks a rank."""
     total = micro_batches * virtual
     if virtual == 1:

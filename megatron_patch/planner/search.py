@@ -47,7 +47,7 @@ class Alternative:
 def alternatives(
     run: RunConfig, machine: Machine, vocabulary: Vocabulary, *, most: int = 5
 ) -> list[Alternative]:
-    """Layouts of ``run`` that fit ``machine``, fastest first (by the estimate); at most ``most``."""
+    """Layouts of ``run`` that fit ``machine``, fastest first by the estimate; at most ``most``."""
     fitting = []
     for candidate in _candidates(run, machine):
         if not _fits(candidate, machine, vocabulary):

@@ -3,8 +3,8 @@
 Megatron-Core's DistributedDataParallel lays parameters out in one gradient buffer per kind (dense,
 expert) and chunk, last parameter first. With the distributed optimizer (Rajbhandari et al. 2020,
 arXiv:1910.02054, stage 1) parameters live in a buffer of the same layout, every parameter starts at
-a multiple of 64 elements, buckets end at a multiple of lcm(data-parallel size, 128), and each of the
-data-parallel ranks owns an equal slice of each bucket. Without it nothing is padded or sliced.
+a multiple of 64 elements, buckets end at a multiple of lcm(data-parallel size, 128), and each of
+the data-parallel ranks owns an equal slice of each bucket. Without it nothing is padded or sliced.
 
 Bytes an element: BF16 weight 2, FP32 gradient 4, FP32 main weight 4, both Adam moments 8; in FP32
 runs weights are their own main weights: 4 + 4 + 8.
@@ -70,7 +70,9 @@ class States:
         return self.weights + self.gradients + self.optimizer
 
 
-def buffer_of(parameters: list[Parameter], ranks: int, *, sharded: bool, bucket: int | None) -> Buffer:
+def buffer_of(
+    parameters: list[Parameter], ranks: int, *, sharded: bool, bucket: int | None
+) -> Buffer:
     """The layout of one buffer.
 
     Args:

@@ -28,7 +28,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_patch.config.root import RunConfig
 from megatron_patch.model import norms
 from megatron_patch.runtime import cpu_mode
-from stable_attention import ops
+from stable_attention import chunks, ops
+from stable_attention.stabilizers import STABILIZERS
+
+CHUNKS = ("chunk_forward", "merge_chunks", "finish_chunks", "chunk_delta", "chunk_backward")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Figures:
 
     def show(self, most: int = 40) -> str:
         """The largest entries, one a line."""
-        return "\n".join(f"{size / 2**20:10.2f} MiB {key}" for key, size in self.live.most_common(most))
+        return "\n".join(
+            f"{size / 2**20:10.2f} MiB {key}" for key, size in self.live.most_common(most)
+        )
 
 
 class Storages(TorchDispatchMode):
@@ -137,6 +142,35 @@ def _norm_forward(self, x: torch.Tensor) -> torch.Tensor:
     return FusedNorm.apply(x.float(), self.weight.float()).to(self.weight.dtype)
 
 
+class Chunks:
+    """`stable_attention.chunks` without kernels: its tensors, layout sbhd, no values."""
+
+    @staticmethod
+    def chunk_forward(q, k, v, *, return_max_logits=False, **_):
+        sq, b, h, _ = q.shape
+        out = torch.zeros(sq, b, h, v.shape[-1], dtype=torch.float32)
+        lse = torch.zeros(b, h, sq, dtype=torch.float32)
+        return (out, lse, torch.zeros(h)) if return_max_logits else (out, lse)
+
+    @staticmethod
+    def merge_chunks(*_, **__):
+        return None
+
+    @staticmethod
+    def finish_chunks(out, lse, *, dtype, residual="bf16", stabilizer="compensated", **_):
+        low = torch.int8 if residual == "int8" else dtype
+        empty = not STABILIZERS[stabilizer].keeps_residual
+        return out.to(dtype), torch.zeros((0,) if empty else out.shape, dtype=low)
+
+    @staticmethod
+    def chunk_delta(dout, out, lse, **_):
+        return torch.zeros_like(lse), None
+
+    @staticmethod
+    def chunk_backward(*_, **__):
+        return None
+
+
 @contextlib.contextmanager
 def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
     """CPU mode and Megatron's groups as rank ``rank`` of ``world`` sees them; undone at the end."""
@@ -146,6 +180,7 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
 
     p = run.parallel
     kept = {
+        **{(chunks, name): getattr(chunks, name) for name in CHUNKS},
         (torch.nn.Module, "_apply"): torch.nn.Module._apply,
         (dist, "all_gather_object"): dist.all_gather_object,
         (CudaRNGStatesTracker, "fork"): CudaRNGStatesTracker.fork,
@@ -167,6 +202,8 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
         )
         reseed()
         torch.nn.Module._apply = _convert
+        for name in CHUNKS:
+            setattr(chunks, name, getattr(Chunks, name))
         dist.all_gather_object = _gather_own
         # It compares random states, which fake tensors have not.
         CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
@@ -183,7 +220,7 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
 
 
 def _convert(self, function, recurse: bool = True):
-    """`.bfloat16()` and `.to()`: PyTorch would swap tensors, which the storages' weakrefs forbid."""
+    """`.bfloat16()` and `.to()`: PyTorch would swap tensors, which our weakrefs forbid."""
     for parameter in self.parameters():
         parameter.data = function(parameter.data)
     return self
@@ -217,9 +254,7 @@ def _step(run: RunConfig, rank: int, world: int, *, vocab: int, storages: Storag
     adam, _ = optimizer.build_optimizer(run, chunks)
     config = optimizer.connect(run, chunks, adam, finalize=lambda *_, **__: None)
     layout = setup._layout(rank, world, 0, device=torch.device("cpu"))
-    accumulate = run.training.global_batch_size // (
-        run.training.micro_batch_size * layout.dp_size
-    )
+    accumulate = run.training.global_batch_size // (run.training.micro_batch_size * layout.dp_size)
     session = Session(
         run=run,
         layout=layout,
@@ -245,7 +280,8 @@ def _step(run: RunConfig, rank: int, world: int, *, vocab: int, storages: Storag
 
 
 def _batch(run: RunConfig, vocab: int) -> dict[str, torch.Tensor]:
-    b, s = run.training.micro_batch_size, run.model.seq_length
+    b = run.training.micro_batch_size
+    s = run.model.seq_length // run.parallel.context_parallel_size  # the loader cuts sequences
     tokens = (torch.arange(b * s) % vocab).view(b, s)  # different, so that experts share them
     return {
         "tokens": tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dry_run
 import pytest
 from megatron_cpu import tiny_run
-from test_parameters import GPT2, PP, SP, TP, VP
+from test_parameters import CP, GPT2, PP, SP, TP, VP
 
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.planner import memory, parameters
@@ -50,7 +50,11 @@ def recompute(granularity: str, **keys) -> dict:
 
 def compare(model, parallel=None, training=None, *, world=1, rank=0, vocab=1000, fake=True, **more):
     """(bytes measured, the plan's stage) of one rank."""
-    loop = {"precision": "bf16", "micro_batch_size": 1, "global_batch_size": 8 if parallel else 2}
+    loop = {
+        "precision": "bf16",
+        "micro_batch_size": 1,
+        "global_batch_size": 8 if PP in (parallel or {}) else 2,
+    }
     run = tiny_run(
         SHAPE | model,
         attention={"backend": "stable_flash"} | more,
@@ -67,7 +71,10 @@ DENSE = {
     "llama-like": ({}, {}),
     "vocabulary 128k": ({}, {"vocab": 128256}),
     "gpt2": ({**GPT2, **EVERY_HEAD}, {}),
-    "gpt2, micro-batch 8": ({**GPT2, **EVERY_HEAD}, {"training": {"micro_batch_size": 8, "global_batch_size": 16}}),
+    "gpt2, micro-batch 8": (
+        {**GPT2, **EVERY_HEAD},
+        {"training": {"micro_batch_size": 8, "global_batch_size": 16}},
+    ),
     "query and key norms": ({"qk_layernorm": True}, {}),
     "float32 residual stream": ({"fp32_residual_connection": True}, {}),
     "squared relu": ({"activation": "squared_relu"}, {}),
@@ -116,6 +123,23 @@ def test_every_stage(parallel, keys):
     for stage in range(pp):
         measured, planned = compare({}, parallel, world=tp * pp, rank=stage * tp, **keys)
         assert planned.dynamic == pytest.approx(measured, rel=0.05), f"stage {stage}"
+
+
+SEQUENCE = {
+    "p2p": ({CP: 2}, {}),
+    "all_gather, 4 ranks": ({CP: 4, "cp_comm_type": "all_gather"}, {}),
+    "a2a": ({CP: 2, "cp_comm_type": "a2a"}, {}),
+    "p2p, tp2 sp": ({TP: 2, CP: 2, **SP}, {}),
+    "p2p, full recompute": ({CP: 2}, {"training": recompute("full")}),
+}
+
+
+@pytest.mark.parametrize(("parallel", "keys"), SEQUENCE.values(), ids=SEQUENCE.keys())
+def test_context_parallel(parallel, keys):
+    """Communication is real code over a fake group; the chunk kernels are shapes only."""
+    world = parallel[CP] * parallel.get(TP, 1)
+    measured, planned = compare({}, parallel, world=world, **keys)
+    assert planned.dynamic == pytest.approx(measured, rel=0.035)
 
 
 def test_latent_attention_under_tensor_parallelism():

@@ -65,7 +65,7 @@ def test_groups_are_those_megatron_core_makes():
 
 
 def test_sequence_parallelism_sends_ten_operations_a_layer():
-    run, layout, items = traffic({TP: 2, **SP}, world=2)
+    run, _, items = traffic({TP: 2, **SP}, world=2)
     half = TOKENS / 2  # a ring of two sends half of what it gathers
     layer = communication.tensor_per_layer(run, sizes_of(run, VOCAB))
     assert layer == 10 * half
@@ -104,7 +104,7 @@ def test_distributed_optimizer_moves_three_times_two_bytes():
 
 
 def test_experts_travel_four_times():
-    run, layout, items = traffic({EP: 4}, world=8, model=MOE)
+    _, _, items = traffic({EP: 4}, world=8, model=MOE)
     tokens = 2 * 128 * 2 * 64 * 2  # top-2 copies in BF16
     micro, layers = 2, 3
     assert sent(items, "ep") == micro * layers * 4 * tokens * 3 / 4

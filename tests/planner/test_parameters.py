@@ -48,6 +48,7 @@ CASES = {
     "gqa": (GQA, {}),
     "gqa, fewer kv heads than ranks": (GQA, {TP: 4, **SP}),
     "gqa pp4": (GQA, {PP: 4}),
+    "gqa cp2 pp2": (GQA, {CP: 2, PP: 2}),
     "sinks": ({"softmax_type": "learnable"}, {TP: 2}),
     "squared relu, fixed sink": (
         {"softmax_type": "off-by-one", "activation": "squared_relu", "kv_channels": 16},
@@ -104,7 +105,10 @@ def test_every_rank(model, parallel):
         assert vocab == parameters.padded_vocab_size(run, VOCAB)
         stage = rank * run.parallel.pipeline_model_parallel_size // world
         expected = [
-            [(p.name, p.shape, p.expert, p.tied) for p in parameters.chunk_parameters(run, c, vocab)]
+            [
+                (p.name, p.shape, p.expert, p.tied)
+                for p in parameters.chunk_parameters(run, c, vocab)
+            ]
             for c in parameters.chunks_of(run, stage)
         ]
         assert found == expected

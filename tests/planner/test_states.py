@@ -1,12 +1,24 @@
-"""Weights, gradients, main weights and moments are, byte for byte, what a CPU-mode rank allocates."""
+"""Weights, gradients, main weights and moments: byte for byte what a CPU-mode rank allocates."""
 
 from __future__ import annotations
 
 import dry_run
 import pytest
-import torch
 from megatron_cpu import tiny_run
-from test_parameters import CASES, CP, DIST, EP, GPT2, GQA, MLA, MOE, PP, SP, TP, VOCAB, VP, world_of
+from test_parameters import (
+    DIST,
+    EP,
+    GPT2,
+    GQA,
+    MLA,
+    MOE,
+    PP,
+    SP,
+    TP,
+    VOCAB,
+    VP,
+    world_of,
+)
 
 from megatron_patch.planner import layout as layouts
 from megatron_patch.planner import states
@@ -70,9 +82,7 @@ def test_every_rank_holds_what_the_plan_says(model, parallel, dp, precision, mon
     for name, value in (("BUCKET", 3000), ("BUCKET_PER_RANK", 1)):
         monkeypatch.setattr(states, name, value)
     _smaller_buckets(monkeypatch, 3000)
-    run = tiny_run(
-        {"num_layers": 4, **model}, parallel=parallel, training={"precision": precision}
-    )
+    run = tiny_run({"num_layers": 4, **model}, parallel=parallel, training={"precision": precision})
     replica = world_of({k: v for k, v in parallel.items() if k != EP})
     world = replica * dp
     layout = layouts.layout_of(run, 1, world)

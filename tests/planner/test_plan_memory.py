@@ -1,0 +1,94 @@
+"""The script that compares plans with GPUs: its cases plan and fit, its arithmetic and table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def module(name: str):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    # The scripts' own `markdown` goes before the installed package of that name.
+    kept = sys.modules.pop("markdown", None)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec.loader.exec_module(loaded)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        sys.modules.pop("markdown", None)
+        if kept is not None:
+            sys.modules["markdown"] = kept
+    return loaded
+
+
+plan_memory = module("plan_memory")
+plan_tables = module("plan_tables")
+ARGUMENTS = argparse.Namespace(device="cuda", backend="stable_flash", dataset="data/x", gpu="h200")
+
+
+@pytest.mark.parametrize("case", plan_memory.CASES, ids=[case.name for case in plan_memory.CASES])
+def test_every_case_passes_the_checks_and_fits_an_h200(case):
+    sets = plan_memory.overrides(case, ARGUMENTS, Path("runs/x"))
+    stages, block = plan_memory.planned(sets, case.ranks, "h200")
+    assert block * len(stages) == case.ranks
+    assert max(stage.total for stage in stages) < 139 * 2**30
+
+
+def test_every_number_of_gpus_has_cases_of_several_kinds():
+    for count in (1, 2, 4, 8):
+        assert sum(case.ranks == count for case in plan_memory.CASES) >= 3
+
+
+def test_off_names_errors_and_large_differences():
+    def row(ratio):
+        return {"model": "m", "layout": str(ratio), "by_rank": [{"ratio": ratio}]}
+
+    broken = {"model": "m", "layout": "x", "error": "out of memory"}
+    found = plan_memory.off([row(1.05), row(0.85), row(1.2), row(None), broken])
+    assert found == ["m 0.85", "m 1.2", "m x"]
+
+
+def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
+    """With a stand-in for torchrun that writes what two ranks would have."""
+
+    def torchrun(command, **_):
+        folder = Path(command[command.index("--worker") + 1])
+        for rank in range(2):
+            size = 10**9 + rank
+            found = {"allocated": size, "reserved": size, "used": size}
+            (folder / f"{rank}.json").write_text(json.dumps(found))
+        return argparse.Namespace(returncode=0)
+
+    monkeypatch.setattr(plan_memory.subprocess, "run", torchrun)
+    args = argparse.Namespace(**vars(ARGUMENTS), work=str(tmp_path))
+    case = plan_memory.Case("llama_1b", "PP2", 2, {plan_memory.PP: 2})
+    row = plan_memory.measure(case, args)
+    assert [r["stage"] for r in row["by_rank"]] == [0, 1]
+    assert [r["allocated"] for r in row["by_rank"]] == [10**9, 10**9 + 1]
+    assert row["by_rank"][0]["ratio"] == row["by_rank"][0]["planned"] / 10**9
+
+
+def test_table_shows_the_worst_rank():
+    rank = {"planned": 2**30, "planned_reserved": 2**30, "allocated": 2**30, "reserved": 2**30}
+    bad = rank | {"allocated": 2 * 2**30}
+    cases = [
+        {"model": "m", "layout": "DP2", "ranks": 2}
+        | {"by_rank": [rank | {"ratio": 1.0}, bad | {"ratio": 0.5}]},
+        {"model": "m", "layout": "CP2", "ranks": 2, "error": "no"},
+    ]
+    result = {"machine": {"cpu": "x", "gpu": "G"}, "versions": {}, "commit": "0" * 40}
+    result |= {"utc": "2026-01-01T00:00:00Z", "cases": cases, "off": ["m DP2", "m CP2"]}
+    text = plan_tables.memory(result | {"tolerance": 0.1})
+    assert "| m | DP2 | 2 | 1.00 | 2.00 | 0.500 | 1.000 |" in text
+    assert "did not run" in text
+    assert "0 of 2 cases within 10%" in text
