@@ -95,6 +95,7 @@ def sigkill_soak(result: dict[str, Any]) -> str:
     lost = result["steps_lost"]
     rows = [
         ["kills", f"{result['kills']} of 500 wanted"],
+        ["by commit", ", ".join(f"{k} {n}" for k, n in result["by_commit"].items())],
         ["inside a save", str(result["kills_in_save"])],
         ["victims", ", ".join(f"{k} {n}" for k, n in sorted(result["by_victim"].items()))],
         ["places", ", ".join(f"{k} {n}" for k, n in sorted(result["by_place"].items()))],

@@ -265,6 +265,15 @@ def process_lists(seen: set[str]) -> None:
             continue
 
 
+def encodings(value: bytes) -> list[bytes]:
+    """The value, and what of it stays recognizable in base64 at each of the three alignments."""
+    shifted = [
+        base64.b64encode(bytes(n) + value)[-(-8 * n // 6) : 8 * (n + len(value)) // 6]
+        for n in range(3)
+    ]
+    return [value, *shifted]
+
+
 def hunt(folder: Path, values: dict[str, str], skip: tuple[Path, ...]) -> dict[str, list[str]]:
     """Place -> files of ``folder`` that hold its value."""
     forms = {place: (v.encode(), base64.b64encode(v.encode())[:-2]) for place, v in values.items()}

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fault_lab import hooks, lab
+from machine import commit, write_result
 
 STEPS, INTERVAL = 30, 4
 SETS = (f"training.train_steps={STEPS}", f"checkpoint.interval={INTERVAL}")
@@ -40,6 +41,7 @@ class Soak:
 
     def __init__(self, folder: Path, *, ranks: int, seed: int) -> None:
         self.folder, self.ranks, self.seed = folder, ranks, seed
+        self.commit = commit()[:12]
         self.mounts = lab.isolate()
         self.file = folder / f"soak-{ranks}.json"
         self.counts: dict[str, Any] = {"kills": 0, "episodes": 0, "different": [], "lost": {},
@@ -50,8 +52,8 @@ class Soak:
         self.reference, self.startup, self.duration = self._unbroken()
 
     def _unbroken(self) -> tuple[dict[str, Any], float, float]:
-        """The run that nothing happens to; made once a state directory."""
-        file = self.folder / f"unbroken-{self.ranks}.json"
+        """The run that nothing happens to; made once a commit."""
+        file = self.folder / f"unbroken-{self.ranks}-{self.commit}.json"
         if not file.exists():
             run = self._lab("unbroken")
             attempt = run.start(*SETS)
@@ -168,6 +170,8 @@ class Soak:
         c["episodes"] += 1
         for key in ("kills", "in_save"):
             c[key] += tally[key]
+        by_commit = c.setdefault("by_commit", {})
+        by_commit[self.commit] = by_commit.get(self.commit, 0) + tally["kills"]
         for key in ("lost", "by_victim", "by_place"):
             for name, count in tally[key].items():
                 c[key][str(name)] = c[key].get(str(name), 0) + count
@@ -187,6 +191,7 @@ class Soak:
             "kills": c["kills"], "kills_in_save": c["in_save"], "episodes": c["episodes"],
             "episodes_bitwise_equal": c["episodes"] - len(c["different"]),
             "different": c["different"], "wrong": c["wrong"],
+            "by_commit": c.get("by_commit", {}),
             "by_victim": c["by_victim"], "by_place": c["by_place"],
             "steps_lost": dict(sorted(c["lost"].items(), key=lambda item: int(item[0]))),
             "most_steps_lost": max(map(int, c["lost"]), default=0),
@@ -238,8 +243,6 @@ def main() -> int:
         seed=options.seed,
     )
     print(json.dumps(figures, indent=1))
-    from machine import write_result
-
     suffix = "" if options.ranks == 4 else f"_{options.ranks}"
     print(f"wrote {write_result('sigkill_soak' + suffix, figures, options.out).name}")
     return 1 if figures["different"] or figures["wrong"] else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -101,3 +102,17 @@ def test_without_the_check_of_numbers_a_payload_runs(
 def test_secrets_are_refused_without_being_repeated(payloads: Any) -> None:
     rows = payloads.refused_values()
     assert len(rows) == 3 and all(r["refused"] and not r["hits"] for r in rows)
+
+
+def test_a_secret_that_is_there_is_found(payloads: Any, tmp_path: Path) -> None:
+    """As written, and in base64 at any alignment; the user's own file is left out."""
+    secret = payloads.canary(3)
+    own = tmp_path / "own"
+    own.write_text(secret)
+    (tmp_path / "plain").write_text(f"key={secret}\n")
+    for shift in range(3):
+        text = base64.b64encode(b"x" * shift + secret.encode() + b"tail").decode()
+        (tmp_path / f"encoded{shift}").write_text(text)
+    (tmp_path / "innocent").write_text(payloads.canary(4))
+    found = payloads.hunt(tmp_path, {"here": secret}, (own,))
+    assert sorted(found["here"]) == ["encoded0", "encoded1", "encoded2", "plain"]
