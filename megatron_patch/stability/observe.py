@@ -189,7 +189,7 @@ class Observer:
         mask = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
         sinks = getattr(module, "softmax_offset", None)
         # Detached: a hook that held the very tensor it stands on would never be freed.
-        out = output.detach().view(q.shape[0], q.shape[1], q.shape[2], v.shape[-1])
+        out = output.detach().reshape(*q.shape[:3], v.shape[-1])
         return Seen(
             site=site,
             q=q,

@@ -40,7 +40,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
 
 
 ONE_STEP = ["training.train_steps=1", "stability.interval=1", "optimizer.warmup_steps=0"]
-LATENT = ["model.num_query_groups=4", "model.mla.kv_lora_rank=8", "model.mla.qk_head_dim=8",
+LATENT = ["model.num_query_groups=null", "model.mla.kv_lora_rank=8", "model.mla.qk_head_dim=8",
           "model.mla.qk_pos_emb_head_dim=4", "model.mla.v_head_dim=8", "model.mtp.num_layers=1",
           "stability.capture_steps=[1]", "stability.capture_layers=[4]"]  # fmt: skip
 SINKS = ["model.softmax_type=learnable", "model.window=[7,0]", "model.window_skip_freq=2",
