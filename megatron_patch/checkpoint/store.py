@@ -335,7 +335,7 @@ class CheckpointStore:
             BadCheckpoint: on every rank, with the same reason.
         """
         path = Path(path)
-        result = self.ranks.broadcast(self._check_manifest(path) if self.ranks.rank == 0 else None)
+        result = self.ranks.broadcast(self.examine(path) if self.ranks.rank == 0 else None)
         if isinstance(result, BadCheckpoint):
             raise result
         mine = share_files(result.files, self.ranks.rank, self.ranks.size)
@@ -382,7 +382,8 @@ class CheckpointStore:
 
         self._on_first_rank(work, f"cannot go back to step {step}", error=CheckpointError)
 
-    def _check_manifest(self, path: Path) -> Manifest | BadCheckpoint:
+    def examine(self, path: Path) -> Manifest | BadCheckpoint:
+        """Seal, manifest, names and sizes of a directory, or why it is refused. Hashes nothing."""
         try:
             manifest = self._read_manifest(path)
             check_listing(path, manifest.files, extra=(MANIFEST, SEAL))
@@ -476,6 +477,10 @@ class CheckpointStore:
         sync_directory(self.root)
         log.warning("moved %s to %s", path.name, target)
         return target
+
+    def identity(self) -> str:
+        """The store's own id; nothing is written: without one, every call gives another."""
+        return self._identity(create=False)
 
     def _identity(self, *, create: bool) -> str:
         """The store's own id; a new one where the file is missing or unreadable."""

@@ -14,6 +14,7 @@ import sys
 import megatron_patch
 from megatron_patch.cli import (
     backends,
+    checkpoint,
     config,
     doctor,
     experiment,
@@ -41,6 +42,7 @@ COMMANDS = (
     probe,
     report,
     backends,
+    checkpoint,
 )
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2

@@ -1,0 +1,59 @@
+"""`tests/training/worker.py` with two more faults, planted before it runs.
+
+``MP_STUCK=STEP:RANK`` stops that rank before the reduction of that step; ``MP_SLOW=RANK:SECONDS``
+delays each of its micro-batches in runs named ``slow``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+
+import worker
+
+RANK = int(os.environ["RANK"])
+
+
+def plant_stuck(step: int, rank: int) -> None:
+    from megatron_patch.training.finite import StepGuard
+
+    before = StepGuard.before_reduction
+
+    def stuck(self: Any, chunks: Any) -> None:
+        if (self.step, RANK) == (step, rank):
+            time.sleep(600)
+        before(self, chunks)
+
+    StepGuard.before_reduction = stuck  # type: ignore[method-assign]
+
+
+def plant_slow(rank: int, seconds: float) -> None:
+    from megatron_patch.training import loop, step
+
+    place, names = step.place, [""]
+    train = loop.train
+
+    def named(loaded: Any) -> int:
+        names[0] = loaded.config.name
+        return train(loaded)
+
+    def late(batch: Any, layout: Any) -> Any:
+        if rank == RANK and names[0] == "slow":
+            time.sleep(seconds)
+        return place(batch, layout)
+
+    loop.train, step.place = named, late
+
+
+if __name__ == "__main__":
+    if text := os.environ.get("MP_STUCK"):
+        plant_stuck(*map(int, text.split(":")))
+    if text := os.environ.get("MP_SLOW"):
+        number, _, delay = text.partition(":")
+        plant_slow(int(number), float(delay))
+    worker.main()

@@ -1,0 +1,189 @@
+"""``megatron-patch checkpoint``: a store of small files, looked at, damaged and pruned."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patch.checkpoint.store import CheckpointStore
+from megatron_patch.cli import app
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+def save(root: Path, step: int, *, key: bytes | None = None) -> Path:
+    store = CheckpointStore(root, keep_last=None, hmac_key=key)
+    attempt = store.begin(step)
+    for n in range(3):
+        (attempt.path / f"__{n}_0.distcp").write_bytes(bytes([step % 251, n]) * (5000 + n))
+    names = [f"__{n}_0.distcp" for n in range(3)]
+    return store.commit(attempt, store.hash_files(attempt, names), {"layout": {}})
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path / "checkpoints", step)
+    (tmp_path / "checkpoints" / "step_00000060.attempt-1.tmp").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: object) -> tuple[int, str, str]:
+        try:
+            code = app.run(["checkpoint", *map(str, words)])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def names(run_dir: Path) -> list[int]:
+    return sorted(int(p.name[5:13]) for p in (run_dir / "checkpoints").glob("step_*.attempt-?"))
+
+
+def damage(path: Path) -> None:
+    file = path / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+
+
+def test_list(run_dir: Path, call: Any) -> None:
+    code, out, _ = call("list", run_dir)
+    assert code == 0
+    lines = out.splitlines()
+    assert "step_00000060.attempt-1.tmp" in lines[1] and "unfinished" in lines[1]
+    assert "complete *" in lines[2] and "50" in lines[2] and " min " in lines[2]
+    assert len(lines) == 8
+
+
+def test_list_json_and_a_single_checkpoint(run_dir: Path, call: Any) -> None:
+    code, out, _ = call("list", run_dir / "checkpoints" / "step_00000030.attempt-1", "--json")
+    (entry,) = json.loads(out)["entries"]
+    assert code == 0 and (entry["step"], entry["state"], entry["latest"]) == (30, "complete", False)
+    assert entry["size"] > 15_000 and entry["signed"] is False
+
+
+def test_verify_good(run_dir: Path, call: Any) -> None:
+    code, out, err = call("verify", run_dir)
+    assert code == 0 and out.count("good  ") == 5 and "5 of 5" in out and err == ""
+
+
+def test_verify_names_what_is_damaged_and_goes_on(run_dir: Path, call: Any) -> None:
+    damage(run_dir / "checkpoints" / "step_00000030.attempt-1")
+    (run_dir / "checkpoints" / "step_00000020.attempt-1" / "extra").write_text("x")
+    code, out, _ = call("verify", run_dir, "--jobs", 2, "--json")
+    found = {e["step"]: e for e in json.loads(out)["entries"]}
+    assert code == 1
+    assert {s: e["state"] for s, e in found.items()} == {
+        50: "good", 40: "good", 30: "damaged", 20: "damaged", 10: "good"}  # fmt: skip
+    assert "__1_0.distcp does not match its SHA-256" in found[30]["reason"]
+    assert "extra" in found[20]["reason"]
+    assert names(run_dir) == [10, 20, 30, 40, 50], "verify moves nothing"
+
+
+def test_verify_with_nothing_good(tmp_path: Path, call: Any) -> None:
+    damage(save(tmp_path, 10))
+    assert call("verify", tmp_path)[0] == 4
+
+
+def test_signatures(tmp_path: Path, call: Any) -> None:
+    save(tmp_path, 10, key=KEY)
+    file = tmp_path / "key"
+    file.write_bytes(KEY)
+    file.chmod(0o600)
+    assert "signature not checked" in call("verify", tmp_path)[1]
+    code, out, _ = call("verify", tmp_path, "--key-file", file)
+    assert code == 0 and "signature good" in out
+    file.write_bytes(KEY[::-1])
+    code, out, _ = call("verify", tmp_path, "--key-file", file)
+    assert code == 4 and out.startswith("unreadable") and "another key" in out
+    file.chmod(0o644)
+    code, _, err = call("verify", tmp_path, "--key-file", file)
+    assert code == 2 and "chmod 600" in err
+
+
+def test_prune_says_first(run_dir: Path, call: Any) -> None:
+    code, out, _ = call("prune", run_dir, "--keep-last", 2, "--keep-every", 20)
+    assert code == 0 and names(run_dir) == [10, 20, 30, 40, 50]
+    assert out.count("would go  ") == 2 and "2 checkpoint(s)" in out and "--delete does it" in out
+
+
+def test_prune_deletes_by_the_rule(run_dir: Path, call: Any) -> None:
+    code, out, _ = call("prune", run_dir, "--keep-last", 2, "--keep-every", 20, "--delete")
+    assert code == 0 and names(run_dir) == [20, 40, 50]
+    assert "deleted 2 checkpoint(s)" in out
+    assert (run_dir / "checkpoints" / "step_00000060.attempt-1.tmp").is_dir()
+    assert call("verify", run_dir)[0] == 0
+
+
+def test_prune_keeps_what_latest_names_and_what_is_damaged(run_dir: Path, call: Any) -> None:
+    root = run_dir / "checkpoints"
+    (root / "latest").write_text("step_00000020.attempt-1\n")
+    (root / "step_00000030.attempt-1" / "extra").write_text("x")
+    assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
+    assert names(run_dir) == [20, 30, 50]
+
+
+def test_prune_never_takes_the_only_good_one(run_dir: Path, call: Any) -> None:
+    for step in (40, 50):
+        damage(run_dir / "checkpoints" / f"step_{step:08d}.attempt-1")
+    code, _, err = call("prune", run_dir, "--keep-last", 2, "--delete")
+    assert code == 4 and "nothing was deleted" in err
+    assert names(run_dir) == [10, 20, 30, 40, 50]
+    assert call("prune", run_dir, "--keep-last", 3, "--delete")[0] == 0
+    assert names(run_dir) == [30, 40, 50]
+
+
+def test_prune_keeps_out_of_a_running_training(run_dir: Path, call: Any) -> None:
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = call("prune", run_dir, "--keep-last", 1, "--delete")
+        assert code == 2 and "a trainer uses this run right now" in err
+        assert call("prune", run_dir, "--keep-last", 1)[0] == 0
+    assert len(names(run_dir)) == 5
+
+
+def test_prune_leaves_another_stores_checkpoints(run_dir: Path, call: Any) -> None:
+    (run_dir / "checkpoints" / "store.json").write_text(json.dumps({"store": "f" * 32}))
+    assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
+    assert len(names(run_dir)) == 5
+
+
+@pytest.mark.parametrize("words", [
+    ["list", "missing"], ["verify", "."], ["prune", "RUN"], ["prune", "RUN", "--keep-last", "0"],
+    ["prune", "RUN", "--keep-last", "-1"], ["prune", "RUN", "--keep-every", "x"],
+    ["prune", "RUN/checkpoints/step_00000010.attempt-1", "--keep-last", "1"],
+    ["verify", "RUN", "--jobs", "many"], ["verify", "RUN", "--key-file", "missing"],
+    ["list", "RUN/checkpoints/latest"], [], ["list"], ["frobnicate", "RUN"],
+])  # fmt: skip
+def test_bad_input_is_refused_in_words(
+    run_dir: Path, call: Any, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir / "empty").mkdir()
+    monkeypatch.chdir(run_dir / "empty")
+    code, _, err = call(*[w.replace("RUN", str(run_dir)) for w in words])
+    assert code == 2 and err.strip() and "Traceback" not in err
+    assert len(names(run_dir)) == 5
+
+
+def test_it_needs_no_torch(run_dir: Path) -> None:
+    program = ("import sys; from megatron_patch.cli import app; code = app.run(sys.argv[1:]); "
+               "assert 'torch' not in sys.modules; sys.exit(code)")  # fmt: skip
+    words = ["checkpoint", "verify", str(run_dir)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

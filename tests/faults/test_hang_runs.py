@@ -1,0 +1,81 @@
+"""Real trainers of two ranks: one gets stuck, one is slow."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_ranks
+from training_ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(autouse=True)
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do what MP_STUCK and MP_SLOW say."""
+    monkeypatch.setattr(training_ranks, "WORKER", Path(__file__).with_name("faulty_worker.py"))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every rank end by itself: `run_ranks` kills the others when one has failed."""
+
+    def wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and any(p.poll() is None for p in processes):
+            time.sleep(0.05)
+        for p in processes:
+            if p.poll() is None:
+                os.killpg(p.pid, 9)
+        return [p.wait() for p in processes]
+
+    monkeypatch.setattr(training_ranks, "_wait", wait)
+
+
+def test_a_rank_that_gets_stuck_is_found_named_and_restarted_by_exit_code(
+    tmp_path: Path, corpus: Path, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MP_STUCK", "3:1")
+    run: dict[str, Any] = {"set": ["name=stuck", "faults.hang_seconds=2"]}
+    with pytest.raises(AssertionError, match=r"ranks ended with \[6, 6\]"):
+        run_ranks(tmp_path, corpus, 2, [run], timeout=90)
+    run_dir = tmp_path / "runs" / "stuck"
+    (summary,) = (run_dir / "hangs").glob("*/summary.txt")
+    text = summary.read_text()
+    assert text.startswith("hang at step 3: rank 1 ("), text
+    assert "step 3, phase reduction" in text.splitlines()[0]
+    first = (summary.parent / "rank_00000.txt").read_text()
+    assert json.loads(first.splitlines()[0])["collective"], "rank 0 waits in a collective"
+    assert "finalize_model_grads" in first  # the stack of the main thread
+    assert "before_reduction" in (summary.parent / "rank_00001.txt").read_text()
+    entries = [json.loads(x) for x in (run_dir / "crashes.jsonl").read_text().splitlines()]
+    assert {(e["rank"], e["exit_code"], e["step"]) for e in entries} == {(0, 6, 3), (1, 6, 3)}
+
+
+def test_a_slow_rank_is_named(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MP_SLOW", "1:0.05")
+    keys = ["training.train_steps=9", "faults.straggler_interval=4", "logging.interval=3"]
+    runs = [
+        {"set": ["name=even", *keys, "faults.straggler_ratio=4"]},
+        {"set": ["name=slow", *keys]},
+    ]
+    results = run_ranks(tmp_path, corpus, 2, runs, timeout=120)
+    assert [r["code"] for run in results for r in run] == [0, 0, 0, 0]
+    log = (tmp_path / "runs" / "slow" / "train.log").read_text()
+    assert log.count("stragglers up to step ") == 2, log
+    assert "stragglers up to step 4, compute a step: rank 1 (" in log
+    with (tmp_path / "runs" / "slow" / "stragglers.csv").open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["what"] == "compute"]
+    assert [(row["step"], row["slowest_rank"]) for row in rows] == [("4", "1"), ("8", "1")]
+    # Four micro-batches of a step, each 50 ms late.
+    assert float(rows[1]["slowest_seconds"]) > float(rows[1]["median_seconds"]) + 0.19
+    assert "stragglers" not in (tmp_path / "runs" / "even" / "train.log").read_text()
