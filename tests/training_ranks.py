@@ -94,7 +94,9 @@ def run_ranks(
         tail = "\n".join(f"--- rank {r}: {log.read_text()[-3000:]}" for r, log in enumerate(logs))
         raise AssertionError(f"ranks ended with {codes}\n{tail}")
     reports = [json.loads(Path(f"{plan}.rank{rank}").read_text()) for rank in range(ranks)]
-    return [[report[i] for report in reports] for i in range(len(runs))]
+    return [
+        [report[i] for report in reports[: run.get("ranks", ranks)]] for i, run in enumerate(runs)
+    ]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:

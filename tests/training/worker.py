@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,15 +158,43 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def checkpoints_found(setting: str) -> str:
+    """A setting with the directory of a checkpoint for ``NAME@STEP``."""
+    key, _, value = setting.partition("=")
+    name, at, step = value.partition("@")
+    if not at:
+        return setting
+    (found,) = Path("runs", name, "checkpoints").glob(f"step_{int(step):08d}.*")
+    return f"{key}={found}"
+
+
+def wait_for_first_rank(plan: Path, runs: int) -> None:
+    """Until the first rank has finished ``runs`` of the plan; if it fails, we are killed."""
+    report = Path(f"{plan}.rank0")
+    while not report.exists() or len(json.loads(report.read_text() or "[]")) < runs:
+        time.sleep(0.05)
+
+
 def main() -> None:
     plan_path = Path(sys.argv[1])
     plan = json.loads(plan_path.read_text())
     torch.set_num_threads(1)
-    results = []
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    report = Path(f"{plan_path}.rank{rank}")
+    results: list[dict[str, Any]] = []
     for index, run in enumerate(plan["runs"]):
+        ranks = run.get("ranks", world)
         os.environ["MASTER_PORT"] = str(plan["ports"][index])
-        results.append(execute(plan["config"], run))
-        Path(f"{plan_path}.rank{os.environ['RANK']}").write_text(json.dumps(results))
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+        if rank < ranks:
+            run["set"] = [checkpoints_found(setting) for setting in run["set"]]
+            results.append(execute(plan["config"], run))
+        else:
+            wait_for_first_rank(plan_path, index + 1)
+            results.append({})
+        part = Path(f"{report}.part")
+        part.write_text(json.dumps(results))
+        part.replace(report)
 
 
 if __name__ == "__main__":
