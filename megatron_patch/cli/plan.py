@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
 
 if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
     from megatron_patch.planner.plan import Machine, Plan, Vocabulary
     from megatron_patch.planner.search import Alternative
 
@@ -118,12 +119,18 @@ def _others(plan: Plan, vocabulary: Vocabulary) -> tuple[list[Alternative], list
     return found, [] if found else more_nodes(plan.run, plan.machine, vocabulary)
 
 
-def _what_fits(config: object, machine: Machine, vocabulary: Vocabulary) -> str:
+def _what_fits(config: RunConfig, machine: Machine, vocabulary: Vocabulary) -> str:
     """The layouts that would do, for a configuration that does not even divide."""
-    from megatron_patch.planner.search import alternatives
+    from megatron_patch.planner.search import alternatives, more_nodes
 
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         return ""
-    found = alternatives(config, machine, vocabulary, most=3)  # type: ignore[arg-type]
-    lines = [f"  {a.plan.layout.describe()}: {a.arguments}" for a in found]
-    return "\n".join(["What would fit these GPUs:", *lines]) if lines else ""
+    found = alternatives(config, machine, vocabulary, most=3)
+    where = "What would fit these GPUs:"
+    if not found:
+        found = more_nodes(config, machine, vocabulary)
+        nodes = found[0].plan.machine.nodes if found else 0
+        where = f"Nothing tried fits these {machine.world} GPUs; on {nodes} nodes would fit:"
+    same = "the layout as it is"
+    lines = [f"  {a.plan.layout.describe()}: {a.arguments or same}" for a in found]
+    return "\n".join([where, *lines]) if lines else ""

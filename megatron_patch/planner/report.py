@@ -188,10 +188,10 @@ def refusal(plan: Plan, found: list[Alternative], elsewhere: list[Alternative]) 
 
 
 def _line(alternative: Alternative) -> str:
-    plan = alternative.plan
+    plan, how = alternative.plan, alternative.arguments or "the layout as it is"
     return (
         f"  {plan.layout.describe()}: {plan.worst.total / GIB:.1f} GiB, "
-        f"{plan.speed.tokens_per_second:,.0f} tokens/s estimated\n    {alternative.arguments}"
+        f"{plan.speed.tokens_per_second:,.0f} tokens/s estimated\n    {how}"
     )
 
 

@@ -66,6 +66,14 @@ def test_70b_on_one_node_is_refused_with_the_smallest_that_fits(capsys):
     assert "--set parallel.pipeline_model_parallel_size=2" in err
 
 
+def test_70b_as_shipped_on_one_node_is_refused_with_two(capsys):
+    code, _, err = run_plan(capsys, "--config", CONFIGS / "llama_70b_8k.yaml")
+    assert code == 2
+    assert "16 ranks hold one replica" in err
+    assert "Nothing tried fits these 8 GPUs; on 2 nodes would fit:" in err
+    assert err.count("--set parallel.") >= 3
+
+
 def test_what_is_proposed_fits_and_loads(capsys):
     """Every proposal, given back as --set, passes the checks and the plan."""
     path = CONFIGS / "llama_8b_8k.yaml"
