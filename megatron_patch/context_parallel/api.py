@@ -189,6 +189,9 @@ def context_parallel_attention(
     )
     comm = GroupCommunicator(group, transfers=transfers)
     levels = _levels(mode, comm, hierarchical, transfers)
+    for each in {id(c): c for c in (comm, *levels)}.values():
+        if isinstance(each, GroupCommunicator):
+            each.connect(q.device)
     attention = build(
         q,
         k,

@@ -172,17 +172,18 @@ class GroupCommunicator:
             return explain(error, group=self.group, peers=peers, what=what)
 
         device = buffers[0].device
+        # gloo raises plain RuntimeErrors; those of CUDA (out of memory, say) blame nobody.
+        failures = dist.DistError if device.type == "cuda" else RuntimeError
         try:
             if device.type != "cuda":
                 return _Works(start(), blame)
             return self._launch_cuda(start, buffers, device)
-        except RuntimeError as error:
+        except failures as error:
             raise blame(error, [r for r in range(self.size) if r != self.rank]) from error
 
     def _launch_cuda(
         self, start: Callable[[], list[tuple[Any, list[int]]]], buffers: list[Any], device: Any
     ) -> Ticket:
-        self._connect(device)
         stream = self._state.streams.get(device)
         if stream is None:
             # High priority: a transfer that waits for a free multiprocessor delays every rank.
@@ -195,8 +196,8 @@ class GroupCommunicator:
             event.record(stream)
         return _Event(event, buffers)
 
-    def _connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Let every rank connect once: a later batch may involve only some of them."""
-        if not self._state.ready:
+        if device.type == "cuda" and self._transfers and not self._state.ready:
             self._state.ready = True
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)

@@ -66,13 +66,88 @@ def _die(world: World, case: Any, victim: int, how: str) -> Any:
     raise AssertionError("nothing was raised")
 
 
+def _call(world: World, case: Any) -> Any:
+    """(function that runs forward and backward, its inputs) of this rank, for CUDA."""
+    import torch
+    from cp_cases import cut, make_inputs
+
+    from megatron_patch.context_parallel.api import context_parallel_attention
+
+    given = make_inputs(case, world.device)
+    leaves = [
+        cut(case, x, world.rank).clone().requires_grad_() for x in (given.q, given.k, given.v)
+    ]
+    dout = cut(case, given.dout, world.rank)
+    options = case.attention()
+    if case.thd:
+        real, padded = case.documents(world.device)
+        options |= {"cu_seqlens": real, "cu_seqlens_padded": padded}
+    if case.dropout_p:
+        options["dropout_seed"] = torch.tensor(77, device=world.device)
+
+    def run() -> list[Any]:
+        out = context_parallel_attention(
+            *leaves,
+            group=world.groups[case.size],
+            mode=case.mode,
+            hierarchical=world.hierarchical,
+            sinks=given.sinks,
+            return_max_logits=True,
+            **options,
+        )
+        return [out[0], *torch.autograd.grad(out[0], leaves, dout)]
+
+    return run, leaves
+
+
+def _no_sync(world: World, case: Any) -> Any:
+    import torch
+
+    run, _ = _call(world, case)
+    run()  # connects, compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _graph(world: World, case: Any) -> bool:
+    import torch
+
+    run, leaves = _call(world, case)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for x in leaves:
+            x.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    return all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
 def _core(world: World, case: Any) -> Any:
     from core_on_ranks import core_attention
 
     return core_attention(world, case)
 
 
-PLAYS = {"attention": _attention, "many": _many, "die": _die, "core": _core}
+PLAYS = {
+    "attention": _attention,
+    "many": _many,
+    "die": _die,
+    "core": _core,
+    "no_sync": _no_sync,
+    "graph": _graph,
+}
 
 
 def _serve(

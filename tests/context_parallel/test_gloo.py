@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from cp_cases import Case, collect, grid, verdict
+import torch
+from cp_cases import Case, collect, grid, join, make_inputs, truth, verdict
 from ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -56,3 +59,15 @@ def test_the_same_bits_every_time(ranks):
         once, again = (ranks.play("attention", case) for _ in range(2))
         for one, two in zip(once, again, strict=True):
             assert all((one[name] == two[name]).all() for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("mode", ["p2p", "a2a+p2p"])
+def test_core_attention_takes_the_group_of_the_layer_or_of_the_call(ranks, mode):
+    case = Case(size=4, mode=mode)
+    exact = truth(case, make_inputs(case))["out"]
+    answers = ranks.play("core", case)
+    calls = {4: 0, 1: -1} | ({2: 1} if mode == "p2p" else {})
+    for size, number in calls.items():
+        part = dataclasses.replace(case, size=size)
+        got = join(part, [answers[rank][number] for rank in range(size)])
+        torch.testing.assert_close(got, exact.float(), rtol=1e-5, atol=1e-5)
