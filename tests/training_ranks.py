@@ -43,7 +43,13 @@ logging: {interval: 1, tensorboard: false}
 
 
 def run_ranks(
-    folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]], *, timeout: float = 400
+    folder: Path,
+    corpus: Path,
+    ranks: int,
+    runs: list[dict[str, Any]],
+    *,
+    config: Path | None = None,
+    timeout: float = 400,
 ) -> list[list[dict[str, Any]]]:
     """Run the trainings one after the other on ``ranks`` processes.
 
@@ -52,13 +58,15 @@ def run_ranks(
         corpus: dataset prefix.
         ranks: processes.
         runs: see worker.py.
+        config: configuration of the runs; default: `CONFIG`.
         timeout: seconds until all ranks are killed and the test fails.
 
     Returns:
         results[run][rank]
     """
-    config = folder / "tiny.yaml"
-    config.write_text(CONFIG.replace("CORPUS", str(corpus)))
+    if config is None:
+        config = folder / "tiny.yaml"
+        config.write_text(CONFIG.replace("CORPUS", str(corpus)))
     plan = folder / f"plan_{len(list(folder.glob('plan_*.json')))}.json"
     # Served here, as torchrun serves its ranks: a port chosen now and bound by a rank later may be
     # taken in between.

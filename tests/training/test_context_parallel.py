@@ -256,3 +256,18 @@ def test_more_layouts(trials: Trials) -> None:
     plan = [*models(SLOW_MODELS), *layouts(TWO_MORE, 2), *layouts(FOUR_MORE, 4)]
     trials.execute(plan)
     trials.check(TWO_MORE | FOUR_MORE)
+
+
+@pytest.mark.slow
+def test_the_long_context_configuration(trials: Trials, corpus: Path) -> None:
+    """The small one of that shape, on two ranks and on one."""
+    config = Path(__file__).resolve().parents[2] / "configs" / "long_context_smoke.yaml"
+    text = [f"data.blend=[{{path: {corpus}}}]", "data.tokenizer.kind=bytes"]
+    text += ["data.tokenizer.path=null"]
+    plan = [
+        {"set": ["name=long", *text], "ranks": 2},
+        {"set": ["name=long_one", f"{CP}=1", *text], "ranks": 1},
+    ]
+    results = run_ranks(trials.folder, corpus, 2, plan, config=config)
+    assert [rank["code"] for one in results for rank in one] == [0, 0, 0]
+    assert trials.distance("long", "long_one", first=1) < FP32
