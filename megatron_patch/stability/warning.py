@@ -81,14 +81,15 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def growth(history: Sequence[Point], rule: Rule) -> list[float]:
     """Growth at the last `CONFIRM` records (fewer while there are not enough), oldest first."""
-    seen = [p for p in history if p.step > rule.settle_steps]
+    seen = [p for p in history if p.step > rule.settle_steps and math.isfinite(p.grad_norm)]
     medians = smoothed([p.grad_norm for p in seen])
     steps = [p.step for p in seen[SMOOTH - 1 :]]
     found = []
     for last in range(max(0, len(medians) - CONFIRM), len(medians)):
         first = steps[last] - rule.reference_steps
         lowest = min(m for m, s in zip(medians[: last + 1], steps, strict=False) if s >= first)
-        found.append(medians[last] / lowest if lowest > 0 else math.inf)
+        # A norm of zero is one that nobody computed, or of a model that learns nothing.
+        found.append(medians[last] / lowest if lowest > 0 else 1.0)
     return found
 
 

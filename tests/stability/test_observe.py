@@ -144,8 +144,11 @@ def test_what_was_seen_is_freed_with_the_graph(watched: Any) -> None:
     from megatron_patch.stability.observe import Request
 
     kept: list[Any] = []
-    observer.arm([Request(micro_batch=0, layers=None,
-                          callback=lambda seen, do: kept.append(weakref.ref(seen.out)))])  # fmt: skip
+
+    def keep(seen: Any, do: torch.Tensor) -> None:
+        kept.append(weakref.ref(seen.out))
+
+    observer.arm([Request(micro_batch=0, layers=None, callback=keep)])
     gc.collect()
     gc.disable()
     try:

@@ -44,7 +44,8 @@ FAST = ["training.precision=fp32", "attention.backend=reference",
 ONE_STEP = ["training.train_steps=1", "stability.interval=1", "optimizer.warmup_steps=0"]
 LATENT = ["model.num_query_groups=null", "model.mla.kv_lora_rank=8", "model.mla.qk_head_dim=8",
           "model.mla.qk_pos_emb_head_dim=4", "model.mla.v_head_dim=8", "model.mtp.num_layers=1",
-          "stability.capture_steps=[1]", "stability.capture_layers=[4]"]  # fmt: skip
+          "stability.capture_steps=[1]", "stability.capture_layers=[4]",
+          "logging.tensorboard=true"]  # fmt: skip
 SINKS = ["model.softmax_type=learnable", "model.window=[7,0]", "model.window_skip_freq=2",
          "model.attention_dropout=0.1"]  # fmt: skip
 EXPERTS = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32",
@@ -199,6 +200,18 @@ def test_latent_attention_and_prediction_layers(single: Path) -> None:
     taken = capture.load(single / "latent" / "captures" / capture.file_name(1, 4, 0))
     assert taken.layer_name.startswith("mtp.") and taken.wq_norm is None
     assert taken.q.shape[-1] == 12 and taken.v.shape[-1] == 8
+
+
+def test_tensorboard_has_the_worst_head_of_every_layer(single: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(single / "latent" / "tensorboard")).Reload()
+    found = record.read(single / "latent")
+    for layer in range(5):
+        (event,) = events.Scalars(f"stability/kappa/layer_{layer:03d}")
+        assert event.step == 1
+        assert event.value == pytest.approx(float(found.heads["kappa"][0, layer].max()))
+    assert events.Scalars("stability/level")[0].value == 0
 
 
 def test_sinks_windows_and_dropout(single: Path) -> None:

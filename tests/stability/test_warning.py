@@ -100,6 +100,17 @@ def test_not_finite_is_danger_at_once() -> None:
         assert judge(broken, RULE).level == "danger"
 
 
+def test_norms_that_nobody_computed_are_no_rise() -> None:
+    assert set(levels(history(lambda s: 0.0)).values()) == {"ok"}
+
+
+def test_a_record_that_was_not_finite_does_not_blind_the_rule() -> None:
+    """training.check_finite: false goes on after such a step."""
+    points = history(falling, steps=4000)
+    points[-3] = Point(step=3900, loss=3.0, grad_norm=math.nan, grad_norm_max=math.nan)
+    assert judge(points, RULE).level == "ok"
+
+
 def test_a_head_that_disturbs_itself_is_named_and_watched() -> None:
     points = history(falling, steps=4000)
     bad = Point(
