@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cp_accuracy_tables
 import cp_tables
 import fault_tables
 import plan_tables
@@ -196,6 +197,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
     "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
     "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
+    **cp_accuracy_tables.tables(),
     **fault_tables.tables(),
     **plan_tables.tables(),
     **stability_tables.tables(),

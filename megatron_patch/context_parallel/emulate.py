@@ -256,3 +256,57 @@ def run_ranks(run: Callable[[int], Any], size: int, exchange: Exchange) -> list[
     if errors:
         raise errors[0]
     return results
+
+
+class SixteenBitMerges:
+    """Chunk primitives whose results meet in 16 bits: the rings this project differs from.
+
+    Partial O are 16-bit kernel outputs added in 16 bits; every launch returns 16-bit dQ, dK, dV,
+    which are added in 16 bits; delta comes from the rounded O. LSE stays float32. This is how
+    Transformer Engine's p2p (2.11, BF16) and ring-flash-attention add, with the kernels given.
+    Use it with ``stabilizer="none"`` and a 16-bit ``wire``.
+    """
+
+    def __init__(self, primitives: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.primitives, self.dtype = primitives, dtype
+
+    def _round(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).to(x.dtype)
+
+    def chunk_forward(self, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        """As the primitives', O rounded."""
+        out, *rest = self.primitives.chunk_forward(*args, **options)
+        return self._round(out), *rest
+
+    def merge_chunks(
+        self, out: torch.Tensor, lse: torch.Tensor, *part: torch.Tensor, **options: Any
+    ) -> None:
+        """As the primitives', O rounded after every merge."""
+        self.primitives.merge_chunks(out, lse, *part, **options)
+        out.copy_(self._round(out))
+
+    def finish_chunks(
+        self, out: torch.Tensor, lse: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the primitives', without a low-order part."""
+        high, _ = self.primitives.finish_chunks(out, lse, **options)
+        return high, high.new_empty(0)
+
+    def chunk_delta(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The primitives'."""
+        return self.primitives.chunk_delta(*args, **options)
+
+    def chunk_backward(
+        self,
+        *args: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        """As the primitives', each launch's share and each sum rounded."""
+        shares = [torch.zeros_like(x) for x in (dq, dk, dv)]
+        names = zip(("dq", "dk", "dv"), shares, strict=True)
+        self.primitives.chunk_backward(*args, **dict(names), **options)
+        for total, share in zip((dq, dk, dv), shares, strict=True):
+            total.copy_(self._round(total + self._round(share)))

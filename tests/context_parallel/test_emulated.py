@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from cp_cases import Case, make_inputs, verdict
+from cp_cases import Case, make_inputs, truth, verdict
 from emulated import found, run
 
-from megatron_patch.context_parallel.emulate import emulate
+from megatron_patch.context_parallel.emulate import SixteenBitMerges, emulate
 from megatron_patch.context_parallel.layout import chunks_of
+from stable_attention.reference import chunks
 
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -174,3 +175,26 @@ def test_kernels_in_every_mode():
     ):
         case = Case(size=2, mode=mode, **(shape | extra))
         assert not verdict(case, found(run(case))), case
+
+
+def test_merging_in_bf16_is_worse_and_gets_worse_with_ranks():
+    """What the accuracy table compares with; here in PyTorch, with attention spread over chunks."""
+    errors = {}
+    for size in (1, 2, 8):
+        case = Case(size=size, mode="p2p", s=128, dtype="bf16", v_mean=4.0, causal=False)
+        given = make_inputs(case)
+        exact = truth(case, given)
+        delta = (given.dout.double() * exact["out"]).sum(-1)
+        for name, changes in (
+            ("ours", {}),
+            ("bf16", {"primitives": SixteenBitMerges(chunks), "wire": torch.bfloat16}),
+        ):
+            options = {k: v for k, v in case.attention().items() if k != "layout"}
+            result = emulate(
+                given.q, given.k, given.v, given.dout, size=size, backend="reference",
+                **options, **changes,
+            )  # fmt: skip
+            seen = (given.dout.double() * result.delta_out.double()).sum(-1)
+            errors[name, size] = float((seen - delta).pow(2).mean().sqrt())
+    assert errors["ours", 8] < 1e-3 * errors["bf16", 2]
+    assert errors["bf16", 1] < errors["bf16", 2] < errors["bf16", 8]

@@ -1,0 +1,66 @@
+"""Tables of ``cp_accuracy.py``: errors by number of context-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from markdown import origin, table
+
+BF16_MERGES = "p2p, merged in BF16"
+MODES = ("p2p", "all_gather", "a2a", "a2a+p2p", BF16_MERGES)
+
+
+def _sizes(result: dict[str, Any]) -> list[int]:
+    return sorted({cell["ranks"] for cell in result["cells"].values()})
+
+
+def _cell(result: dict[str, Any], regime: str, ranks: int, mode: str) -> dict[str, Any] | None:
+    # One rank is the same in every mode, and measured once.
+    return result["cells"].get(f"{regime}, {ranks}, {'p2p' if ranks == 1 else mode}")
+
+
+def delta(result: dict[str, Any]) -> str:
+    """RMS and mean error of delta over RMS(delta), a row a regime and way to merge."""
+    sizes, rows = _sizes(result), []
+    for regime in dict.fromkeys(cell["regime"] for cell in result["cells"].values()):
+        for mode in ("p2p", BF16_MERGES):
+            row = [regime, mode]
+            for ranks in sizes:
+                cell = _cell(result, regime, ranks, mode)
+                if cell is None or (ranks == 1 and mode == BF16_MERGES):
+                    row.append("-")
+                else:
+                    row.append(f"{cell['delta']['rms']:.1e} ({cell['delta']['mean']:+.1e})")
+            rows.append(row)
+    head = ["regime", "merge", *(f"{n} rank{'s' if n > 1 else ''}" for n in sizes)]
+    return "\n".join([origin(result), "", table(head, rows)])
+
+
+def error(result: dict[str, Any]) -> str:
+    """Largest ratio over regimes of the RMS error on n ranks to that on one, a row a mode."""
+    sizes, rows = [n for n in _sizes(result) if n > 1], []
+    regimes = list(dict.fromkeys(cell["regime"] for cell in result["cells"].values()))
+    for mode in MODES:
+        for ranks in sizes:
+            if _cell(result, regimes[0], ranks, mode) is None:
+                continue
+            row = [mode, str(ranks)]
+            for name in ("out", "dq", "dk", "dv"):
+                ratios = []
+                for regime in regimes:
+                    many = _cell(result, regime, ranks, mode)
+                    one = _cell(result, regime, 1, mode)
+                    if many is not None and one is not None:
+                        ratios.append(many[name]["rms"] / one[name]["rms"])
+                row.append(f"{max(ratios):.3f}" if ratios else "-")
+            rows.append(row)
+    return "\n".join([origin(result), "", table(["mode", "ranks", "O", "dQ", "dK", "dV"], rows)])
+
+
+def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+    """Entries of ``render_tables.TABLES``."""
+    return {
+        "cp-delta": ("cp_accuracy", delta, "cp_accuracy.py"),
+        "cp-error": ("cp_accuracy", error, "cp_accuracy.py"),
+    }
