@@ -8,6 +8,7 @@
 
 # Settings of a stop, not of a fault: these exit codes come back on every retry (docs/clusters.md).
 readonly EXIT_CONFIG=2 EXIT_NONFINITE=3 EXIT_NO_CHECKPOINT=4 EXIT_STABILITY=5
+readonly EXIT_SPIKES=7 EXIT_SAME_STEP=8
 # Ports of torchrun: below the kernel's ephemeral range (32768), ten to a job.
 readonly PORT_BASE=15000 PORT_JOBS=1500 PORT_SLOTS=10
 
@@ -91,6 +92,7 @@ stop_for_good() {
     echo "Last events:"
     tail -n 20 "$STATE_DIR/events.log"
     print_failures
+    print_ledger
     echo
     echo "When the cause is removed, 'megatron-patch launch' continues from the newest checkpoint."
   } >"$STATE_DIR/report.txt"
@@ -199,7 +201,9 @@ on_nodes() {
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # newer srun does not inherit it
   fi
+  export RANK_AGENT MAX_RESTARTS MEGATRON_PATCH_SAME_STEP_LIMIT=$SAME_STEP_LIMIT
   names+=(MASTER_ADDR MASTER_PORT ATTEMPT_DIR DEVICE RANKS_PER_NODE PYTHON LOCAL_DIR CONFIG
+    RANK_AGENT MAX_RESTARTS MEGATRON_PATCH_SAME_STEP_LIMIT
     MEGATRON_PATCH_ATTEMPT_DIR MEGATRON_PATCH_SECRETS_FILE MEGATRON_PATCH_HEARTBEAT
     TORCH_FR_DUMP_TEMP_FILE PYTHONUNBUFFERED PYTHONFAULTHANDLER
     ${SETTINGS_ENVIRONMENT[@]+"${SETTINGS_ENVIRONMENT[@]}"}
@@ -280,7 +284,8 @@ classify() {
     read -r code _ rest <"$file" || true
     known=$((known + 1))
     case $code in
-      "$EXIT_CONFIG" | "$EXIT_NONFINITE" | "$EXIT_NO_CHECKPOINT" | "$EXIT_STABILITY")
+      "$EXIT_CONFIG" | "$EXIT_NONFINITE" | "$EXIT_NO_CHECKPOINT" | "$EXIT_STABILITY" | \
+        "$EXIT_SPIKES" | "$EXIT_SAME_STEP")
         FATAL_CODE=${FATAL_CODE:-$code}
         ;;
       0) stopped=$((stopped + 1)) ;;
@@ -306,6 +311,8 @@ meaning() {
     "$EXIT_NONFINITE") echo "non-finite loss or gradient (exit code 3); a retry meets it again" ;;
     "$EXIT_NO_CHECKPOINT") echo "no good checkpoint where one is required (exit code 4)" ;;
     "$EXIT_STABILITY") echo "stopped by stability.guard after a checkpoint (exit code 5)" ;;
+    "$EXIT_SPIKES") echo "loss spikes, and faults.spike.max_rewinds are used up (exit code 7)" ;;
+    "$EXIT_SAME_STEP") echo "the same step crashed every attempt (exit code 8)" ;;
   esac
 }
 
@@ -348,10 +355,36 @@ print_failures() {
   fi
 }
 
+# Ranks that were killed could not write into the crash ledger themselves.
+note_killed() {
+  local rank file noted=0
+  for ((rank = 0; rank < SLURM_NNODES * RANKS_PER_NODE && noted < 16; rank++)); do
+    printf -v file '%s/exit/%05d' "$ATTEMPT_DIR" "$rank"
+    if [[ ! -f $file ]]; then
+      noted=$((noted + 1))
+      printf '{"utc": "%(%FT%TZ)T", "job": "%s", "attempt": "%s.0", "step": %s, "phase": "?", ' \
+        -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$RUN_DIR/crashes.jsonl"
+      printf '"rank": %s, "host": "?", "exit_code": null, "error": "%s", "traceback": ""}\n' \
+        "$rank" "killed: it left no exit code" >>"$RUN_DIR/crashes.jsonl"
+    fi
+  done
+}
+
+# The ledger's last lines, without their tracebacks.
+print_ledger() {
+  local file=$RUN_DIR/crashes.jsonl
+  if [[ -s $file ]]; then
+    echo
+    echo "Crash ledger ($file, with tracebacks), last lines:"
+    tail -n 12 "$file" | sed 's/, "traceback": .*/}/'
+  fi
+}
+
 after_crash() {
   local step same
   CRASHES=$((CRASHES + 1))
   step=$(last_step)
+  note_killed
   print_failures
   same=$(awk -v job="job=$JOB" -v step="step=$step" \
     '$2 == job && $NF == "crash" { if ($5 == step) n++; else n = 0 }
@@ -360,7 +393,8 @@ after_crash() {
   if ((same >= SAME_STEP_LIMIT)); then
     stop_for_good 1 "$same crashes in a row at step $step"
   fi
-  if ((CRASHES <= MAX_RESTARTS)); then
+  # nvrx has used up its restarts before the step ends.
+  if [[ $RANK_AGENT == torchrun ]] && ((CRASHES <= MAX_RESTARTS)); then
     say "restart $CRASHES of $MAX_RESTARTS inside this allocation"
     pause "$RESTART_PAUSE"
     return

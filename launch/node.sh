@@ -53,16 +53,24 @@ signal_ranks() {
 }
 
 train() {
-  local stopping=0 status=0 nap
+  local stopping=0 status=0 nap agent
   prepare_caches
   trap 'stopping=1' TERM USR1
   warm_caches
   (
     trap '' TERM USR1
-    exec setsid "$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" \
-      --nproc-per-node="$RANKS_PER_NODE" --node-rank="$SLURM_NODEID" --rdzv-backend=static \
-      --rdzv-id="$SLURM_JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-      --max-restarts=0 --signals-to-handle=SIGINT -m megatron_patch.launcher.rank "$@"
+    agent=("$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES"
+      --nproc-per-node="$RANKS_PER_NODE" --node-rank="$SLURM_NODEID" --rdzv-backend=static
+      --rdzv-id="$SLURM_JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
+      --max-restarts=0 --signals-to-handle=SIGINT)
+    if [[ $RANK_AGENT == nvrx ]]; then
+      # It knows c10d only and wants one --ft option; hangs are found by the ranks themselves.
+      agent=("$PYTHON" -m nvidia_resiliency_ext.fault_tolerance.launcher --nnodes="$SLURM_NNODES"
+        --nproc-per-node="$RANKS_PER_NODE" --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID"
+        --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --max-restarts="$MAX_RESTARTS"
+        --ft-workload-check-interval=5)
+    fi
+    exec setsid "${agent[@]}" -m megatron_patch.launcher.rank "$@"
   ) &
   AGENT=$!
   if [[ $SLURM_NODEID == 0 ]]; then

@@ -237,8 +237,8 @@ def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, l
         first = order[0]
         where = f"in {first.collective}" if first.collective else f"at {first.at}"
         blamed = (
-            f"rank {first.rank} ({hosts[first.rank]}) is behind: step {first.step}, phase {first.phase} "
-            f"for {first.seconds:g} s, {where}"
+            f"rank {first.rank} ({hosts[first.rank]}) is behind: step {first.step}, "
+            f"phase {first.phase} for {first.seconds:g} s, {where}"
         )
         if all(_how_far(w)[:3] == _how_far(first)[:3] for w in order) and len(order) > 1:
             blamed += "; all ranks are at the same place, compare their stacks"
@@ -292,15 +292,14 @@ def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
 def record_collectives(run_dir: Path) -> None:
     """Switch NCCL's flight recorder on; before the process group starts. What is set wins.
 
-    torch 2.11 and 2.13 read the names with FR; the older spelling is set for others.
+    torch 2.11 and 2.13 read these names (``TORCH_NCCL_TRACE_BUFFER_SIZE`` and
+    ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` are the older ones of the first and the last).
     """
     prefix = str(run_dir / FOLDER / stacks.RECORDER_PREFIX)
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_FR_DUMP_TEMP_FILE", prefix),
-        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
     ):
         os.environ.setdefault(name, value)
 

@@ -185,6 +185,9 @@ class ClusterConfig:
     """Requeues of one job for any reason."""
     max_crash_requeues: int = 3
     """Requeues of one job after a crash."""
+    agent: Literal["torchrun", "nvrx"] = "torchrun"
+    """What starts a node's ranks. nvrx: ft_launcher of nvidia-resiliency-ext restarts crashed ranks
+    itself, max_restarts times, without a new srun step; it must be installed on every node."""
     max_restarts: int = 2
     """Restarts after a crash inside one allocation, before it is requeued."""
     same_step_limit: int = 3

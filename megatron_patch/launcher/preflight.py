@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 VERSIONS = (
     "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy",
-    "megatron-patch-stable", "commit", "cuda", "cudnn", "nccl", "gpu", "driver",
+    "megatron-patch-stable", "nvidia-resiliency-ext", "commit", "cuda", "cudnn", "nccl", "gpu",
+    "driver",
 )  # fmt: skip
 GEMM_SIZE, GEMM_REPEATS = 8192, 20
 LINKS = "links.json"  # probe.py's
@@ -186,7 +187,8 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
         if node not in reports
     ]
     nodes = sorted(reports.values(), key=lambda r: r["index"])
-    for check in (_check_gpus, _check_speed, _check_versions, _check_clock, _check_disk):
+    checks = (_check_gpus, _check_speed, _check_versions, _check_agent, _check_clock, _check_disk)
+    for check in checks:
         rows += check(run, nodes)
     rows += _check_links(run, nodes, out / LINKS)
     print(render_table(rows), file=stream or sys.stdout, flush=True)
@@ -314,6 +316,22 @@ def _check_versions(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row
         )
         if all(str(versions.get(k)) == str(nodes[0]["versions"].get(k)) for k in VERSIONS):
             yield Row(node["node"], "versions", True, text)
+
+
+def _check_agent(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    """Whether what is to start the ranks is there."""
+    if run.cluster.agent == "torchrun":
+        return
+    for node in nodes:
+        found = node["versions"].get("nvidia-resiliency-ext")
+        text = f"nvidia-resiliency-ext {found}"
+        if found is None:
+            text = (
+                "cluster.agent is nvrx and nvidia-resiliency-ext is not installed: pip install "
+                "nvidia-resiliency-ext in the environment of cluster.python, or set cluster.agent: "
+                "torchrun"
+            )
+        yield Row(node["node"], "agent", found is not None, text)
 
 
 def _check_clock(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:

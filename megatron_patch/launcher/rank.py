@@ -24,6 +24,8 @@ from pathlib import Path
 ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
 SECRETS_FILE = "MEGATRON_PATCH_SECRETS_FILE"
 PR_SET_PDEATHSIG = 1
+FATAL = (2, 3, 4, 5, 7, 8)
+"""Exit codes that come back on every retry; as in ``launch/lib.sh``."""
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     # listens, and is sent again until the rank is gone.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(attempt / f"rank_{rank:05d}.log")
-    code, reason = _run(arguments[0], arguments[1:])
+    code, reason = _settled(attempt / "exit") or _run(arguments[0], arguments[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     leave(rank, code, reason)
@@ -77,6 +79,21 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         traceback.print_exc()
         return 1, _first_line(f"{type(error).__name__}: {error}")
     return 0, "ended"
+
+
+def _settled(folder: Path) -> tuple[int, str] | None:
+    """What ended this attempt for good, where an agent that restarts ranks starts them again.
+
+    ft_launcher knows no exit code that means "never again".
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not folder.is_dir():
+        return None
+    for file in sorted(folder.glob("[0-9]*")):
+        words = file.read_text(encoding="utf-8").split(" ", 2)
+        if file.suffix != ".tmp" and words[0].isdigit() and int(words[0]) in FATAL:
+            print(f"not started again: rank {file.name} ended with {words[0]}", file=sys.stderr)
+            return int(words[0]), words[-1].strip()
+    return None
 
 
 def leave(rank: int, code: int, reason: str) -> None:

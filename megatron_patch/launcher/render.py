@@ -208,6 +208,7 @@ def settings(job: Job) -> Iterator[str]:
         "CONTINUATION": c.continuation,
         "MAX_REQUEUES": c.max_requeues,
         "MAX_CRASH_REQUEUES": c.max_crash_requeues,
+        "RANK_AGENT": c.agent,
         "MAX_RESTARTS": c.max_restarts,
         "SAME_STEP_LIMIT": c.same_step_limit,
         "RESTART_PAUSE": c.restart_pause_seconds,

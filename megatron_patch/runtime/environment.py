@@ -21,6 +21,7 @@ DISTRIBUTIONS = (
     "torch",
     "triton",
     "megatron-core",
+    "nvidia-resiliency-ext",
     "transformer-engine",
     "apex",
     "numpy",
