@@ -1,0 +1,140 @@
+"""Observations on a GPU: every kernel against the float64 probe, and nothing that waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_patch.stability.sums import HeadSums, head_metrics
+from stable_attention.probes import BackendResult, probe
+from stable_attention.reference.regimes import make_regime
+
+pytestmark = pytest.mark.gpu
+N, HEADS, D = 512, 4, 64
+SKIP = 64  # rows that `pick_rows` leaves out of N
+KERNELS = [
+    ("stable_flash", {"stabilizer": "compensated"}),
+    ("stable_flash", {"stabilizer": "compensated", "residual": "int8"}),
+    ("stable_flash", {"stabilizer": "none"}),
+    ("sdpa_cudnn", {}),
+    ("sdpa_flash", {}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_gpu() -> Iterator[None]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def watched(backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A core-attention module and the observer on it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_patch.attention.core import CoreAttention
+    from megatron_patch.stability.observe import Observer, Site
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * D,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        cuda_graph_modules=[],
+    )
+    module = CoreAttention(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        backend=backend,
+        options=options,
+    )
+    return module, Observer([Site(module, 0, "core_attention", torch.nn.Module())])
+
+
+def observe(module: Any, observer: Any, regime: str) -> tuple[HeadSums, Any, tuple[Any, ...]]:
+    """Sums after one forward and backward; what was seen; the inputs [s, 1, h, d]."""
+    from megatron_patch.stability.observe import Request
+
+    q, k, v, do = (
+        x.permute(1, 0, 2)[:, None].contiguous()
+        for x in make_regime(regime, heads=HEADS, n=N, d=D, seed=1, device="cuda")
+    )
+    sums = HeadSums(
+        layers=1, heads=HEADS, first_head=0, rows=N, sequences=1, device=torch.device("cuda")
+    )
+    kept: list[Any] = []
+
+    def add(seen: Any, dout: torch.Tensor) -> None:
+        kept.append(seen)
+        sums.add(seen, dout)
+
+    observer.arm([Request(micro_batch=0, layers=None, callback=add)])
+    q.requires_grad_()
+    module(q, k, v, None).backward(do.flatten(2))
+    observer.disarm()
+    return sums, kept[0], (q.detach(), k, v, do)
+
+
+@pytest.mark.parametrize(("backend", "options"), KERNELS, ids=str)
+@pytest.mark.parametrize("regime", ["tie2s", "near2", "diffuse"])
+def test_errors_are_those_of_the_probe(backend: str, options: dict[str, Any], regime: str) -> None:
+    module, observer = watched(backend, options)
+    sums, seen, inputs = observe(module, observer, regime)
+    found = head_metrics(sums.sums.cpu().numpy(), sums.maxima.cpu().numpy())
+    scores = torch.einsum("sbhd,tbhd->bhst", inputs[0].float(), inputs[1].float()) * D**-0.5
+    mask = torch.ones(N, N, dtype=torch.bool, device="cuda").triu(1)
+    top = scores.masked_fill(mask, -torch.inf).amax((0, 2, 3)).cpu()
+    np.testing.assert_allclose(found["max_logit"][0], top, rtol=1e-3)
+    for h in range(HEADS):
+        one = [x[:, :, h : h + 1] for x in inputs]
+        low = None if seen.low is None else seen.low[:, :, h : h + 1]
+        result = BackendResult(out=seen.out[:, :, h : h + 1], low=low)
+        want = probe(*one, backend=result, layout="sbhd", causal=True, skip_rows=SKIP)
+        # 1e-6: float32 attention against float64, relative to RMS(delta).
+        assert found["used_error_rms"][0, h] == pytest.approx(want.rms, rel=0.03, abs=2e-6)
+        assert found["used_error_mean"][0, h] == pytest.approx(want.mean, rel=0.03, abs=1e-6)
+        assert found["kappa"][0, h] == pytest.approx(want.kappa, rel=0.02)
+
+
+@pytest.mark.parametrize(("backend", "options"), KERNELS, ids=str)
+def test_an_observation_never_waits_for_the_device(backend: str, options: dict[str, Any]) -> None:
+    module, observer = watched(backend, options)
+    observe(module, observer, "near2")  # compiles the kernels
+    q, k, v = (torch.randn(N, 1, HEADS, D, device="cuda").bfloat16() for _ in range(3))
+    do = torch.randn(N, 1, HEADS * D, device="cuda").bfloat16()
+    q.requires_grad_()
+    from megatron_patch.stability.observe import Request
+
+    sums = HeadSums(
+        layers=1, heads=HEADS, first_head=0, rows=32, sequences=1, device=torch.device("cuda")
+    )
+    observer.arm([Request(micro_batch=0, layers=None, callback=sums.add)])
+    module(q, k, v, None).backward(do)  # shapes of this test, once
+    observer.arm([Request(micro_batch=0, layers=None, callback=sums.add)])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums.clear(phase=3)
+        module(q, k, v, None).backward(do)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    observer.disarm()
+    assert float(sums.sums[..., 0].sum()) > 0
