@@ -115,6 +115,7 @@ class Stability:
         self._filled = 0
         self._observing = False
         self._pending: _Pending | None = None
+        self._pinned: dict[int, torch.Tensor] = {}
         self._writer: record.Writer | None = None
         self.history: list[Point] = []
         self.switched_at = 0
@@ -229,10 +230,22 @@ class Stability:
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         event = None
         if total.is_cuda:
-            total, maxima = _to_host(total), _to_host(maxima)
+            total, maxima = self._to_host(0, total), self._to_host(1, maxima)
             event = torch.cuda.Event()
             event.record()
         self._pending = _Pending(step, n, lr, total, maxima, event)
+
+    def _to_host(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory that arrives later; it is read before the slot's next one.
+
+        The memory is kept: allocating pinned memory waits for the device.
+        """
+        kept = self._pinned.get(slot)
+        if kept is None or kept.numel() < x.numel():
+            kept = self._pinned[slot] = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
+        host = kept[: x.numel()].view(x.shape)
+        host.copy_(x, non_blocking=True)
+        return host
 
     # ------------------------------------------------------------------- read
 
@@ -340,10 +353,3 @@ class Stability:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory that arrives later."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    return host
