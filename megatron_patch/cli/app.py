@@ -1,7 +1,9 @@
 """The ``megatron-patch`` command line: which command, which exit code.
 
 Exit codes: 0 done (or stopped gracefully), 2 configuration or data error, 3 non-finite loss or
-gradient, 4 no good checkpoint where one is required, 130 interrupted, 1 anything else.
+gradient, 4 no good checkpoint where one is required, 5 stopped by the stability guard, 6 a hang,
+7 loss spikes and no rewind left, 8 the same step crashed every attempt, 130 interrupted, 1 anything
+else.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megatron-patch",
         description="Stable BF16 GPT pretraining on Megatron-Core from one YAML file.",
         epilog="Exit codes: 0 finished or stopped gracefully, 2 configuration or data error, "
-        "3 non-finite loss or gradient, 4 no good checkpoint, 1 anything else.\n"
+        "3 non-finite loss or gradient, 4 no good checkpoint, 5 stability guard, 6 hang,\n"
+        "7 loss spikes, 8 the same step crashed every attempt, 1 anything else.\n"
         "Several GPUs: torchrun --nproc-per-node 8 -m megatron_patch train --config run.yaml",
         formatter_class=Formatter,
         allow_abbrev=False,

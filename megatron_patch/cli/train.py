@@ -21,7 +21,8 @@ Every key of the configuration: 'megatron-patch config help', one section of it:
 'megatron-patch config help optimizer'.
 Exit codes: 0 finished, or stopped gracefully (the file FINISHED in the run directory tells which),
 2 configuration or data error, 3 non-finite loss or gradient, 4 no good checkpoint where one is
-required, 5 stopped by stability.guard after a checkpoint, 1 anything else.
+required, 5 stopped by stability.guard after a checkpoint, 6 a hang (stacks in <run_dir>/hangs), 7
+loss spikes and no rewind left, 8 the same step crashed every attempt, 1 anything else.
 """
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.faults import ledger, stacks
 from megatron_patch.faults.stacks import Witness
-from megatron_patch.runtime.heartbeat import PHASES, PULSE, Beat, Pulse
+from megatron_patch.runtime.heartbeat import PAUSES, PHASES, PULSE, Beat, Pulse
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -45,7 +45,6 @@ GRACE_SECONDS = 10.0
 """How long the ranks that can write their stacks may take."""
 LOCK_SECONDS = 3.0
 """Beyond the limit: when faulthandler's timer ends a process whose watcher cannot run."""
-PAUSES = ("evaluation", "save", "end")
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,19 @@ def record(run_dir: Path, *, rank: int, exit_code: int, error: str, trace: str =
 
 
 def record_error(run_dir: Path, rank: int, error: BaseException) -> None:
-    """`record` for an exception that ends the training; graceful ends leave no line."""
+    """`record` for an exception that ends the training.
+
+    Graceful ends leave no line, and errors of configuration or data neither: they are no crash,
+    and the directory they name may be another run's.
+    """
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
         return
     code = getattr(error, "exit_code", None)
     if not isinstance(code, int):
-        code = 1
+        ours = type(error).__module__.partition(".")[0] in ("megatron_patch", "stable_attention")
+        code = 2 if ours and isinstance(error, ValueError) else 1
+    if code == 2:
+        return
     text = "".join(traceback.format_exception(error))
     record(run_dir, rank=rank, exit_code=code, error=f"{type(error).__name__}: {error}", trace=text)
 

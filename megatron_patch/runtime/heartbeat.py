@@ -23,6 +23,10 @@ PHASES = ("start", "data", "forward", "backward", "reduction", "optimizer", "rec
 pipeline stage waits between two micro-batches; ``record`` reads values for a log line."""
 
 
+PAUSES = ("evaluation", "save", "end")
+"""Phases that are no part of a step's work and may take much longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Beat:
     """Where a process is."""
@@ -62,15 +66,18 @@ class Pulse:
         before, moment = self.now, time.monotonic()
         spent = moment - before.since
         self.seconds[before.phase] += spent
-        if before.phase in ("evaluation", "save"):
+        if before.phase in PAUSES:
             self._away += spent
         self.now = Beat(before.step if step is None else step, phase, moment)
 
     def stepped(self) -> None:
         """The step is over."""
         self.finished += 1
-        if self.finished > 1:  # the first one compiles and connects
-            self.longest = max(self.longest, time.monotonic() - self._began - self._away)
+        if self.finished == 1:
+            return  # it compiled and connected
+        moment = time.monotonic()
+        pause = moment - self.now.since if self.now.phase in PAUSES else 0.0
+        self.longest = max(self.longest, moment - self._began - self._away - pause)
 
 
 PULSE = Pulse()
@@ -86,6 +93,7 @@ class Heartbeat:
     def __init__(self, rank: int) -> None:
         name = os.environ.get(VARIABLE, "") if rank == 0 else ""
         self._file = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644) if name else None
+        self._length = 0
 
     def beat(self, step: int) -> None:
         """``step`` (counted from 1) begins."""
@@ -93,7 +101,9 @@ class Heartbeat:
         if self._file is not None:
             text = b"%d\n" % step
             os.pwrite(self._file, text, 0)
-            os.ftruncate(self._file, len(text))  # a rewind can take a digit away
+            if len(text) < self._length:  # a rewind took a digit away
+                os.ftruncate(self._file, len(text))
+            self._length = len(text)
 
     def close(self) -> None:
         """No more steps."""

@@ -180,7 +180,6 @@ def test_the_longest_step_leaves_saves_and_the_first_step_out(
         now[0] += work
         pulse.enter("save")
         now[0] += save
-        pulse.enter("data")
         pulse.stepped()
     assert pulse.longest == 3
     assert pulse.seconds["save"] == 50 and pulse.now.step == 3

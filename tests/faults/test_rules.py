@@ -175,6 +175,13 @@ def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path: Path) -> Non
     assert "in crash" in entry["traceback"]
 
 
+def test_a_refused_directory_gets_no_line(tmp_path: Path) -> None:
+    """The run in it may be somebody else's."""
+    ledger.record_error(tmp_path, 0, ConfigError([]))
+    ledger.record_error(tmp_path, 0, KeyboardInterrupt())
+    assert not (tmp_path / ledger.FILE).exists()
+
+
 def test_three_crashes_at_one_step_stop_the_run(tmp_path: Path) -> None:
     for n in range(3):
         assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77") is None
