@@ -77,8 +77,13 @@ class HeadSums:
         h = seen.q.shape[2]
         heads = slice(self.first_head, self.first_head + h)
         mine = self.sums[seen.site.layer, heads]  # [h, fields]
-        for name, value in self._values(seen, dout[rows, :b], rows, facts).items():
-            mine[:, FIELDS.index(name)] += value
+        values = self._values(seen, dout[rows, :b], rows, facts)
+        nothing = torch.zeros_like(facts.delta)
+        # One stack and one sum for all fields: an observation is bound by kernel launches.
+        every = torch.stack([values.get(name, nothing) for name in FIELDS])  # [fields, b, h, r]
+        mine += every.sum((1, 3), dtype=torch.float64).T
+        if seen.dropout_p == 0.0:
+            mine[:, FIELDS.index("spread")] += facts.spread
         top = seen.max_logits
         if top is None:
             top = facts.max_logit if geometry.size > 1 else exact_max_logits(seen)
@@ -88,12 +93,12 @@ class HeadSums:
     def _values(
         self, seen: Seen, dout: torch.Tensor, rows: torch.Tensor, facts: RowFacts
     ) -> dict[str, torch.Tensor]:
-        """Sums over sequences and rows by field, [h] (or one number)."""
+        """Values of the sampled rows by field, [b, h, r]; what was not measured is left out."""
         do, out = _rows(dout), _rows(seen.out[rows, : dout.shape[1]])
         delta = (do * out).sum(-1)
         clean = seen.dropout_p == 0.0
         values = {
-            "rows": torch.full_like(delta, 1.0),
+            "rows": torch.ones_like(delta),
             "delta2": delta.pow(2),
             "entropy": facts.entropy,
             "first": facts.first,
@@ -115,13 +120,10 @@ class HeadSums:
             used = None if kept is not None and kept.keeps_residual else plain
         for name, e in (("plain", plain), ("used", used)):
             if e is not None:
-                values |= {f"{name}_rows": torch.ones_like(e), name: e, f"{name}2": e.pow(2)}
+                values |= {f"{name}_rows": values["rows"], name: e, f"{name}2": e.pow(2)}
         if plain is not None:
             values["plain_sign"] = plain.sign()
-        sums = {name: x.double().sum((0, 2)) for name, x in values.items()}
-        if clean:
-            sums["spread"] = facts.spread.double()
-        return sums
+        return values
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
