@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megatron_patch.model.config import MLAConfig, MoEConfig
 
 FLOAT, INT64 = 4, 8
+REFERENCE_TILE = 32 * 2**20
+"""Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +288,14 @@ class Activations:
         moments.append(
             Moment(
                 "attention kernel: dO, dQ, dK, dV, delta",
-                n.stream + out + query + keys + FLOAT * n.T * n.q + again + self.travelers(),
+                n.stream
+                + out
+                + query
+                + keys
+                + FLOAT * n.T * n.q
+                + again
+                + self.travelers()
+                + score_bytes(self.run, n),
                 freed,
             )
         )
@@ -429,5 +438,15 @@ def kernel_bytes(run: RunConfig, n: Sizes) -> int:
     if name == "mcore_local":
         return plain + heads * keys * (3 * n.w)
     if name == "reference":
-        return plain + heads * keys * 5 * FLOAT
+        return plain + heads * n.dv * FLOAT  # O in float32 as well
     return plain
+
+
+def score_bytes(run: RunConfig, n: Sizes) -> int:
+    """Score matrices an unfused backend works on in its backward pass, beside what it saved."""
+    scores = n.T * n.q * n.s * run.parallel.context_parallel_size
+    if run.attention.backend == "mcore_local":
+        return 4 * n.w * scores
+    if run.attention.backend == "reference":  # in tiles, between float32 copies of q, k, v, O
+        return 5 * min(FLOAT * scores, REFERENCE_TILE) + 6 * FLOAT * n.T * n.q * n.d
+    return 0

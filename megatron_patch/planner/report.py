@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.planner.layout import micro_batches
 from megatron_patch.planner.memory import GIB, StageMemory
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
@@ -260,7 +261,11 @@ def _stage(plan: Plan, stage: StageMemory) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """A bar a pipeline stage, its parts stacked, and the GPU's capacity as a line."""
+    """A bar a pipeline stage, its parts stacked, and the GPU's capacity as a line.
+
+    Raises:
+        ConfigError: the picture cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -279,5 +284,9 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_title(f"{plan.run.name}: {plan.layout.describe()}", fontsize=10)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
+        raise ConfigError([Problem("--plot", f"cannot write {path}: {error}")]) from None
+    finally:
+        plt.close(figure)

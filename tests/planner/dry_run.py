@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -234,8 +235,9 @@ def step(
     run: RunConfig, *, rank: int = 0, world: int = 1, vocab: int = 60, fake: bool = True
 ) -> Figures:
     """Build this rank's model, buffers and main weights, and run one forward and backward pass."""
-    os.environ["TRITON_INTERPRET"] = "1"  # stable_flash on a CPU: only its shapes matter here
     with contextlib.ExitStack() as stack:
+        # stable_flash on a CPU: only its shapes matter here.
+        stack.enter_context(mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))
         stack.enter_context(rank_of(run, rank, world))
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

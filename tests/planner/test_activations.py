@@ -12,7 +12,7 @@ from megatron_cpu import tiny_run
 from test_parameters import CP, GPT2, PP, SP, TP, VP
 
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
-from megatron_patch.planner import memory, parameters
+from megatron_patch.planner import activations, memory, parameters
 from megatron_patch.planner.layout import layout_of
 from megatron_patch.training.config import RecomputeConfig
 
@@ -84,6 +84,8 @@ DENSE = {
     "dropout": ({"hidden_dropout": 0.1}, {}),
     "no stabilizer": ({}, {"stabilizer": "none"}),
     "int8 residual": ({}, {"residual": "int8"}),
+    "unfused attention": ({}, {"backend": "mcore_local"}),
+    "reference attention": ({"seq_length": 1024}, {"backend": "reference"}),
     "latent attention": (MLA, {}),
     "latent attention, direct queries": ({"mla": MLAConfig(kv_lora_rank=256), **EVERY_HEAD}, {}),
     "multi-token prediction": ({"mtp": MTPConfig()}, {}),
@@ -159,6 +161,12 @@ def test_recomputed_up_projection():
     model = {**SMALL, "mla": SMALL_LATENT, "qk_layernorm": True, **EVERY_HEAD}
     measured, planned = compare(model, training=keys, fake=False)
     assert planned.dynamic == pytest.approx(measured, rel=0.035)
+
+
+def test_the_tile_of_the_reference_is_its_own():
+    from stable_attention.reference import blockwise
+
+    assert activations.REFERENCE_TILE == blockwise.TILE_BYTES
 
 
 def test_the_measurement_sees_a_tensor_that_is_kept():

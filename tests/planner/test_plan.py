@@ -107,6 +107,8 @@ def test_a_layout_that_does_not_divide_is_refused_with_one_that_does(capsys):
         (["--nodes", "0"], "0: must be at least 1"),
         (["--tokens", "many"], "not a number of tokens"),
         (["--vocab-size", "0"], "--vocab-size: 0"),
+        (["--plot", "no/such/folder/x.png"], "--plot: cannot write no/such/folder/x.png"),
+        (["--plot", "x.nonsense"], "--plot: cannot write x.nonsense"),
     ],
 )
 def test_bad_arguments_end_in_words(capsys, arguments, words):
