@@ -9,8 +9,9 @@
 
 Nothing of it needs the main thread, a collective or the device. A rank that was stopped, or whose
 main thread holds the interpreter lock, cannot take part: it is the one the others name. For the
-second case faulthandler's own timer, a thread without the lock, writes the stacks to the rank's log
-and ends the process with exit code 1.
+second case faulthandler's own timer, a thread without the lock, writes the stacks to the log of the
+rank. It does not end the process, since it cannot tell a lock that is held from a job that was
+suspended; the launcher does, when the other ranks have ended.
 
 A process that was suspended as a whole and goes on (SIGSTOP, SIGCONT) sees that its own thread did
 not run either; that time does not count.
@@ -44,7 +45,7 @@ LONG_STEPS = 4
 GRACE_SECONDS = 10.0
 """How long the ranks that can write their stacks may take."""
 LOCK_SECONDS = 3.0
-"""Beyond the limit: when faulthandler's timer ends a process whose watcher cannot run."""
+"""Beyond the limit: when faulthandler's timer speaks for a watcher that cannot run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class HangWatcher:
             last = now
             # Re-armed while this thread can run; fires when it no longer does.
             limit = self.limits.of(self.pulse)
-            faulthandler.dump_traceback_later(limit + LOCK_SECONDS, exit=True, file=2)
+            faulthandler.dump_traceback_later(limit + LOCK_SECONDS, exit=False, file=2)
 
     def _look(self, now: float, *, gap: float = 0.0) -> None:
         beat = self.pulse.now
