@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.experiments import preconditions, variants
+from megatron_patch.experiments.errors import ExperimentError
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
@@ -27,6 +28,9 @@ def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) 
         ExperimentError: the run is not comparable with the others of its seed; no step was made.
         ValueError: the variant does not fit the configuration.
     """
+    import torch
+
+    from megatron_patch.parallel import setup
     from megatron_patch.training import loop, startup
 
     variants.install(variant, loaded.config)
@@ -34,16 +38,27 @@ def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) 
 
     def build_and_check(run: Any, layout: Any, *args: Any, **named: Any) -> Any:
         built = build(run, layout, *args, **named)
+        problem: list[str | None] = [None]
         if layout.rank == 0:
-            # Other ranks wait in the trainer's next collective; a refusal ends the job.
             mine = fingerprint(run, built[0].chunks, checked_steps)
             record(run, variant, mine)
-            preconditions.check(mine, reference)
+            try:
+                preconditions.check(mine, reference)
+            except ExperimentError as error:
+                problem = [str(error)]
+        # All ranks end together: one that left alone would leave the others in a collective.
+        torch.distributed.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise ExperimentError(problem[0])
         return built
 
     startup.build_session = build_and_check  # type: ignore[assignment]
     try:
         return loop.train(loaded)
+    except ExperimentError:
+        # Raised on all ranks alike: without this, threads of the groups abort the exit.
+        setup.destroy()
+        raise
     finally:
         startup.build_session = build
 

@@ -8,6 +8,7 @@ deadline gracefully, so that they save, and an exploded run some steps after it 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -242,8 +243,9 @@ class Runner:
             # Ended by force, or before it could save.
             kept = store.has_checkpoint(run)
             return (PAUSED if kept else WAITING), "ended before it could save"
-        tail = _last_line(store.log(run))
-        return _STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {tail}"
+        said = _tail(store.log(run))
+        code = rank_exit_code(said) if len(item.seats) > 1 else code
+        return _STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {last_words(said)}"
 
     def _stop(self, *_: object) -> None:
         if self.stopping:
@@ -338,16 +340,28 @@ def _ask_ranks(process: subprocess.Popen[bytes]) -> None:
         return
 
 
-def _last_line(log: Path) -> str:
-    """The last line of a log that says something, shortened."""
+def _tail(log: Path) -> str:
+    """The end of a log."""
     if not log.exists():
         return ""
-    size = log.stat().st_size
     with log.open("rb") as stream:
-        stream.seek(max(0, size - 8192))
-        lines = stream.read().decode(errors="replace").splitlines()
-    found = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return found.removeprefix("[rank0]: ")[:300]
+        stream.seek(max(0, log.stat().st_size - 16384))
+        return stream.read().decode(errors="replace")
+
+
+def rank_exit_code(log: str) -> int:
+    """Exit code of the rank that failed first: torchrun itself ends with 1, and says it here."""
+    root = log.rpartition("Root Cause (first observed failure)")[2]
+    found = re.search(r"exitcode\s*:\s*(-?\d+)", root)
+    return int(found[1]) if found else 1
+
+
+def last_words(log: str) -> str:
+    """The line that says why a process ended: the program's own, else the last one."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("megatron-patch: ")]
+    found = own[-1] if own else lines[-1] if lines else ""
+    return found.removeprefix("megatron-patch: ").removeprefix("[rank0]: ")[:300]
 
 
 __all__ = ["Active", "Runner", "State", "cell_command"]

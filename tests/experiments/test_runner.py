@@ -225,3 +225,29 @@ def test_seats_are_counted_among_the_visible_devices(monkeypatch: pytest.MonkeyP
     assert runner.visible_devices([0, 3]) == "0,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc,6")
     assert runner.visible_devices([1, 2]) == "GPU-abc,6"
+
+
+TORCHRUN = """\
+megatron-patch: step 7: gradients not finite; stopped before the update
+  parameters with a non-finite gradient ...
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -15 (pid: 18085)  (SIGTERM)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 3 (pid: 18084)
+============================================================
+"""
+
+
+def test_the_exit_code_behind_torchrun() -> None:
+    """torchrun ends with 1 whatever its ranks ended with; the state must not depend on that."""
+    assert runner.rank_exit_code(TORCHRUN) == 3
+    assert runner.rank_exit_code("killed") == 1
+    assert runner.last_words(TORCHRUN).startswith("step 7: gradients not finite")
+    assert runner.last_words("a\n\n[rank0]: OutOfMemoryError\n") == "OutOfMemoryError"
+    assert runner.last_words("") == ""
