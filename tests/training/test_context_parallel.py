@@ -109,6 +109,9 @@ class Trials:
 
     def execute(self, plan: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         """What every rank of every training reports, the last training of a name; one start."""
+        fresh = [r for r in plan if r["set"][0] != "name=broken"]  # resumed on purpose
+        directories = [self.folder / "runs" / r["set"][0].removeprefix("name=") for r in fresh]
+        assert len(set(directories)) == len(fresh) and not any(d.exists() for d in directories)
         results = run_ranks(self.folder, self.corpus, max(r["ranks"] for r in plan), plan)
         assert all(rank["code"] == 0 for one in results for rank in one)
         names = [training["set"][0].removeprefix("name=") for training in plan]
@@ -136,11 +139,11 @@ class Trials:
 SLOW_MODELS = ("latent", "moe_seq")
 TWO: Table = {
     "per_layer": ("fp32", [CP2, f"{KIND}=[p2p, a2a, all_gather, p2p]"]),
-    "bf16": ("bf16", [CP2, f"{KIND}=all_gather"]),
-    "learned": ("learned", [CP2, f"{KIND}=a2a", *OVERLAP]),
-    "local": ("local", [CP2]),
+    "bf16_all_gather": ("bf16", [CP2, f"{KIND}=all_gather"]),
+    "learned_a2a": ("learned", [CP2, f"{KIND}=a2a", *OVERLAP]),
+    "local_p2p": ("local", [CP2]),
     "moe_ep2": ("moe", [CP2, EP2]),
-    "mtp": ("mtp", [CP2]),
+    "mtp_p2p": ("mtp", [CP2]),
 }
 TWO_MORE: Table = {
     "all_gather": ("fp32", [CP2, f"{KIND}=all_gather"]),
