@@ -11,8 +11,7 @@ allowances: see `ALLOWANCES` and docs/planning.md.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_patch.planner.activations import Activations, Moment, Saved
@@ -46,7 +45,6 @@ class Stored:
     """Largest excess of the backward pass over ``saved``."""
     moment: str
     """When that is."""
-    parts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +152,10 @@ def nccl_bytes(layout: Layout) -> int:
 def stored_by(run: RunConfig, acts: Activations, chunk: Chunk) -> Stored:
     """Saved tensors of one forward pass of ``chunk`` under the configured recompute."""
     walk = _Walk(run, acts, chunk)
-    saved = walk.saved()
-    parts: Counter[str] = Counter()
-    for tensor in saved:
-        parts[tensor.part] += tensor.size
-    extra, moment = walk.worst(sum(parts.values()))
-    return Stored(sum(parts.values()), parts["kernel"], extra, moment, dict(parts))
+    tensors = walk.saved()
+    saved = sum(x.size for x in tensors)
+    extra, moment = walk.worst(saved)
+    return Stored(saved, sum(x.size for x in tensors if x.part == "kernel"), extra, moment)
 
 
 class _Walk:

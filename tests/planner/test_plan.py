@@ -168,4 +168,11 @@ def test_plan_needs_no_torch_process_group_or_gpu():
 
     planned("llama_8b_8k.yaml", "h100", 1)
     assert not torch.distributed.is_initialized()
-    assert replace(hardware.GPUS["h100"], memory=1.0).memory == 1.0
+
+
+def test_one_byte_too_much_does_not_fit():
+    found = planned("llama_8b_8k.yaml", "h100", 1)
+    exact = replace(found.machine.gpu, memory=found.worst.total / 2**30)
+    less = replace(exact, memory=exact.memory - 1e-6)
+    assert replace(found, machine=replace(found.machine, gpu=exact)).fits
+    assert not replace(found, machine=replace(found.machine, gpu=less)).fits
