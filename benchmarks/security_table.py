@@ -276,7 +276,7 @@ def encodings(value: bytes) -> list[bytes]:
 
 def hunt(folder: Path, values: dict[str, str], skip: tuple[Path, ...]) -> dict[str, list[str]]:
     """Place -> files of ``folder`` that hold its value."""
-    forms = {place: (v.encode(), base64.b64encode(v.encode())[:-2]) for place, v in values.items()}
+    forms = {place: encodings(v.encode()) for place, v in values.items()}
     hits: dict[str, list[str]] = {place: [] for place in values}
     for path in folder.rglob("*"):
         if path.is_file() and path not in skip:

@@ -286,10 +286,6 @@ SPIKES = ("faults.spike.min_history=4", "training.train_steps=16")
 """A spike is judged against the steps before it."""
 
 
-def big(factor: float) -> Callable[[Any], None]:
-    return lambda cell: cell.mul_(factor)
-
-
 UNSEEN = "a wrong number that looks like any other; no trainer sees it that computes only once"
 NUMBERS = [
     number("NaN in one rank's gradient", in_gradient(to(math.nan), "NaN in a gradient"),
@@ -301,10 +297,16 @@ NUMBERS = [
     number("highest exponent bit of one gradient flipped",
            in_gradient(bit(30), "bit 30 of a gradient"), says=NOT_FINITE, rank_code=3,
            note="its square overflows"),
+    number("one gradient far too large, but finite",
+           in_gradient(to(100.0), "100 in a gradient", step=12), sets=SPIKES, code=0,
+           says="^spike at step 12", after="undetected",
+           note="reported; the update is taken under faults.spike.action: record, the default"),
+    number("one gradient far too large, updates of spikes skipped",
+           in_gradient(to(100.0), "100 in a gradient", step=12), code=0,
+           sets=(*SPIKES, "faults.spike.action=skip"), says="^spike at step 12",
+           after="undetected", note="reported; this step's update is dropped on all ranks"),
     number("exponent bit of one gradient flipped",
-           in_gradient(bit(28), "bit 28 of a gradient", step=12), sets=SPIKES, code=0,
-           says="spike", after="undetected",
-           note="reported as a spike; the update was taken (faults.spike.action: record)"),
+           in_gradient(bit(28), "bit 28 of a gradient"), code=0, after="undetected", note=UNSEEN),
     number("highest mantissa bit of one gradient flipped",
            in_gradient(bit(22), "bit 22 of a gradient"), code=0, after="undetected", note=UNSEEN),
     number("mantissa bit of one rank's weight flipped",
