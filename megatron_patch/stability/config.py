@@ -96,7 +96,7 @@ class StabilityConfig:
                 f"capture_steps {self.capture_steps} and capture_layers {self.capture_layers}: "
                 "name both, or neither",
             )
-        heads, layers = run.model.num_attention_heads, _layers(run)
+        heads, layers = run.model.num_attention_heads, layers_of(run)
         for name, values, low, high in (
             ("capture_steps", self.capture_steps, 1, run.training.train_steps),
             ("capture_layers", self.capture_layers, 0, layers - 1),
@@ -121,7 +121,7 @@ class StabilityConfig:
                 )
 
 
-def _layers(run: RunConfig) -> int:
+def layers_of(run: RunConfig) -> int:
     """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
     return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
 

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer
+from megatron_patch.stability.config import layers_of
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
     from megatron_patch.training.step import StepResult
 
 RECENT = 20  # records the spike score compares with
-
-
-def layers_of(run: RunConfig) -> int:
-    """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
-    return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
 
 
 def rule_of(run: RunConfig) -> Rule:
