@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fault_lab import cases_processes, cases_scripts, cases_setup, cases_storage, lab
 from fault_lab.case import Case, run_case
+from machine import commit, write_result
 
 CASES: list[Case] = [
     *cases_processes.CASES,
@@ -93,6 +94,7 @@ def play(state: Path, case: Case, *, isolated: bool = True) -> dict[str, Any]:
                      "after": case.after, "problems": [traceback.format_exc()[-3000:]]}  # fmt: skip
         lab.kill_all()
         found["took"] = round(time.time() - began, 1)
+        found["commit"] = commit()[:12]
         row.write_text(json.dumps(found, indent=1))
         os._exit(0)
     os.waitpid(pid, 0)
@@ -144,8 +146,6 @@ def main() -> int:
     counts = {s: sum(r["status"] == s for r in found) for s in STATES}
     print(f"{len(found)} of {len(CASES)} cases played: {counts}")
     if len(found) == len(CASES):
-        from machine import write_result
-
         table = [{k: v for k, v in r.items() if k != "output"} for r in found]
         path = write_result("fault_table", {"cases": table, "counts": counts,
                             "interval": lab.INTERVAL, "steps": lab.STEPS}, options.out)  # fmt: skip

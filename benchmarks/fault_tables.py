@@ -56,8 +56,11 @@ def fault_table(result: dict[str, Any]) -> str:
     counts = Counter(row["status"] for row in cases)
     orphans = sum(row.get("orphans", 0) for row in cases)
     shm = sum(row.get("shm", 0) for row in cases)
+    commits = Counter(row["commit"] for row in cases)
+    made = ", ".join(f"{name} {count}" for name, count in commits.items())
     parts = [
-        f"{origin(result)} {len(cases)} kinds of faults in runs of {result['steps']} steps with a "
+        f"{origin(result)} Rows by commit: {made}. {len(cases)} kinds of faults in "
+        f"runs of {result['steps']} steps with a "
         f"checkpoint every {result['interval']}: {counts['ok']} end as they must, "
         f"{counts['unseen']} change numbers without being stopped, {counts['failed']} fail, "
         f"{counts['skipped']} not played. Orphan processes: {orphans}; files left in /dev/shm: "

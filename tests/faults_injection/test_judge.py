@@ -137,7 +137,7 @@ def test_there_are_more_than_forty_kinds() -> None:
 def test_the_table_says_what_failed_and_what_is_not_seen() -> None:
     row = {"name": "a | b", "group": "killed", "status": "failed", "problems": ["exit code 0"],
            "after": "resume", "note": "", "code": 1, "rank_codes": [1], "seconds": 0.5, "lost": 2,
-           "bitwise": True, "seen": "x | y", "orphans": 0, "shm": 0}  # fmt: skip
+           "bitwise": True, "seen": "x | y", "orphans": 0, "shm": 0, "commit": "c1"}  # fmt: skip
     rows = [row, row | {"status": "unseen", "note": "a wrong number"}, row | {"status": "ok"}]
     head = {"machine": {"cpu": "x"}, "versions": {}, "commit": "c", "utc": "2026-01-01T"}
     text = fault_tables.fault_table(head | {"cases": rows, "steps": 8, "interval": 3})
