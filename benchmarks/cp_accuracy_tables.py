@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from markdown import origin, table
+from table_text import origin, table
 
 BF16_MERGES = "p2p, merged in BF16"
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p", BF16_MERGES)

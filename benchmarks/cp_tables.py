@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from markdown import origin, table
+from table_text import origin, table
 
 Span = tuple[float, float]
 SYSTEMS = (

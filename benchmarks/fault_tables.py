@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from markdown import origin, table
+from table_text import origin, table
 
 GROUPS = {
     "killed": "Processes that die",

@@ -24,7 +24,7 @@ import plan_tables
 import run_tables
 import stability_tables
 import telemetry_tables
-from markdown import origin, table
+from table_text import origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from markdown import origin, table
+from table_text import origin, table
 
 
 def throughput(result: dict[str, Any]) -> str:

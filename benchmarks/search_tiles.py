@@ -155,7 +155,7 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
         return [tile]
     late = replace(tile, segment=tile.bn, ones=16)
     plain = replace(tile, segment=0 if width > 128 else 1024)
-    return [plain, replace(plain, ones=16), late, replace(late, ahead=True)]
+    return [plain, replace(plain, ones=16), late, replace(late, ahead=1)]
 
 
 def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:

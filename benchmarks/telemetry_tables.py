@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from markdown import origin, table
+from table_text import origin, table
 
 
 def early_warning(result: dict[str, Any]) -> str:

@@ -41,8 +41,8 @@ class Tile:
     ones: int = 8
     """Columns of the matrix of ones that sums the rounded P. From 16 on the sum is an asynchronous
     Hopper product in the shadow of P V, for 2 KiB of shared memory."""
-    ahead: bool = False
-    """With a segment of bn: compute the next tile's scores while a tile's softmax runs. Costs the
+    ahead: int = 0
+    """1, with a segment of bn: compute the next tile's scores while a tile's softmax runs. Costs the
     registers of a second score tile."""
     tma: bool = False
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
@@ -88,9 +88,7 @@ def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
     wide = _row_width(arch, width)
     name = key(which, wide, banded)
     row = rows[name] if name in rows else rows[key(which, wide, False)]
-    bm, bn, warps, stages, *rest = row
-    named = dict(zip(("segment", "ones", "ahead"), rest, strict=False))
-    return Tile(bm, bn, warps, stages, tma=arch in ("sm90", "sm100"), **named)
+    return Tile(*row, tma=arch in ("sm90", "sm100"))
 
 
 def _row_width(arch: str, width: int) -> int:

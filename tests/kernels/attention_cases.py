@@ -142,8 +142,8 @@ class Inputs:
 PATHS: dict[str, dict[str, int]] = {
     "plain": {"segment": 0},
     "segments": {"segment": 2},  # tiles
-    "late": {"segment": 1, "ahead": False},
-    "ahead": {"segment": 1, "ahead": True, "ones": 16},
+    "late": {"segment": 1, "ahead": 0},
+    "ahead": {"segment": 1, "ahead": 1, "ones": 16},
 }
 
 
