@@ -81,7 +81,13 @@ def _add_cell(parts: Subparsers) -> None:
     part.add_argument("--config", metavar="FILE", required=True, help="trainer configuration")
     part.add_argument("--variant", metavar="NAME", default="plain", help="change of core attention")
     part.add_argument("--reference", metavar="FILE", required=True, help="fingerprint of the seed")
-    part.add_argument("--checked-steps", metavar="N", type=_positive, default=20)
+    part.add_argument(
+        "--checked-steps",
+        metavar="N",
+        type=_positive,
+        default=20,
+        help="steps whose batches are hashed and compared; default 20",
+    )
     add_overrides(part)
     part.set_defaults(run=run_cell)
 

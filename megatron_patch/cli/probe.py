@@ -36,7 +36,12 @@ def add_parser(commands: Subparsers) -> None:
         "--backends", metavar="NAMES", default="all", help="'all' (default) or names with commas"
     )
     parser.add_argument("--out", metavar="DIR", help="also write probe.json, probe.md, probe.png")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: the GPU where there is one",
+    )
     parser.add_argument(
         "--skip-rows",
         metavar="N",

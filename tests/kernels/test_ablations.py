@@ -74,7 +74,7 @@ def test_ablations_pass_the_error_rule(name: str, line: str) -> None:
 @pytest.mark.parametrize("regime", ["near2", "one"])
 def test_each_half_has_the_delta_error_of_its_emulation(regime: str) -> None:
     """And of no other row: the halves differ by factors where the doors they close matter."""
-    tensors = [x[None].to(DEVICE) for x in make_regime(regime, heads=2, n=128)]
+    tensors = [x[None].to(DEVICE) for x in make_regime(regime, heads=2, n=96)]
     for stabilizer, residual, rounding in ROWS:
         ours = report(tensors, run(*tensors, stabilizer, residual))
         theirs = emulated(tensors, rounding)
@@ -85,7 +85,7 @@ def test_each_half_has_the_delta_error_of_its_emulation(regime: str) -> None:
 def test_which_door_each_half_closes() -> None:
     """Near ties need the rounded sum, a saturated sink needs the low-order part."""
     near, one = (
-        [x[None].to(DEVICE) for x in make_regime(name, heads=2, n=128)] for name in ("near2", "one")
+        [x[None].to(DEVICE) for x in make_regime(name, heads=2, n=96)] for name in ("near2", "one")
     )
     rms = {
         (regime, name, residual): report(tensors, run(*tensors, name, residual)).rms
