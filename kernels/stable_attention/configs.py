@@ -42,7 +42,7 @@ class Tile:
     """Columns of the matrix of ones that sums the rounded P. From 16 on the sum is an asynchronous
     Hopper product in the shadow of P V, for 2 KiB of shared memory."""
     ahead: int = 0
-    """1, with a segment of bn: compute the next tile's scores while a tile's softmax runs. Costs the
+    """1, with a segment of bn: compute the next tile's scores while a tile's softmax runs, for the
     registers of a second score tile."""
     tma: bool = False
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
