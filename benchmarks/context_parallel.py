@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (the packages lie beside this folder)
 """Time context-parallel attention, every mode beside its peers; write JSON and a plot.
 
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --minutes 25
@@ -38,7 +39,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "kernels"), str(HERE.parent)]  # not installed? fine
 import cp_peers
 import cp_tables
 import machine
