@@ -268,6 +268,8 @@ def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
     """Watch this attempt; None where ``faults.hang_seconds`` is null. Collective."""
     PULSE.reset()
     f = run.faults
+    if layout.device.type == "cuda":
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # torch's own dumps go there, too
     if f.hang_seconds is None:
         return None
     import torch
@@ -276,8 +278,6 @@ def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
     facts: list[Any] = [None] * layout.world_size
     torch.distributed.all_gather_object(facts, (token, ledger.node()))
     limits = Limits(f.hang_seconds, f.hang_startup_seconds, f.hang_pause_seconds)
-    if layout.device.type == "cuda":
-        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # torch's own dumps go there, too
     watcher = HangWatcher(
         limits,
         run_dir / FOLDER,
