@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAPS = (
     ("max_logit", "Largest attention logit", False),
     ("coherence", "Coherence of the delta error: 1 = all rows of a head err alike", False),
-    ("error_to_signal", "Coherent error of the delta in use over the signal it disturbs", True),
+    ("bias_to_signal", "Coherent error of the delta in use over the signal it disturbs", True),
     ("delta_error_rms", "RMS error of delta that a 16-bit O makes, over RMS(delta)", True),
     ("kappa", "kappa: how much a relative error of delta is amplified", True),
     ("entropy", "Entropy of attention (nats)", False),
@@ -27,7 +27,7 @@ MAPS = (
 )
 LINES = (
     ("max_logit", "Largest attention logit of any head", "logit", False),
-    ("error_to_signal", "Largest coherent error over signal of any head", "ratio", True),
+    ("bias_to_signal", "Largest coherent error over signal of any head", "ratio", True),
     ("coherence", "Largest coherence of any head", "coherence", False),
     ("first_token_mass", "Largest attention on the first token of any head", "mass", False),
 )
@@ -69,7 +69,7 @@ def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
     heads = telemetry.heads
     needs = {
         "coherence": ("delta_error_mean", "delta_error_rms"),
-        "error_to_signal": ("used_error_mean", "kappa"),
+        "bias_to_signal": ("used_error_mean", "kappa"),
     }
     if name in needs:
         a, b = needs[name]
