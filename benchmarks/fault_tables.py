@@ -29,6 +29,12 @@ def _codes(row: dict[str, Any]) -> str:
     return f"{row.get('code', '')}" + (f" / {ranks}" if ranks else "")
 
 
+def _said(line: str) -> str:
+    """The line as code; gloo's advice, the same every time, is cut."""
+    line = line.partition(" This is typically")[0].replace("|", "\\|").replace("`", "'")
+    return f"`{line}`" if line else ""
+
+
 def _then(row: dict[str, Any]) -> str:
     """What became of the run."""
     if row["status"] == "failed":
@@ -38,7 +44,7 @@ def _then(row: dict[str, Any]) -> str:
     if row["status"] == "unseen":
         return "**not stopped**: " + row["note"]
     done = {
-        "resume": f"resumed, {row['lost'] or 0} steps again",
+        "resume": f"resumed, {row['lost'] or 0} step{'s' * (row['lost'] != 1)} again",
         "goes on": "resumed",
         "finished": "finished",
         "same job": "the job itself went on and finished",
@@ -72,9 +78,7 @@ def fault_table(result: dict[str, Any]) -> str:
         rows = [
             [
                 row["name"].replace("job: ", ""),
-                "`" + row["seen"].replace("|", "\\|").replace("`", "'") + "`"
-                if row.get("seen")
-                else "",
+                _said(row.get("seen", "")),
                 _codes(row),
                 f"{row['seconds']:.1f}" if row.get("seconds") is not None else "",
                 _then(row),
