@@ -57,7 +57,7 @@ def bounds(folder: Path) -> list[dict[str, Any]]:
             expected = 2 if ranks == 1 else 1
             where = "one process" if ranks == 1 else "two ranks under torchrun"
             rows.append({"what": f"{what}, {where}", "seconds": round(seconds, 2), "limit": LIMIT,
-                         "code": code, "note": said and f"`{said}`".replace("|", "\\|"),
+                         "load": round(os.getloadavg()[0], 1), "code": code, "note": said and f"`{said}`".replace("|", "\\|"),
                          "ok": seconds <= LIMIT and code == expected})  # fmt: skip
             print(rows[-1], flush=True)
     rows.append(in_a_job(folder))
@@ -77,7 +77,7 @@ def in_a_job(folder: Path) -> dict[str, Any]:
     requeues = job.requeues()
     good = outcome.code == 2 and requeues == 0 and report
     return {"what": "dataset missing, whole job", "seconds": round(seconds, 2), "limit": 20.0,
-            "code": outcome.code, "note": f"{requeues} requeues, report.txt "
+            "load": round(os.getloadavg()[0], 1), "code": outcome.code, "note": f"{requeues} requeues, report.txt "
             f"{'written' if report else 'missing'}; with torchrun's start and end",
             "ok": good and seconds <= 20}  # fmt: skip
 

@@ -130,11 +130,19 @@ def sigkill_soak(result: dict[str, Any]) -> str:
 def fault_bounds(result: dict[str, Any]) -> str:
     """Seconds until errors that a retry would meet again have ended the run."""
     rows = [
-        [b["what"], f"{b['seconds']:.1f}", f"{b['limit']:g}", str(b["code"]), b["note"]]
+        [
+            b["what"],
+            f"{b['seconds']:.1f}",
+            f"{b['limit']:g}" if b["ok"] else f"**{b['limit']:g}, missed**",
+            str(b["load"]),
+            str(b["code"]),
+            b["note"],
+        ]
         for b in result["bounds"]
     ]
-    head = ["error", "seconds", "bound", "exit code", ""]
-    return f"{origin(result)}\n\n{_left(table(head, rows))}"
+    head = ["error", "seconds", "bound", "load average", "exit code", ""]
+    cores = result["machine"]["cores"]
+    return f"{origin(result)} {cores} cores; imports take their share of a loaded machine.\n\n{_left(table(head, rows))}"
 
 
 def injections(result: dict[str, Any]) -> str:
