@@ -26,11 +26,13 @@ ANSWER_SECONDS = 300
 class World:
     """The groups of one rank: pairs of neighbours, everyone, and the two levels of 2 x n/2."""
 
-    def __init__(self, rank: int, size: int, device: str) -> None:
+    def __init__(self, rank: int, size: int, device: str, timeout: float) -> None:
         import torch.distributed as dist
 
         self.rank, self.size, self.device = rank, size, device
-        self.groups: dict[int, Any] = {size: dist.group.WORLD}
+        # A group of its own: a short timeout must not end the start on a busy machine.
+        limit = datetime.timedelta(seconds=timeout)
+        self.groups: dict[int, Any] = {size: dist.new_group(list(range(size)), timeout=limit)}
         self.hierarchical = None
         if size >= 4:
             pairs = [dist.new_group([i, i + 1]) for i in range(0, size, 2)]
@@ -53,8 +55,11 @@ def _die(world: World, case: Any, victim: int, how: str) -> Any:
     """Run a case while one rank is dead or stopped; what the others get to read."""
     import time
 
+    import torch.distributed as dist
+
     from megatron_patch.context_parallel.failure import RankLostError
 
+    dist.barrier()
     _attention(world, case)  # everyone is connected
     if world.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -172,9 +177,9 @@ def _serve(
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=datetime.timedelta(seconds=max(timeout, 120)),
     )
-    world = World(rank, size, device)
+    world = World(rank, size, device, timeout)
     while True:
         call = connection.recv()
         if call is None:
