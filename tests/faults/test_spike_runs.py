@@ -36,9 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
     """Every policy on two ranks. The run ``same list`` never spikes and starts with the list."""
-    listed = folder / "runs" / "listed" / "skipped_batches.json"
-    listed.parent.mkdir(parents=True)
-    listed.write_text(json.dumps(SKIPPED))
+    for name in ("listed", "overlap_listed"):
+        listed = folder / "runs" / name / "skipped_batches.json"
+        listed.parent.mkdir(parents=True)
+        listed.write_text(json.dumps(SKIPPED))
     stop = "training.exit_at_step"
     plan = {
         "record": run("record", "record", spike=SPIKE),
@@ -51,9 +52,18 @@ def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "resumed after": run("rewind_broken", "rewind"),
         "narrow": run("narrow", "rewind", "faults.spike.rewind_skip=1", spike=SPIKE),
         "margin": run("margin", "rewind", "faults.spike.rewind_margin=3", spike=SPIKE),
-        "early": run("early", "rewind", spike={"step": 5, "times": 1}, **{}),
+        "early": run("early", "rewind", spike={"step": 5, "times": 1}),
         "again": run("again", "rewind", "faults.spike.max_rewinds=2", spike=SPIKE | {"times": 9}),
     }
+    overlap = (
+        "training.precision=bf16",
+        "checkpoint.async_save=true",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+        "checkpoint.optimizer_sharding=dp_reshardable",
+    )
+    plan["overlap"] = run("overlap", "rewind", *overlap, spike=SPIKE)
+    plan["overlap listed"] = run("overlap_listed", "rewind", *overlap)
     plan["early"]["set"] += ["checkpoint.interval=6"]
     results = run_ranks(folder, corpus, 2, list(plan.values()))
     return dict(zip(plan, results, strict=True))
@@ -102,6 +112,13 @@ def test_rewind_equals_an_unbroken_run_that_leaves_the_same_batches_out(
     assert weights(two["rewind"]) == weights(two["same list"])
     assert figures(folder / "runs" / "rewind") == figures(folder / "runs" / "listed")
     assert weights(two["rewind"]) != weights(two["record"])
+
+
+def test_rewind_with_background_saves_and_overlapped_communication(two: Any, folder: Path) -> None:
+    done = folder / "runs" / "overlap" / "skipped_batches.json"
+    assert json.loads(done.read_text()) == SKIPPED
+    assert weights(two["overlap"]) == weights(two["overlap listed"])
+    assert figures(folder / "runs" / "overlap") == figures(folder / "runs" / "overlap_listed")
 
 
 def test_resume_after_a_rewind_is_bitwise(two: Any, folder: Path) -> None:

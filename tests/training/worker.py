@@ -54,16 +54,16 @@ def install_faults(run: dict[str, Any]) -> None:
             plant_nan(chunks, nan["parameter"])
         if sent and self.step == sent["step"] and self.layout.rank == sent["rank"]:
             os.kill(os.getpid(), getattr(signal, sent["name"]))
-        if spike and self.step == spike["step"] and spike["times"]:
-            spike["times"] -= 1
-            for chunk in chunks:
-                for parameter in chunk.parameters():
-                    parameter.main_grad *= 1e4
         before(self, chunks)
 
     def loss(self: Any, total: Any) -> None:
         if nan and self.step == nan["step"] and nan["rank"] is None:
             plant_nan(self._chunks, nan["parameter"])
+        if spike and self.step == spike["step"] and spike["times"]:
+            spike["times"] -= 1
+            for chunk in self._chunks:
+                for parameter in chunk.parameters():
+                    parameter.main_grad *= 1e4
         after(self, total)
 
     StepGuard.before_reduction, StepGuard.loss = before_reduction, loss  # type: ignore[method-assign]
