@@ -40,6 +40,11 @@ def command(folder: Path, ranks: int, *sets: str) -> tuple[float, int, str]:
     return time.monotonic() - began, answer.returncode, said[0][:160] if said else ""
 
 
+def load() -> float:
+    """Processes that want to run, mean of the last minute."""
+    return round(os.getloadavg()[0], 1)
+
+
 def bounds(folder: Path) -> list[dict[str, Any]]:
     """Every case, in order."""
     made = lab.Lab(folder / "lab")
@@ -57,7 +62,8 @@ def bounds(folder: Path) -> list[dict[str, Any]]:
             expected = 2 if ranks == 1 else 1
             where = "one process" if ranks == 1 else "two ranks under torchrun"
             rows.append({"what": f"{what}, {where}", "seconds": round(seconds, 2), "limit": LIMIT,
-                         "load": round(os.getloadavg()[0], 1), "code": code, "note": said and f"`{said}`".replace("|", "\\|"),
+                         "load": load(), "code": code,
+                         "note": said and f"`{said}`".replace("|", "\\|"),
                          "ok": seconds <= LIMIT and code == expected})  # fmt: skip
             print(rows[-1], flush=True)
     rows.append(in_a_job(folder))
@@ -77,7 +83,7 @@ def in_a_job(folder: Path) -> dict[str, Any]:
     requeues = job.requeues()
     good = outcome.code == 2 and requeues == 0 and report
     return {"what": "dataset missing, whole job", "seconds": round(seconds, 2), "limit": 20.0,
-            "load": round(os.getloadavg()[0], 1), "code": outcome.code, "note": f"{requeues} requeues, report.txt "
+            "load": load(), "code": outcome.code, "note": f"{requeues} requeues, report.txt "
             f"{'written' if report else 'missing'}; with torchrun's start and end",
             "ok": good and seconds <= 20}  # fmt: skip
 

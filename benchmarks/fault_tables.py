@@ -142,7 +142,8 @@ def fault_bounds(result: dict[str, Any]) -> str:
     ]
     head = ["error", "seconds", "bound", "load average", "exit code", ""]
     cores = result["machine"]["cores"]
-    return f"{origin(result)} {cores} cores; imports take their share of a loaded machine.\n\n{_left(table(head, rows))}"
+    where = f"{origin(result)} {cores} cores; imports take longer on a loaded machine."
+    return f"{where}\n\n{_left(table(head, rows))}"
 
 
 def injections(result: dict[str, Any]) -> str:

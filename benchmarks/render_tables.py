@@ -212,7 +212,8 @@ def content(name: str, results: Path) -> str:
     if file and not path.exists():
         if not command.startswith(("torchrun", "megatron-patch")):
             command = f"PYTHONPATH=kernels python benchmarks/{command}"
-        return f"Not measured yet: `{command}` on a GPU."
+        where = "" if name in fault_tables.tables() else " on a GPU"
+        return f"Not measured yet: `{command}`{where}."
     return render(json.loads(path.read_text()) if file else {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,6 +184,7 @@ def _seen(case: Case, broken: Outcome) -> str:
     line = re.sub(r"\b(pid:?|PID) \d+", r"\1 N", line)
     line = re.sub(r"(127\.0\.0\.\d|localhost|\[::1?\])([]:, ]+)\d+", r"\1\2PORT", line)
     line = re.sub(r"\[/__w/\S+\] ", "", line)
+    line = line.replace(f"({socket.gethostname().split('.')[0]})", "(node)")
     return line[:260]
 
 
