@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class Tile:
     ahead: int = 0
     """1, with a segment of bn: compute the next tile's scores while a tile's softmax runs, for the
     registers of a second score tile."""
-    tma: bool = False
+    tma: bool = field(default=False, kw_only=True)
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
 
 
