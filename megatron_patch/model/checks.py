@@ -196,6 +196,12 @@ def _experts(run: RunConfig) -> Iterator[Problem]:
             f"true with experts split over {etp} ranks: Megatron-Core supports biases in experts "
             "only with parallel.expert_tensor_parallel_size: 1",
         )
+    if model.add_bias_linear and moe.shared_expert_ffn_hidden_size:
+        yield Problem(
+            "model.add_bias_linear",
+            "true with model.moe.shared_expert_ffn_hidden_size: Megatron-Core's shared experts have "
+            "no biases. Set it to false",
+        )
 
 
 def _latent(run: RunConfig) -> Iterator[Problem]:

@@ -177,6 +177,14 @@ def test_one_wrong_value_is_one_problem(model, path):
             "model.add_bias_linear",
         ),
         (
+            {
+                "moe": MoEConfig(num_experts=2, shared_expert_ffn_hidden_size=32),
+                "add_bias_linear": True,
+            },
+            {},
+            "model.add_bias_linear",
+        ),
+        (
             {"moe": MoEConfig(num_experts=2, shared_expert_ffn_hidden_size=33)},
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
             "model.moe.shared_expert_ffn_hidden_size",
