@@ -199,8 +199,8 @@ def _experts(run: RunConfig) -> Iterator[Problem]:
     if model.add_bias_linear and moe.shared_expert_ffn_hidden_size:
         yield Problem(
             "model.add_bias_linear",
-            "true with model.moe.shared_expert_ffn_hidden_size: Megatron-Core's shared experts have "
-            "no biases. Set it to false",
+            "true with model.moe.shared_expert_ffn_hidden_size: Megatron-Core's shared experts "
+            "have no biases. Set it to false",
         )
 
 
