@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from megatron_patch.parallel.config import ParallelConfig
 from megatron_patch.training.config import OptimizerConfig, TrainingConfig
 from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 from megatron_patch.training.schedule import build_schedule
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import group_threads
 
 SEQ, VOCAB, BATCH = 16, 64, 4
 
@@ -196,6 +201,7 @@ class Live:
 
 def leave() -> None:
     setup.destroy()
+    group_threads.forget()
 
 
 @contextmanager

@@ -78,6 +78,7 @@ def test_same_layout_resumes_bitwise(ranks: Any, tmp_path: Path, case: str) -> N
             "consumed_samples": 8,
             "consumed_tokens": 7,
             "abandoned_saves": 0,
+            "switched_at": 0,
         }
         assert_same(before["at_save"], after["at_load"])
         assert_same(before["losses"][2:], after["losses"])

@@ -24,6 +24,9 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import group_threads
+
 
 def digest(session: Any) -> str:
     """Hash of every weight, main weight and optimizer moment of this rank."""
@@ -155,6 +158,7 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
         run["_undo"]()
         if undo_variant is not None:
             undo_variant()
+    group_threads.forget()
     return result
 
 
