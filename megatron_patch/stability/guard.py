@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_patch.stability.observe import Site
+if TYPE_CHECKING:
+    # It imports Megatron-Core, which must come after `runtime.cpu_mode`.
+    from megatron_patch.stability.observe import Site
 
 
 class StabilityStop(RuntimeError):

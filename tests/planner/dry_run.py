@@ -20,6 +20,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_cpu import reseed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -202,6 +204,9 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         reseed()
+        # Core shapes both once a process, by the first model of it.
+        destroy_moe_metrics_tracker()
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         torch.nn.Module._apply = _convert
         for name in CHUNKS:
             setattr(chunks, name, getattr(Chunks, name))
