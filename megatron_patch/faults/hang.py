@@ -25,6 +25,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,7 @@ class HangWatcher:
         self._leave = leave
         self._poll = min(1.0, limits.step / 10)
         self._over = threading.Event()
+        self._failed = threading.Event()
         self._seen: Beat = pulse.now
         self._excused = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="hang-watcher")
@@ -106,6 +108,18 @@ class HangWatcher:
         self._over.set()
         self._thread.join(5)
         faulthandler.cancel_dump_traceback_later()
+
+    def settle(self, error: BaseException) -> None:
+        """The main thread has failed; does not return where a hang is the reason.
+
+        The first ranks to leave after a hang break the connections of those still writing, whose
+        main threads then fail with an error about the network. Their exit code must not depend on
+        who is faster: the error goes to standard error, and the report ends the process.
+        """
+        self._failed.set()
+        if self.alarm.exists() and self._thread.is_alive():
+            traceback.print_exception(error)
+            self._thread.join(2 * GRACE_SECONDS + 10)  # a directory may stop answering
 
     @property
     def alarm(self) -> Path:
@@ -129,7 +143,8 @@ class HangWatcher:
         if gap > max(2.0, 3 * self._poll):  # this whole process did not run
             self._excused += min(gap, now - beat.since)
         age, limit = now - beat.since - self._excused, self.limits.of(self.pulse)
-        if age > limit or (age > self.limits.step / 2 and self.alarm.exists()):
+        joins = self._failed.is_set() or age > self.limits.step / 2
+        if age > limit or (joins and self.alarm.exists()):
             self._report(beat, age, limit)
 
     # ------------------------------------------------------------------ a hang

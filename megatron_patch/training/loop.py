@@ -63,6 +63,8 @@ def train(loaded: Loaded) -> int:
         _train(loaded, layout, stop)
         setup.destroy()
     except BaseException as error:
+        if watcher is not None:
+            watcher.settle(error)
         ledger.record_error(run_directory(run), layout.rank, error)
         # Elsewhere other ranks may be inside a collective: leaving the groups together is not
         # possible, and the launcher ends them.

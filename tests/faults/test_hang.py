@@ -32,11 +32,20 @@ def endless_loop():
     while True: pass
 def blocked_in_c(): ctypes.CDLL(None).sleep(60)
 def holds_the_lock(): ctypes.PyDLL(None).sleep(60)
+def loses_the_others():  # as a collective does, when they leave before this rank has
+    while not list(folder.glob("alarm-*")): time.sleep(0.01)
+    try:
+        raise ConnectionError("closed by peer")
+    except ConnectionError as error:
+        watcher.settle(error)
+        watcher.stop()
+        raise
 
 rank, world, folder, how = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 PULSE.reset()
-HangWatcher(Limits(step=1.0, startup=60, pause=60), folder, token="t", rank=rank,
-            hosts=["node%d" % r for r in range(world)]).start()
+watcher = HangWatcher(Limits(step=1.0, startup=60, pause=60), folder, token="t", rank=rank,
+                      hosts=["node%d" % r for r in range(world)])
+watcher.start()
 for step in (5, 6):
     PULSE.step(step); PULSE.stepped()
 PULSE.step(7)
@@ -103,6 +112,23 @@ def test_every_rank_writes_its_stacks_and_the_guilty_one_is_named(tmp_path: Path
     entries = [json.loads(x) for x in (tmp_path / "crashes.jsonl").read_text().splitlines()]
     assert sorted(e["rank"] for e in entries) == [0, 1, 2]
     assert {(e["step"], e["exit_code"]) for e in entries} == {(7, hang.EXIT_CODE)}
+
+
+def test_a_rank_that_loses_the_others_to_a_hang_ends_as_they_do(tmp_path: Path) -> None:
+    lost, _ = results = [ended(p) for p in ranks(tmp_path, "loses_the_others", "endless_loop")]
+    assert [code for code, _ in results] == [hang.EXIT_CODE] * 2
+    assert "ConnectionError: closed by peer" in lost[1]
+    entries = [json.loads(x) for x in (tmp_path / "crashes.jsonl").read_text().splitlines()]
+    assert {(e["rank"], e["exit_code"]) for e in entries} == {(0, 6), (1, 6)}
+
+
+def test_an_error_without_a_hang_is_left_to_the_caller(tmp_path: Path) -> None:
+    watcher = HangWatcher(Limits(9, 9, 9), tmp_path / "hangs", token="t", rank=0, hosts=["n"])
+    watcher.start()
+    begin = time.monotonic()
+    watcher.settle(ConnectionError("closed by peer"))
+    watcher.stop()
+    assert time.monotonic() - begin < 5
 
 
 def test_a_stopped_process_is_named_as_missing(
