@@ -1,13 +1,16 @@
 """What the four modes need of a process group: batched sends and receives, and an all-gather.
 
-On CUDA every transfer is issued on a stream of the group's own, which waits for what the compute
-stream has queued so far and for nothing after it; `Ticket.wait` makes the compute stream wait for
-the transfer. The host never waits, so transfers overlap with kernels and the whole can be captured
-into a CUDA graph (after one call outside: NCCL connects on first use). Buffers stay referenced by
-the ticket until the compute stream has waited, so that the caching allocator cannot hand them to a
-kernel that runs while they are in flight.
+NCCL runs every transfer on a stream of the group's own, which waits for what the compute stream has
+queued when the transfer is started and for nothing after it; `Ticket.wait` makes the compute stream
+wait for the transfer. The host never waits, so transfers overlap with kernels and the whole can be
+captured into a CUDA graph (after one call outside: NCCL connects on first use). Buffers stay
+referenced by the ticket until the compute stream has waited: the caching allocator would hand them
+to a kernel of the compute stream, which is not ordered after the transfer before.
 
-On the CPU (gloo) the same calls run without streams, and `Ticket.wait` blocks.
+What that stream's kernels may take from a running attention kernel depends on its priority, which
+belongs to the group: create it with ``is_high_priority_stream`` (docs/context_parallelism.md).
+
+Over gloo the same calls are made, and `Ticket.wait` blocks the host.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.context_parallel.failure import explain
+from megatron_patch.context_parallel.watch import Traffic, watch
 
 Transfer = tuple[int, torch.Tensor]
 """(rank in the group, tensor); the tensor is contiguous."""
@@ -57,7 +61,7 @@ class _State:
 
     sent: int = 0
     ready: bool = False
-    streams: dict[torch.device, Any] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 _STATES: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
@@ -76,29 +80,26 @@ def bytes_sent(group: dist.ProcessGroup) -> int:
 
 
 class _Works:
-    """Transfers of a backend that blocks the host while waiting (gloo)."""
+    """Transfers under way, and what keeps their memory."""
 
-    def __init__(self, works: Sequence[tuple[Any, list[int]]], blame: Callable[..., Any]) -> None:
-        self._works, self._blame = works, blame
+    def __init__(
+        self,
+        works: Sequence[tuple[Any, list[int]]],
+        buffers: Sequence[torch.Tensor],
+        blame: Callable[[RuntimeError, list[int]], RuntimeError],
+        failures: type[RuntimeError],
+    ) -> None:
+        self._works, self._buffers = works, buffers
+        self._blame, self._failures = blame, failures
 
     def wait(self) -> None:
         for work, peers in self._works:
             try:
-                work.wait()
-            except RuntimeError as error:
+                work.wait()  # NCCL: the compute stream's wait; the host's only if told to block
+            except self._failures as error:
                 raise self._blame(error, peers) from error
-
-
-class _Event:
-    """Transfers on a CUDA stream: waiting is the compute stream's, not the host's."""
-
-    def __init__(self, event: Any, buffers: Sequence[torch.Tensor]) -> None:
-        self._event, self._buffers = event, buffers
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
         # From here on the compute stream is ordered after the transfer: memory may be reused.
-        self._buffers = ()
+        self._works = self._buffers = ()
 
 
 class _Nothing:
@@ -125,6 +126,9 @@ class GroupCommunicator:
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], what: str
     ) -> Ticket | None:
         """See `Communicator`; one batched call, so that NCCL runs all of them at once."""
+        self._state.traffic.note(what)
+        # Both ends derive shapes from the schedule, so both leave the same empty ones out.
+        sends, receives = ([x for x in some if x[1].numel()] for some in (sends, receives))
         every = [*sends, *receives]
         if not every:
             return None
@@ -154,13 +158,22 @@ class GroupCommunicator:
             work = gather(out.view(-1), x.view(-1), group=self.group, async_op=True)
             return [(work, others)]
 
+        self._state.traffic.note(what)
         self._state.sent += (self.size - 1) * x.nbytes if self._transfers else 0
         return self._launch(start, [out, x], what)
 
     def maximum(self, x: torch.Tensor) -> None:
-        """See `Communicator`; ordered on the compute stream."""
-        if self._transfers:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        """See `Communicator`."""
+        self._state.traffic.note("largest logits")
+        self._reduce(x, dist.ReduceOp.MAX, "largest logits").wait()
+
+    def _reduce(self, x: torch.Tensor, op: Any, what: str) -> Ticket:
+        others = [r for r in range(self.size) if r != self.rank]
+
+        def start() -> list[tuple[Any, list[int]]]:
+            return [(dist.all_reduce(x, op=op, group=self.group, async_op=True), others)]
+
+        return self._launch(start, [x], what)
 
     def _launch(
         self, start: Callable[[], list[tuple[Any, list[int]]]], buffers: list[Any], what: str
@@ -171,33 +184,35 @@ class GroupCommunicator:
         def blame(error: RuntimeError, peers: list[int]) -> RuntimeError:
             return explain(error, group=self.group, peers=peers, what=what)
 
-        device = buffers[0].device
         # gloo raises plain RuntimeErrors; those of CUDA (out of memory, say) blame nobody.
-        failures = dist.DistError if device.type == "cuda" else RuntimeError
+        failures = dist.DistError if buffers[0].device.type == "cuda" else RuntimeError
         try:
-            if device.type != "cuda":
-                return _Works(start(), blame)
-            return self._launch_cuda(start, buffers, device)
+            return _Works(start(), buffers, blame, failures)
         except failures as error:
             raise blame(error, [r for r in range(self.size) if r != self.rank]) from error
 
-    def _launch_cuda(
-        self, start: Callable[[], list[tuple[Any, list[int]]]], buffers: list[Any], device: Any
-    ) -> Ticket:
-        stream = self._state.streams.get(device)
-        if stream is None:
-            # High priority: a transfer that waits for a free multiprocessor delays every rank.
-            stream = self._state.streams[device] = torch.cuda.Stream(device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for work, _ in start():
-                work.wait()
-            event = torch.cuda.Event()
-            event.record(stream)
-        return _Event(event, buffers)
-
     def connect(self, device: torch.device) -> None:
-        """Let every rank connect once: a later batch may involve only some of them."""
-        if device.type == "cuda" and self._transfers and not self._state.ready:
-            self._state.ready = True
-            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        """Let every rank connect once: a later batch may involve only some of them.
+
+        Raises:
+            RuntimeError: inside the capture of a CUDA graph, which must not be the first call.
+        """
+        if device.type != "cuda" or not self._transfers or self._state.ready:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the first call of context-parallel attention over a group connects its ranks, "
+                "which a CUDA graph cannot hold; run the same call once before capturing it"
+            )
+        # Before the first transfer, so that every rank has written once all have connected.
+        watch(self.group, self._state.traffic, timeout=_timeout(self.group, device))
+        self._reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, "the first contact").wait()
+        self._state.ready = True
+
+
+def _timeout(group: Any, device: torch.device) -> float:
+    """Seconds a transfer of ``group`` may take before the backend gives up."""
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(dist.default_pg_timeout.total_seconds())

@@ -173,6 +173,8 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(dQ, dK, dV) in the inputs' dtypes and dSinks float32 [h], this rank's share alone."""
         heads = dout.shape[-2]
+        if dout.stride(-1) != 1:  # once, and not in every launch
+            dout = dout.contiguous()
         (dout,) = self.exchange.apart([("do", dout)])
         q, k, v, layout = saved.q, saved.k, saved.v, self.tokens.layout
         delta, share = self.primitives.chunk_delta(

@@ -92,6 +92,6 @@ class HeadExchange:
         )
         for x, mine in zip(arrived, parts, strict=True):
             x[me].copy_(mine[me])
-        assert ticket is not None
-        ticket.wait()
+        if ticket is not None:  # None: tensors without elements
+            ticket.wait()
         return arrived

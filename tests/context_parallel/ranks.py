@@ -71,6 +71,29 @@ def _die(world: World, case: Any, victim: int, how: str) -> Any:
     raise AssertionError("nothing was raised")
 
 
+def _watch(world: World, victim: int, silence: float) -> list[str]:
+    """What the survivors' threads say after one rank has been killed."""
+    import time
+
+    import torch.distributed as dist
+
+    from megatron_patch.context_parallel import watch
+
+    watch.PULSE_SECONDS, watch.SILENCE_SECONDS = silence / 10, silence
+    heard: list[str] = []
+    group = world.groups[world.size]
+    own = watch.watch(group, watch.Traffic(), timeout=600.0)
+    assert own is not None
+    own._say = heard.append
+    dist.barrier()
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not any(f"lost rank {victim} " in text for text in heard):
+        time.sleep(0.05)
+    return heard
+
+
 def _call(world: World, case: Any) -> Any:
     """(function that runs forward and backward, its inputs) of this rank, for CUDA."""
     import torch
@@ -129,7 +152,8 @@ def _graph(world: World, case: Any) -> bool:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads (NCCL's watchdog) may call CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = run()
     with torch.no_grad():
         for x in leaves:
@@ -150,6 +174,7 @@ PLAYS = {
     "many": _many,
     "die": _die,
     "core": _core,
+    "watch": _watch,
     "no_sync": _no_sync,
     "graph": _graph,
 }

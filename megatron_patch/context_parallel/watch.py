@@ -1,0 +1,239 @@
+"""Who is gone, when NCCL does not say: a thread that looks for signs of life of the other ranks.
+
+Over NCCL the host does not wait for a transfer, so nothing can be raised where one never ends: the
+process sits in its next synchronization until NCCL's watchdog ends it, with the number of the
+collective and no rank's name. Here every rank writes a sign of life into the store that the process
+groups were made with, over a connection of its own, and reads those of the ranks it shares a
+context-parallel group with. Standard error names, before that watchdog's time,
+
+    a rank whose signs stop                      (killed, stopped, its host gone)
+    a rank that has started fewer transfers      (raised an error, hangs elsewhere), once nobody
+    than this one                                has started any for half of the group's timeout
+
+It changes nothing else: what ends the process is NCCL's watchdog, the launcher, or `faults.hang`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+PULSE_SECONDS = 2.0
+SILENCE_SECONDS = 30.0
+"""Without a sign for this long (or half the group's timeout, if less) a rank counts as lost."""
+LEFT = "left"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a rank has started in one group; every rank counts the same calls in the same order."""
+
+    started: int = 0
+    what: str = ""
+
+    def note(self, what: str) -> None:
+        """Another transfer, even one in which this rank has nothing to send."""
+        self.started += 1
+        self.what = what
+
+
+@dataclass(slots=True)
+class _Peer:
+    sign: str = ""
+    since: float = 0.0
+    named: bool = False
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One group: its name in the store, its global ranks, and what is known of the others."""
+
+    name: str
+    ranks: list[int]
+    traffic: Traffic
+    timeout: float
+    peers: dict[int, _Peer] = field(default_factory=dict)
+    moved: float = 0.0
+    started: int = -1
+    behind: bool = False
+
+
+class Watch:
+    """Signs of life of this process and of those it works with.
+
+    Args:
+        store: of the process groups; cloned, because a blocked call holds a client's lock.
+        rank: this process, globally.
+        say: takes each message; standard error.
+        clock: seconds, monotonic.
+        going_on: False once the process groups are gone.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        *,
+        say: Callable[[str], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        going_on: Callable[[], bool] = dist.is_initialized,
+    ) -> None:
+        self.rank = rank
+        self._store = store.clone()
+        with contextlib.suppress(Exception):
+            self._store.set_timeout(timedelta(seconds=10))
+        self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._clock, self._going_on = clock, going_on
+        self._groups: list[_Watched] = []
+        self._beats = 0
+        self._unheard = 0.0
+        self._last = clock()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="cp-watch")
+
+    def start(self) -> None:
+        """Begin; `stop` is called when the interpreter ends."""
+        self._thread.start()
+        # A thread in the store's code while the interpreter is taken down would abort the process.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Tell the others that this rank leaves in order, and end."""
+        if not self._over.is_set():
+            self._over.set()
+            if self._thread.is_alive():
+                self._thread.join(5)
+            with contextlib.suppress(Exception):
+                for group in list(self._groups):
+                    self._write(group, LEFT)
+
+    def add(self, name: str, ranks: list[int], traffic: Traffic, timeout: float) -> None:
+        """Watch a group, all of whose ranks do the same before they go on.
+
+        Args:
+            timeout: seconds after which NCCL's watchdog ends the process.
+        """
+        group = _Watched(name, ranks, traffic, timeout, moved=self._clock())
+        self._write(group, "0")
+        with self._lock:
+            self._groups.append(group)
+
+    def _run(self) -> None:
+        while not self._over.wait(PULSE_SECONDS):
+            if not self._going_on():
+                self._over.set()
+                return
+            try:
+                self.look()
+                self._unheard = 0.0
+            except Exception as error:  # the store's host has gone, or is going
+                now = self._clock()
+                self._unheard = self._unheard or now
+                if now - self._unheard > SILENCE_SECONDS:
+                    self._say(
+                        f"context parallelism: rank {self.rank} cannot reach the store of the "
+                        f"process groups any more: rank 0 or its launcher is gone ({error})"
+                    )
+                    self._over.set()
+
+    def look(self) -> None:
+        """One round: write the own sign, read the others'."""
+        now, self._beats = self._clock(), self._beats + 1
+        # Time in which this process did not run either says nothing about the others.
+        excuse = max(0.0, now - self._last - 3 * PULSE_SECONDS)
+        self._last = now
+        with self._lock:
+            groups = list(self._groups)
+        for group in groups:
+            self._write(group, str(self._beats))
+            found = self._read(group)
+            for rank, (sign, _) in found.items():
+                peer = group.peers.setdefault(rank, _Peer(since=now))
+                peer.since += excuse
+                if sign != peer.sign:
+                    peer.sign, peer.since, peer.named = sign, now, False
+                limit = min(SILENCE_SECONDS, group.timeout / 2)
+                if sign != LEFT and not peer.named and now - peer.since > limit:
+                    peer.named = True
+                    self._name(group, rank, f"it gave no sign of life for {now - peer.since:.0f} s")
+            self._compare(group, {r: started for r, (_, started) in found.items()}, now, excuse)
+
+    def _compare(self, group: _Watched, others: dict[int, int], now: float, excuse: float) -> None:
+        """Name the rank all wait for, once nobody has moved for long."""
+        everywhere = group.traffic.started + sum(others.values())
+        group.moved += excuse
+        if everywhere != group.started:
+            group.started, group.moved, group.behind = everywhere, now, False
+            return
+        if group.behind or not others or now - group.moved < group.timeout / 2:
+            return
+        last = min(others.values())
+        if last < group.traffic.started and not any(p.named for p in group.peers.values()):
+            group.behind = True
+            for rank in (r for r, started in others.items() if started == last):
+                left = group.peers[rank].sign == LEFT
+                why = f"it {'left' if left else 'stands'} after {last} transfers"
+                self._name(group, rank, f"{why}, and nobody moved for {now - group.moved:.0f} s")
+
+    def _name(self, group: _Watched, rank: int, why: str) -> None:
+        host = os.environ.get("HOSTNAME", "")
+        self._say(
+            f"context parallelism: lost rank {rank} (context-parallel rank "
+            f"{group.ranks.index(rank)} of {group.ranks}): {why}. Rank {self.rank}"
+            f"{' on ' + host if host else ''} has started {group.traffic.started} transfers, the "
+            f"last of them {group.traffic.what or 'none'}. Look at rank {rank}'s log first; NCCL's "
+            f"watchdog ends this process {group.timeout:g} s after the transfer that does not end."
+        )
+
+    def _key(self, group: _Watched, rank: int) -> str:
+        return f"context_parallel_signs/{group.name}/{rank}"
+
+    def _write(self, group: _Watched, sign: str) -> None:
+        self._store.set(self._key(group, self.rank), f"{sign} {group.traffic.started}")
+
+    def _read(self, group: _Watched) -> dict[int, tuple[str, int]]:
+        """(sign, transfers started) of the others that have written any."""
+        others = [r for r in group.ranks if r != self.rank]
+        keys = {r: self._key(group, r) for r in others}
+        there = [r for r in others if r in group.peers or self._store.check([keys[r]])]
+        found = {}
+        for rank in there:
+            sign, started = self._store.get(keys[rank]).decode().split()
+            found[rank] = (sign, int(started))
+        return found
+
+
+_WATCHES: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+"""One a default process group: a new one has a new store."""
+
+
+def watch(group: Any, traffic: Traffic, *, timeout: float) -> Watch | None:
+    """Look after ``group`` from now on; None where there is no store to write to."""
+    with contextlib.suppress(Exception):
+        world = dist.distributed_c10d._get_default_group()
+        own = _WATCHES.get(world)
+        if own is None:
+            of = weakref.ref(world)
+
+            def going_on() -> bool:
+                return dist.is_initialized() and dist.distributed_c10d._get_default_group() is of()
+
+            store = dist.distributed_c10d._get_default_store()
+            own = _WATCHES[world] = Watch(store, dist.get_rank(), going_on=going_on)
+            own.start()
+        ranks = dist.get_process_group_ranks(group)
+        own.add(getattr(group, "group_name", str(ranks)), ranks, traffic, timeout)
+        return own
+    return None
