@@ -17,6 +17,8 @@ from pathlib import Path
 
 NODES = ("pn1", "pn2", "pn3")
 DAEMONS = ("slurmctld", "slurmd", "munged")
+PATIENCE = 600.0
+"""Seconds until a test gives up waiting. Only a failure takes that long; a busy machine may."""
 
 # One setting per line; slurmd expands %n to the node name. Everything a container-less test machine
 # lacks (cgroups, systemd, slurmdbd, GPUs) is left out or faked.
@@ -38,7 +40,12 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0,requeue_delay=1
 ReturnToService=2
 JobRequeue=1
 KillWait=30
-MinJobAge=300
+MinJobAge=3600
+MessageTimeout=60
+TCPTimeout=30
+BatchStartTimeout=120
+SlurmdTimeout=600
+UnkillableStepTimeout=300
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
@@ -99,13 +106,13 @@ class OneMachine:
              f"--log-file={self.dir}/munged.log", f"--seed-file={self.dir}/munged.seed"],
             name="munged",
         )  # fmt: skip
-        self.wait_for(socket_.exists, 15, "munge's socket")
+        self.wait_for(socket_.exists, PATIENCE, "munge's socket")
         hosts = str(self.dir / "hosts")
         space = ["unshare", "--mount", "bash", "-c", IN_NAMESPACE, "_", hosts]
         self._spawn([*space, "slurmctld", "-D", "-c"], name="slurmctld")
         for node in NODES:
             self._spawn([*space, "slurmd", "-D", "-N", node], name=f"slurmd.{node}")
-        self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), 60, "idle nodes")
+        self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), PATIENCE, "idle nodes")
 
     def stop(self) -> None:
         """Cancel every job, stop the daemons in reverse order; nothing of them is left."""
@@ -159,7 +166,7 @@ class OneMachine:
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A Slurm command against this cluster."""
         return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=check, timeout=60
+            command, env=self.environment, capture_output=True, text=True, check=check, timeout=300
         )
 
     def node_states(self) -> list[str]:
@@ -178,11 +185,16 @@ class OneMachine:
 
     def start_now(self, job: str) -> None:
         """Let a requeued job start before its two minutes (Reason=BeginTime) are over."""
-        # At once would be too early: the nodes still clean up, and the launch fails.
-        time.sleep(6)
+        # Before the nodes have cleaned up the launch would fail.
+        self.wait_for(
+            lambda: not {"completing", "allocated", "mixed"} & set(self.node_states()),
+            PATIENCE,
+            "nodes that have cleaned up",
+        )
+        time.sleep(2)
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
-    def wait_for_state(self, job: str, *states: str, seconds: float = 120) -> None:
+    def wait_for_state(self, job: str, *states: str, seconds: float = PATIENCE) -> None:
         """Wait until the job is in one of ``states``."""
         self.wait_for(
             lambda: self.state(job) in states, seconds, f"job {job} {' or '.join(states)}"

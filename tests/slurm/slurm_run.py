@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import one_machine
+from one_machine import PATIENCE
 
 HERE = Path(__file__).resolve().parent
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIG = """\
 name: {name}
@@ -69,11 +71,11 @@ class Run:
         return self.job
 
     def stand_in(
-        self, *, steps: int, pause: float, fault: str = "", sets: tuple[str, ...] = (),
+        self, *, steps: int, fault: str = "", sets: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
     ) -> str:  # fmt: skip
-        """Submit the stand-in training program."""
-        program = (str(HERE / "stand_in.py"), str(self.dir), str(steps), str(pause))
+        """Submit the stand-in training program; ``fault`` as its docstring says."""
+        program = (str(HERE / "stand_in.py"), str(self.dir), str(steps))
         program += (fault,) if fault else ()
         return self.submit(steps=steps, sets=sets, program=program, options=options)
 
@@ -88,16 +90,27 @@ class Run:
         return [line.split(" ", 2)[2] for line in lines]
 
     def step(self) -> int:
-        """The step the run has begun, 0 before the first."""
-        beats = sorted((self.dir / "logs").glob("*/step"), key=lambda p: p.stat().st_mtime)
-        text = beats[-1].read_text().strip() if beats else ""
+        """The step the newest attempt has begun, 0 before its first."""
+        attempts = self.attempts() if (self.dir / "logs").exists() else []
+        beat = attempts[-1] / "step" if attempts else None
+        text = beat.read_text().strip() if beat is not None and beat.exists() else ""
         return int(text) if text.isdigit() else 0
 
-    def wait_for_step(self, step: int, seconds: float = 180) -> None:
-        """Wait until ``step`` has begun."""
-        self.slurm.wait_for(lambda: self.step() >= step, seconds, f"step {step}\n{self.log()}")
+    def go(self) -> None:
+        """Let a stand-in go on that was told to hold."""
+        (self.dir / "go").touch()
 
-    def wait_for_end(self, *states: str, seconds: float = 180) -> None:
+    def wait_for_step(self, step: int, seconds: float = PATIENCE) -> None:
+        """Wait until ``step`` has begun."""
+
+        def begun() -> bool:
+            state = self.slurm.state(self.job) if self.job else ""
+            assert state not in FINAL, f"{state} before step {step}\n{self.log()}"
+            return self.step() >= step
+
+        self.slurm.wait_for(begun, seconds, f"step {step}")
+
+    def wait_for_end(self, *states: str, seconds: float = PATIENCE) -> None:
         """Wait for a final state of the job; releases it whenever it was requeued."""
         states = states or ("COMPLETED",)
 
@@ -105,8 +118,7 @@ class Run:
             state = self.slurm.state(self.job)
             if state == "PENDING" and self.slurm.fact(self.job, "Reason") == "BeginTime":
                 self.slurm.start_now(self.job)
-            final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            assert state in states or state not in final, f"{state}\n{self.log()}"
+            assert state in states or state not in FINAL, f"{state}\n{self.log()}"
             return state in states
 
         self.slurm.wait_for(ended, seconds, f"{states}")

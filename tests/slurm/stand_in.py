@@ -1,9 +1,9 @@
 """A training program with the trainer's contract and nothing else; without torch, it starts fast.
 
-stand_in.py RUN_DIR STEPS PAUSE [FAULT]: one number, changed every step by a sum over the ranks; a
-checkpoint every 10 steps and on a graceful stop; heartbeat, FINISHED and exit codes as the trainer
-leaves them. FAULT: ``exit:CODE:STEP:RANK`` (every attempt) or ``once:CODE:STEP:RANK`` (the first
-attempt only).
+stand_in.py RUN_DIR STEPS [hold:STEP | exit:CODE:STEP:RANK]: one number, changed every step by a sum
+over the ranks; a checkpoint every 10 steps and on a graceful stop; heartbeat, FINISHED and exit
+codes as the trainer leaves them. ``hold`` stays in that step until the file RUN_DIR/go is there or
+a stop was asked for, so that a test needs no clock; ``exit`` ends that rank in every attempt.
 """
 
 import json
@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-run_dir, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-kind, code, at, who = sys.argv[4].split(":") if len(sys.argv) > 4 else ("none", "0", "0", "0")
+run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
+kind, *words = sys.argv[3].split(":") if len(sys.argv) > 3 else ["none"]
+fault = tuple(map(int, words))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 asked = False
 
@@ -78,7 +79,6 @@ saved = {"step": 0, "value": (1.0).hex()}
 if checkpoint.exists():
     saved = json.loads(checkpoint.read_text())
 step, value = saved["step"], float.fromhex(saved["value"])
-first_attempt = not (run_dir / "faulted").exists()
 print(
     f"rank {rank} of {world} local {os.environ['LOCAL_RANK']} on {os.environ['SLURMD_NODENAME']} "
     f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, from step {step}",
@@ -88,10 +88,12 @@ ranks = Ranks()
 while step < steps:
     if rank == 0:
         Path(os.environ["MEGATRON_PATCH_HEARTBEAT"]).write_text(f"{step + 1}\n")
-    faulty = kind == "exit" or (kind == "once" and first_attempt)
-    if faulty and step + 1 == int(at) and rank == int(who):
-        (run_dir / "faulted").touch()
-        sys.exit(int(code))
+    if kind == "exit" and (step + 1, rank) == fault[1:]:
+        sys.exit(fault[0])
+    while (kind, step + 1, rank) == ("hold", *fault, 0) and not (run_dir / "go").exists():
+        if asked:
+            break
+        time.sleep(0.05)
     value += ranks.sum(math.sin(value * (rank + 1)) / world)
     step += 1
     if rank == 0:
@@ -103,7 +105,6 @@ while step < steps:
     if stop:
         print(f"stopped gracefully after step {step}", flush=True)
         sys.exit(0)
-    time.sleep(pause)
 save(step, value)
 if rank == 0:
     (run_dir / "FINISHED").write_text(json.dumps({"step": step}) + "\n")

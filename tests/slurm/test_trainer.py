@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from one_machine import PATIENCE
 from slurm_run import Run
 
 pytestmark = pytest.mark.slurm
@@ -54,16 +55,28 @@ def test_preflight_table_is_in_the_log(unbroken):
 
 
 def test_killed_rank_and_time_limit_lose_nothing(new_run, unbroken, slurm):
-    """kill -9 of a rank, then the time limit: restarted, requeued, and every loss is the same."""
+    """kill -9 of a rank, then the time limit: restarted, requeued, and every loss is the same.
+
+    The limit comes when the test is ready for it: the ranks stand still (one of them is stopped)
+    until Slurm, which looks every 30 s, has sent the signal.
+    """
     prepare(new_run.work)
-    # Slurm sends the signal up to a minute early, and looks every 30 s.
-    sets = (*SETS, "cluster.time_limit=00:02:00", "cluster.stop_lead_seconds=70")
-    new_run.submit(steps=STEPS, sets=sets)
+    sets = ("cluster.time_limit=01:00:00", "cluster.stop_lead_seconds=300")
+    new_run.submit(steps=STEPS, sets=(*SETS, *sets, "faults.hang_seconds=null"))
     new_run.wait_for_step(60)
     os.kill(new_run.rank_pid(2), signal.SIGKILL)
-    slurm.wait_for(lambda: "requeue=stop" in " ".join(new_run.events()), 150, "the time limit")
+    slurm.wait_for(lambda: len(new_run.attempts()) == 2, PATIENCE, "the second attempt")
+    new_run.wait_for_step(100)
+    stopped = new_run.rank_pid(0)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        shorten_time_limit(new_run, slurm)
+        slurm.wait_for(lambda: "got USR1" in new_run.log(), PATIENCE, "the signal")
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    slurm.wait_for(lambda: "requeue=stop" in " ".join(new_run.events()), PATIENCE, "the requeue")
     slurm.wait_for_state(new_run.job, "PENDING")
-    slurm.run("scontrol", "update", f"JobId={new_run.job}", "TimeLimit=10")
+    slurm.run("scontrol", "update", f"JobId={new_run.job}", "TimeLimit=60")
     new_run.wait_for_end()
     events = [line.split()[-1] for line in new_run.events()]
     assert events == ["start", "crash", "start", "stopped", "requeue=stop", "start", "finished"]
@@ -71,6 +84,13 @@ def test_killed_rank_and_time_limit_lose_nothing(new_run, unbroken, slurm):
     assert losses(new_run) == losses(unbroken)
     assert len(losses(new_run)) == STEPS
     assert new_run.leftovers() == []
+
+
+def shorten_time_limit(run: Run, slurm) -> None:
+    """To the minutes that are over, and the five that the signal leads."""
+    hours, minutes, _ = slurm.fact(run.job, "RunTime").split(":")
+    limit = 60 * int(hours) + int(minutes) + 5
+    slurm.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={limit}")
 
 
 def test_configuration_error_ends_the_job_at_once(new_run, slurm):
