@@ -57,9 +57,10 @@ def full_disk(after: int, *sets: str, free: int | None = None) -> Callable[[Scen
 
 
 def free_disk(scene: Scene) -> None:
-    """What a person does: make room, also by what abandoned saves have left in aside/."""
+    """What a person does: make room; what failed saves wrote is gone already."""
+    left = [f for f in (scene.lab.store / "aside").glob("*/*") if f.name != "reason.txt"]
+    assert not left, left
     (scene.lab.run_dir / "ballast").unlink(missing_ok=True)
-    shutil.rmtree(scene.lab.store / "aside", ignore_errors=True)
 
 
 def read_only(which: str, *, step: int | None) -> Callable[[Scene], Outcome]:
@@ -290,11 +291,9 @@ def all_bad(scene: Scene) -> Outcome:
 
 
 def restore_all(scene: Scene) -> None:
-    """A person repairs what was moved aside (the same bits again) and brings it back."""
-    for folder in sorted((scene.lab.store / "aside").iterdir()):
+    """A person repairs them (the same bits again); they are where they were."""
+    for folder in scene.lab.store.glob("step_*"):
         flip_in_shard(folder)
-        name = folder.name.partition(".hash")[0]
-        folder.rename(scene.lab.store / name)
 
 
 def key_changed(scene: Scene) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CheckpointError(RuntimeError):
     """No good checkpoint where one is required."""
@@ -41,3 +43,21 @@ class BadCheckpoint(Exception):
 
 def _rebuild(kind: str, why: str, damaged: bool) -> BadCheckpoint:
     return BadCheckpoint(kind, why, damaged=damaged)
+
+
+def first_problem(problems: Sequence[Exception | None]) -> Exception | None:
+    """The error all ranks raise, of what each of them found (None: nothing); None: nobody did.
+
+    A file that another rank misses and the first one sees is no damage: that rank's node has
+    another directory under this name, or none.
+    """
+    for rank, problem in enumerate(problems):
+        if isinstance(problem, BadCheckpoint) and problem.kind == "missing" and rank > 0:
+            why = (
+                f"on rank {rank}: {problem.why}, though the first rank sees it; mount the "
+                "directory of the checkpoints on every node"
+            )
+            return BadCheckpoint("unseen", why, damaged=False)
+        if problem is not None:
+            return problem
+    return None

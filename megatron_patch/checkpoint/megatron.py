@@ -34,6 +34,7 @@ from megatron_patch.checkpoint.errors import (
     CheckpointError,
     MismatchError,
     SaveError,
+    first_problem,
 )
 from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
@@ -364,9 +365,9 @@ class Checkpointer:
         except Exception as caught:
             log.debug("loading %s failed", found.path, exc_info=True)
             problem = CheckpointError(f"{found.path.name} cannot be loaded: {describe(caught)}")
-        for other in self.ranks.all_gather(problem):
-            if other is not None:
-                raise other
+        refusal = first_problem(self.ranks.all_gather(problem))
+        if refusal is not None:
+            raise refusal
         return result
 
     def _check_options(self, found: Found, weights_only: bool) -> None:

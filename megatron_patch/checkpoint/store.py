@@ -3,7 +3,7 @@
     root/
       step_00000100.attempt-1/       complete: shards, manifest.json, manifest.seal
       step_00000200.attempt-1.tmp/   being written
-      aside/                         abandoned and damaged directories; never deleted by the store
+      aside/                         damaged checkpoints, and logs of saves that were abandoned
       latest                         name of the newest complete directory
       store.json                     identity of the store
 
@@ -18,13 +18,10 @@ directory must be on a file system that all ranks see.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +29,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_patch.checkpoint.collective import Collective, SingleProcess
-from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError
+from megatron_patch.checkpoint.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    SaveError,
+    first_problem,
+)
 from megatron_patch.checkpoint.files import (
     check_listing,
     describe,
@@ -52,15 +54,11 @@ from megatron_patch.checkpoint.manifest import (
     hash_file,
     seal,
 )
+from megatron_patch.checkpoint.shelf import LATEST, TMP, Shelf, directory_name, key_of, parse_name
 
 log = logging.getLogger(__name__)
 
-LATEST = "latest"
-ASIDE = "aside"
-IDENTITY = "store.json"
-TMP = ".tmp"
 DELETING = ".deleting"
-DIRECTORY = re.compile(r"step_(\d{6,15})\.attempt-(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +82,6 @@ class Found:
 
     path: Path
     manifest: Manifest
-
-
-def directory_name(step: int, attempt: int) -> str:
-    """``step_00000100.attempt-1``."""
-    return f"step_{step:08d}.attempt-{attempt}"
-
-
-def parse_name(name: str) -> tuple[int, int] | None:
-    """(step, attempt) of a complete directory's name; None for anything else."""
-    match = DIRECTORY.fullmatch(name)
-    if match is None or name != directory_name(int(match[1]), int(match[2])):
-        return None
-    return int(match[1]), int(match[2])
-
-
-def _key(name: str) -> tuple[int, int]:
-    key = parse_name(name)
-    assert key is not None, name
-    return key
 
 
 class CheckpointStore:
@@ -129,6 +108,7 @@ class CheckpointStore:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; use at least 1, or None to keep all")
         self.root = Path(root)
+        self.shelf = Shelf(self.root)
         self.keep_last = keep_last
         self.verify = verify
         self.ranks: Collective = collective or SingleProcess()
@@ -139,7 +119,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Attempt:
         """Make the temporary directory of a new attempt at ``step``. Collective.
 
-        Temporary directories of earlier processes are moved aside first.
+        What earlier processes left unfinished is discarded first: its log goes to ``aside/``.
 
         Raises:
             SaveError: the directory cannot be made.
@@ -147,10 +127,10 @@ class CheckpointStore:
 
         def make() -> int:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._identity(create=True)
-            for left in self._entries(TMP):
-                self._move_aside(left, "abandoned")
-            number = 1 + max(self._attempts(step), default=0)
+            self.shelf.identity(create=True)
+            for left in self.shelf.entries(TMP):
+                self.shelf.discard(left, "abandoned", "its process ended in the middle of the save")
+            number = 1 + max(self.shelf.attempts(step), default=0)
             os.mkdir(self.root / (directory_name(step, number) + TMP), 0o755)
             sync_directory(self.root)
             return number
@@ -175,7 +155,7 @@ class CheckpointStore:
             self.abandon(attempt, "write-failed", reason)
 
     def abandon(self, attempt: Attempt, kind: str, reason: str) -> None:
-        """Move the attempt aside and raise on every rank. Collective, with the same arguments.
+        """Discard the attempt and raise on every rank. Collective, with the same arguments.
 
         Raises:
             SaveError: always.
@@ -183,13 +163,13 @@ class CheckpointStore:
         where = None
         if self.ranks.rank == 0:
             try:
-                where = self._move_aside(attempt.path, kind)
+                where = self.shelf.discard(attempt.path, kind, reason)
             except OSError as error:
                 log.warning("could not move %s aside: %s", attempt.path, error)
         self.ranks.barrier()
         raise SaveError(
             f"checkpoint of step {attempt.step} (attempt {attempt.number}) was abandoned: {reason}"
-            + (f"; what was written is in {where}" if where else "")
+            + (f"; its log is in {where}" if where else "")
         )
 
     def commit(
@@ -228,7 +208,7 @@ class CheckpointStore:
         manifest = Manifest(
             step=attempt.step,
             attempt=attempt.number,
-            store=self._identity(create=True),
+            store=self.shelf.identity(create=True),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self.ranks.size,
             files=files,
@@ -248,7 +228,7 @@ class CheckpointStore:
     def _after(self, attempt: Attempt) -> None:
         """Rank 0: pointer and retention. The checkpoint counts already: failures are logged."""
         try:
-            self._write_latest(attempt.name)
+            self.shelf.write_latest(attempt.name)
         except OSError as error:
             log.error("checkpoint %s is complete, but %s: %s", attempt.name, LATEST, error)
             return
@@ -257,20 +237,14 @@ class CheckpointStore:
         except OSError as error:
             log.warning("could not delete an old checkpoint: %s", error)
 
-    def _write_latest(self, name: str) -> None:
-        draft = self.root / (LATEST + TMP + "-file")
-        write_file(draft, (name + "\n").encode())
-        os.replace(draft, self.root / LATEST)
-        sync_directory(self.root)
-
     def _retire(self, newest: Attempt) -> None:
         """Delete complete checkpoints of this store that are older than the last ``keep_last``."""
-        for doomed in self._entries(DELETING):  # left by a kill in the middle of a deletion
+        for doomed in self.shelf.entries(DELETING):  # left by a kill in the middle of a deletion
             shutil.rmtree(doomed)
         if self.keep_last is None:
             return
-        identity = self._identity(create=False)
-        older = [d for d in self._complete_names() if _key(d) < (newest.step, newest.number)]
+        identity = self.shelf.identity(create=False)
+        older = [d for d in self.shelf.complete_names() if key_of(d) < (newest.step, newest.number)]
         for name in older[max(self.keep_last - 1, 0) :]:
             try:
                 manifest = self._read_manifest(self.root / name)
@@ -294,16 +268,18 @@ class CheckpointStore:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
         The one ``latest`` names is tried first, then the others, newest first. Why one was refused
-        is logged; damaged ones are moved aside unless ``move_aside`` is False. ``accept`` is called
-        on all ranks with a verified checkpoint and may still refuse it with BadCheckpoint.
+        is logged; damaged ones are moved aside unless ``move_aside`` is False, and only when an
+        older one takes their place: where none is good all stay, and the next attempt ends as this
+        one does. ``accept`` is called on all ranks with a verified checkpoint and may still refuse
+        it with BadCheckpoint.
 
         Raises:
             CheckpointError: there are checkpoints and none is good.
         """
         names = self._on_first_rank(
-            self._candidates, f"cannot list {self.root}", error=CheckpointError
+            self.shelf.candidates, f"cannot list {self.root}", error=CheckpointError
         )
-        refused = []
+        refused: list[tuple[str, BadCheckpoint]] = []
         for name in names:
             path = self.root / name
             try:
@@ -312,19 +288,20 @@ class CheckpointStore:
                     accept(found)
             except BadCheckpoint as bad:
                 self._say(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
-                refused.append(f"{name}: {bad.why}")
-                if move_aside and bad.damaged:
-                    self._on_first_rank(
-                        partial(self._move_aside, path, bad.kind),
-                        f"could not move {name} aside",
-                        fatal=False,
-                    )
+                refused.append((name, bad))
                 continue
             if refused:
                 self._say(logging.WARNING, "continuing from the older checkpoint %s", name)
+            for bad_name, bad in refused:
+                if move_aside and bad.damaged:
+                    self._on_first_rank(
+                        partial(self.shelf.move_aside, self.root / bad_name, bad.kind),
+                        f"could not move {bad_name} aside",
+                        fatal=False,
+                    )
             return found
         if refused:
-            listed = "".join(f"\n  {line}" for line in refused)
+            listed = "".join(f"\n  {name}: {bad.why}" for name, bad in refused)
             raise CheckpointError(f"no good checkpoint in {self.root}:{listed}")
         return None
 
@@ -346,20 +323,16 @@ class CheckpointStore:
             except BadCheckpoint as bad:
                 problem = bad
                 break
-        for refusal in self.ranks.all_gather(problem):
-            if refusal is not None:
-                raise refusal
+        refusal = first_problem(self.ranks.all_gather(problem))
+        if refusal is not None:
+            raise refusal
         return Found(path, result)
 
     def newest_at(self, step: int) -> int | None:
         """Step of the newest complete checkpoint of at most ``step``; None: none. Collective."""
         return self._on_first_rank(
-            lambda: self._newest_at(step), f"cannot list {self.root}", error=CheckpointError
+            lambda: self.shelf.newest_at(step), f"cannot list {self.root}", error=CheckpointError
         )
-
-    def _newest_at(self, step: int) -> int | None:
-        steps = (_key(name)[0] for name in self._complete_names())
-        return max((s for s in steps if s <= step), default=None)
 
     def abandon_after(self, step: int) -> None:
         """Move the complete checkpoints of later steps aside; ``latest`` names what is left.
@@ -371,14 +344,14 @@ class CheckpointStore:
         """
 
         def work() -> None:
-            if self._newest_at(step) is None:
+            if self.shelf.newest_at(step) is None:
                 raise CheckpointError(f"there is no checkpoint of step {step} or before")
-            names = self._complete_names()
-            kept = next(name for name in names if _key(name)[0] <= step)
-            self._write_latest(kept)  # first: a kill in between leaves a pointer that holds
+            names = self.shelf.complete_names()
+            kept = next(name for name in names if key_of(name)[0] <= step)
+            self.shelf.write_latest(kept)  # first: a kill in between leaves a pointer that holds
             for name in names:
-                if _key(name)[0] > step:
-                    self._move_aside(self.root / name, "abandoned")
+                if key_of(name)[0] > step:
+                    self.shelf.move_aside(self.root / name, "abandoned")
 
         self._on_first_rank(work, f"cannot go back to step {step}", error=CheckpointError)
 
@@ -407,100 +380,11 @@ class CheckpointStore:
             )
         return manifest
 
-    def _candidates(self) -> list[str]:
-        """Rank 0: names of complete directories, the one ``latest`` names first, newest first."""
-        names = self._complete_names()
-        if not names:
-            return []
-        try:
-            latest = read_small(self.root, LATEST, limit=200).decode("ascii", "replace").strip()
-        except BadCheckpoint as bad:
-            latest = ""
-            log.warning(
-                "%s: %s; taking the newest complete checkpoint", self.root / LATEST, bad.why
-            )
-        else:
-            if latest not in names:
-                log.warning(
-                    "%s names %r, which is not a complete checkpoint here; taking the newest",
-                    self.root / LATEST,
-                    latest[:80],
-                )
-        if latest in names:
-            if latest != names[0]:
-                log.warning("%s names %s although %s is newer", LATEST, latest, names[0])
-            names.remove(latest)
-            names.insert(0, latest)
-        return names
-
     # --------------------------------------------------------------- helpers
-
-    def _complete_names(self) -> list[str]:
-        """Directories with the name of a complete checkpoint, newest (step, attempt) first."""
-        try:
-            listed = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        named = [(parse_name(name), name) for name in listed]
-        return [name for key, name in sorted((k, n) for k, n in named if k is not None)][::-1]
-
-    def _entries(self, suffix: str) -> list[Path]:
-        """Directories of checkpoints that carry ``suffix``."""
-        return [
-            self.root / name
-            for name in sorted(os.listdir(self.root))
-            if name.endswith(suffix) and parse_name(name[: -len(suffix)])
-        ]
-
-    def _attempts(self, step: int) -> list[int]:
-        """Attempt numbers of ``step`` that were ever used, moved aside ones included."""
-        numbers = []
-        for folder in (self.root, self.root / ASIDE):
-            for name in os.listdir(folder) if folder.is_dir() else ():
-                match = DIRECTORY.match(name)
-                if match and int(match[1]) == step:
-                    numbers.append(int(match[2]))
-        return numbers
-
-    def _move_aside(self, path: Path, kind: str) -> Path:
-        """Rename into ``aside/<name>.<kind>.<time>``; nothing is deleted."""
-        folder = self.root / ASIDE
-        folder.mkdir(exist_ok=True)
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        target = folder / f"{path.name}.{kind}.{stamp}"
-        count = 1
-        while os.path.lexists(target):
-            count += 1
-            target = folder / f"{path.name}.{kind}.{stamp}-{count}"
-        os.rename(path, target)
-        sync_directory(folder)
-        sync_directory(self.root)
-        log.warning("moved %s to %s", path.name, target)
-        return target
 
     def identity(self) -> str:
         """The store's own id; nothing is written: without one, every call gives another."""
-        return self._identity(create=False)
-
-    def _identity(self, *, create: bool) -> str:
-        """The store's own id; a new one where the file is missing or unreadable."""
-        path = self.root / IDENTITY
-        try:
-            identity = json.loads(path.read_bytes())["store"]
-            if isinstance(identity, str) and re.fullmatch(r"[0-9a-f]{32}", identity):
-                return identity
-            log.warning("%s holds no identity", path)
-        except FileNotFoundError:
-            pass
-        except (ValueError, KeyError, TypeError) as error:
-            log.warning("%s is damaged (%s)", path, error)
-        identity = uuid.uuid4().hex
-        if create:
-            draft = self.root / (IDENTITY + TMP + "-file")
-            write_file(draft, (json.dumps({"store": identity}) + "\n").encode())
-            os.replace(draft, path)
-            sync_directory(self.root)
-        return identity
+        return self.shelf.identity(create=False)
 
     def _on_first_rank(
         self,

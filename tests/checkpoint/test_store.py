@@ -113,7 +113,8 @@ def test_a_directory_that_appears_in_between_is_not_replaced(tmp_path: Path) -> 
     assert list((tmp_path / attempt.name).iterdir()) == []
 
 
-def test_abandoned_attempts_are_moved_aside_not_deleted(tmp_path: Path) -> None:
+def test_an_attempt_that_never_was_complete_gives_its_space_back(tmp_path: Path) -> None:
+    """A killed process left half a save: its log is kept, and its number is not used again."""
     attempt = CheckpointStore(tmp_path).begin(3)
     (attempt.path / "__0_0.distcp").write_bytes(b"half")
     assert CheckpointStore(tmp_path).find() is None
@@ -121,7 +122,26 @@ def test_abandoned_attempts_are_moved_aside_not_deleted(tmp_path: Path) -> None:
     assert path.name == "step_00000003.attempt-2"
     (left,) = aside(tmp_path)
     assert left.startswith("step_00000003.attempt-1.tmp.abandoned.")
-    assert (tmp_path / "aside" / left / "__0_0.distcp").read_bytes() == b"half"
+    assert os.listdir(tmp_path / "aside" / left) == ["reason.txt"]
+    text = (tmp_path / "aside" / left / "reason.txt").read_text()
+    assert text.startswith("its process ended in the middle of the save\n") and "4 __0_" in text
+
+
+@pytest.mark.parametrize("torn", [None, MANIFEST, SEAL])
+def test_an_attempt_that_lacks_only_its_name_is_put_aside_whole(
+    tmp_path: Path, torn: str | None
+) -> None:
+    """Killed between the seal and the rename; with half a seal it is half a save again."""
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1)
+    before = sorted(p.name for p in path.iterdir())
+    if torn is not None:
+        (path / torn).write_bytes((path / torn).read_bytes()[:-5])
+    os.rename(path, path.with_name(path.name + ".tmp"))
+    save(store, 2)
+    (left,) = aside(tmp_path)
+    found = sorted(p.name for p in (tmp_path / "aside" / left).iterdir())
+    assert found == (before if torn is None else ["reason.txt"])
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", "step_00000009.attempt-1\n", "../../etc\n"])
@@ -177,6 +197,18 @@ def test_none_good_is_an_error_with_exit_code_4(tmp_path: Path) -> None:
     assert "manifest.json is missing" in str(e.value)
     assert e.value.exit_code == 4
     assert path.exists()
+
+
+def test_where_none_is_good_nothing_moves_and_the_next_try_ends_alike(tmp_path: Path) -> None:
+    """Put aside, they would be forgotten: the same command would start at step 0."""
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        (save(store, step) / "__0_0.distcp").write_bytes(b"other bytes")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no good checkpoint"):
+            store.find()
+    assert complete(tmp_path) == ["step_00000001.attempt-1", "step_00000002.attempt-1"]
+    assert aside(tmp_path) == []
 
 
 def test_the_reader_can_still_refuse(tmp_path: Path) -> None:
@@ -395,7 +427,22 @@ class TestRanks:
 
         for error in on_ranks(3, work):
             assert isinstance(error, SaveError) and "rank 1: OSError" in str(error)
-        assert aside(tmp_path)[0].startswith("step_00000001.attempt-1.tmp.write-failed")
+        (left,) = aside(tmp_path)
+        assert left.startswith("step_00000001.attempt-1.tmp.write-failed")
+        assert "rank 1: OSError" in (tmp_path / "aside" / left / "reason.txt").read_text()
+
+    def test_a_node_without_the_directory_damages_nothing(self, tmp_path: Path) -> None:
+        """One rank does not see what the first one sees: refused, said, and left where it is."""
+        on_ranks(2, lambda ranks: save(CheckpointStore(tmp_path / "shared", collective=ranks), 1))
+
+        def work(ranks: Threads) -> None:
+            root = tmp_path / ("shared" if ranks.rank == 0 else "not-mounted")
+            CheckpointStore(root, collective=ranks).find()
+
+        for error in on_ranks(2, work):
+            assert isinstance(error, CheckpointError)
+            assert "on rank 1: __" in str(error) and "mount the directory" in str(error)
+        assert complete(tmp_path / "shared") == ["step_00000001.attempt-1"]
 
     def test_a_file_nobody_claims_is_not_committed(self, tmp_path: Path) -> None:
         def work(ranks: Threads) -> None:
@@ -416,56 +463,3 @@ class TestRanks:
         shard.write_bytes(shard.read_bytes().swapcase())
         found = on_ranks(3, lambda ranks: CheckpointStore(tmp_path, collective=ranks).find())
         assert [f.manifest.step for f in found] == [1, 1, 1]
-
-
-PAGE = 4096
-
-
-@pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "PAGE_BYTES", PAGE)
-
-
-@pytest.mark.usefixtures("small_pages")
-class TestSampling:
-    """What ``verify: sampled`` reads: small files whole, large ones in pages."""
-
-    @staticmethod
-    def big(tmp_path: Path, pages: int) -> tuple[CheckpointStore, Path]:
-        store = CheckpointStore(tmp_path, verify="sampled")
-        attempt = store.begin(1)
-        with (attempt.path / "big").open("wb") as file:
-            file.truncate(pages * PAGE)
-        path = store.commit(attempt, store.hash_files(attempt, ["big"]), {})
-        return store, path
-
-    def damage(self, path: Path, page: int) -> None:
-        with (path / "big").open("r+b") as file:
-            file.seek(page * PAGE + 77)
-            file.write(b"!")
-
-    def test_it_finds_damage_in_its_pages_and_misses_the_rest(self, tmp_path: Path) -> None:
-        store, path = self.big(tmp_path, 80)
-        digest = store.check(path).manifest.files["big"]
-        sampled = manifests.sample_pages("big", digest)
-        assert len(sampled) == manifests.SAMPLED_PAGES and {0, 79} <= set(sampled)
-        missed = next(page for page in range(80) if page not in sampled)
-        self.damage(path, missed)
-        assert store.check(path)
-        with pytest.raises(BadCheckpoint, match=rf"bytes {missed * PAGE}\.\. of"):
-            CheckpointStore(tmp_path).check(path)
-        self.damage(path, sampled[30])
-        with pytest.raises(BadCheckpoint, match=rf"bytes {sampled[30] * PAGE}\.\. of"):
-            store.check(path)
-
-    def test_sizes_are_always_checked(self, tmp_path: Path) -> None:
-        store, path = self.big(tmp_path, 80)
-        os.truncate(path / "big", 80 * PAGE - 1)
-        with pytest.raises(BadCheckpoint, match="expected 327680"):
-            store.check(path)
-
-    def test_small_files_are_read_whole(self, tmp_path: Path) -> None:
-        store, path = self.big(tmp_path, 3)
-        self.damage(path, 1)
-        with pytest.raises(BadCheckpoint, match="does not match"):
-            store.check(path)
