@@ -42,12 +42,17 @@ def load(path: str, overrides: list[str]) -> Loaded:
     return config.load(path, overrides)
 
 
+told: list[str] = []
+"""What `tell` was given, on every rank; the launcher writes the last one beside the exit code."""
+
+
 def tell(error: BaseException) -> None:
     """Print ``error`` on stderr, once a node under torchrun (every process of it has the same).
 
     Once a node, not once a job: a file that is missing on one node only would otherwise end the
     job without a word.
     """
+    told.append(str(error) or type(error).__name__)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"megatron-patch: {error}", file=sys.stderr, flush=True)
         return

@@ -69,7 +69,7 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         if error.code is None:
             return 0, "ended"
         if isinstance(error.code, int):
-            return error.code, "ended"
+            return error.code, _told() or "ended"
         print(error.code, file=sys.stderr)
         return 1, _first_line(str(error.code))
     except SecretsError as error:
@@ -79,6 +79,15 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         traceback.print_exc()
         return 1, _first_line(f"{type(error).__name__}: {error}")
     return 0, "ended"
+
+
+def _told() -> str:
+    """What the trainer's command line said about the error it ends with."""
+    common = sys.modules.get("megatron_patch.cli.common")
+    if common is None or not common.told:
+        return ""
+    # The first line of a list says how many there are.
+    return " ".join(line.strip() for line in common.told[-1].splitlines()[:2])
 
 
 def _settled(folder: Path) -> tuple[int, str] | None:
@@ -167,4 +176,9 @@ def load_secrets(name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    EXIT_CODE = main()
+    if EXIT_CODE:
+        # The interpreter's own end waits for reader threads, and takes network threads apart while
+        # other ranks break their connections: it may hang, or abort with another code.
+        os._exit(EXIT_CODE)
+    sys.exit(EXIT_CODE)

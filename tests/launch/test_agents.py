@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,20 @@ def test_the_ledger_line_of_the_shell_is_json(shims):
     assert set(json.loads(line)) == {
         "utc", "job", "attempt", "step", "phase", "rank", "host", "exit_code", "error",
         "traceback"}  # fmt: skip
+
+
+STUCK = """
+import sys, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+sys.exit(2)
+"""
+
+
+def test_an_exit_code_does_not_wait_for_threads(tmp_path):
+    """A reader that waits for a dead disk must not hold up what is known."""
+    (tmp_path / "program.py").write_text(STUCK)
+    environment = os.environ | {"RANK": "0", "MEGATRON_PATCH_ATTEMPT_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "megatron_patch.launcher.rank", str(tmp_path / "program.py")]
+    done = subprocess.run(command, env=environment, check=False, timeout=300)
+    assert done.returncode == 2
+    assert (tmp_path / "exit" / "00000").read_text().startswith("2 ")
