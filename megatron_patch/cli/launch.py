@@ -7,7 +7,8 @@ import argparse
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
 
 DESCRIPTION = """\
-Render the batch script of a run and submit it to Slurm: every check of the configuration, then
+Render the batch script of a run and submit it to Slurm: every check of the configuration, then the
+planner (a layout that cannot fit is refused, with those that would: 'megatron-patch plan'), then
 sbatch --test-only, then sbatch. The rendered script, its parts and the resolved configuration stay
 in <run_dir>/launch. The same command continues a run that was stopped; a run that has a job already
 is refused.
@@ -33,6 +34,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script; write and submit nothing"
     )
+    parser.add_argument(
+        "--no-plan", action="store_true", help="submit what the planner says does not fit"
+    )
     add_overrides(parser)
     parser.set_defaults(run=run)
 
@@ -42,9 +46,12 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     loaded = load(args.config, args.overrides)
-    from megatron_patch.launcher import render, submit
+    from megatron_patch.launcher import fit, render, submit
 
     job = submit.build_job(loaded, args.nodes)
+    memory = None if args.no_plan else fit.check_fit(job)
+    if memory is not None:
+        print(memory, file=sys.stderr)
     if args.dry_run:
         print(render.rank_map(job), file=sys.stderr)
         sys.stdout.write(render.render(job))

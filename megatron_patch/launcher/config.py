@@ -157,6 +157,9 @@ class ClusterConfig:
     """Time limit of one job, as Slurm writes it; the run goes on in the next one."""
     gpus_per_node: int = 8
     """GPUs asked for on every node; 0: a CPU run."""
+    gpu: str | None = None
+    """Kind of GPU, e.g. h100 or a100-40gb: launch refuses what the planner says does not fit it;
+    null: what fits no GPU that it knows."""
     ranks_per_node: int | None = None
     """Ranks on every node; default: gpus_per_node."""
     cpus_per_node: int | None = None
@@ -216,6 +219,11 @@ class ClusterConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a cluster."""
+        if self.gpu is not None:
+            from megatron_patch.planner.hardware import GPUS
+
+            if self.gpu.lower() not in GPUS:
+                yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
         yield from self._texts()
         yield from self._numbers()
         yield from self._environment()

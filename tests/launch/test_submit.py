@@ -61,6 +61,36 @@ def test_dry_run_writes_and_submits_nothing(launch, shims, capsys):
     assert capsys.readouterr().out == (shims.run / "launch" / "job.sbatch").read_text()
 
 
+HUGE = (
+    "training.device=cuda", "cluster.gpus_per_node=8", "cluster.ranks_per_node=8",
+    "model.num_layers=80", "model.hidden_size=8192", "model.num_attention_heads=64",
+    "model.seq_length=8192", "training.global_batch_size=1024",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_what_cannot_fit_is_refused_with_what_would(launch, shims, capsys, dry):
+    """A 70B model, nothing split, on 16 GPUs of any kind."""
+    words = [word for item in HUGE for word in ("--set", item)]
+    assert launch(*words, *(["--dry-run"] if dry else [])) == 2
+    assert shims.calls("sbatch") == []
+    said = capsys.readouterr().err
+    assert "does not fit" in said and "--set parallel.tensor_model_parallel_size=" in said
+    assert launch(*words, "--no-plan", "--dry-run") == 0
+
+
+def test_the_kind_of_gpu_decides(launch, capsys):
+    """A layout for 80 GB is not for 40 GB, and names that the planner does not know are refused."""
+    sets = [*HUGE[:3], "model.num_layers=32", "model.hidden_size=4096", *HUGE[5:],
+            "parallel.tensor_model_parallel_size=2"]  # fmt: skip
+    words = [word for item in sets for word in ("--set", item)]
+    assert launch(*words, "--dry-run", "--set", "cluster.gpu=b200") == 0
+    assert "on the fullest b200" in capsys.readouterr().err
+    assert launch(*words, "--dry-run", "--set", "cluster.gpu=a100-40gb") == 2
+    assert launch(*words, "--dry-run", "--set", "cluster.gpu=v100") == 2
+    assert "'v100' is not one of a100" in capsys.readouterr().err
+
+
 def test_without_slurm(launch, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
     assert launch() == 2

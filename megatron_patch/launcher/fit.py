@@ -1,0 +1,52 @@
+"""Whether a job fits its GPUs, by the planner, before anything is submitted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_patch.launcher.submit import LaunchError
+
+if TYPE_CHECKING:
+    from megatron_patch.launcher.render import Job
+    from megatron_patch.planner.plan import Plan
+
+
+def check_fit(job: Job) -> str | None:
+    """One line about the memory of the fullest GPU; None for a run that uses none.
+
+    Without ``cluster.gpu`` the largest GPU that the planner knows is taken: what does not fit that
+    one fits nowhere, and less is not refused.
+
+    Raises:
+        LaunchError: it does not fit; the text names layouts that would.
+        ConfigError: the layout is impossible, memory aside.
+    """
+    run = job.run
+    if run.training.device != "cuda":
+        return None
+    from megatron_patch.planner import report, search
+    from megatron_patch.planner.hardware import GIB, GPUS, gpu_named
+    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
+
+    largest = max(GPUS.values(), key=lambda gpu: gpu.memory)
+    gpu = largest if run.cluster.gpu is None else gpu_named(run.cluster.gpu)
+    vocabulary = vocabulary_of(run, None)
+    machine = Machine(gpu, job.nodes, run.cluster.ranks)
+    plan = make_plan(run, machine, vocabulary)
+    if not plan.fits:
+        found = search.alternatives(run, machine, vocabulary)
+        elsewhere = [] if found else search.more_nodes(run, machine, vocabulary)
+        raise LaunchError(
+            f"{report.refusal(plan, found, elsewhere)}\n"
+            "(launch --no-plan submits it all the same; docs/planning.md says how well this is "
+            "known)"
+        )
+    return _line(plan, GIB, known=run.cluster.gpu is not None)
+
+
+def _line(plan: Plan, gib: int, *, known: bool) -> str:
+    note = "" if known else "; cluster.gpu is not set, so the largest known GPU was assumed"
+    return (
+        f"plan: {plan.worst.total / gib:.1f} of {plan.machine.gpu.memory:g} GiB on the fullest "
+        f"{plan.machine.gpu.name}, estimated{note}"
+    )
