@@ -8,8 +8,10 @@
 One sequence of 8k to 512k tokens, head dim 128, 32 query and 8 key/value heads, BF16, over 1, 2, 4
 and 8 of the ranks started (the others wait). Results go to docs/results/context_parallel_N.json, N
 the ranks started, after every cell: the same command continues a run that was stopped or killed,
-and the cell that killed it is recorded as such and left out. `cells` says what is measured and in
-which order.
+and the cell that killed it is recorded as such and left out. With ``--out`` elsewhere, an earlier
+result in docs/results of the same sources, GPU and versions is continued there, so that several
+short runs make one table. `cells` says what is measured and in which order; what does not fit into
+the minutes that are left makes room for what does.
 
 TFLOP/s count 4 h s^2 d operations forward, half of that under a causal mask, and 2.5 times as many
 backward, divided by time and ranks. ``of_kernel`` divides by the TFLOP/s of the same kernel on one
@@ -29,7 +31,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +50,8 @@ import machine
 from megatron_patch.context_parallel.api import context_parallel_attention
 from megatron_patch.context_parallel.layout import positions, shard
 
+PASSES = 8  # of forward and backward, profile and pass without transfers included
+SLOW = 350e12  # operations a second of a slow system, with compilation left out
 BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever holds them
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 KERNEL = "kernel"
@@ -103,11 +107,21 @@ def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
 
 
 def _systems(ranks: int, mask: str, problem: Problem) -> list[str]:
-    names = [m for m in OURS if m != "a2a+p2p" or ranks >= 4]
-    if problem.heads % ranks:
-        names.remove("a2a")
     # The prototype balances causal work only.
-    return [*names, GATHER, *(RINGS if mask == "causal" else [])]
+    rings = list(RINGS) if mask == "causal" else []
+    names = ["p2p", GATHER, *rings[:1], "all_gather", "a2a", "a2a+p2p", *rings[1:]]
+    left_out = {"a2a+p2p"} if ranks < 4 else set()
+    if problem.heads % ranks:
+        left_out.add("a2a")
+    return [name for name in names if name not in left_out]
+
+
+def seconds_needed(cell: Cell, problem: Problem) -> float:
+    """What a cell takes at least, so that none is begun that cannot end in time."""
+    if problem.dtype is not torch.bfloat16:  # the smoke test
+        return 0.0
+    work = cp_tables.flops(asdict(problem), cell.tokens, cell.causal)
+    return 8.0 + PASSES * work / cell.ranks / SLOW
 
 
 class Bench:
@@ -123,16 +137,24 @@ class Bench:
         self.groups: dict[int, Any] = {}
         self.hosts: dict[int, Any] = {}
         self.levels: dict[int, tuple[Any, Any]] = {}
-        for n in sorted(n for n in args.ranks if n <= self.world):
-            self.groups[n] = dist.new_group(range(n), timeout=wait)
+        for n in sorted({1, *(n for n in args.ranks if n <= self.world)}):
+            self.groups[n] = self._group(range(n), wait)
             self.hosts[n] = dist.new_group(range(n), backend="gloo", timeout=wait)
             if n >= 4:
                 self.levels[n] = self._two_levels(n, wait)
 
+    def _group(self, ranks: Sequence[int], wait: timedelta) -> Any:
+        """As the trainer's: transfers come before the kernels they hide behind."""
+        options = None
+        if self.cuda:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = wait
+        return dist.new_group(list(ranks), timeout=wait, pg_options=options)
+
     def _two_levels(self, n: int, wait: timedelta) -> tuple[Any, Any]:
         """(pairs of neighbors for a2a, every second rank for the ring), as Megatron-Core's."""
-        pairs = [dist.new_group([i, i + 1], timeout=wait) for i in range(0, n, 2)]
-        rings = [dist.new_group(range(i, n, 2), timeout=wait) for i in (0, 1)]
+        pairs = [self._group([i, i + 1], wait) for i in range(0, n, 2)]
+        rings = [self._group(range(i, n, 2), wait) for i in (0, 1)]
         return pairs[min(self.rank, n - 1) // 2], rings[self.rank % 2]
 
     def inputs(self, tokens: int, ranks: int, rank: int) -> list[torch.Tensor]:
@@ -226,10 +248,12 @@ class Bench:
     def interval(self, ranks: int, run: Callable[[], object]) -> float:
         """Median time of ``run`` in ms; all ranks repeat as often as the slowest can afford."""
         run()
-        first = torch.tensor(self.once(run))
+        times = [self.once(run)]
+        first = torch.tensor(times[0])
         dist.all_reduce(first, op=dist.ReduceOp.MAX, group=self.hosts[ranks])
-        repeats = max(2, min(20, int(self.args.budget_ms / float(first))))
-        return round(statistics.median(self.once(run) for _ in range(repeats)), 4)
+        repeats = min(20, int(self.args.budget_ms / float(first)))
+        times += [self.once(run) for _ in range(repeats)]
+        return round(statistics.median(times), 4)
 
     def once(self, run: Callable[[], object]) -> float:
         """One pass in ms."""
@@ -290,8 +314,20 @@ def profile(run: Callable[[], object]) -> dict[str, float]:
             continue
         span = (event.time_range.start, event.time_range.end)
         spans["nccl" in event.name.lower()].append(span)
+    if not spans[True]:
+        return {}  # nothing was seen of NCCL: no figure rather than 0
     total, alone = cp_tables.exposed(spans[True], spans[False])
     return {"transfer_ms": round(total / 1e3, 4), "exposed_ms": round(alone / 1e3, 4)}
+
+
+# Figures of two runs belong into one file if these are equal.
+SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "sources": lambda r: r.get("sources"),
+    "GPU": lambda r: r["machine"].get("gpu"),
+    "torch": lambda r: r["versions"].get("torch"),
+    "triton": lambda r: r["versions"].get("triton"),
+    "problem": lambda r: r.get("problem"),
+}
 
 
 class Record:
@@ -299,7 +335,7 @@ class Record:
 
     def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.path = path
-        origin = machine.describe()
+        origin = machine.describe() | {"sources": cp_tables.sources()}
         self.content: dict[str, Any] = {
             **origin,
             "problem": asdict(args.problem) | {"dtype": str(args.problem.dtype)},
@@ -307,13 +343,14 @@ class Record:
             "complete": False,
             "cells": {},
         }
-        if path.exists():
-            old = json.loads(path.read_text())
-            same = all(old.get(k) == origin[k] for k in ("commit", "machine", "versions"))
-            if same and old.get("problem") == self.content["problem"]:
-                self.content["cells"] = old["cells"]
+        earlier = next((p for p in (path, machine.RESULTS / path.name) if p.exists()), None)
+        if earlier is not None:
+            old = json.loads(earlier.read_text())
+            other = [name for name, of in SAME.items() if of(old) != of(self.content)]
+            if other:
+                print(f"measuring everything anew: other {', '.join(other)}", flush=True)
             else:
-                print("another commit, machine or problem: measuring everything anew", flush=True)
+                self.content["cells"] = old["cells"]
         for cell in self.content["cells"].values():
             if cell.pop("running", False):
                 cell["error"] = "the run ended while it measured this"
@@ -344,17 +381,18 @@ def slowest(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def run(bench: Bench, record: Record | None) -> None:
     """Measure what is not measured yet, until the time is over. The first rank decides."""
     args = bench.args
-    end = time.monotonic() + args.minutes * 60
+    end = args.began + args.minutes * 60
     complete = True
     for cell in cells(args, bench.world):
         go: list[Any] = [None]
         if record is not None:
             go = ["skip" if record.done(cell, retry=args.retry) else "go"]
-            if go == ["go"] and time.monotonic() > end:
-                go = ["stop"]
+            left = end - time.monotonic()
+            if go == ["go"] and left < seconds_needed(cell, args.problem):
+                complete = False
+                go = ["stop" if left < 0 else "skip"]
         dist.broadcast_object_list(go, src=0, group=bench.everyone)
         if go == ["stop"]:
-            complete = False
             break
         if go == ["skip"]:
             continue
@@ -372,7 +410,7 @@ def run(bench: Bench, record: Record | None) -> None:
         if record is not None:
             figures = slowest([part for part in parts if part is not None])
             record.put(cell, figures)
-            print(cell.key, figures, flush=True)
+            print(f"{time.monotonic() - args.began:.0f} s: {cell.key} {figures}", flush=True)
     if record is not None:
         record.content["complete"] = complete
         record.write()
@@ -406,6 +444,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--render-only", action="store_true", help="draw the plot again")
     args = parser.parse_args()
+    args.began = time.monotonic()
     args.problem = Problem()
     if args.smoke:
         args.problem = Problem(heads=8, kv_heads=2, d=16, dtype=torch.float32)

@@ -83,8 +83,32 @@ def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again
     assert "error" in new.content["cells"][second.key]
     assert [new.done(cell, retry=True) for cell in (first, second)] == [True, False]
     text = json.loads(path.read_text())
-    path.write_text(json.dumps(text | {"commit": "another"}))
+    path.write_text(json.dumps(text | {"commit": "another"}))  # of the same sources
+    assert record(bench, path).done(first, retry=False)
+    path.write_text(json.dumps(text | {"sources": "others"}))
     assert not record(bench, path).done(first, retry=False)
+
+
+def test_a_run_elsewhere_continues_the_result_in_the_repository(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.machine, "RESULTS", tmp_path / "docs")
+    first, second = (bench.Cell("p2p", 2, tokens, True) for tokens in (1, 2))
+    record(bench, tmp_path / "docs" / "r.json").put(first, {"total_ms": 1.0})
+    away = record(bench, tmp_path / "away" / "r.json")
+    assert away.done(first, retry=False)
+    away.put(second, {"total_ms": 2.0})
+    both = json.loads((tmp_path / "away" / "r.json").read_text())["cells"]
+    assert set(both) == {first.key, second.key}
+
+
+def test_no_cell_is_begun_that_cannot_end_in_time(bench: Any) -> None:
+    problem = bench.Problem()
+    short, long = (bench.Cell("p2p", 4, tokens, True) for tokens in (8192, 524288))
+    assert bench.seconds_needed(short, problem) < 10
+    assert 40 < bench.seconds_needed(long, problem) < 90
+    more = bench.Cell("p2p", 2, 524288, True)
+    assert bench.seconds_needed(more, problem) > 1.8 * bench.seconds_needed(long, problem)
 
 
 def test_tables(bench: Any, tables: Any, tmp_path: Path) -> None:
