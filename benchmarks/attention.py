@@ -1,14 +1,18 @@
+# ruff: noqa: E402  (the interpreter is chosen before Triton is imported)
 """Time attention forward and backward beside its peers on one GPU; write JSON, a table and a plot.
 
-    PYTHONPATH=kernels python benchmarks/attention.py                  # measure
+    PYTHONPATH=kernels python benchmarks/attention.py [--minutes 8] [--out DIR] [--resume DIR]
     PYTHONPATH=kernels python benchmarks/attention.py --render-only    # table and plot only
 
 Results go to docs/results/attention.{json,md,png}. Peers run in the same process on the same random
-tensors: SDPA-cuDNN, SDPA-flash, FlexAttention (where ``--flex`` names the length, because every
-shape costs it a compilation), and our own stabilizers.
-Times are medians of CUDA-event intervals over two rounds, so that no peer gets only a cool chip;
-before each interval the GPU is given idle work, so that launches are queued as in a training step
-(``host`` is the time the CPU spends on a forward call).
+tensors: SDPA-cuDNN, SDPA-flash, our own stabilizers, and FlexAttention, which costs every shape a
+compilation and therefore comes in a second pass (beside ``none``, timed again). A run that finds an
+``attention.json`` of the same kernels, GPU and versions in ``--out`` or ``--resume`` measures what
+is missing there.
+Times are medians of CUDA-event intervals over two rounds, in opposite orders, so that no peer gets
+only a cool chip; before each interval the GPU is given idle work, so that launches are queued as in
+a training step (``host`` is the time the CPU spends on a forward call; where it exceeds
+``queued_ms`` the interval contains host time, and the page says so).
 
 TFLOP/s count 4 b h sq sk (d + dv) / 2 operations forward, half of that under a causal mask, and 2.5
 times as many backward, recomputation not counted.
@@ -19,28 +23,40 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import math
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests")]
+# One compiler thread a process: our worker processes are the parallelism.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+DEVICE = "cpu" if "--device=cpu" in sys.argv or "cpu" in sys.argv else "cuda"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+    import interpreter_shim
+
+    interpreter_shim.install_on_import()
+
 import torch
 import torch.nn.functional as F
-from machine import RESULTS, describe
+from attention_report import GRIDS, plot, render
+from kernel_goals import OURS, goals, summary
+from machine import RESULTS, describe_kernels, same_origin
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import stable_attention
 
 TOKENS, HIDDEN = 16384, 2048
-OURS = ("none", "compensated", "compensated int8")
-# About 0.6 ms: longer than any peer needs to queue one pass.
-QUEUE_CYCLES = 1_100_000
-GRIDS = ("hidden 2048", "MLA", "GQA 64/8")
+# About 1.2 ms at 1.98 GHz: longer than any peer needs to queue one pass.
+QUEUE_CYCLES = 2_400_000
+LENGTHS = (4096, 16384, 1024, 8192, 2048)
 
 
 @dataclass(frozen=True)
@@ -56,24 +72,25 @@ class Shape:
     dv: int
     causal: bool
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the forward pass."""
-        full = 2.0 * self.b * self.h * self.s * self.s * (self.d + self.dv)
-        return full / 2 if self.causal else full
 
+def shapes() -> Iterator[Shape]:
+    """The grid of docs/kernels.md, the shapes that say most first."""
+    if DEVICE == "cpu":
+        yield Shape(GRIDS[0], 1, 32, 1, 1, 16, 16, True)
+        yield Shape(GRIDS[2], 1, 32, 2, 1, 16, 16, False)
+        return
 
-def shapes(head_dims: list[int]) -> Iterator[Shape]:
-    """The grid of docs/kernels.md."""
-    for d in head_dims:
-        for causal in (True, False):
-            for s in (1024, 2048, 4096, 8192, 16384):
-                h = HIDDEN // d
-                yield Shape(GRIDS[0], TOKENS // s, s, h, h, d, d, causal)
-    for s in (2048, 4096, 8192):
-        yield Shape(GRIDS[1], TOKENS // s, s, 16, 16, 192, 128, True)
-    for s in (4096, 8192, 16384, 32768):
+    def hidden(d: int, s: int, causal: bool) -> Shape:
+        return Shape(GRIDS[0], TOKENS // s, s, HIDDEN // d, HIDDEN // d, d, d, causal)
+
+    for s in LENGTHS:
+        for d in (128, 64):
+            yield from (hidden(d, s, causal) for causal in (True, False))
+    for s in (4096, 16384, 8192, 32768):
         yield Shape(GRIDS[2], max(1, TOKENS // s), s, 64, 8, 128, 128, True)
+    for s in LENGTHS:
+        yield Shape(GRIDS[1], TOKENS // s, s, 16, 16, 192, 128, True)
+        yield from (hidden(256, s, causal) for causal in (True, False))
 
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -91,15 +108,20 @@ def sdpa(backend: SDPBackend, shape: Shape) -> Call:
     return run
 
 
+def _visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return i >= j
+
+
 def flex(shape: Shape) -> Call:
+    """FlexAttention, compiled for this shape alone."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # Every shape is a recompilation of one function: past the limit torch would run it uncompiled.
+    torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if shape.causal:
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, shape.s, shape.s, device="cuda"
-        )
+        mask = create_block_mask(_visible, None, None, shape.s, shape.s, device=DEVICE)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -128,237 +150,270 @@ def ours(name: str, shape: Shape) -> Call:
     return run
 
 
-def peers(shape: Shape, flex_lengths: list[int]) -> dict[str, Call]:
-    """Name -> attention over [b, s, h, d] tensors."""
-    found = {
+def peers(shape: Shape) -> dict[str, Call]:
+    """Name -> attention over [b, s, h, d] tensors; the first pass."""
+    found = {name: ours(name, shape) for name in OURS}
+    if DEVICE == "cpu":
+        return {"SDPA-math": sdpa(SDPBackend.MATH, shape)} | found
+    return {
         "SDPA-cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, shape),
         "SDPA-flash": sdpa(SDPBackend.FLASH_ATTENTION, shape),
-    }
-    if shape.s in flex_lengths and shape.d in (64, 128):
-        found["FlexAttention"] = flex(shape)
-    return found | {name: ours(name, shape) for name in OURS}
+    } | found
 
 
 def tensors(shape: Shape) -> list[torch.Tensor]:
     """q, k, v (leaves) and dO, random."""
     size = ((shape.h, shape.d), (shape.kv_heads, shape.d), (shape.kv_heads, shape.dv))
     q, k, v = (
-        torch.randn(shape.b, shape.s, *hd, device="cuda", dtype=torch.bfloat16) for hd in size
+        torch.randn(shape.b, shape.s, *hd, device=DEVICE, dtype=torch.bfloat16) for hd in size
     )
-    dout = torch.randn(shape.b, shape.s, shape.h, shape.dv, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn(shape.b, shape.s, shape.h, shape.dv, device=DEVICE, dtype=torch.bfloat16)
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
-def intervals(run: Callable[[], object], budget_ms: float) -> list[float]:
-    """Event-timed repeats of ``run`` within a time budget, after a warm-up."""
-    for _ in range(2):
+def interval(run: Callable[[], object], *, queued: bool = True) -> Callable[[], float]:
+    """Start one timed run; the returned function gives its milliseconds after a synchronize."""
+    if DEVICE == "cpu":
+        began = time.perf_counter()
         run()
+        elapsed = (time.perf_counter() - began) * 1e3
+        return lambda: elapsed
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if queued:
+        torch.cuda._sleep(QUEUE_CYCLES)
     start.record()
     run()
     end.record()
-    end.synchronize()
-    repeats = max(4, min(30, int(budget_ms / max(start.elapsed_time(end), 1e-3))))
-    pairs = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(QUEUE_CYCLES)
-        start.record()
+    return lambda: start.elapsed_time(end)
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def intervals(run: Callable[[], object], budget_ms: float) -> list[float]:
+    """Timed repeats of ``run`` within a time budget, after a warm-up."""
+    if DEVICE == "cuda":
         run()
-        end.record()
-        pairs.append((start, end))
+        run()
+    first = interval(run, queued=False)
+    synchronize()
+    repeats = max(4, min(30, int(budget_ms / max(first(), 1e-3))))
+    pending = [interval(run) for _ in range(repeats if DEVICE == "cuda" else 1)]
+    synchronize()
+    return [elapsed() for elapsed in pending]
+
+
+def queued_ms() -> float:
+    """How long the idle work before an interval takes."""
+    if DEVICE == "cpu":
+        return 0.0
+    found = interval(lambda: torch.cuda._sleep(QUEUE_CYCLES), queued=False)
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairs]
+    return round(found(), 3)
 
 
-def measure(shape: Shape, flex_lengths: list[int], budget_ms: float) -> dict[str, Any]:
-    """{peer: {"forward": ms, "backward": ms, "peak_mib": MiB} or {"error": why}}."""
-    q, k, v, dout = tensors(shape)
-    cells: dict[str, Any] = {}
-    times: dict[str, tuple[list[float], list[float]]] = {}
-    table = peers(shape, flex_lengths)
-    for _ in range(2):
-        for name, call in table.items():
-            if "error" in cells.get(name, {}):
+def one_round(call: Call, leaves: list[torch.Tensor], budget_ms: float) -> dict[str, Any]:
+    """Forward and backward intervals, peak memory and host time of one peer."""
+    *qkv, dout = leaves
+    base = peak = 0
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(call(*qkv), qkv, dout)
+    if DEVICE == "cuda":
+        peak = torch.cuda.max_memory_allocated() - base
+    forward = intervals(lambda: call(*qkv), budget_ms)
+    out = call(*qkv)
+    backward = intervals(
+        lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True), budget_ms * 2
+    )
+    synchronize()
+    began = time.perf_counter()
+    call(*qkv)
+    host = (time.perf_counter() - began) * 1e3
+    return {"forward": forward, "backward": backward, "peak": peak, "host": host}
+
+
+def measure(
+    table: dict[str, Call], leaves: list[torch.Tensor], budget_ms: float
+) -> dict[str, dict[str, Any]]:
+    """{peer: {"forward": ms, "backward": ms, "peak_mib": MiB, "host": ms} or {"error": why}}."""
+    cells: dict[str, dict[str, Any]] = {}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in table}
+    for names in (list(table), list(reversed(table))):
+        for name in names:
+            if name in cells:
                 continue
             try:
-                base = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                out = call(q, k, v)
-                torch.autograd.grad(out, (q, k, v), dout)
-                peak = torch.cuda.max_memory_allocated() - base
-                forward, backward = times.setdefault(name, ([], []))
-                forward += intervals(lambda c=call: c(q, k, v), budget_ms)
-                out = call(q, k, v)
-                grad = lambda o=out: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True)  # noqa: E731
-                backward += intervals(grad, budget_ms * 2)
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                call(q, k, v)
-                host = (time.perf_counter() - began) * 1e3
-                cells[name] = {"peak_mib": round(peak / 2**20, 1), "host": round(host, 3)}
-                del out
+                rounds[name].append(one_round(table[name], leaves, budget_ms))
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]
                 cells[name] = {"error": f"{type(error).__name__}: {first[:160]}"}
-    for name, (forward, backward) in times.items():
-        if "error" not in cells[name]:
-            cells[name]["forward"] = round(statistics.median(forward), 4)
-            cells[name]["backward"] = round(statistics.median(backward), 4)
+                if "CUDA error" in first:
+                    raise
+    for name, found in rounds.items():
+        if name in cells:
+            continue
+        times = {p: [x for r in found for x in r[p]] for p in ("forward", "backward")}
+        cells[name] = {p: round(statistics.median(x), 4) for p, x in times.items()}
+        # The second round's: the first one also holds what a peer sets up once.
+        cells[name]["peak_mib"] = round(found[-1]["peak"] / 2**20, 1)
+        cells[name]["host"] = round(min(r["host"] for r in found), 3)
     return cells
 
 
-def compile_ahead(shape: Shape) -> None:
-    """Fill Triton's cache for a shape's kernels, in a worker process."""
-    small = Shape(**asdict(shape) | {"b": 1, "s": 2048})
-    q, k, v, dout = tensors(small)
-    for name in OURS:
-        torch.autograd.grad(ours(name, small)(q, k, v), (q, k, v), dout)
-    torch.cuda.synchronize()
+def compile_ahead(job: tuple[Shape, bool]) -> str:
+    """Fill the compilers' caches for a shape, in a worker process; returns what went wrong."""
+    shape, with_flex = job
+    try:
+        *qkv, dout = tensors(shape)
+        table = {"FlexAttention": flex(shape)} if with_flex else peers(shape)
+        for name, call in table.items():
+            if not name.startswith("SDPA"):
+                torch.autograd.grad(call(*qkv), qkv, dout)
+        synchronize()
+    except Exception as error:
+        return f"{shape}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    return ""
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    wanted = list(shapes([int(d) for d in args.head_dims.split(",")]))
-    kinds = {(x.grid, x.d, x.causal): x for x in wanted}
+def compile_all(wanted: list[Shape], *, with_flex: bool, workers: int, end: float) -> None:
+    """`compile_ahead` over processes; gives up waiting when time runs out."""
+    if workers < 1 or not wanted:
+        return
+    began = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    workers = min(len(kinds), os.cpu_count() or 1)
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        list(pool.map(compile_ahead, kinds.values()))
-    flex_lengths = [int(s) for s in args.flex.split(",") if s]
-    end = time.monotonic() + args.minutes * 60
-    result = describe() | {"rows": [], "complete": False}
-    for shape in wanted:
-        if time.monotonic() > end:
-            break
-        cells = measure(shape, flex_lengths, args.budget_ms)
-        result["rows"].append(asdict(shape) | {"peers": cells})
-        brief = {n: (c.get("forward"), c.get("backward")) for n, c in cells.items()}
-        print(shape, brief, flush=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    else:
-        result["complete"] = True
-    result["summary"] = summary(result["rows"])
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(wanted)), mp_context=context)
+    jobs = [pool.submit(compile_ahead, (shape, with_flex)) for shape in wanted]
+    done, late = concurrent.futures.wait(jobs, timeout=max(1.0, end - began))
+    for job in done:
+        fault = str(job.exception()) if job.exception() else job.result()
+        if fault:
+            print("compile ahead:", fault, flush=True)
+    for process in list((pool._processes or {}).values()) if late else []:
+        process.kill()
+    pool.shutdown(wait=True, cancel_futures=True)
+    seconds = time.monotonic() - began
+    print(f"compiled {len(done)} of {len(jobs)} shapes ahead in {seconds:.0f} s", flush=True)
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
+class Run:
+    """The result under way: rows by shape, saved after every one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.began = time.monotonic()
+        self.end = self.began + args.minutes * 60
+        self.wanted = list(shapes())
+        self.head = describe_kernels() | {"queued_ms": queued_ms()}
+        self.rows: dict[Shape, dict[str, Any]] = {}
+        for folder in (args.out.parent, args.resume):
+            if folder and not self.rows:
+                self._take_over(folder / args.out.name)
+
+    def _take_over(self, path: Path) -> None:
+        if not path.exists():
+            return
+        old = json.loads(path.read_text())
+        why = same_origin(old, self.head)
+        if why:
+            print(f"not resuming from {path}: {why}", flush=True)
+            return
+        for row in old["rows"]:
+            shape = Shape(**{k: v for k, v in row.items() if k != "peers"})
+            self.rows[shape] = dict(row["peers"])
+        print(f"resuming from {path}: {len(self.rows)} shapes", flush=True)
+
+    def late(self) -> bool:
+        return time.monotonic() > self.end
+
+    def save(self) -> dict[str, Any]:
+        rows = [asdict(s) | {"peers": self.rows[s]} for s in self.wanted if s in self.rows]
+        result = self.head | {
+            "rows": rows,
+            "complete": all(self.has(s, "compensated") for s in self.wanted),
+            "flex_complete": all(self.has(s, "FlexAttention") for s in self.wanted),
+            "summary": summary(rows),
+            "goals": goals(rows, len(self.wanted)),
+        }
+        self.args.out.write_text(json.dumps(result, indent=1) + "\n")
+        return result
+
+    def has(self, shape: Shape, name: str) -> bool:
+        return name in self.rows.get(shape, {})
+
+    def add(self, shape: Shape, cells: dict[str, dict[str, Any]]) -> None:
+        self.rows.setdefault(shape, {}).update(cells)
+        self.save()
+        brief = {n: c.get("error") or (c["forward"], c["backward"]) for n, c in cells.items()}
+        left = (self.end - time.monotonic()) / 60
+        print(
+            f"{len(self.rows)}/{len(self.wanted)}, {left:.1f} min left:", shape, brief, flush=True
+        )
+
+    def first_pass(self) -> None:
+        todo = [s for s in self.wanted if not self.has(s, "compensated")]
+        compile_all(todo, with_flex=False, workers=self.args.workers, end=self.end - 60)
+        for shape in todo:
+            if self.late():
+                return
+            self.add(shape, measure(peers(shape), tensors(shape), self.args.budget_ms))
+            self._empty()
+
+    def flex_pass(self) -> None:
+        todo = [s for s in self.wanted if not self.has(s, "FlexAttention")]
+        if self.late() or DEVICE == "cpu":
+            return
+        compile_all(todo, with_flex=True, workers=self.args.workers, end=self.end - 60)
+        for shape in todo:
+            if self.late():
+                return
+            table = {"FlexAttention": flex(shape), "none, again": ours("none", shape)}
+            self.add(shape, measure(table, tensors(shape), self.args.budget_ms))
+            self._empty()
+
+    @staticmethod
+    def _empty() -> None:
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means over the grid: speed over each peer, and the cost of the stabilizer."""
-
-    def ratios(a: str, b: str, which: str) -> list[float]:
-        cells = [(r["peers"].get(a, {}), r["peers"].get(b, {})) for r in rows]
-        return [y[which] / x[which] for x, y in cells if which in x and which in y]
-
-    found: dict[str, Any] = {}
-    for which in ("forward", "backward"):
-        for name in OURS:
-            for peer in ("SDPA-cuDNN", "SDPA-flash", "FlexAttention"):
-                values = ratios(name, peer, which)
-                if values:
-                    mean, low = geometric_mean(values), min(values)
-                    found[f"{which}: {name} speed / {peer}"] = [round(mean, 3), round(low, 3)]
-        for name in OURS[1:]:
-            values = ratios("none", name, which)
-            found[f"{which}: {name} time / none"] = [
-                round(geometric_mean(values), 3),
-                round(max(values, default=math.nan), 3),
-            ]
-    return found
-
-
-def render(result: dict[str, Any]) -> str:
-    """Markdown: summary and one table a grid and pass, TFLOP/s."""
-    machine, versions = result["machine"], result["versions"]
-    gpu = machine.get("gpu", "no GPU")
-    lines = [
-        f"# Attention speed: {gpu}",
-        "",
-        f"Generated by `benchmarks/attention.py` from `attention.json`; commit "
-        f"{result.get('commit', '?')[:12]}, torch {versions.get('torch')}, "
-        f"triton {versions.get('triton')}, cuDNN {versions.get('cudnn')}. BF16, TFLOP/s, medians.",
-        "",
-        "| geometric mean over the grid | mean | worst |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| {name} | {a} | {b} |" for name, (a, b) in result["summary"].items()]
-    names = ["SDPA-cuDNN", "SDPA-flash", "FlexAttention", *OURS]
-    for which, factor in (("forward", 1.0), ("backward", 2.5)):
-        lines += ["", f"## {which}", "", "| grid | mask | d | s | " + " | ".join(names) + " |"]
-        lines.append("| --- |" * 1 + " --- |" * (3 + len(names)))
-        for r in result["rows"]:
-            shape = Shape(**{k: v for k, v in r.items() if k != "peers"})
-            d = str(shape.d) if shape.d == shape.dv else f"{shape.d}/{shape.dv}"
-            cells = []
-            for name in names:
-                ms = r["peers"].get(name, {}).get(which)
-                cells.append("-" if ms is None else f"{factor * shape.flops / ms / 1e9:.0f}")
-            mask = "causal" if shape.causal else "full"
-            lines.append(f"| {shape.grid} | {mask} | {d} | {shape.s} | " + " | ".join(cells) + " |")
-    lines += ["", "## Peak memory of forward and backward, MiB", ""]
-    lines += ["| grid | mask | d | s | " + " | ".join(names) + " |"]
-    lines.append("| --- |" + " --- |" * (3 + len(names)))
-    for r in result["rows"]:
-        if r["s"] != 4096:
-            continue
-        cells = [str(r["peers"].get(n, {}).get("peak_mib", "-")) for n in names]
-        mask = "causal" if r["causal"] else "full"
-        lines.append(f"| {r['grid']} | {mask} | {r['d']} | {r['s']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s over sequence length, one panel a head dim and pass, causal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
-    dims = sorted({r["d"] for r in rows})
-    figure, axes = plt.subplots(2, len(dims), figsize=(4 * len(dims), 6), squeeze=False)
-    for column, d in enumerate(dims):
-        for row, (which, factor) in enumerate((("forward", 1.0), ("backward", 2.5))):
-            axis = axes[row][column]
-            for name in ("SDPA-cuDNN", "SDPA-flash", "none", "compensated"):
-                points = [
-                    (r["s"], factor * _flops(r) / r["peers"][name][which] / 1e9)
-                    for r in rows
-                    if r["d"] == d and which in r["peers"].get(name, {})
-                ]
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", label=name)
-            axis.set(
-                xscale="log", title=f"d {d}, causal, {which}", ylabel="TFLOP/s", ylim=(0, None)
-            )
-            axis.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"])
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def _flops(row: dict[str, Any]) -> float:
-    return Shape(**{k: v for k, v in row.items() if k != "peers"}).flops
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "attention.json")
-    parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--flex", default="4096", help="lengths at which FlexAttention runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, or a .json file")
+    parser.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
-    parser.add_argument("--budget-ms", type=float, default=25.0, help="per peer, pass and round")
+    parser.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
+    parser.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
+    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
     parser.add_argument("--render-only", action="store_true")
     args = parser.parse_args()
+    if args.out.suffix != ".json":
+        args.out = args.out / "attention.json"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = json.loads(args.out.read_text()) if args.render_only else run(args)
+    if args.render_only:
+        result = json.loads(args.out.read_text())
+    else:
+        run = Run(args)
+        run.first_pass()
+        if not args.no_flex:
+            run.flex_pass()
+        result = run.save()
     args.out.with_suffix(".md").write_text(render(result))
     plot(result, args.out.with_suffix(".png"))
     print(json.dumps(result["summary"], indent=1))
+    for goal in result.get("goals", []):
+        misses = f"; {len(goal['misses'])} miss it" if goal["misses"] else ""
+        verdict = "met" if goal["ok"] else "MISSED"
+        print(
+            f"{verdict}: {goal['what']}: {goal['value']} (at {goal['at']} {goal['limit']}){misses}"
+        )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,22 +1,29 @@
-"""What a result file says about where it comes from: machine, versions, commit.
+"""What a result file says about where it comes from: machine, versions, commit, kernel sources.
 
 Every benchmark stores ``describe()`` beside its figures. The commit is read from git, or, where the
-tree travels without its history, from the environment variable ``SOURCE_COMMIT``.
+tree travels without its history, from the environment variable ``SOURCE_COMMIT``. Benchmarks of the
+kernels add ``sources_digest()``: results of the same sources, GPU and versions may be joined
+(``same_origin``), and a page can say that its figures belong to other kernels than the tree's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import platform
 import subprocess
 import time
+import tokenize
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+# Parts of the library whose edits change neither results nor speed of a call.
+BESIDE_THE_KERNELS = ("reference/", "aot.py", "hf.py", "probes.py")
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy")
 
 
@@ -36,6 +43,54 @@ def commit() -> str:
         return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _code(text: str) -> str:
+    """Python source without comments and docstrings, as one string."""
+    kept: list[str] = []
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
+    opens_statement = True
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in skipped or (token.type == tokenize.STRING and opens_statement):
+            continue
+        kept.append(tokenize.tok_name[token.type] if token.string.isspace() else token.string)
+        opens_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return "\x00".join(kept)
+
+
+def sources_digest(root: Path = ROOT) -> str:
+    """Digest of what the kernels compute: their code and tile table, not their comments."""
+    folder = root / "kernels" / "stable_attention"
+    joined = hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
+        name = path.relative_to(folder).as_posix()
+        if name.startswith(BESIDE_THE_KERNELS):
+            continue
+        text = path.read_text()
+        joined.update(name.encode() + b"\x00")
+        joined.update((_code(text) if path.suffix == ".py" else text).encode())
+    return joined.hexdigest()[:16]
+
+
+def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Why the figures of two results do not belong into one file; "" where they do.
+
+    Same kernel sources (`sources_digest`; without one, the same commit), GPU, torch and triton.
+    """
+    for what, pick in (
+        ("kernel sources", lambda r: r.get("kernels") or r.get("commit")),
+        ("GPU", lambda r: r["machine"].get("gpu")),
+        ("torch", lambda r: r["versions"].get("torch")),
+        ("triton", lambda r: r["versions"].get("triton")),
+    ):
+        if pick(old) != pick(new):
+            return f"other {what}: {pick(old)}, now {pick(new)}"
+    return ""
+
+
+def describe_kernels() -> dict[str, Any]:
+    """`describe`, with the digest of the kernel sources."""
+    return describe() | {"kernels": sources_digest()}
 
 
 def versions() -> dict[str, str]:

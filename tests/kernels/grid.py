@@ -1,7 +1,8 @@
 """The GPU grid: groups of cases that share one compilation, so that a group costs one compile.
 
-``grid_groups`` is systematic (features x head dims x dtypes, times shapes; more than 2,000 cases);
-``random_groups`` draws both the features and the shapes.
+Compiling is what a GPU run of the grid spends its time on (about 2,000 kernels), so the groups vary
+what the compiler does not see. ``grid_groups`` is systematic (features x head dims x dtypes, times
+shapes; more than 2,000 cases); ``random_groups`` draws both the features and the shapes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import random
 from attention_cases import Case, random_case, random_kernel
 
 DIMS = ((32, 0), (40, 0), (64, 0), (80, 0), (96, 0), (128, 0), (192, 0), (256, 0), (192, 128))
+# Head dims of the models people train, in both dtypes with every feature; the others take turns.
+BOTH_DTYPES = ((64, 0), (128, 0), (192, 128))
 # What the kernels are specialised for; layouts and memory orders are spread over the features.
 FEATURES = {
     "full": Case(),
@@ -39,7 +42,10 @@ FEATURES = {
     ),
     "thd-gqa-dropout": Case(layout="thd", hq=4, dropout=0.17, lens_q="x", lens_k="x"),
 }
-SHAPES = ((1, 1, 1), (1, 1, 239), (2, 113, 203), (1, 128, 217), (2, 256, 256), (1, 513, 512))
+SHAPES = (
+    (1, 1, 1), (1, 1, 239), (2, 113, 203), (1, 128, 217), (2, 256, 256), (1, 513, 512),
+    (3, 65, 64), (1, 700, 130),
+)  # fmt: skip
 PACKED = (
     ("1", "1", 0, 0),
     ("0,5,33,1,20", "4,0,33,1,40", 3, 0),
@@ -47,8 +53,10 @@ PACKED = (
     ("256,1,100", "1,256,100", 0, 7),
     ("0,0,0", "0,0,0", 4, 0),
     ("300,211", "300,211", 0, 0),
+    ("17,64,1,3", "65,64,128,1", 0, 0),
+    ("129,0,511", "2,7,640", 6, 5),
 )
-VALUES = ("gauss", "gauss", "outlier", "positive", "gauss", "gauss")
+VALUES = ("gauss", "gauss", "outlier", "positive", "gauss", "gauss", "outlier", "gauss")
 
 
 def _group(name: str, base: Case, seed: int) -> list[Case]:
@@ -65,11 +73,13 @@ def _group(name: str, base: Case, seed: int) -> list[Case]:
 
 
 def grid_groups() -> list[list[Case]]:
-    """Every feature x head dims x dtype, six shapes each."""
+    """Every feature x head dims, in one or both dtypes, eight shapes each."""
     groups = []
     for f, (name, base) in enumerate(FEATURES.items()):
         for n, (d, dv) in enumerate(DIMS):
-            for dtype in ("bf16", "fp16"):
+            both = ("bf16", "fp16")
+            dtypes = both if (d, dv) in BOTH_DTYPES else both[(f + n) % 2 :][:1]
+            for dtype in dtypes:
                 case = dataclasses.replace(base, d=d, dv=dv, dtype=dtype)
                 groups.append(_group(name, case, 1000 * f + 20 * n + (dtype == "fp16")))
     return groups
@@ -78,10 +88,10 @@ def grid_groups() -> list[list[Case]]:
 def large_groups() -> list[list[Case]]:
     """Sizes with enough elements for the 2 % comparison with the vendor kernels."""
     groups = []
-    for d in (64, 128):
+    for d, dtype in ((64, "bf16"), (128, "bf16"), (256, "bf16"), (64, "fp16"), (128, "fp16")):
         for causal in (0, 1):
             for hq, hk in ((8, 8), (8, 2)):
-                base = Case(d=d, causal=causal, hq=hq, hk=hk, layout="bhsd")
+                base = Case(d=d, causal=causal, hq=hq, hk=hk, layout="bhsd", dtype=dtype)
                 groups.append(
                     [
                         dataclasses.replace(base, b=b, sq=s, sk=s, seed=s + d)
@@ -97,7 +107,17 @@ def random_groups(seed: int, cases: int, per_group: int = 14) -> list[list[Case]
     groups = []
     while cases > 0:
         kernel = random_kernel(rng)
-        count = min(per_group, cases)
-        groups.append([random_case(rng, small=False, kernel=kernel) for _ in range(count)])
-        cases -= count
+        # Strides and head counts are compiled in too: one memory order and kv_heads a group.
+        memory = rng.choice(["plain", "plain", "fused", "strided", "expanded"])
+        kv_heads = rng.choice([1, 2, 3])
+        fixed = {"memory": memory, "hk": kv_heads, "hq": kv_heads * kernel.hq}
+        group = [random_case(rng, small=False, kernel=kernel) for _ in range(min(per_group, cases))]
+        groups.append([dataclasses.replace(case, **fixed) for case in group])
+        cases -= len(group)
     return groups
+
+
+def small_groups(seed: int, cases: int) -> list[list[Case]]:
+    """Random problems small enough for Triton's interpreter, one a group."""
+    rng = random.Random(seed)
+    return [[random_case(rng, small=True)] for _ in range(cases)]
