@@ -197,7 +197,9 @@ class Bench:
             }
             yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
         elif cell.system == GATHER:
-            block = cp_peers.CudnnKernel if self.cuda else cp_peers.CpuKernel
+            block: Any = cp_peers.CpuKernel
+            if self.cuda:
+                block = cp_peers.cudnn_kernel(self.device, self.problem.d)
             yield _heads_first(
                 lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, block)
             )

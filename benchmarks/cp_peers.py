@@ -11,6 +11,7 @@ tokens of a chunk, n ranks, d head dim. Tensors are [b, heads, tokens, d].
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,36 @@ class CudnnKernel:
         out, lse, (cum_q, cum_k, max_q, max_k, seed, offset) = piece
         rest = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal)
         return aten._scaled_dot_product_cudnn_attention_backward(dout, *qkv, out, lse, *rest)
+
+
+class CudnnRepeated:
+    """The same with key/value heads repeated first, where cuDNN does not take them grouped."""
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Piece:
+        return CudnnKernel.forward(q, repeat_heads(k, q), repeat_heads(v, q), causal)
+
+    @staticmethod
+    def backward(
+        dout: torch.Tensor, qkv: tuple[torch.Tensor, ...], piece: Piece, causal: bool
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, v = qkv
+        wide = (q, repeat_heads(k, q), repeat_heads(v, q))
+        dq, dk, dv = CudnnKernel.backward(dout, wide, piece, causal)
+        return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+
+
+@functools.cache
+def cudnn_kernel(device: torch.device, d: int) -> Any:
+    """`CudnnKernel`, or `CudnnRepeated` where grouped heads are refused: tried once."""
+    q, k = (torch.zeros(1, h, 128, d, dtype=torch.bfloat16, device=device) for h in (4, 2))
+    try:
+        piece = CudnnKernel.forward(q, k, k, True)
+        CudnnKernel.backward(q, (q, k, k), piece, True)
+    except RuntimeError as error:
+        print(f"cuDNN takes no grouped heads ({str(error).splitlines()[0]}): repeated", flush=True)
+        return CudnnRepeated
+    return CudnnKernel
 
 
 class CpuKernel:
