@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fault_lab.lab import INTERVAL, Hook, Lab, Outcome, Running, compare
+from fault_lab.lab import INTERVAL, SLACK, Hook, Lab, Outcome, Running, compare
 
 After = Literal["resume", "finished", "goes on", "same job", "undetected"]
 
@@ -96,7 +96,9 @@ def run_case(
     broken = case.inject(scene)
     problems = _judge_end(case, broken)
     hang = _hang(scene, broken)
-    if case.found_within is not None and not (hang and hang["seconds"] <= case.found_within):
+    if case.found_within is not None and not (
+        hang and hang["seconds"] <= SLACK * case.found_within
+    ):
         problems.append(f"no hang was reported within {case.found_within:g} s: {hang}")
     if case.repair is not None:
         case.repair(scene)
@@ -166,7 +168,7 @@ def _judge_end(case: Case, broken: Outcome) -> list[str]:
         problems.append(f"no rank ended with {case.rank_code}: {sorted(codes)}")
     if case.says and broken.line(case.says) is None:
         problems.append(f"nobody said {case.says!r}")
-    if broken.after_fault is not None and broken.after_fault > case.within:
+    if broken.after_fault is not None and broken.after_fault > SLACK * case.within:
         problems.append(f"it took {broken.after_fault:.0f} s to end")
     if broken.orphans:
         problems.append(f"orphans: {broken.orphans}")

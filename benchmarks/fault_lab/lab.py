@@ -15,6 +15,7 @@ import ctypes
 import json
 import multiprocessing.synchronize
 import os
+import random
 import re
 import shutil
 import signal
@@ -30,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERVAL, STEPS = 3, 8
+SLACK = float(os.environ.get("FAULT_LAB_SLACK", "1"))
+"""Factor of every limit in seconds: 1 for the table, more where a busy machine plays a sample."""
 CONFIG = f"""\
 name: demo
 run_dir: run
@@ -137,10 +140,12 @@ def descendants() -> list[tuple[int, str]]:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on now, and that the kernel gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(16000, 31000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -198,7 +203,7 @@ class Running:
 
     def until(self, condition: Callable[[], Any], seconds: float = 40) -> Any:
         """Wait for a condition; its value, or None when the attempt ended first."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + SLACK * seconds
         while time.monotonic() < end:
             value = condition()
             if value:
@@ -234,7 +239,7 @@ class Running:
             limit: seconds; default: ``self.limit``.
             alone: False while another attempt runs beside this one: nothing is looked for.
         """
-        end = time.monotonic() + (limit or self.limit)
+        end = time.monotonic() + SLACK * (limit or self.limit)
         while not self.poll() and time.monotonic() < end:
             time.sleep(0.01)
         timed_out = not self.poll()
@@ -273,7 +278,7 @@ class Running:
 
     def _orphans(self) -> list[str]:
         """Processes that live on a second after the launcher; they are killed."""
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + SLACK * 1.0
         while (left := descendants()) and time.monotonic() < end:
             time.sleep(0.02)
         kill_all()

@@ -10,19 +10,14 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 import warnings
 from typing import Any
 
-TIMEOUT = 180
+from free_port import free_port
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+TIMEOUT = 600
 
 
 def _serve(connection: Any, path: list[str], cpu: bool) -> None:
@@ -80,7 +75,7 @@ class RankPool:
 
     def play(self, scenario: str, *, world: int = 1, **arguments: Any) -> list[Any]:
         """Run a scenario on ``world`` ranks; what each rank returned."""
-        port = str(_free_port())
+        port = str(free_port())
         for rank, (_, connection) in enumerate(self._ranks[:world]):
             environment = {
                 "RANK": str(rank),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,23 @@ from megatron_patch.faults.hang import HangWatcher, Limits, summarize
 from megatron_patch.faults.stacks import Witness
 from megatron_patch.runtime.heartbeat import Beat, Pulse
 
-# One rank without torch: it works on step 7 and gets stuck in the way the last argument names.
+# One rank without torch: it works on step 7 and gets stuck in the way the fourth argument names.
+# It starts to count when all ranks are there, and says "ready" when C's timer is wound up.
 RANK = """
-import ctypes, sys, time
+import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from megatron_patch.faults import hang
 from megatron_patch.faults.hang import HangWatcher, Limits
 from megatron_patch.runtime.heartbeat import PULSE
 
-hang.GRACE_SECONDS = 3
-def wait_for_the_others(): time.sleep(60)
+rank, world, folder, how = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+limit, hang.GRACE_SECONDS, hang.LOCK_SECONDS = map(float, sys.argv[5:])
+def wait_for_the_others(): time.sleep(900)
 def endless_loop():
     while True: pass
-def blocked_in_c(): ctypes.CDLL(None).sleep(60)
-def holds_the_lock(): ctypes.PyDLL(None).sleep(60)
+def blocked_in_c(): ctypes.CDLL(None).sleep(900)
+def holds_the_lock(): ctypes.PyDLL(None).sleep(900)
+def stops(): os.kill(os.getpid(), signal.SIGSTOP)
 def loses_the_others():  # as a collective does, when they leave before this rank has
     while not list(folder.glob("alarm-*")): time.sleep(0.01)
     try:
@@ -41,45 +45,80 @@ def loses_the_others():  # as a collective does, when they leave before this ran
         watcher.stop()
         raise
 
-rank, world, folder, how = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+armed, arm = threading.Event(), hang.faulthandler.dump_traceback_later
+def armed_later(*args, **options):
+    arm(*args, **options)
+    armed.set()
+hang.faulthandler.dump_traceback_later = armed_later
 PULSE.reset()
-watcher = HangWatcher(Limits(step=1.0, startup=60, pause=60), folder, token="t", rank=rank,
+watcher = HangWatcher(Limits(step=limit, startup=900, pause=900), folder, token="t", rank=rank,
                       hosts=["node%d" % r for r in range(world)])
+print("here", flush=True)
+sys.stdin.readline()
 watcher.start()
 for step in (5, 6):
     PULSE.step(step); PULSE.stepped()
 PULSE.step(7)
 PULSE.enter("forward")
-if how == "wait_for_the_others":
+if how in ("wait_for_the_others", "stops"):
     PULSE.enter("optimizer")
-time.sleep(0.3)  # longer than the watcher's period: it has armed the timer for this phase
+armed.clear()
+armed.wait()
 print("ready", flush=True)
 globals()[how]()
 """
 
 
-def ranks(folder: Path, *how: str) -> list[subprocess.Popen[str]]:
-    """Start one process a word, and wait until all are where they get stuck."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(len(how)), str(folder / "hangs"), word],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, word in enumerate(how)
-    ]
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    """Kill what a failed test leaves."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+def ranks(
+    folder: Path, *how: str, limit: float = 2, grace: float = 60, lock: float = 1
+) -> list[subprocess.Popen[str]]:
+    """Start one process a word, and wait until all are where they get stuck.
+
+    Seconds: ``limit`` of the phase, ``grace`` for all to write (waited for only if one does not),
+    ``lock`` until C's timer speaks.
+    """
+    started = []
+    for rank, word in enumerate(how):
+        words = [rank, len(how), folder / "hangs", word, limit, grace, lock]
+        with (folder / f"err.{rank}").open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-c", RANK, *map(str, words)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+            )
+        started.append(process)
+        STARTED.append(process)
+    assert [p.stdout.readline() for p in started if p.stdout] == ["here\n"] * len(started)
     for process in started:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert process.stdin is not None
+        print(file=process.stdin, flush=True)
+    assert [p.stdout.readline() for p in started if p.stdout] == ["ready\n"] * len(started)
     return started
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and standard error."""
-    try:
-        return process.wait(30), process.communicate()[1]
-    finally:
-        process.kill()
+def ended(process: subprocess.Popen[str]) -> int:
+    """Exit code."""
+    return process.wait(600)
+
+
+def errors(folder: Path, rank: int) -> str:
+    """What a rank wrote to standard error so far."""
+    return (folder / f"err.{rank}").read_text()
 
 
 def summary(folder: Path) -> tuple[Path, str]:
@@ -99,49 +138,40 @@ def witness(rank: int, **changes: Any) -> Witness:
 @pytest.mark.parametrize("how", ["endless_loop", "blocked_in_c"])
 def test_every_rank_writes_its_stacks_and_the_guilty_one_is_named(tmp_path: Path, how: str) -> None:
     started = ranks(tmp_path, "wait_for_the_others", how, "wait_for_the_others")
-    begin = time.monotonic()
-    results = [ended(p) for p in started]
-    assert [code for code, _ in results] == [hang.EXIT_CODE] * 3
-    assert time.monotonic() - begin < 10
+    assert [ended(p) for p in started] == [hang.EXIT_CODE] * 3
     folder, text = summary(tmp_path)
     assert text.startswith("hang at step 7: rank 1 (node1) is behind: step 7, phase forward"), text
     for rank in range(3):
         found = (folder / f"rank_{rank:05d}.txt").read_text()
         assert (how if rank == 1 else "wait_for_the_others") in found
-    assert sum("stacks of all ranks" in err for _, err in results) == 1
+    assert sum("stacks of all ranks" in errors(tmp_path, rank) for rank in range(3)) == 1
     entries = [json.loads(x) for x in (tmp_path / "crashes.jsonl").read_text().splitlines()]
     assert sorted(e["rank"] for e in entries) == [0, 1, 2]
     assert {(e["step"], e["exit_code"]) for e in entries} == {(7, hang.EXIT_CODE)}
 
 
 def test_a_rank_that_loses_the_others_to_a_hang_ends_as_they_do(tmp_path: Path) -> None:
-    lost, _ = results = [ended(p) for p in ranks(tmp_path, "loses_the_others", "endless_loop")]
-    assert [code for code, _ in results] == [hang.EXIT_CODE] * 2
-    assert "ConnectionError: closed by peer" in lost[1]
+    started = ranks(tmp_path, "loses_the_others", "endless_loop")
+    assert [ended(p) for p in started] == [hang.EXIT_CODE] * 2
+    assert "ConnectionError: closed by peer" in errors(tmp_path, 0)
     entries = [json.loads(x) for x in (tmp_path / "crashes.jsonl").read_text().splitlines()]
     assert {(e["rank"], e["exit_code"]) for e in entries} == {(0, 6), (1, 6)}
 
 
-def test_an_error_without_a_hang_is_left_to_the_caller(tmp_path: Path) -> None:
-    watcher = HangWatcher(Limits(9, 9, 9), tmp_path / "hangs", token="t", rank=0, hosts=["n"])
-    watcher.start()
-    begin = time.monotonic()
-    watcher.settle(ConnectionError("closed by peer"))
-    watcher.stop()
-    assert time.monotonic() - begin < 5
-
-
-def test_a_stopped_process_is_named_as_missing(
+def test_an_error_without_a_hang_is_left_to_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, stopped = ranks(tmp_path, "wait_for_the_others", "wait_for_the_others")
-    os.kill(stopped.pid, signal.SIGSTOP)
-    try:
-        code, _ = ended(first)
-    finally:
-        stopped.kill()
-        stopped.wait()
-    assert code == hang.EXIT_CODE
+    watcher = HangWatcher(Limits(9, 9, 9), tmp_path / "hangs", token="t", rank=0, hosts=["n"])
+    watcher.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(watcher._thread, "join", lambda *seconds: pytest.fail("it waits"))
+        watcher.settle(ConnectionError("closed by peer"))
+    watcher.stop()
+
+
+def test_a_stopped_process_is_named_as_missing(tmp_path: Path) -> None:
+    first, _ = ranks(tmp_path, "wait_for_the_others", "stops", grace=3)
+    assert ended(first) == hang.EXIT_CODE
     _, text = summary(tmp_path)
     assert text.startswith("hang at step 7: rank 1 (node1) missing: no stacks within 3 s")
     assert "missing" in text.splitlines()[-1]
@@ -149,34 +179,30 @@ def test_a_stopped_process_is_named_as_missing(
 
 def test_a_thread_that_holds_the_interpreter_lock_is_shown_by_the_c_timer(tmp_path: Path) -> None:
     """It is named as missing; its stacks are in its own log, where the launcher kills it."""
-    first, locked = ranks(tmp_path, "wait_for_the_others", "holds_the_lock")
-    assert ended(first)[0] == hang.EXIT_CODE
-    time.sleep(1.0)  # limit + LOCK_SECONDS are over
-    locked.kill()
-    err = locked.communicate()[1]
+    first, _ = ranks(tmp_path, "wait_for_the_others", "holds_the_lock", grace=3)
+    assert ended(first) == hang.EXIT_CODE
+    end = time.monotonic() + 600
+    while "holds_the_lock" not in (err := errors(tmp_path, 1)) and time.monotonic() < end:
+        time.sleep(0.1)
     assert "Timeout" in err and "holds_the_lock" in err
     assert "rank 1 (node1) missing" in summary(tmp_path)[1]
 
 
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """Stopped and continued as a whole, it is not a hang: the watcher did not run either."""
-    (process,) = ranks(tmp_path, "wait_for_the_others")
+    (process,) = ranks(tmp_path, "wait_for_the_others", limit=6)
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(5)  # longer than the limit and LOCK_SECONDS
+    time.sleep(8)  # longer than the limit and LOCK_SECONDS
     os.kill(process.pid, signal.SIGCONT)
-    time.sleep(0.35)
-    try:
-        assert process.poll() is None and not (tmp_path / "hangs").exists()
-    finally:
-        process.kill()
-        process.wait()
+    time.sleep(2)  # the watcher looks every 0.6 s
+    assert process.poll() is None and not (tmp_path / "hangs").exists()
 
 
 def test_an_unwritable_directory_still_ends_the_rank(tmp_path: Path) -> None:
     (tmp_path / "hangs").write_text("a file in the way")
     (process,) = ranks(tmp_path, "wait_for_the_others")
-    code, err = ended(process)
-    assert code == hang.EXIT_CODE
+    assert ended(process) == hang.EXIT_CODE
+    err = errors(tmp_path, 0)
     assert "no report:" in err and "wait_for_the_others" in err
 
 

@@ -6,14 +6,13 @@ One torchrun a node, each in a directory of its own: what one node lacks, the ot
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -40,18 +39,6 @@ def node(folder: Path, corpus: Path, number: int) -> Path:
     for file in corpus.parent.glob("tiny*"):
         shutil.copy(file, path)
     return path
-
-
-def free_port() -> int:
-    """Below the ephemeral range: nobody is given it between now and the start of torchrun."""
-    while True:
-        with socket.socket() as probe:
-            port = random.SystemRandom().randrange(16000, 31000)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def launch(folder: Path, nodes: list[Path], *sets: str) -> dict[int, tuple[int, str]]:

@@ -84,7 +84,7 @@ class Shims:
     def drive(self, *steps: str, cluster: str = "", **environment: str) -> tuple[int, str]:
         """Run the script to its end; exit code and output."""
         process = self.start(*steps, cluster=cluster, **environment)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=600)
         return process.returncode, output
 
     def calls(self, name: str) -> list[list[str]]:
@@ -100,7 +100,7 @@ class Shims:
         self, process: subprocess.Popen[str], file: str, number: signal.Signals
     ) -> None:
         """Send a signal to the batch shell once a shim has left ``file``."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 600
         while not (self.shim / file).exists():
             assert time.monotonic() < end, file
             time.sleep(0.01)

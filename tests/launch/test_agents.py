@@ -32,7 +32,7 @@ def start_node(tmp_path: Path, agent: str) -> list[str]:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", ROOT / "launch" / "node.sh", "train", "megatron_patch", "train"],
-        env=environment, capture_output=True, text=True, check=False, timeout=60,
+        env=environment, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return (tmp_path / "called").read_text().split()
@@ -132,6 +132,6 @@ def test_an_exit_code_does_not_wait_for_threads(tmp_path):
     (tmp_path / "program.py").write_text(STUCK)
     environment = os.environ | {"RANK": "0", "MEGATRON_PATCH_ATTEMPT_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "megatron_patch.launcher.rank", str(tmp_path / "program.py")]
-    done = subprocess.run(command, env=environment, check=False, timeout=300)
+    done = subprocess.run(command, env=environment, check=False, timeout=500)
     assert done.returncode == 2
     assert (tmp_path / "exit" / "00000").read_text().startswith("2 ")

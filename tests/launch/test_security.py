@@ -108,7 +108,7 @@ def test_injection(number, shims):
             f'RUN="{loaded.config.run_dir or shims.run}"; finish'
         )
         subprocess.run(["bash", script], env=shims.environment, cwd=shims.folder, check=False,
-                       capture_output=True, timeout=30)  # fmt: skip
+                       capture_output=True, timeout=600)  # fmt: skip
     assert not mark.exists()
     assert not list(shims.folder.rglob("pwned"))
     if place != "cluster.environment.reason":
@@ -178,7 +178,7 @@ def start_rank(
     return subprocess.run(
         [sys.executable, "-m", "megatron_patch.launcher.rank", str(tmp_path / "program.py")],
         env={"PATH": os.environ["PATH"], "RANK": "3", rank.ATTEMPT_DIR: str(tmp_path / "attempt"),
-             **environment}, capture_output=True, text=True, check=False, timeout=60,
+             **environment}, capture_output=True, text=True, check=False, timeout=600,
         cwd=Path(__file__).resolve().parents[2],
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ import pytest
 CRASH = "step 7; leave 1 1; leave 0 143; exit 143"
 STOPPED = "step 9; leave 0 0; leave 1 0"
 WAITING = """\
-trap 'step 9; leave 0 0; leave 1 0; exit 0' USR1
-step 5; touch "$SHIM/ready"; sleep 20 >/dev/null 2>&1 & wait $!"""
+trap 'kill $! 2>/dev/null; step 9; leave 0 0; leave 1 0; exit 0' USR1
+step 5; touch "$SHIM/ready"; sleep 300 >/dev/null 2>&1 & wait $!"""
 
 
 def test_success(shims):
@@ -126,7 +126,7 @@ def test_retry_budget(shims, done, step, cluster):
 def test_signal_is_passed_on_and_the_job_requeued(shims, number):
     process = shims.start(WAITING)
     shims.signal_when(process, "ready", number)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and shims.requeues() == 1, output
     assert "asking the ranks to save and stop" in output
 
@@ -135,7 +135,7 @@ def test_signal_during_a_crash_is_no_crash(shims):
     """What dies after the signal, dies of the end of the job: no restart, no budget."""
     process = shims.start(WAITING.replace("leave 1 0; exit 0", "exit 137"))
     shims.signal_when(process, "ready", signal.SIGUSR1)
-    process.communicate(timeout=30)
+    process.communicate(timeout=600)
     assert shims.requeues() == 1 and len(shims.calls("srun")) == 1
     assert "requeue=stop" in (shims.run / "launch" / "events.log").read_text()
 

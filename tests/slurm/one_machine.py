@@ -15,6 +15,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from free_port import free_port
+
 NODES = ("pn1", "pn2", "pn3")
 DAEMONS = ("slurmctld", "slurmd", "munged")
 PATIENCE = 600.0
@@ -135,7 +137,7 @@ class OneMachine:
             (self.dir / name).mkdir(parents=True, exist_ok=True)
         for index in range(8):
             (self.dir / "dev" / f"gpu{index}").touch()
-        host, ports = socket.gethostname().split(".")[0], _free_ports(1 + len(NODES))
+        host, ports = socket.gethostname().split(".")[0], _ports(1 + len(NODES))
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 "
             "RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
@@ -217,12 +219,8 @@ class OneMachine:
         return "\n".join([queue, nodes, *words])
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
-    finally:
-        for item in sockets:
-            item.close()
+def _ports(count: int) -> list[int]:
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return sorted(found)
