@@ -27,6 +27,9 @@ DISTRIBUTIONS = (
     "numpy",
     "psutil",
 )
+NVRX, NVRX_CORE = "nvidia-resiliency-ext", (0, 6)
+"""A package that Megatron-Core imports wherever it is installed, and the first release it can use
+(``megatron/core/dist_checkpointing/strategies/nvrx.py`` of 0.19.2)."""
 ROOT = Path(megatron_patch.__file__).resolve().parent.parent
 
 
@@ -36,6 +39,27 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def hide_old_nvrx() -> str | None:
+    """Let Megatron-Core believe that an nvidia-resiliency-ext too old for it is not installed.
+
+    Importing Megatron-Core 0.19.2 beside a release before 0.6.0 ends with AttributeError
+    (``nvidia_resiliency_ext`` has no ``__version__``), and images of NVIDIA bring such releases.
+    Nothing of it is used in a rank; ft_launcher is another process. Call it before Megatron's
+    import.
+
+    Returns:
+        The version that was hidden; None: there was none to hide.
+    """
+    found = version(NVRX)
+    if found is None:
+        return None
+    parts = tuple(int(p) for p in found.split(".")[:2] if p.isdigit())
+    if parts >= NVRX_CORE:
+        return None
+    sys.modules["nvidia_resiliency_ext"] = None  # type: ignore[assignment]
+    return found
 
 
 def report() -> dict[str, Any]:

@@ -39,6 +39,7 @@ def prepare_process(run: RunConfig) -> None:
     setup.check_world_size(run, setup.launched_world_size())
     determinism.enforce(run)
     _quiet_libraries()
+    environment.hide_old_nvrx()
     if run.training.device == "cpu":
         from megatron_patch.runtime import cpu_mode
 
