@@ -3,11 +3,12 @@
 
     PYTHONPATH=kernels python benchmarks/cp_accuracy.py [--out docs/results]
 
-All ranks of a group run in one process (megatron_patch.context_parallel.emulate): the arithmetic is
-that of real ranks, bit for bit, and one GPU measures any size. Beside it, the same kernels with
-partial results merged in BF16, as other rings do. Writes ``cp_accuracy.json``: errors of O, dQ, dK,
-dV relative to the truth's RMS, and of delta = rowsum(dO * O) relative to the RMS of delta, in the
-regimes of docs/numerics.md, causal.
+All ranks of a group run in one process (megatron_patch.context_parallel.emulate): schedule, kernels
+and sums are those of real ranks, only the transfers are copies, and one GPU measures any size.
+Beside it, the same kernels with partial results merged in BF16, as other rings do; one rank is the
+ordinary kernel, which merges nothing. Writes ``cp_accuracy.json`` after every regime: errors of O,
+dQ, dK, dV relative to the truth's RMS, and of delta = rowsum(dO * O) relative to the RMS of delta,
+in the regimes of docs/numerics.md, causal.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from machine import RESULTS, write_result
 SIZES = (1, 2, 4, 8)
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 REGIMES = ("tie2s", "near8w", "one", "diffuse", "kbias", "gauss")
+KERNEL = "kernel"
 BF16_MERGES = "p2p, merged in BF16"
 
 
@@ -54,10 +56,21 @@ def exact(tensors: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
     return found | {"out": out.detach(), "delta": (dout * out.detach()).sum(-1)}
 
 
+def whole(tensors: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """O and its gradients by the ordinary kernel, as without context parallelism."""
+    from stable_attention import stable_attention
+
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = stable_attention(*leaves, layout="sbhd", causal=True)
+    assert isinstance(out, torch.Tensor)
+    grads = torch.autograd.grad(out, leaves, tensors[3])
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
 def measure(
     tensors: tuple[torch.Tensor, ...], truth: dict[str, torch.Tensor], size: int, mode: str
 ) -> dict[str, Any]:
-    """Errors of one mode on ``size`` ranks; ``mode`` may be `BF16_MERGES`."""
+    """Errors of one mode on ``size`` ranks; ``mode`` may be `BF16_MERGES` or `KERNEL`."""
     from megatron_patch.context_parallel.emulate import SixteenBitMerges, emulate
 
     options: dict[str, Any] = {"mode": mode}
@@ -69,11 +82,14 @@ def measure(
             "stabilizer": "none",
             "wire": torch.bfloat16,
         }
+    if mode == KERNEL:
+        options = {"mode": "p2p"}
     result = emulate(*tensors, size=size, causal=True, **options)
     delta = (tensors[3].double() * result.delta_out.double()).sum(-1)
-    found = {
-        name: figures(getattr(result, name), truth[name]) for name in ("out", "dq", "dk", "dv")
-    }
+    results = {name: getattr(result, name) for name in ("out", "dq", "dk", "dv")}
+    if mode == KERNEL:
+        results = whole(tensors)
+    found = {name: figures(x, truth[name]) for name, x in results.items()}
     return found | {"delta": figures(delta, truth["delta"])}
 
 
@@ -102,16 +118,16 @@ def main() -> int:
         tensors = tuple(x.transpose(0, 1)[:, None].contiguous() for x in made)
         truth = exact(tensors)
         for size in args.sizes:
-            for mode in (*MODES, BF16_MERGES):
-                if (mode == "a2a+p2p" and size < 4) or (size == 1 and mode not in ("p2p",)):
+            for mode in (KERNEL, *MODES, BF16_MERGES):
+                if (mode == "a2a+p2p" and size < 4) or (size == 1) != (mode == KERNEL):
                     continue
                 errors = measure(tensors, truth, size, mode)
                 cells[f"{regime}, {size}, {mode}"] = {
                     "regime": regime, "ranks": size, "mode": mode, **errors
                 }  # fmt: skip
                 print(regime, size, mode, errors["delta"], flush=True)
-    problem = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim}
-    print(write_result("cp_accuracy", {"problem": problem, "cells": cells}, args.out))
+        problem = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim}
+        print(write_result("cp_accuracy", {"problem": problem, "cells": cells}, args.out))
     return 0
 
 
