@@ -1,11 +1,15 @@
-"""``megatron-patch experiment stability|cell|pack|unpack``."""
+"""``megatron-patch experiment stability|results|cell|pack|unpack``."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+
+if TYPE_CHECKING:
+    from megatron_patch.experiments.publish import Target
 
 DESCRIPTION = """\
 Run a fixed protocol of training runs that differ in one thing each, through the real trainer, and
@@ -33,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
         allow_abbrev=False,
     )
     parts = parser.add_subparsers(
-        title="what to do", metavar="stability|cell|pack|unpack", required=True
+        title="what to do", metavar="stability|results|cell|pack|unpack", required=True
     )
     _add_stability(parts)
     _add_cell(parts)
@@ -64,10 +68,55 @@ def _add_stability(parts: Subparsers) -> None:
     part.add_argument(
         "--only", metavar="CELL", nargs="+", default=[], help="cells, or single runs (cell-s1)"
     )
+    part.add_argument(
+        "--gpus-per-run", metavar="N", type=_positive, help="instead of the protocol's gpus_per_run"
+    )
     part.add_argument("--retry", action="store_true", help="start failed and refused runs again")
     part.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    _add_target(part)
     add_overrides(part)
     part.set_defaults(run=run_stability)
+    shown = _part(
+        parts,
+        "results",
+        "write the tables and plots of what is there, and start nothing",
+        "After 'unpack': the verdict table, the curves and the plot of all records together.",
+    )
+    shown.add_argument("--config", metavar="FILE", required=True, help="protocol file")
+    shown.add_argument("--out", metavar="DIR", help="default: runs/<name of the protocol>")
+    _add_target(shown)
+    add_overrides(shown)
+    shown.set_defaults(run=run_results)
+
+
+def _add_target(part: argparse.ArgumentParser) -> None:
+    part.add_argument(
+        "--results-dir",
+        metavar="DIR",
+        help="also copy the results there, every 90 s and at the end: <name>.json, .png, .csv",
+    )
+    part.add_argument(
+        "--archives",
+        metavar="N",
+        type=int,
+        default=0,
+        help="with --results-dir: and at most N archives of the records, as 'pack' writes them",
+    )
+    part.add_argument("--mib", metavar="M", type=float, default=15.5, help="size of an archive")
+
+
+def _target(args: argparse.Namespace) -> Target | None:
+    from megatron_patch.experiments.publish import Target
+
+    if args.results_dir is None:
+        if args.archives:
+            from megatron_patch.experiments.errors import ExperimentError
+
+            raise ExperimentError("--archives needs --results-dir: say where they go")
+        return None
+    return Target(
+        folder=Path(args.results_dir), archives=args.archives, limit=int(args.mib * 2**20)
+    )
 
 
 def _add_cell(parts: Subparsers) -> None:
@@ -137,8 +186,28 @@ def run_stability(args: argparse.Namespace) -> int:
             steps=args.steps,
             only=args.only,
             overrides=args.overrides,
+            gpus_per_run=args.gpus_per_run,
+            target=_target(args),
             retry=args.retry,
             dry_run=args.dry_run,
+        )
+    )
+
+
+def run_results(args: argparse.Namespace) -> int:
+    """Write tables and plots."""
+    from megatron_patch.experiments import stability
+
+    return stability.show(
+        stability.Request(
+            config=Path(args.config),
+            out=None if args.out is None else Path(args.out),
+            gpus=None,
+            minutes=None,
+            steps=None,
+            only=[],
+            overrides=args.overrides,
+            target=_target(args),
         )
     )
 

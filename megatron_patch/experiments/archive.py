@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.store import identity, set_aside
-from megatron_patch.experiments.verdict import parse_rows, read_rows
+from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"
@@ -170,11 +170,18 @@ def _compare(content: dict[str, bytes], out: Path) -> None:
     for name, data in content.items():
         if name.startswith("reference/") and (out / name).exists():
             mine, theirs = json.loads((out / name).read_text()), json.loads(data)
-            if mine != theirs:
+            if _without_commit(mine) != _without_commit(theirs):
                 raise ExperimentError(
                     f"{name} differs: the runs were made with other weights, batches, software or "
                     f"device than those in {out}; unpack them into a directory of their own"
                 )
+
+
+def _without_commit(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Runs of other commits can be put beside each other: every run's own is in its record, and
+    the tables name them when they differ. In one invocation they are refused."""
+    environment = {k: v for k, v in fingerprint["environment"].items() if k != "commit"}
+    return fingerprint | {"environment": environment}
 
 
 def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
@@ -185,15 +192,20 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
     runs = {name.split("/")[1] for name in content if name.startswith("runs/")}
     taken = set()
     for run in sorted(runs):
-        had, has = _last_step(out / "runs" / run), _last_step_of(content, run)
-        if had is not None and had >= (has or 0):
-            yield f"{run}: kept what is here (step {had:,}; the archive has {has or 0:,})"
+        ours, others = read_rows(out / "runs" / run / "metrics.csv"), _rows_of(content, run)
+        had, has = _last_step(ours), _last_step(others)
+        if ours and had >= has:
+            yield f"{run}: kept what is here (step {had:,}; the archive has {has:,})"
+            if others and not begins_with(ours, others):
+                beside = _write_beside(content, run, out)
+                yield f"{run}: the archive's is another attempt at it, kept as {beside.name}"
             continue
         if (out / "runs" / run).exists():
             set_aside(out / "runs" / run)
         taken.add(run)
-        states[run] = theirs.get(run, states.get(run, {}))
-        yield f"{run}: taken, to step {has or 0:,}"
+        if ".replaced_" not in run:
+            states[run] = theirs.get(run, states.get(run, {}))
+        yield f"{run}: taken, to step {has:,}"
     for name, data in content.items():
         parts = PurePosixPath(name).parts
         wanted = new or name.startswith("reference/")
@@ -221,14 +233,28 @@ def _add_runs(content: dict[str, bytes], out: Path) -> None:
     file.write_text(json.dumps(here, indent=1, sort_keys=True) + "\n")
 
 
-def _last_step(run_dir: Path) -> int | None:
-    rows = read_rows(run_dir / "metrics.csv")
-    return int(rows[-1]["step"]) if rows else None
+def _write_beside(content: dict[str, bytes], run: str, out: Path) -> Path:
+    """Keep an archive's attempt at a run that went less far: every attempt is reported."""
+    mine = content[f"runs/{run}/metrics.csv"]
+    for known in sorted((out / "runs").glob(f"{run}.replaced_*")):
+        if (known / "metrics.csv").is_file() and (known / "metrics.csv").read_bytes() == mine:
+            return known  # the same archive again
+    target = out / "runs" / run
+    number = 1
+    while (beside := target.with_name(f"{run}.replaced_{number}")).exists():
+        number += 1
+    for name, data in content.items():
+        if name.startswith(f"runs/{run}/"):
+            path = beside / name.removeprefix(f"runs/{run}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return beside
 
 
-def _last_step_of(content: dict[str, bytes], run: str) -> int | None:
+def _last_step(rows: list[Row]) -> int:
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def _rows_of(content: dict[str, bytes], run: str) -> list[Row]:
     data = content.get(f"runs/{run}/metrics.csv")
-    if data is None:
-        return None
-    rows = parse_rows(io.StringIO(data.decode("utf-8", "replace")))
-    return int(rows[-1]["step"]) if rows else None
+    return [] if data is None else parse_rows(io.StringIO(data.decode("utf-8", "replace")))

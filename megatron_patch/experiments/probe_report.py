@@ -46,9 +46,7 @@ def run(request: Request) -> int:
         try:
             tensors = captures.load(path)
         except (ValueError, OSError) as error:
-            raise ExperimentError(
-                f"{error}; captures are what stability.capture_steps saves"
-            ) from None
+            raise ExperimentError(f"{error}; captures are what stability.capture_* saves") from None
         one = probing.probe_capture(tensors, runners, device=device, skip_rows=request.skip_rows)
         one["file"] = path.name
         found.append(one)

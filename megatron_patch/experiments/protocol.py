@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron_patch.config import ConfigError, Problem, load
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron_patch.config import Loaded
+    from megatron_patch.config.root import RunConfig
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,47}")
 
@@ -39,6 +40,15 @@ class CellConfig:
     """Seeds of this cell; default: the protocol's."""
     asks: str = ""
     """The question this cell answers, one line, for the tables."""
+    gpus: int | None = None
+    """Data-parallel GPUs of a run of this cell; default: the protocol's gpus_per_run."""
+    from_cell: str | None = None
+    """Start from checkpoints of this cell's run of the same seed instead of from step 0."""
+    before: int = 0
+    """With from_cell: the newest checkpoint at least this many steps before that run's first window
+    with a gradient norm above explosion.grad_norm; negative: so many steps after it."""
+    follow: int | None = None
+    """With from_cell: the run ends so many steps after that window; null: at the protocol's end."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -114,6 +124,31 @@ class Protocol:
                 yield Problem(f"{where}.variant", f"{cell.variant!r}: use one of {allowed}")
             if cell.seeds is not None:
                 yield from _seeds(f"{where}.seeds", cell.seeds)
+            if cell.gpus is not None and cell.gpus < 1:
+                yield Problem(f"{where}.gpus", f"{cell.gpus}: must be at least 1")
+            yield from self._origin(where, cell)
+
+    def _origin(self, where: str, cell: CellConfig) -> Iterator[Problem]:
+        """What can be wrong with a cell that starts from another one's checkpoints."""
+        if cell.from_cell is None:
+            if cell.before or cell.follow is not None:
+                yield Problem(f"{where}.from_cell", "before and follow need it: name a cell")
+            return
+        if cell.follow is not None and cell.follow < 1:
+            yield Problem(f"{where}.follow", f"{cell.follow}: must be at least 1, or null")
+        base = next((c for c in self.cells if c.name == cell.from_cell), None)
+        if base is None or base.from_cell is not None:
+            allowed = ", ".join(c.name for c in self.cells if c.from_cell is None)
+            yield Problem(
+                f"{where}.from_cell",
+                f"{cell.from_cell!r}: name a cell that starts at step 0 ({allowed})",
+            )
+            return
+        missing = set(cell.seeds or self.seeds) - set(base.seeds or self.seeds)
+        if missing:
+            yield Problem(
+                f"{where}.seeds", f"{sorted(missing)}: {base.name} has no runs of these seeds"
+            )
 
 
 def _seeds(path: str, seeds: list[int]) -> Iterator[Problem]:
@@ -135,6 +170,11 @@ class Run:
         """Name of the run and of its directory."""
         return f"{self.cell.name}-s{self.seed}"
 
+    @property
+    def base(self) -> str | None:
+        """Id of the run whose checkpoints this one starts from."""
+        return None if self.cell.from_cell is None else f"{self.cell.from_cell}-s{self.seed}"
+
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
@@ -146,14 +186,29 @@ class Experiment:
     runs: tuple[Run, ...]
     """All runs: every cell of the first seed, then every cell of the next."""
 
+    def gpus_of(self, run: Run) -> int:
+        """Data-parallel GPUs of a run."""
+        return run.cell.gpus or self.protocol.gpus_per_run
 
-def read(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Experiment:
+    def by_id(self, name: str) -> Run:
+        """The run of this id."""
+        return next(run for run in self.runs if run.id == name)
+
+
+def read(
+    path: str | os.PathLike[str],
+    overrides: list[str] | None = None,
+    *,
+    gpus_per_run: int | None = None,
+) -> Experiment:
     """Load a protocol and check the configuration of each of its runs.
 
     Args:
         path: the protocol file.
         overrides: ``section.key=value`` for the trainer configuration of every run (where the
             data lie, for example).
+        gpus_per_run: instead of the protocol's, for cells that do not say theirs. Batches and
+            update are the same on any number of GPUs, so this is no part of what is fixed.
 
     Raises:
         ConfigError: every problem of the protocol, or of the first run whose configuration is
@@ -162,6 +217,8 @@ def read(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Ex
     from pathlib import Path
 
     protocol: Protocol = load(path, root=Protocol).config  # type: ignore[assignment]
+    if gpus_per_run is not None:
+        protocol = replace(protocol, gpus_per_run=gpus_per_run)
     config = Path(path).parent / protocol.config
     common = (*protocol.set, *(overrides or []))
     seeds = list(dict.fromkeys(s for c in protocol.cells for s in (c.seeds or protocol.seeds)))
@@ -196,8 +253,9 @@ def _check(run: Run, loaded: Loaded, protocol: Protocol) -> None:
     for axis in axes:
         if getattr(split, axis) != 1:
             found.append(Problem(f"parallel.{axis}", "experiments split data only: set it to 1"))
-    if config.training.device == "cpu" and protocol.gpus_per_run > 1:
+    if config.training.device == "cpu" and (run.cell.gpus or protocol.gpus_per_run) > 1:
         found.append(Problem("gpus_per_run", "is for GPUs; leave it at 1 with device: cpu"))
+    found += _checkpoints(run, config, protocol)
     found += [Problem("variant", text) for text in variant.unmet(config)]
     guard = getattr(getattr(config, "stability", None), "guard", None)
     if guard == "switch" and variant.wrap is not None:
@@ -206,3 +264,17 @@ def _check(run: Run, loaded: Loaded, protocol: Protocol) -> None:
         raise ConfigError(
             [Problem(p.path, f"{p.message} (run {run.id} of {protocol.name})") for p in found]
         )
+
+
+def _checkpoints(run: Run, config: RunConfig, protocol: Protocol) -> Iterator[Problem]:
+    """A run that others start from must keep its checkpoints."""
+    if not any(cell.from_cell == run.cell.name for cell in protocol.cells):
+        return
+    if config.checkpoint.keep_last is not None:
+        yield Problem(
+            "checkpoint.keep_last",
+            f"{config.checkpoint.keep_last}: other cells start from this one's checkpoints; set "
+            "it to null",
+        )
+    if config.checkpoint.interval is None:
+        yield Problem("checkpoint.interval", "null: other cells start from this one's checkpoints")

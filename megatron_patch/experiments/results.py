@@ -14,14 +14,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.experiments.protocol import Run
+from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, Store
-from megatron_patch.experiments.verdict import Row, judge, windows
+from megatron_patch.experiments.verdict import Row, begins_with, judge, read_rows, windows
 
 HEAD = (
     "cell",
     "seed",
     "state",
+    "from",
     "steps",
     "gradient norm > {grad_norm:g} from",
     "loss > {loss:g} from",
@@ -29,6 +30,10 @@ HEAD = (
     "final loss",
     "validation loss",
 )
+
+
+SAVED_WINDOWS = 4
+"""A continued run is saved if its last windows, so many, all have small gradients."""
 
 
 def write(store: Store) -> dict[str, Any]:
@@ -51,7 +56,6 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
     runs = []
     for run in store.experiment.runs:
         state = store.states[run.id]
-        verdict = judge(rows[run.id], protocol.explosion).as_dict()
         runs.append(
             {
                 "run": run.id,
@@ -63,9 +67,13 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
                 "state": state.state,
                 "reason": state.reason,
                 "attempts": state.attempts,
-                **{name: _finite(value) for name, value in verdict.items()},
+                "origin": state.origin,
+                "commit": _commit(store.run_dir(run)),
+                "saved": _saved(run, rows[run.id], protocol.explosion),
+                **_figures(rows[run.id], protocol.explosion),
             }
         )
+        runs += _repeats(store, run, rows[run.id])
     return {
         "name": protocol.name,
         "description": protocol.description,
@@ -77,6 +85,54 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
         "environment": _environment(store),
         "runs": runs,
     }
+
+
+def _figures(rows: list[Row], rule: ExplosionConfig) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in judge(rows, rule).as_dict().items()}
+
+
+def _saved(run: Run, rows: list[Row], rule: ExplosionConfig) -> bool | None:
+    """Of a run that continues another one: whether its gradients became and stayed small."""
+    if run.base is None:
+        return None
+    last = windows(rows, rule.window)[-SAVED_WINDOWS:]
+    if len(last) < SAVED_WINDOWS:
+        return None
+    return all(w.grad_norm <= rule.grad_norm and w.loss <= rule.loss for w in last)
+
+
+def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
+    """Attempts at a run that another one of itself has taken the place of: reported like any.
+
+    The beginning of what is there now is no attempt of its own.
+    """
+    found = []
+    for folder in sorted((store.path / "runs").glob(f"{run.id}.replaced_*")):
+        before = read_rows(folder / "metrics.csv")
+        if before and not begins_with(rows, before):
+            found.append(
+                {
+                    "run": folder.name,
+                    "cell": run.cell.name,
+                    "seed": run.seed,
+                    "repeat_of": run.id,
+                    "state": "repeated",
+                    "reason": "another attempt at the same run went further",
+                    "commit": _commit(folder),
+                    **_figures(before, store.experiment.protocol.explosion),
+                }
+            )
+    return found
+
+
+def _commit(run_dir: Path) -> str | None:
+    """Commit of the source a run was made with; None before its first step."""
+    try:
+        facts = json.loads((run_dir / "experiment.json").read_text())
+    except FileNotFoundError:
+        return None
+    found = facts.get("environment", {}).get("commit")
+    return None if found is None else str(found)
 
 
 def _environment(store: Store) -> dict[str, Any]:
@@ -96,13 +152,21 @@ def markdown(result: dict[str, Any]) -> str:
     rule = result["explosion"]
     head = [text.format(**rule) for text in HEAD]
     lines = [table(head, [_row(run) for run in result["runs"]])]
+    if any(run.get("origin") for run in result["runs"]):
+        lines += ["", _continued(result)]
     lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
     spread = seed_spread(result)
     if spread:
         lines += ["", "Final loss over seeds (finished runs):", "", spread]
-    missing = [r["run"] for r in result["runs"] if r["state"] in ("waiting", "paused")]
+    cut = [f"{r['run']} at {r['steps']:,}" for r in result["runs"] if r["state"] == "paused"]
+    if cut:
+        lines += ["", f"Cut off by the end of their time: {', '.join(cut)}."]
+    missing = [r["run"] for r in result["runs"] if r["state"] == "waiting"]
     if missing:
-        lines += ["", f"Not complete: {', '.join(missing)}."]
+        lines += ["", f"Never started: {', '.join(missing)}."]
+    commits = sorted({str(r["commit"])[:12] for r in result["runs"] if r.get("commit")})
+    if len(commits) > 1:
+        lines += ["", f"Runs were made with commits {', '.join(commits)}; each has its own."]
     return "\n".join(lines) + "\n"
 
 
@@ -111,6 +175,7 @@ def _row(run: dict[str, Any]) -> list[str]:
         run["cell"],
         str(run["seed"]),
         run["state"],
+        f"{run['origin']['step']:,}" if run.get("origin") else "0" if run["steps"] else "-",
         f"{run['steps']:,}" if run["steps"] else "-",
         step_text(run["first_large_gradient"], run),
         step_text(run["exploded_at"], run),
@@ -121,8 +186,25 @@ def _row(run: dict[str, Any]) -> list[str]:
 
 
 def step_text(step: int | None, run: dict[str, Any]) -> str:
-    """A step; ``never`` only for what was looked at."""
-    return f"{step:,}" if step is not None else "never" if run["steps"] else "-"
+    """A step; ``never`` only for a run that came to its end, else how far it was looked at."""
+    if step is not None:
+        return f"{step:,}"
+    if not run["steps"]:
+        return "-"
+    return "never" if run["state"] == FINISHED else f"not by {run['steps']:,}"
+
+
+def _continued(result: dict[str, Any]) -> str:
+    """Of runs that continue another one: where they began, and whether that saved them."""
+    rows = []
+    for run in result["runs"]:
+        begun = run.get("origin")
+        if begun:
+            saved = {True: "yes", False: "no", None: "too short to say"}[run["saved"]]
+            gap = begun["event"] - begun["step"]
+            where = f"{abs(gap):,} {'before' if gap >= 0 else 'after'}"
+            rows.append([run["cell"], str(run["seed"]), f"{begun['event']:,}", where, saved])
+    return table(["cell", "seed", "event of the base", "continued, steps", "saved"], rows)
 
 
 def number(value: Any, form: str) -> str:
@@ -142,7 +224,8 @@ def seed_spread(result: dict[str, Any]) -> str:
     """Mean and range of the final loss of every cell with finished runs; empty without any."""
     cells: dict[str, list[float]] = {}
     for run in result["runs"]:
-        if run["state"] == FINISHED and isinstance(run["final_loss"], float):
+        whole = run["state"] == FINISHED and not run.get("origin")
+        if whole and isinstance(run["final_loss"], float):
             cells.setdefault(run["cell"], []).append(run["final_loss"])
     if not cells:
         return ""

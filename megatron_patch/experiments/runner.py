@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_patch.experiments import origin
 from megatron_patch.experiments.protocol import Run, runtime_keys
 from megatron_patch.experiments.store import (
     EXPLODED,
@@ -40,8 +41,10 @@ POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
 SHORTEST_SECONDS = 30.0
 """A run is not started with less training time than this left."""
+PUBLISH_SECONDS = 90.0
 GRACE_SECONDS = 60.0
 """After a request to stop, before the process group is killed."""
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
 
 
@@ -76,6 +79,8 @@ class Runner:
     steps: int
     only: set[str] = field(default_factory=set)
     say: Callable[[str], None] = print
+    publish: Callable[[], None] | None = None
+    """Called every `PUBLISH_SECONDS` and after a run has ended, to copy out what there is."""
     active: list[Active] = field(default_factory=list)
     stopping: bool = False
     _began: float = field(default_factory=time.monotonic)
@@ -85,7 +90,7 @@ class Runner:
         """Start, watch and end runs until none can be started any more."""
         queue = [run for run in self.store.experiment.runs if self._wanted(run)]
         free = list(self.devices)
-        reported = 0.0
+        reported, published = 0.0, time.monotonic()
         handlers = {n: signal.signal(n, self._stop) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             while queue or self.active:
@@ -94,12 +99,15 @@ class Runner:
                     queue.clear()
                 if self.stopping:
                     queue.clear()
-                while queue and (seats := self._seats(free)):
-                    self._start(queue.pop(0), seats)
+                self._fill(queue, free)
                 for item in list(self.active):
                     if self._watch(item):
                         self.active.remove(item)
                         free += item.seats
+                        published = 0.0
+                if self.publish is not None and time.monotonic() - published > PUBLISH_SECONDS:
+                    self.publish()
+                    published = time.monotonic()
                 if time.monotonic() - reported > REPORT_SECONDS and self.active:
                     reported = time.monotonic()
                     self.say(self._progress(queue))
@@ -110,11 +118,43 @@ class Runner:
                 signal.signal(number, handler)
             self.store.save()
 
+    def _fill(self, queue: list[Run], free: list[int]) -> None:
+        """Start what can start, in the order of the protocol; drop what never can.
+
+        A run that waits for another one, or for more GPUs than are free, lets later ones pass.
+        """
+        for run in list(queue):
+            if not free:
+                return
+            if run.base is not None and origin.find(self.store, run) is None:
+                if self._hopeless(run, queue):
+                    queue.remove(run)
+                continue
+            seats = self._seats(free, self.store.experiment.gpus_of(run))
+            if seats:
+                queue.remove(run)
+                self._start(run, seats)
+
+    def _hopeless(self, run: Run, queue: list[Run]) -> bool:
+        """Whether a run that waits for its base waits in vain in this invocation."""
+        why = origin.unstartable(self.store, run)
+        if why is None:
+            if any(other.id == run.base for other in [*queue, *(i.run for i in self.active)]):
+                return False
+            why = f"{run.base} is not far enough, and this invocation does not run it"
+        self.store.states[run.id].reason = why
+        self.say(f"{run.id} cannot start: {why}")
+        return True
+
     def _wanted(self, run: Run) -> bool:
         if self.only and run.cell.name not in self.only and run.id not in self.only:
             return False
         state = self.store.states[run.id]
-        return state.state not in FINAL and self.store.reached(run) < self.steps
+        return state.state not in FINAL and self.store.reached(run) < self._end(run)
+
+    def _end(self, run: Run) -> int:
+        """Step at which a run ends in this invocation."""
+        return origin.end_of(self.store, run, limit=self.steps)
 
     def _time_left(self) -> float:
         """Seconds of training that a run started now would have."""
@@ -123,9 +163,8 @@ class Runner:
         protocol = self.store.experiment.protocol
         return self.seconds - (time.monotonic() - self._began) - protocol.save_seconds
 
-    def _seats(self, free: list[int]) -> list[int]:
-        """Seats on as many different GPUs as a run needs, taken from ``free``; [] if too few."""
-        needed = self.store.experiment.protocol.gpus_per_run
+    def _seats(self, free: list[int], needed: int) -> list[int]:
+        """Seats on ``needed`` different GPUs, taken from ``free``; [] if there are too few."""
         # The GPU with most free seats first, so that runs spread before they share.
         distinct = sorted(set(free), key=lambda device: (-free.count(device), device))
         if len(distinct) < needed:
@@ -137,13 +176,19 @@ class Runner:
 
     def _start(self, run: Run, seats: list[int]) -> None:
         store = self.store
+        begins = origin.find(store, run) if run.base is not None else None
+        if begins is not None and store.states[run.id].origin is None:
+            store.states[run.id].origin = begins.as_dict()
+            store.save()
         command = cell_command(
-            store, run, gpus=len(seats), steps=self.steps, left=self._time_left()
+            store, run, gpus=len(seats), steps=self._end(run), left=self._time_left()
         )
         environment = dict(os.environ)
         if not _on_cpu(run, store):
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices(seats)
         environment.setdefault("OMP_NUM_THREADS", "1")
+        for name in _LAUNCHER_VARIABLES:
+            environment.pop(name, None)  # a run is a job of its own, wherever this one was started
         log = store.log(run)
         log.parent.mkdir(parents=True, exist_ok=True)
         rows, first = store.rows(run), store.reached(run)
@@ -162,6 +207,8 @@ class Runner:
             )
         self.active.append(Active(run, process, seats, time.monotonic(), first, step=first))
         again = f"from its checkpoint (logged to step {first:,})" if first else "from step 0"
+        if begins is not None and not first:
+            again = f"from step {begins.step:,} of {begins.base} (event at {begins.event:,})"
         if rows and not first:
             lost = f"{int(rows[-1]['step']):,} steps are repeated: there is no checkpoint"
             again += f" ({lost}; their records are set aside)"
@@ -236,6 +283,9 @@ class Runner:
         if code == 0 and (store.run_dir(run) / "FINISHED").exists():
             return FINISHED, ""
         if code == 0:
+            whole = origin.end_of(store, run, limit=store.experiment.protocol.steps)
+            if run.cell.follow is not None and store.reached(run) >= whole:
+                return FINISHED, f"{run.cell.follow:,} steps after the event"
             early = self.steps < store.experiment.protocol.steps
             at_limit = early and store.reached(run) >= self.steps
             return PAUSED, f"reached --steps {self.steps:,}" if at_limit else "saved and stopped"
@@ -265,7 +315,7 @@ class Runner:
             rate = self._rates.get(item.run.id)
             speed = f" {rate:.1f} step/s" if rate else ""
             loss = f" loss {item.loss:.3f}" if item.step else ""
-            parts.append(f"{item.run.id} {item.step:,}/{self.steps:,}{loss}{speed}")
+            parts.append(f"{item.run.id} {item.step:,}/{self._end(item.run):,}{loss}{speed}")
         clock = duration(time.monotonic() - self._began)
         line = f"[{clock}] {'; '.join(parts)}; waiting {len(queue)}"
         left = self._work_left(queue)
@@ -297,8 +347,11 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
     command += ["--config", str(store.experiment.config), "--variant", run.cell.variant]
     command += ["--reference", str(store.reference(run))]
     command += ["--checked-steps", str(store.experiment.protocol.checked_steps)]
+    begins = origin.find(store, run) if run.base is not None else None
     whole = store.experiment.protocol.steps
     keys = [*run.overrides, *runtime_keys(run, whole, store.run_dir(run)), "logging.progress=off"]
+    if begins is not None:
+        keys.append(f"checkpoint.load_from={begins.path}")
     if steps < whole:
         keys.append(f"training.exit_at_step={steps}")
     if left != float("inf"):

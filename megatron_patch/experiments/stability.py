@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.experiments import plan, results
+from megatron_patch.experiments import plan, publish, results
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.protocol import Experiment, read
+from megatron_patch.experiments.protocol import Experiment, Run, read
+from megatron_patch.experiments.publish import Target
 from megatron_patch.experiments.runner import Runner
 from megatron_patch.experiments.store import FAILED, REFUSED, State, Store
 
@@ -24,6 +26,8 @@ class Request:
     steps: int | None
     only: list[str]
     overrides: list[str]
+    gpus_per_run: int | None = None
+    target: Target | None = None
     retry: bool = False
     dry_run: bool = False
 
@@ -35,7 +39,7 @@ def run(request: Request) -> int:
         ConfigError: the protocol, or the configuration of one of its runs.
         ExperimentError: the directory holds something else, or --only names nothing.
     """
-    experiment = read(request.config, request.overrides)
+    experiment = read(request.config, request.overrides, gpus_per_run=request.gpus_per_run)
     protocol = experiment.protocol
     steps = min(request.steps or protocol.steps, protocol.steps)
     if request.steps is not None and request.steps > protocol.steps:
@@ -45,10 +49,11 @@ def run(request: Request) -> int:
         )
     _check_only(experiment, request.only)
     gpus = request.gpus if request.gpus is not None else _gpus(experiment)
-    if gpus < protocol.gpus_per_run:
+    needed = max(experiment.gpus_of(r) for r in experiment.runs if _picked(r, request.only))
+    if gpus < needed:
         raise ExperimentError(
-            f"{gpus} GPU(s) for runs of {protocol.gpus_per_run}: use --gpus, or set gpus_per_run "
-            "in a protocol of its own"
+            f"{gpus} GPU(s) for runs of {needed}: use --gpus, --gpus-per-run, or --only cells that "
+            "need fewer"
         )
     if request.dry_run:
         print(
@@ -68,11 +73,19 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
             _forget_failures(store)
         devices = [gpu for gpu in range(gpus) for _ in range(protocol.runs_per_gpu)]
         seconds = None if request.minutes is None else 60 * request.minutes
+        for note in store.notes:
+            _say(note)
         runner = Runner(store, devices, seconds, steps, set(request.only), say=_say)
+        if request.target is not None:
+            runner.publish = functools.partial(_publish, store, request.target)
         try:
             runner.run()
         finally:
             result = results.write(store)
+            if request.target is not None:
+                for line in publish.publish(store, request.target):
+                    _say(line)
+                _say(f"results copied to {request.target.folder}")
         print(results.markdown(result))
         print(f"results in {store.path / 'results'}")
     finally:
@@ -81,6 +94,40 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
     for entry in bad:
         print(f"{entry['run']} {entry['state']}: {entry['reason']}", file=sys.stderr)
     return 1 if bad else 0
+
+
+def show(request: Request) -> int:
+    """Write the results of what is there, and start nothing; 0.
+
+    Raises:
+        ConfigError, ExperimentError: as `run`; or there is no experiment.
+    """
+    experiment = read(request.config, request.overrides)
+    out = request.out or Path("runs") / experiment.protocol.name
+    if not (out / "experiment.json").is_file():
+        raise ExperimentError(f"{out} is no experiment: it has no experiment.json")
+    store = Store(out, experiment)
+    try:
+        result = results.write(store)
+        if request.target is not None:
+            for line in publish.publish(store, request.target):
+                _say(line)
+        print(results.markdown(result))
+    finally:
+        store.close()
+    return 0
+
+
+def _publish(store: Store, target: Target) -> None:
+    """In between; the runs must not end because a copy could not be made."""
+    try:
+        list(publish.publish(store, target))
+    except (OSError, ExperimentError) as error:
+        _say(f"warning: results could not be copied to {target.folder}: {error}")
+
+
+def _picked(run: Run, only: list[str]) -> bool:
+    return not only or run.cell.name in only or run.id in only
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.protocol import Experiment, Run
+from megatron_patch.experiments.protocol import Experiment, Run, trainer_config
 from megatron_patch.experiments.verdict import Row, read_rows
 
 WAITING, PAUSED, FINISHED = "waiting", "paused", "finished"
@@ -36,6 +37,8 @@ class State:
     """One line: why it stopped, where that says more than the state."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
     """One entry a process: utc, seconds, exit code, first and last step."""
+    origin: dict[str, Any] | None = None
+    """Of a run that continues another one: base, event and step it started from."""
 
 
 class Store:
@@ -48,8 +51,11 @@ class Store:
             ExperimentError: another process uses it, or it holds a different experiment.
         """
         self.path, self.experiment = path, experiment
+        self._rows: dict[str, tuple[tuple[int, int, int], list[Row]]] = {}
+        self.notes: list[str] = []
+        """What the caller should tell: a file system without locks."""
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(path)
+        self._lock = _lock(path, self.notes)
         try:
             self._claim()
             self.states = self._read_states()
@@ -74,13 +80,36 @@ class Store:
         return self.path / "reference" / f"seed_{run.seed}.json"
 
     def rows(self, run: Run) -> list[Row]:
-        """Logged steps of a run."""
-        return read_rows(self.run_dir(run) / "metrics.csv")
+        """Logged steps of a run; read again only when the file has changed."""
+        path = self.run_dir(run) / "metrics.csv"
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return []
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        known = self._rows.get(run.id)
+        if known is None or known[0] != stamp:
+            known = self._rows[run.id] = (stamp, read_rows(path))
+        return known[1]
 
     def reached(self, run: Run) -> int:
-        """Step from which the run can go on: the last logged one, 0 without a checkpoint."""
-        rows = self.rows(run) if self.has_checkpoint(run) else []
+        """Step from which the run can go on: its newest checkpoint's, 0 without any.
+
+        A run that was killed has logged steps that no checkpoint holds.
+        """
+        if not self.has_checkpoint(run):
+            return 0
+        kept = newest_checkpoint(self.run_dir(run) / "checkpoints")
+        return self.last_step(run) if kept is None else min(kept[0], self.last_step(run))
+
+    def last_step(self, run: Run) -> int:
+        """Last logged step of a run, 0 without any."""
+        rows = self.rows(run)
         return int(rows[-1]["step"]) if rows else 0
+
+    def is_final(self, run: Run) -> bool:
+        """Whether a run has come to its end, whatever it was."""
+        return self.states[run.id].state in FINAL
 
     def has_checkpoint(self, run: Run) -> bool:
         """Whether a stopped run could go on."""
@@ -135,6 +164,16 @@ class Store:
         return {run.id: State() for run in self.experiment.runs} | found
 
 
+_CHECKPOINT = re.compile(r"step_(\d+)\.attempt-\d+")
+
+
+def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int, Path] | None:
+    """(step, directory) of the newest complete checkpoint, of at most a step."""
+    named = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    found = [(int(match[1]), path) for match, path in named if match]
+    return max((f for f in found if at_most is None or f[0] <= at_most), default=None)
+
+
 def identity(run: dict[str, Any]) -> dict[str, Any]:
     """What makes a run in experiment.json the run it is: all but where its data lie.
 
@@ -173,21 +212,46 @@ def _fixed(experiment: Experiment) -> dict[str, Any]:
                 "seed": run.seed,
                 "variant": run.cell.variant,
                 "set": list(run.overrides),
+                "from": [run.base, run.cell.before, run.cell.follow],
+                "recipe": recipe(experiment, run),
             }
             for run in experiment.runs
         },
     }
 
 
-def _lock(path: Path) -> IO[str]:
+def recipe(experiment: Experiment, run: Run) -> str:
+    """SHA-256 of everything in a run's configuration that is trained: model, optimizer, batch.
+
+    Keys that come from the trainer configuration itself are no part of the protocol's text; with
+    this they cannot change unseen between two invocations or two machines.
+    """
+    config = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+    training = dataclasses.asdict(config.training)
+    tree = {
+        "model": dataclasses.asdict(config.model),
+        "optimizer": dataclasses.asdict(config.optimizer),
+        "attention": dataclasses.asdict(config.attention),
+        "training": {name: training[name] for name in _TRAINED},
+    }
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
+
+
+_TRAINED = ("seed", "global_batch_size", "precision", "compile_fusions", "deterministic")
+
+
+def _lock(path: Path, notes: list[str]) -> IO[str]:
     handle = (path / ".lock").open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
         raise ExperimentError(f"{path}: another process runs this experiment right now") from None
-    except OSError:
-        pass  # a file system without locks: one invocation at a time is the caller's care
+    except OSError as error:
+        notes.append(
+            f"warning: {path}: this file system has no locks ({error.strerror}); take care that "
+            "only one invocation uses the directory at a time"
+        )
     return handle
 
 

@@ -69,6 +69,11 @@ def read_rows(path: Path) -> list[Row]:
         return parse_rows(lines)
 
 
+def begins_with(rows: list[Row], start: list[Row]) -> bool:
+    """Whether ``rows`` go on from ``start``; NaN is equal to itself here."""
+    return repr(rows[: len(start)]) == repr(start)
+
+
 def parse_rows(lines: Iterable[str]) -> list[Row]:
     """`read_rows` of the file's text."""
     rows = []
@@ -103,6 +108,9 @@ def windows(rows: Iterable[Row], size: int) -> list[Window]:
 def judge(rows: list[Row], rule: ExplosionConfig) -> Verdict:
     """The verdict on a run's rows."""
     found = windows(rows, rule.window)
+    if found and found[-1].step % rule.window and math.isfinite(found[-1].loss):
+        # A window that is not over yet: the mean of one or two steps is a spike, not a verdict.
+        found.pop()
     late = [w for w in found if w.step >= rule.from_step]
     exploded, below = None, False
     for window in found:

@@ -1,9 +1,11 @@
 """Captures: q, k, v, O and dO of named layers at named steps, for `megatron-patch probe` and tests.
 
 One file per step, layer and tensor-parallel rank, written by the first data-parallel rank:
-``<run_dir>/captures/step_00001234.layer_005.tp_0.pt``, readable with torch.load(weights_only=True).
+``<run_dir>/captures/step_00001234.layer_005.tp_0.pt`` (``.danger.pt`` where the verdict asked for
+it), readable with torch.load(weights_only=True).
 Under context parallelism the sequence is put together first. Saving waits for the device; it
-happens at the steps that were asked for and nowhere else.
+happens at the steps that were asked for, and once each at the first signs that
+``capture_at`` and ``capture_at_grad_norm`` name.
 
 Shape legend: s tokens of the whole sequence, b sequences, h query heads, kv key/value heads saved
 here, d, dv head dims.
@@ -15,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,9 @@ class Capture:
     stabilizer: str
     precision: str
     run_name: str
+    trigger: str
+    """What started it: ``step`` (a step named beforehand), or the first signs seen in its record,
+    of ``watch``, ``danger``, ``grad_norm``, joined by ``-``."""
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -104,9 +110,34 @@ def load(path: Path | str) -> Capture:
     return capture
 
 
-def file_name(step: int, layer: int, tp_rank: int) -> str:
-    """Of one capture."""
-    return f"step_{step:08d}.layer_{layer:03d}.tp_{tp_rank}.pt"
+def file_name(step: int, layer: int, tp_rank: int, trigger: str = "step") -> str:
+    """Of one capture; what started it is in the name unless it was the step itself."""
+    suffix = "" if trigger == "step" else f".{trigger}"
+    return f"step_{step:08d}.layer_{layer:03d}.tp_{tp_rank}{suffix}.pt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What to save of one step: query heads by layer, both counted over the whole model."""
+
+    trigger: str
+    heads: dict[int, tuple[int, ...]]
+    """Empty heads of a layer: all."""
+
+
+def worst(signal: np.ndarray, *, layers: int, heads: int) -> dict[int, tuple[int, ...]]:
+    """Layers and their heads with the largest ``signal`` [L, H]; {} where nothing is finite.
+
+    ``heads`` 0 asks for all (an empty tuple). Ties go to the lower number: all ranks find the same.
+    """
+    known = np.where(np.isfinite(signal), signal, -np.inf)
+    best = known.max(1)
+    order = [int(i) for i in np.argsort(-best, kind="stable") if np.isfinite(best[i])]
+    found = {}
+    for layer in order[:layers]:
+        ranked = np.argsort(-known[layer], kind="stable")[: heads or None]
+        found[layer] = tuple(sorted(int(i) for i in ranked)) if heads else ()
+    return found
 
 
 class Capturer:
@@ -121,24 +152,37 @@ class Capturer:
     def __init__(self, run: RunConfig, where: Layout, folder: Path) -> None:
         self._run, self._where, self._folder = run, where, folder
         self.saved: list[Path] = []
+        self._next: Wanted | None = None
+
+    def soon(self, wanted: Wanted) -> None:
+        """Save this of the next step; the same call on all ranks."""
+        self._next = wanted
 
     def request(self, step: int) -> Request | None:
         """What to look at in ``step``; None if nothing is captured there by this rank."""
         options = self._run.stability
-        if step not in options.capture_steps or self._where.dp_rank != 0:
+        wanted, self._next = self._next, None
+        if step in options.capture_steps:
+            named = dict.fromkeys(options.capture_layers, tuple(options.capture_heads))
+            # A layer that both ask for is saved as named beforehand.
+            wanted = Wanted(
+                trigger="step" if wanted is None else wanted.trigger,
+                heads=(wanted.heads if wanted is not None else {}) | named,
+            )
+        if wanted is None or not wanted.heads or self._where.dp_rank != 0:
             return None
         return Request(
             micro_batch=options.capture_micro_batch,
-            layers=frozenset(options.capture_layers),
-            callback=lambda seen, dout: self._take(step, seen, dout),
+            layers=frozenset(wanted.heads),
+            callback=lambda seen, dout: self._take(step, wanted, seen, dout),
         )
 
-    def _take(self, step: int, seen: Seen, dout: torch.Tensor) -> None:
+    def _take(self, step: int, wanted: Wanted, seen: Seen, dout: torch.Tensor) -> None:
         """Collective over the context-parallel group; its first rank writes."""
         b = min(self._run.stability.capture_sequences, seen.q.shape[1])
         h, kv = seen.q.shape[2], seen.k.shape[2]
         first = self._where.tp_rank * h
-        asked = self._run.stability.capture_heads
+        asked = wanted.heads[seen.site.layer]
         heads = [i for i in range(h) if not asked or first + i in asked]
         if not heads:
             return  # on other tensor-parallel ranks; the same on all ranks of this group
@@ -159,7 +203,7 @@ class Capturer:
             return None if x is None else x.detach().float().cpu()[heads].clone()
 
         window = seen.geometry.window
-        path = self._folder / file_name(step, seen.site.layer, self._where.tp_rank)
+        path = self._folder / file_name(step, seen.site.layer, self._where.tp_rank, wanted.trigger)
         Capture(
             step=step,
             layer=seen.site.layer,
@@ -180,6 +224,7 @@ class Capturer:
             stabilizer=seen.site.stabilizer,
             precision=self._run.training.precision,
             run_name=self._run.name,
+            trigger=wanted.trigger,
             q=q,
             k=k,
             v=v,

@@ -47,13 +47,27 @@ class StabilityConfig:
     """Sequences of the micro-batch saved there."""
     capture_micro_batch: int = 0
     """Micro-batch of the step they are taken from, counted from 0."""
+    capture_at: list[Literal["watch", "danger"]] = field(default_factory=list)
+    """Also save, once, when the verdict first is this: the worst layers, which nobody has to know
+    beforehand. The captured step is the second after the one whose record says so."""
+    capture_at_grad_norm: float | None = None
+    """Also save, once, when after the warm-up a record's mean gradient norm first exceeds this."""
+    capture_worst_layers: int = 2
+    """Layers saved then: those with the largest error of delta over its signal."""
+    capture_worst_heads: int = 4
+    """Heads of each saved then, likewise; 0: all."""
     capture_max_mib: int = 256
     """Largest capture file; a configuration that needs more is refused."""
+
+    @property
+    def triggered(self) -> bool:
+        """Whether something that is not known beforehand starts a capture."""
+        return bool(self.capture_at) or self.capture_at_grad_norm is not None
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
         for name in ("interval", "rows", "sequences", "reference_steps", "capture_sequences",
-                     "capture_max_mib"):  # fmt: skip
+                     "capture_worst_layers", "capture_max_mib"):  # fmt: skip
             if getattr(self, name) < 1:
                 yield Problem(f"stability.{name}", f"{getattr(self, name)}: must be at least 1")
         if not 1 < self.watch_growth <= self.danger_growth:
@@ -89,6 +103,23 @@ class StabilityConfig:
         elif attention.backend != "stable_flash":
             yield from _cannot_serve(run)
 
+    def _triggers(self) -> Iterator[Problem]:
+        if len(set(self.capture_at)) != len(self.capture_at):
+            yield Problem("stability.capture_at", f"{self.capture_at}: name each level once")
+        norm = self.capture_at_grad_norm
+        if norm is not None and not norm > 0:
+            yield Problem("stability.capture_at_grad_norm", f"{norm}: must be more than 0, or null")
+        if self.capture_worst_heads < 0:
+            yield Problem(
+                "stability.capture_worst_heads",
+                f"{self.capture_worst_heads}: must be at least 1, or 0 for all",
+            )
+        if self.triggered and not self.enabled:
+            yield Problem(
+                "stability.capture_at",
+                "needs the telemetry, which says when: set stability.enabled: true",
+            )
+
     def _captures(self, run: RunConfig) -> Iterator[Problem]:
         if bool(self.capture_steps) != bool(self.capture_layers):
             yield Problem(
@@ -111,8 +142,11 @@ class StabilityConfig:
                 "stability.capture_micro_batch",
                 f"{self.capture_micro_batch}: must be in 0..{max(1, micro_batches) - 1}",
             )
-        if self.capture_steps:
-            size = capture_mib(run)
+        yield from self._triggers()
+        asked = [len(self.capture_heads)] if self.capture_steps else []
+        asked += [self.capture_worst_heads] if self.triggered else []
+        if asked:
+            size = max(capture_mib(run, heads=heads) for heads in asked)
             if size > self.capture_max_mib:
                 yield Problem(
                     "stability.capture_heads",
@@ -126,11 +160,14 @@ def layers_of(run: RunConfig) -> int:
     return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
 
 
-def capture_mib(run: RunConfig) -> float:
-    """Upper bound of one capture file, MiB: q, k, v, O and dO of one tensor-parallel rank."""
+def capture_mib(run: RunConfig, *, heads: int) -> float:
+    """Upper bound of one capture file, MiB: q, k, v, O and dO of one tensor-parallel rank.
+
+    ``heads``: query heads that were asked for, 0 for all.
+    """
     model, stability = run.model, run.stability
     all_heads = max(1, model.num_attention_heads // max(1, run.parallel.tensor_model_parallel_size))
-    heads = min(all_heads, len(stability.capture_heads) or all_heads)
+    heads = min(all_heads, heads or all_heads)
     head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
     if model.mla is not None:
         head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim

@@ -22,9 +22,10 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.stability import guard, record
-from megatron_patch.stability.capture import Capturer
+from megatron_patch.stability.capture import Capturer, Wanted, worst
 from megatron_patch.stability.config import layers_of
 from megatron_patch.stability.gradients import LayerNorms
+from megatron_patch.stability.names import LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
@@ -50,6 +51,12 @@ def rule_of(run: RunConfig) -> Rule:
         reference_steps=s.reference_steps,
         settle_steps=run.optimizer.warmup_steps,
     )
+
+
+def triggers_in(folder: Path) -> set[str]:
+    """What started the captures that are there: a resumed run does not take them again."""
+    names = (path.name.split(".") for path in folder.glob("step_*.pt"))
+    return {name for parts in names if len(parts) == 5 for name in parts[3].split("-")}
 
 
 @dataclass(slots=True)
@@ -116,6 +123,7 @@ class Stability:
         self.history: list[Point] = []
         self.switched_at = 0
         self.stop_reason: str | None = None
+        self._triggered: set[str] = set()
         self.verdict: Verdict | None = None
         self.latest: dict[str, float] = {}
 
@@ -134,9 +142,9 @@ class Stability:
             return
         found: list[Any] = [None]
         if self.layout.print_rank:
-            found = [self._open(step)]
+            found = [(self._open(step), triggers_in(self.run_dir / "captures"))]
         torch.distributed.broadcast_object_list(found, src=0)
-        self.history = found[0]
+        self.history, self._triggered = found[0]
 
     def _switch_again(self) -> None:
         """What the guard did before the checkpoint; another guard setting is the user's wish."""
@@ -268,8 +276,36 @@ class Stability:
         point = record.make_point(step=pending.step, scalars=scalars, heads=by_head)
         self.history = [*self._recent(point.step), point]
         verdict = self._judge(point, now)
+        self._trigger(point, verdict, by_head)
         scalars["level"], scalars["switched"] = float(verdict.code), float(self.switched_at)
         self._publish(pending.step, scalars, by_layer, by_head)
+
+    def _trigger(self, point: Point, verdict: Verdict, by_head: dict[str, np.ndarray]) -> None:
+        """Ask for a capture of the next step at the first sign of each kind; all ranks alike."""
+        limit = self.options.capture_at_grad_norm
+        if point.step <= self.rule.settle_steps:
+            return
+        # Danger without a watch before it is the first sign of both.
+        seen = LEVELS[1 : verdict.code + 1]
+        signs: list[str] = [name for name in seen if name in self.options.capture_at]
+        if limit is not None and not point.grad_norm <= limit:
+            signs.append("grad_norm")
+        new = [name for name in signs if name not in self._triggered]
+        if not new:
+            return
+        self._triggered |= set(new)
+        signal = record.error_to_signal(by_head["used_error_rms"], by_head["kappa"])
+        if not np.isfinite(signal).any():
+            signal = record.error_to_signal(by_head["delta_error_rms"], by_head["kappa"])
+        heads = worst(
+            signal,
+            layers=self.options.capture_worst_layers,
+            heads=self.options.capture_worst_heads,
+        )
+        if not heads:
+            self.monitor.say(f"no capture at {'-'.join(new)}: no head of the model was measured")
+            return
+        self.capturer.soon(Wanted(trigger="-".join(new), heads=heads))
 
     def _recent(self, step: int) -> list[Point]:
         """As much history as the rule can look back on."""

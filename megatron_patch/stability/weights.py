@@ -67,8 +67,10 @@ def _iterate(w: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, tor
     if x is None:
         steps = FIRST
         # Any vector that is not orthogonal to the top one; the same on every rank and resume.
-        start = torch.cos(torch.arange(w.shape[2], dtype=torch.float64) * 1.7 + 0.3)
-        x = start.to(w.device, torch.float32).expand(w.shape[0], -1)[..., None]
+        # Made on the device: a copy from the host would wait for it.
+        places = torch.arange(w.shape[2], dtype=torch.float64, device=w.device)
+        start = torch.cos(places * 1.7 + 0.3)
+        x = start.float().expand(w.shape[0], -1)[..., None]
     for _ in range(steps):
         x = x / x.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         y = torch.matmul(w, x)

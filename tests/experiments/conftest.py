@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from megatron_patch.experiments import origin, runner
+from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +59,79 @@ def protocol(tmp_path: Path) -> Path:
     config = ROOT / "configs" / "stability" / "base" / "tiny_cpu.yaml"
     path.write_text(PROTOCOL.format(config=config, steps=100))
     return path
+
+
+# argv: run directory, steps, script ("explode", "exit N", "deaf" or ""), seconds a step, checkpoint
+# to start from or "". Every tenth step of a run named base leaves a directory named like
+# a checkpoint.
+TRAINER = """
+import json, os, pathlib, signal, sys, time
+folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+folder.mkdir(parents=True, exist_ok=True)
+stop = []
+action = signal.SIG_IGN if script == "deaf" else lambda *_: stop.append(1)
+signal.signal(signal.SIGUSR1, action)
+(folder / "device").open("a").write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
+save = folder / "checkpoints" / "step"
+table = folder / "metrics.csv"
+done = int(save.read_text()) if save.exists() else 0
+first = int(pathlib.Path(sys.argv[5]).name[5:13]) if sys.argv[5] else 0
+rows = table.read_text().splitlines() if done else ["step,loss,grad_norm"]
+rows = [rows[0], *(row for row in rows[1:] if int(row.split(",")[0]) <= done)]
+table.write_text("\\n".join(rows) + "\\n")
+done = done or first
+if script.startswith("exit"):
+    print("Error: what went wrong")
+    sys.exit(int(script.split()[1]))
+step, steps = done, 10_000 if script == "explode" else steps
+with table.open("a") as out:
+    while step < steps and not stop:
+        step += 1
+        loss = 7.0 if script == "explode" and step > 40 else 4.0
+        out.write(f"{step},{loss},{0.3 if loss < 5 else 90.0}\\n")
+        out.flush()
+        if step % 10 == 0 and folder.name.startswith("base"):
+            (save.parent / f"step_{step:08d}.attempt-1").mkdir(parents=True, exist_ok=True)
+        time.sleep(float(pause))
+save.parent.mkdir(exist_ok=True)
+save.write_text(str(step))
+if step == 100:
+    (folder / "FINISHED").write_text(json.dumps({"step": step}))
+"""
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Stand-ins for the trainer by run id; looked after often."""
+    scripts: dict[str, str] = {"pause": "0.001"}
+
+    def command(store: Store, run: object, *, gpus: int, steps: int, left: float) -> list[str]:
+        script = scripts.get(run.id, "")
+        begins = origin.find(store, run) if run.base is not None else None
+        return [sys.executable, "-c", TRAINER, str(store.run_dir(run)), str(steps), script,
+                scripts["pause"], "" if begins is None else str(begins.path)]  # fmt: skip
+
+    monkeypatch.setattr(runner, "cell_command", command)
+    monkeypatch.setattr(runner, "_on_cpu", lambda run, store: False)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 1.0)
+    return scripts
+
+
+@pytest.fixture
+def go() -> Callable[..., tuple[Store, list[str]]]:
+    """One invocation of the runner: its store, and what it said."""
+
+    def invoke(protocol: Path, out: Path, **options: Any) -> tuple[Store, list[str]]:
+        store = Store(out, read(protocol))
+        said: list[str] = []
+        named = {"devices": [0], "seconds": None, "steps": 100} | options
+        try:
+            runner.Runner(store, say=said.append, **named).run()
+        finally:
+            store.close()
+        return store, said
+
+    return invoke

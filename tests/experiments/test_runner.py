@@ -6,9 +6,9 @@ import itertools
 import json
 import os
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,66 +18,7 @@ from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.runner import Runner, cell_command
 from megatron_patch.experiments.store import Store
 
-# argv: run directory, steps, script ("explode", "exit N", "deaf" or ""), seconds a step.
-TRAINER = """
-import json, os, pathlib, signal, sys, time
-folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-folder.mkdir(parents=True, exist_ok=True)
-stop = []
-action = signal.SIG_IGN if script == "deaf" else lambda *_: stop.append(1)
-signal.signal(signal.SIGUSR1, action)
-(folder / "device").open("a").write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
-save = folder / "checkpoints" / "step"
-table = folder / "metrics.csv"
-done = int(save.read_text()) if save.exists() else 0
-rows = table.read_text().splitlines()[: done + 1] if done else ["step,loss,grad_norm"]
-table.write_text("\\n".join(rows) + "\\n")
-if script.startswith("exit"):
-    print("Error: what went wrong")
-    sys.exit(int(script.split()[1]))
-step, steps = done, 10_000 if script == "explode" else steps
-with table.open("a") as out:
-    while step < steps and not stop:
-        step += 1
-        loss = 7.0 if script == "explode" and step > 40 else 4.0
-        out.write(f"{step},{loss},{0.3 if loss < 5 else 90.0}\\n")
-        out.flush()
-        time.sleep(float(pause))
-save.parent.mkdir(exist_ok=True)
-save.write_text(str(step))
-if step == 100:
-    (folder / "FINISHED").write_text(json.dumps({"step": step}))
-"""
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Stand-ins for the trainer by run id; looked after often."""
-    scripts: dict[str, str] = {"pause": "0.001"}
-
-    def command(store: Store, run: object, *, gpus: int, steps: int, left: float) -> list[str]:
-        script = scripts.get(run.id, "")
-        return [sys.executable, "-c", TRAINER, str(store.run_dir(run)), str(steps), script,
-                scripts["pause"]]  # fmt: skip
-
-    monkeypatch.setattr(runner, "cell_command", command)
-    monkeypatch.setattr(runner, "_on_cpu", lambda run, store: False)
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
-    monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)
-    monkeypatch.setattr(runner, "GRACE_SECONDS", 1.0)
-    return scripts
-
-
-def go(protocol: Path, out: Path, **options: object) -> tuple[Store, list[str]]:
-    store = Store(out, read(protocol))
-    said: list[str] = []
-    named = {"devices": [0], "seconds": None, "steps": 100} | options
-    try:
-        Runner(store, say=said.append, **named).run()
-    finally:
-        store.close()
-    return store, said
+Go = Callable[..., tuple[Store, list[str]]]
 
 
 def states(store: Store) -> dict[str, str]:
@@ -85,7 +26,7 @@ def states(store: Store) -> dict[str, str]:
 
 
 def test_runs_share_the_gpus_and_end_finished(
-    protocol: Path, tmp_path: Path, quick: dict[str, str]
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
 ) -> None:
     store, said = go(protocol, tmp_path / "out", devices=[0, 1])
     assert states(store) == {"a-s1": "finished", "b-s1": "finished", "a-s2": "finished"}
@@ -105,17 +46,16 @@ def test_seats_of_runs_with_several_gpus(protocol: Path, tmp_path: Path) -> None
     store = Store(tmp_path / "out", read(protocol))
     one = Runner(store, [0, 0, 1, 1], None, 100)
     free = [0, 0, 1, 1]
-    assert [one._seats(free) for _ in range(5)] == [[0], [1], [0], [1], []]
-    object.__setattr__(store.experiment.protocol, "gpus_per_run", 2)
+    assert [one._seats(free, 1) for _ in range(5)] == [[0], [1], [0], [1], []]
     free = [0, 0, 1, 1, 2]
-    assert one._seats(free) == [0, 1] and free == [0, 1, 2]
+    assert one._seats(free, 2) == [0, 1] and free == [0, 1, 2]
     free = [1, 1]
-    assert one._seats(free) == [] and free == [1, 1]
+    assert one._seats(free, 2) == [] and free == [1, 1]
     store.close()
 
 
 def test_steps_end_an_invocation_early_and_the_next_goes_on(
-    protocol: Path, tmp_path: Path, quick: dict[str, str]
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
 ) -> None:
     store, _ = go(protocol, tmp_path / "out", steps=30)
     assert set(states(store).values()) == {"paused"}
@@ -131,7 +71,7 @@ def test_steps_end_an_invocation_early_and_the_next_goes_on(
 
 
 def test_a_deadline_stops_gracefully_and_starts_nothing_more(
-    protocol: Path, tmp_path: Path, quick: dict[str, str]
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
 ) -> None:
     quick["pause"] = "0.1"  # 10 s a run, were there no limit
     store, said = go(protocol, tmp_path / "out", seconds=3.0)
@@ -143,7 +83,7 @@ def test_a_deadline_stops_gracefully_and_starts_nothing_more(
 
 
 def test_a_process_that_does_not_listen_is_killed(
-    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
     monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
     quick |= {"pause": "0.1", "a-s1": "deaf"}
@@ -155,7 +95,7 @@ def test_a_process_that_does_not_listen_is_killed(
 
 
 def test_an_exploded_run_is_stopped_is_final_and_is_reported(
-    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
     """It does not waste the time of the others, and the table says when it was."""
     quick |= {"a-s1": "explode", "pause": "0.01"}
@@ -171,7 +111,7 @@ def test_an_exploded_run_is_stopped_is_final_and_is_reported(
     assert by_run["a-s1"]["exploded_at"] == by_run["a-s1"]["first_large_gradient"] == 50
     assert by_run["b-s1"]["state"] == "waiting"
     table = results.markdown(found)
-    assert "| a | 1 | exploded |" in table and "Not complete: b-s1, a-s2." in table
+    assert "| a | 1 | exploded |" in table and "Never started: b-s1, a-s2." in table
 
 
 @pytest.mark.parametrize(
@@ -179,7 +119,7 @@ def test_an_exploded_run_is_stopped_is_final_and_is_reported(
     [(1, "failed"), (2, "refused"), (3, "non-finite"), (5, "stopped by its guard")],
 )
 def test_exit_codes(
-    protocol: Path, tmp_path: Path, quick: dict[str, str], code: int, state: str
+    protocol: Path, tmp_path: Path, quick: dict[str, str], code: int, state: str, go: Go
 ) -> None:
     quick["a-s1"] = f"exit {code}"
     store, _ = go(protocol, tmp_path / "out")
@@ -188,7 +128,9 @@ def test_exit_codes(
     assert store.states["a-s1"].attempts[0]["exit_code"] == code
 
 
-def test_a_signal_lets_runs_save(protocol: Path, tmp_path: Path, quick: dict[str, str]) -> None:
+def test_a_signal_lets_runs_save(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
     quick["pause"] = "0.03"
 
     table = tmp_path / "out" / "runs" / "a-s1" / "metrics.csv"

@@ -66,3 +66,16 @@ def test_rows_of_a_file_that_a_crash_tore() -> None:
     assert [r["step"] for r in found] == [1, 2, 3] and found[2]["eval_loss"] == 3.5
     assert judge(found, ExplosionConfig(window=2)).eval_loss == 3.5
     assert math.isinf(windows(found, 2)[0].loss)
+
+
+def test_a_window_that_is_not_over_is_no_verdict() -> None:
+    """A run that is looked at, or cut off, two steps into a window: a spike is no mean."""
+    rule = ExplosionConfig(window=50, from_step=50, grad_norm=1.0, loss=4.5)
+    rows = [{"step": float(i), "loss": 3.0, "grad_norm": 0.3} for i in range(1, 101)]
+    rows += [{"step": 101.0, "loss": 6.0, "grad_norm": 40.0}]
+    found = judge(rows, rule)
+    assert found.first_large_gradient is None and found.exploded_at is None
+    rows += [{"step": float(i), "loss": 3.0, "grad_norm": 0.3} for i in range(102, 151)]
+    assert judge(rows, rule).first_large_gradient == 150
+    ended = [*rows[:100], {"step": 101.0, "loss": float("nan"), "grad_norm": 1.0}]
+    assert judge(ended, rule).exploded_at == 101

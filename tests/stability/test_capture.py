@@ -44,6 +44,7 @@ def make(**changes: Any) -> Capture:
         "stabilizer": "none",
         "precision": "bf16",
         "run_name": "tiny",
+        "trigger": "step",
     }
     return Capture(**(fields | changes))
 

@@ -72,5 +72,8 @@ def test_large_captures_are_refused() -> None:
         capture | {"capture_max_mib": 10}, model=long))  # fmt: skip
     one_head = capture | {"capture_max_mib": 200, "capture_heads": [1]}
     assert complaints(one_head, model=long) == []
+    worst = {"capture_at": ["danger"], "capture_max_mib": 100}
+    assert complaints(worst | {"capture_worst_heads": 1}, model=long) == []
+    assert complaints(worst | {"capture_worst_heads": 0}, model=long) != []
     run = replace(run_config(model=long), stability=StabilityConfig(**one_head))
-    assert capture_mib(run) == 5 * 131_072 * 16 * 4 / 2**20
+    assert capture_mib(run, heads=1) == 5 * 131_072 * 16 * 4 / 2**20

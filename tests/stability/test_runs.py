@@ -31,6 +31,9 @@ TAKE = ["stability.capture_steps=[3]", "stability.capture_layers=[0,3]",
 FULL = ["training.recompute.granularity=full"]
 CORE = ["training.recompute.granularity=selective", "training.recompute.modules=[core_attn]"]
 
+SIGNS = ["stability.capture_at=[danger]", "stability.capture_at_grad_norm=1e-9",
+         "stability.capture_worst_layers=1", "stability.capture_worst_heads=1"]  # fmt: skip
+
 SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
          "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
          "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
@@ -115,9 +118,9 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("cp2", BEGIN, *WATCH, "parallel.context_parallel_size=2", *TAKE),
         run("ep2", *ONE_STEP, *EXPERTS, "parallel.expert_model_parallel_size=2"),
         run("warn", *SMALL, "stability.guard=warn", **grow),
-        run("switch", *SMALL, switch, **grow),
-        run("again", *SMALL, switch, "training.exit_at_step=8", **grow),
-        run("again", *SMALL, switch, **grow),
+        run("switch", *SMALL, switch, *SIGNS, **grow),
+        run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **grow),
+        run("again", *SMALL, switch, *SIGNS, **grow),
         run("stop", *SMALL, *FAST, "stability.guard=stop", **grow),
     ]
     results = training_ranks.run_ranks(folder, corpus, 2, runs)
@@ -288,6 +291,29 @@ def test_switch_on_all_ranks_at_the_same_step(two: Any, folder: Path) -> None:
     assert (used[8:] < plain[8:] / 2).all() and used[8:].mean() < plain[8:].mean() / 4
     # All ranks switched: their weights are the same, as data parallelism needs.
     assert two["switch"][0]["weights"] != two["warn"][0]["weights"]
+
+
+def test_signs_start_captures_once(two: Any, folder: Path) -> None:
+    """Nobody knew the steps: the norm exceeds its limit in the first record, danger comes later.
+
+    The record of a step is read after the next one, so the step captured is the second after it. A
+    resumed run does not take the first one again; the second would have been in the step after the
+    one it was stopped at, and its sign is not repeated: the guard has switched. Capturing changes
+    no bit (the test before this one compares the run with one that captured nothing).
+    """
+    runs = folder / "runs"
+    norm = "step_00000003.layer_000.tp_0.grad_norm.pt"
+    danger = f"step_{SWITCHED + 1:08d}.layer_000.tp_0.danger.pt"
+    for name, names in (("switch", [norm, danger]), ("again", [norm])):
+        assert sorted(p.name for p in (runs / name / "captures").iterdir()) == names, name
+    first, second = (capture.load(runs / "switch" / "captures" / n) for n in (norm, danger))
+    assert (first.trigger, second.trigger) == ("grad_norm", "danger")
+    told = record.read(runs / "switch")
+    for one, step in ((first, 1), (second, SWITCHED - 1)):
+        signal = told.heads["used_error_rms"] * told.heads["kappa"]
+        row = list(told.steps).index(step)
+        assert one.heads == [int(signal[row, 0].argmax())]
+    assert (first.stabilizer, second.stabilizer) == ("none", "compensated")
 
 
 def test_a_resume_keeps_the_switch_and_repeats_every_bit(two: Any, folder: Path) -> None:

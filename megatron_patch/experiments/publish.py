@@ -1,0 +1,51 @@
+"""Copies of an experiment's results in one flat folder, which may outlive the machine.
+
+``<name>.json``, ``.png`` and ``.csv`` are what the documentation's tables and plots are made from;
+``<name>.<n>.zip`` are the records themselves (`archive.pack`), for ``experiment unpack`` elsewhere.
+Each file is replaced whole: a reader, or a copy made in between, never sees half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_patch.experiments import archive, results
+from megatron_patch.experiments.store import Store
+
+COPIES = {"verdicts.json": ".json", "curves.png": ".png", "curves.csv": ".csv"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Where results go, and how much of the records with them."""
+
+    folder: Path
+    archives: int = 0
+    """Archives of records at most; 0: none."""
+    limit: int = int(15.5 * 2**20)
+    """Bytes of one archive at most."""
+
+
+def publish(store: Store, target: Target) -> Iterator[str]:
+    """Bring the experiment's results up to date and copy them; yields what was left out.
+
+    Raises:
+        ExperimentError: the small records alone do not fit into the archives.
+    """
+    results.write(store)
+    target.folder.mkdir(parents=True, exist_ok=True)
+    name = store.experiment.protocol.name
+    for source, suffix in COPIES.items():
+        path = store.path / "results" / source
+        if path.exists():
+            draft = target.folder / f".{name}{suffix}.tmp"
+            shutil.copyfile(path, draft)
+            os.replace(draft, target.folder / f"{name}{suffix}")
+    if target.archives:
+        store.save()
+        written = archive.pack(store.path, target.folder, files=target.archives, limit=target.limit)
+        yield from (line for line in written if line.startswith("left out"))
