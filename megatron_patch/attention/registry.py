@@ -151,10 +151,12 @@ def layer_kinds(run: RunConfig) -> list[Facts]:
     for window, mode in dict.fromkeys(zip(windows, modes, strict=True)):
         kinds.append(facts_of(run, window=window, cp_comm_type=mode))
     if model.mtp is not None:
-        window = windows[-1] if windows else None
-        # Depths of multi-token prediction are numbered from 1 and take the first layers' modes.
+        # Depth k of multi-token prediction is built like the last layer, but its attention is
+        # numbered k: it takes the window and the mode of layer k (core's
+        # MultiTokenPredictionLayer and is_layer_window_attention, 0.19.2).
         depths = range(1, min(model.mtp.num_layers, MAX_LAYERS) + 1)
-        for mode in dict.fromkeys(layer_cp_comm_type(run, number) for number in depths):
+        pairs = [(layer_window(run, number), layer_cp_comm_type(run, number)) for number in depths]
+        for window, mode in dict.fromkeys(pairs):
             kinds.append(facts_of(run, window=window, mtp=True, cp_comm_type=mode))
     return kinds
 

@@ -169,11 +169,14 @@ class _Clock:
             time += self.mlp(self.n.T, moe.shared_expert_ffn_hidden_size / self.n.tp)
         return time
 
-    def layer(self, number: int) -> tuple[float, float, float]:
-        """(matrix, attention, memory) seconds of one layer, both passes and recomputation."""
+    def layer(self, number: int, *, depth: int | None = None) -> tuple[float, float, float]:
+        """(matrix, attention, memory) seconds of one layer, both passes and recomputation.
+
+        ``depth``: of multi-token prediction, whose attention has the window of that layer.
+        """
         feed = self.feed_forward(number)
         matrix = 3 * (self.projections() + feed)
-        forward, backward = self.attention(number)
+        forward, backward = self.attention(number if depth is None else depth)
         attention = forward + backward
         saved = sum(x.size for x in Activations(_kept(self.run), self.vocab).layer(number))
         factor = TRAFFIC_FUSED if self.fused else TRAFFIC
@@ -197,10 +200,10 @@ class _Clock:
 
     def chunk(self, chunk: Chunk) -> tuple[float, float, float]:
         """(matrix, attention, memory) seconds of one chunk and micro-batch."""
-        numbers = list(chunk.layers)
+        parts = [self.layer(number) for number in chunk.layers]
         if chunk.last and self.model.mtp is not None:
-            numbers += [self.model.num_layers] * self.model.mtp.num_layers
-        parts = [self.layer(number) for number in numbers]
+            depths = range(1, self.model.mtp.num_layers + 1)
+            parts += [self.layer(self.model.num_layers, depth=depth) for depth in depths]
         matrix, attention, memory = (sum(p[i] for p in parts) for i in range(3))
         if chunk.last:
             extra = self.head()

@@ -157,7 +157,7 @@ def test_one_kind_of_layer_a_line():
     assert [k.kind for k in kinds] == [
         "self-attention, window [4, 0]",
         "self-attention",
-        "multi-token prediction: self-attention",
+        "multi-token prediction: self-attention, window [4, 0]",
     ]
     assert kinds[0].heads == 2
     line = registry.select(run, kinds[0], machine=CPU).line()

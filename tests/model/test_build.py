@@ -11,6 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
 
+from megatron_patch.attention import registry
 from megatron_patch.attention.core import CoreAttention
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.model.build import build_model, padded_vocab_size
@@ -172,6 +173,21 @@ def test_start_up_lines_and_the_deprecation_note(caplog):
     assert lines == [s.line() for s in model.selections] and len(lines) == 3
     assert not [r for r in caplog.records if "GPTModel IS DEPRECATED" in r.getMessage()]
     assert [r for r in caplog.records if "HybridModel" in r.getMessage()]
+
+
+@pytest.mark.parametrize("skip", [2, 3, [0, 1, 1, 0]])
+def test_the_kinds_of_layers_are_those_that_core_builds(skip):
+    """Depth k of multi-token prediction attends like layer k, whatever the last layer does."""
+    run = tiny_run(
+        {"num_layers": 4, "window": [3, 0], "window_skip_freq": skip,
+         "mtp": MTPConfig(num_layers=2)}
+    )  # fmt: skip
+    model = build_model(run, vocab_size=VOCAB)
+    found = {(".mtp." in f".{name}", module.window)
+             for chunk in model.chunks for name, module in chunk.named_modules()
+             if isinstance(module, CoreAttention)}  # fmt: skip
+    kinds = registry.layer_kinds(run)
+    assert found == {(k.kind.startswith("multi-token"), k.window) for k in kinds}
 
 
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
