@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ from megatron_patch.data.config import DataConfig, DatasetConfig
 from megatron_patch.data.prepare import PrepareOptions, prepare
 from megatron_patch.model.config import ModelConfig
 from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+
+# Helpers are a plain module beside this file (importmode=importlib adds no path).
+sys.path.append(str(Path(__file__).resolve().parent))
 
 WORDS = [
     "the",
@@ -96,3 +100,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         prepare(options(prefix, text, document_separator="\n\n"))
         prefixes.append(prefix)
     return prefixes
+
+
+@pytest.fixture
+def texts(kit: SimpleNamespace) -> list[str]:
+    return kit.documents(200, seed=5)

@@ -1,0 +1,243 @@
+"""prepare-data killed, interrupted, out of space, or met by another one: and run again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from prepared import ENDINGS, content, lines, tokens_of
+
+from megatron_patch.data import prepare as prepare_module
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.prepare import prepare
+from megatron_patch.data.verify import check_dataset
+
+PREPARE = """
+import os, sys, time
+from pathlib import Path
+from megatron_patch.data import encode
+from megatron_patch.data.prepare import PrepareOptions, prepare
+
+source, out, workers, last = sys.argv[1:]
+write = encode.Encoder.write
+
+def stall(encoder, number, batch):
+    if number < int(last):
+        return write(encoder, number, batch)
+    Path(f"{out}.parts/part-{number:08d}.{os.getpid()}.half").write_bytes(b"half a part")
+    time.sleep(600)
+
+encode.Encoder.write = stall  # here and, as the script is imported again, in the workers
+if __name__ == "__main__":
+    prepare(PrepareOptions(inputs=[source], out=out, workers=int(workers), batch_bytes=400,
+                           quiet=True))
+"""
+
+
+@pytest.mark.parametrize(("workers", "parts"), [(1, 1), (1, 60), (2, 2), (2, 40)])
+def test_killed_and_run_again_equals_unbroken(
+    tmp_path: Path, kit: SimpleNamespace, workers: int, parts: int
+) -> None:
+    """SIGKILL in the middle of a part; the workers end too, and what is missing is made."""
+    source, script, out = tmp_path / "a.jsonl", tmp_path / "run.py", tmp_path / "out"
+    source.write_bytes(lines(kit.documents(600, seed=8)))
+    script.write_text(PREPARE)
+    prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=400))
+    process = subprocess.Popen(
+        [sys.executable, script, source, out, str(workers), str(parts)],
+        env=os.environ | {"PYTHONPATH": str(Path(prepare_module.__file__).parents[2])},
+    )
+    work = Path(f"{out}.parts")
+    try:
+        until = time.monotonic() + 300
+        while len(list(work.glob("part-*.half"))) < workers and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    assert len([path for path in work.glob("part-*") if not path.suffix]) == parts
+    assert not Path(f"{out}.manifest.json").exists()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, "workers outlived their killed parent"
+    prepare(kit.options(out, source, batch_bytes=400))
+    assert content(out) == content(tmp_path / "unbroken")
+    assert not work.exists()
+
+
+def test_finished_parts_are_not_made_again(
+    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(kit.documents(100, seed=8)))
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
+    monkeypatch.undo()
+    parts = sorted((tmp_path / "out.parts").glob("part-*"))
+    parts[3].write_bytes(parts[3].read_bytes()[:-1])
+    written = []
+    original = prepare_module.Encoder.write
+    monkeypatch.setattr(
+        prepare_module.Encoder,
+        "write",
+        lambda self, number, batch: written.append(number) or original(self, number, batch),
+    )
+    prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
+    assert written == [3], "only the damaged part"
+
+
+def interrupt_at(
+    monkeypatch: pytest.MonkeyPatch, where: object, name: str, call: int, *, after: bool = False
+) -> None:
+    """Interrupt the ``call``-th call of a function, before or after its work."""
+    original, count = getattr(where, name), [0]
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        count[0] += 1
+        if count[0] == call and not after:
+            raise KeyboardInterrupt
+        result = original(*args, **kwargs)
+        if count[0] == call:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(where, name, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "call", "after"),
+    [
+        (prepare_module, "record_file", 1, False),
+        (prepare_module, "record_file", 2, False),
+        (Path, "replace", -3, False),  # joined.bin
+        (Path, "replace", -3, True),
+        (Path, "replace", -2, True),  # joined.idx
+        (Path, "replace", -1, False),  # manifest
+        (Path, "replace", -1, True),
+        (prepare_module.shutil, "rmtree", 1, False),
+    ],
+)
+def test_interrupted_while_committing(
+    tmp_path: Path,
+    texts: list[str],
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    where: object,
+    name: str,
+    call: int,
+    after: bool,
+) -> None:
+    """At every step of the commit: no half dataset passes, and the next run finishes it."""
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(texts))
+    count = [0]
+    if call < 0:  # counted from the end
+        original = Path.replace
+        monkeypatch.setattr(
+            Path, "replace", lambda *a: count.__setitem__(0, count[0] + 1) or original(*a)
+        )
+    prepare(kit.options(tmp_path / "unbroken", source))
+    monkeypatch.undo()
+    interrupt_at(monkeypatch, where, name, call if call > 0 else count[0] + 1 + call, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(tmp_path / "out", source))
+    monkeypatch.undo()
+    if not (tmp_path / "out.manifest.json").exists():
+        assert "there is no manifest" in check_dataset(tmp_path / "out")[0]
+    prepare(kit.options(tmp_path / "out", source))
+    assert content(tmp_path / "out") == content(tmp_path / "unbroken")
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, texts: list[str], kit: SimpleNamespace) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    prepare(kit.options(out, source))
+    before = content(out)
+    for changes in ({}, {"restart": True}):
+        with pytest.raises(DataError, match="never overwritten"):
+            prepare(kit.options(out, source, **changes))
+    (tmp_path / "out.manifest.json").unlink()
+    with pytest.raises(DataError, match="not written by an interrupted prepare-data"):
+        prepare(kit.options(out, source))
+    assert (tmp_path / "out.bin").read_bytes() == before[".bin"]
+
+
+def test_an_interrupted_attempt_with_other_options_is_in_the_way(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(out, source))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"other options is there.*--restart"):
+        prepare(kit.options(out, source, json_key="body"))
+    other = [{"body": text} for text in texts]
+    source.write_text("\n".join(map(json.dumps, other)))
+    made = prepare(kit.options(out, source, json_key="body", restart=True))
+    assert made.documents == len(texts) and check_dataset(out) == []
+
+
+def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str], kit: SimpleNamespace) -> None:
+    source, work = tmp_path / "a.jsonl", tmp_path / "out.parts"
+    source.write_bytes(lines(texts))
+    work.mkdir()
+    with (
+        prepare_module._locked(work),
+        pytest.raises(DataError, match="another prepare-data is working"),
+    ):
+        prepare(kit.options(tmp_path / "out", source))
+
+
+def test_changed_inputs_are_read_again(
+    tmp_path: Path, texts: list[str], kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is used only for the very bytes it was made from, sizes alone are not trusted."""
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(kit.options(out, source, batch_bytes=500))
+    monkeypatch.undo()
+    swapped = [text.swapcase() for text in texts]
+    source.write_bytes(lines(swapped))
+    prepare(kit.options(out, source, batch_bytes=500))
+    assert tokens_of(out) == [text.encode() for text in swapped]
+
+
+@pytest.mark.parametrize("call", [1, 3, 8])
+def test_a_full_disk_is_an_error_and_the_rest_is_made_later(
+    tmp_path: Path,
+    texts: list[str],
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    call: int,
+) -> None:
+    source, out, count = tmp_path / "a.jsonl", tmp_path / "out", [0]
+    source.write_bytes(lines(texts))
+    prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=3000))
+
+    def full(handle: int) -> None:
+        count[0] += 1
+        if count[0] == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
+        prepare(kit.options(out, source, batch_bytes=3000))
+    monkeypatch.undo()
+    assert not any(Path(f"{out}{ending}").exists() for ending in ENDINGS)
+    prepare(kit.options(out, source, batch_bytes=3000))
+    assert content(out) == content(tmp_path / "unbroken")
