@@ -85,7 +85,7 @@ def play(state: Path, case: Case, *, isolated: bool = True) -> dict[str, Any]:
         try:
             os.setsid()
             signal.signal(signal.SIGALRM, lambda *a: _give_up())
-            signal.setitimer(signal.ITIMER_REAL, LIMIT)
+            signal.setitimer(signal.ITIMER_REAL, lab.SLACK * LIMIT)
             mounts = lab.isolate() and isolated
             expected = reference(state, case, mounts)
             found = run_case(case, state / "cases" / slug(case.name), expected, mounts=mounts)
