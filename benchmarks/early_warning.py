@@ -1,13 +1,16 @@
 """How early the warning rule fires, and how often for nothing.
 
-    python benchmarks/early_warning.py --choose RUN ... --judge RUN ... [--lead 800]
+    python benchmarks/early_warning.py --choose CSV ... --judge CSV ... [--lead 800]
+    python benchmarks/early_warning.py --judge RUN ...
 
 A RUN is a run directory with telemetry (``<run_dir>/stability``), or a CSV without a header whose
 columns are step, mean and largest loss, mean and largest gradient norm of the steps since the row
 before; ``RUN@1000`` says how long a CSV's learning-rate warm-up was (default 2000). The threshold
 is chosen on ``--choose`` alone: the largest danger_growth of a grid that warns every run whose loss
 moves at least ``--lead`` steps before, and no other. ``--judge`` are held out: nothing is fitted
-on them. Writes docs/results/early_warning.json. No GPU, no torch.
+on them; without ``--choose`` the default rule is judged. Run directories and CSVs of something else
+are not mixed: docs/results/early_warning_runs.json holds figures of this trainer's own runs,
+early_warning.json those of recorded curves. No GPU, no torch.
 
 The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
 the warm-up. A run that is warned and whose loss does not move within its recorded steps counts as
@@ -115,20 +118,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--choose", nargs="+", required=True, metavar="RUN")
+    parser.add_argument("--choose", nargs="+", default=[], metavar="RUN")
     parser.add_argument("--judge", nargs="+", required=True, metavar="RUN")
     parser.add_argument("--lead", type=int, default=800, help="steps of warning wanted")
-    parser.add_argument("--source", default="runs of the trainer", help="what the runs are")
+    parser.add_argument("--source", help="what the runs are; needed for CSVs")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
     both = {load(n)[0] for n in args.choose} & {load(n)[0] for n in args.judge}
     if both:
         parser.error(f"chosen on and judged by: {', '.join(sorted(both))}; hold them out")
-    threshold, table = choose(args.choose, args.lead)
+    own = {Path(n.partition("@")[0]).is_dir() for n in (*args.choose, *args.judge)}
+    if len(own) > 1:
+        parser.error("run directories and CSVs of other programs are judged apart")
+    product = own.pop()
+    if not product and not args.source:
+        parser.error("--source: say whose curves the CSVs are")
+    threshold, table = choose(args.choose, args.lead) if args.choose else (None, [])
     rule = Rule(danger_growth=threshold) if threshold is not None else Rule()
     rule = replace(rule, watch_growth=min(rule.watch_growth, rule.danger_growth))
     result = {
-        "source": args.source,
+        "source": args.source or "run directories of this trainer",
+        "product": product,
         "wanted_lead": args.lead,
         "chosen": threshold,
         "default": Rule().danger_growth,
@@ -136,13 +146,14 @@ def main() -> int:
         "choosing": [examine(name, rule) for name in args.choose],
         "held_out": [examine(name, rule) for name in args.judge],
     }
-    path = machine.write_result("early_warning", result, args.out)
+    name = "early_warning_runs" if product else "early_warning"
+    path = machine.write_result(name, result, args.out)
     print(f"danger_growth {threshold} (default {Rule().danger_growth}); wrote {path}")
     for kind in ("choosing", "held_out"):
         for f in result[kind]:  # type: ignore[attr-defined]
             print(f"{kind:9} {f['run']:16} {f['outcome']:26} alarm {f['alarm']} "
                   f"loss moved {f['loss_moved']} lead {f['lead']}")  # fmt: skip
-    return 0 if threshold is not None else 1
+    return 0 if threshold is not None or not args.choose else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ PROTOCOLS = (
     "attribution_bf16_residual",
     "early",
     "rescue",
+    "rescue_paper",
+    "scout",
 )
 
 
@@ -30,6 +32,10 @@ def cells(_: dict[str, Any]) -> str:
     for name in PROTOCOLS:
         experiment = read(ROOT / "configs" / "stability" / f"{name}.yaml")
         protocol = experiment.protocol
+        if name == "rescue_paper":
+            text = "the cells of `rescue`, the run to be saved computes the paper's emulation"
+            rows.append([f"`{name}`", "all", "as there", text])
+            continue
         if name.endswith("_bf16_residual"):
             text = f"the cells of `{name.removesuffix('_bf16_residual')}`, residual stream in BF16"
             rows.append([f"`{name}`", "all", "as there", text])
@@ -39,6 +45,8 @@ def cells(_: dict[str, Any]) -> str:
             plain = cell.variant == "plain"
             variant = "" if plain else f"; variant: {VARIANTS[cell.variant].meaning}"
             asks = f"{cell.asks}{variant}"
+            if cell.from_cell is not None:
+                asks += f"; continues `{cell.from_cell}`"
             rows.append([f"`{name}`, {protocol.steps:,} steps", f"`{cell.name}`", seeds, asks])
     lines = ["| protocol | cell | seeds | what it asks |", "| --- | --- | --- | --- |"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

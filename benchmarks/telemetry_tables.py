@@ -42,6 +42,12 @@ def early_warning(result: dict[str, Any]) -> str:
         ],
     )
     chosen = result["chosen"]
+    if not result["grid"]:
+        words = (
+            f"Runs: {result['source']}. Nothing was fitted on them: danger_growth "
+            f"{result['default']:g}, the default."
+        )
+        return f"{origin(result)} {words}\n\n{runs}"
     words = (
         f"Runs: {result['source']}. Chosen on the first set for a lead of "
         f"{result['wanted_lead']:,} steps: danger_growth "
@@ -59,7 +65,7 @@ def overhead(result: dict[str, Any]) -> str:
             f"{1e3 * f['step_seconds']:.1f} ms",
             f"{1e3 * f['observation_seconds']:.1f} ms",
             f"{100 * f[f'share_every_{interval}_steps']:.3f} %",
-            f"{100 * f['paired_difference']:+.2f} %",
+            f"{100 * f['paired_difference']:+.2f} % ± {_percent(f['paired_standard_error'])}",
             f"{100 * f['noise']:.2f} %",
         ]
         for processes, f in result["by_processes"].items()
@@ -70,9 +76,13 @@ def overhead(result: dict[str, Any]) -> str:
         "one observation",
         f"every {interval} steps",
         "paired difference",
-        "spread of equal runs",
+        "spread of equal stretches",
     ]
     return f"{origin(result)}\n\n{table(head, rows)}"
+
+
+def _percent(value: float | None) -> str:
+    return "?" if value is None else f"{100 * value:.2f} %"
 
 
 def _step(value: int | None) -> str:
@@ -80,12 +90,17 @@ def _step(value: int | None) -> str:
 
 
 Entry = tuple[str, Callable[[dict[str, Any]], str], str]
-RUNS = "--choose RUN ... --judge RUN ..."
+CURVES = "--choose CSV ... --judge CSV ... --source TEXT"
 
 
 def tables() -> dict[str, Entry]:
     """Marker -> (result file, renderer, command), for render_tables."""
     return {
-        "early-warning": ("early_warning", early_warning, f"early_warning.py {RUNS}"),
+        "early-warning": ("early_warning", early_warning, f"early_warning.py {CURVES}"),
+        "early-warning-runs": (
+            "early_warning_runs",
+            early_warning,
+            "early_warning.py --judge RUN ...",
+        ),
         "telemetry-overhead": ("telemetry_overhead", overhead, "telemetry_overhead.py"),
     }

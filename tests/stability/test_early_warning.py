@@ -106,18 +106,39 @@ def test_the_script_chooses_on_some_runs_and_judges_on_others(
 ) -> None:
     chosen = [csv_of(curve("plain_1"), tmp_path / "plain_1.csv"),
               csv_of(curve("compensated_1"), tmp_path / "compensated_1.csv")]  # fmt: skip
-    judged = [run_dir(tmp_path / "bad", explodes=True), run_dir(tmp_path / "good", explodes=False),
-              csv_of(curve("plain_2")[:-15], tmp_path / "cut.csv")]  # fmt: skip
-    arguments = ["--choose", *chosen, "--judge", *judged, "--out", str(tmp_path), "--lead", "700"]
+    cut = csv_of(curve("plain_2")[:-15], tmp_path / "cut.csv")
+    arguments = ["--choose", *chosen, "--judge", cut, "--out", str(tmp_path), "--lead", "700"]
     monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments])
+    with pytest.raises(SystemExit):  # CSVs do not say whose they are
+        script.main()
+    monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments, "--source", "elsewhere"])
     assert script.main() == 0
     result = json.loads((tmp_path / "early_warning.json").read_text())
     assert result["chosen"] in script.GRID and result["chosen"] >= 1.2
-    bad, good, cut = result["held_out"]
+    assert result["source"] == "elsewhere" and result["product"] is False
+    (found,) = result["held_out"]
+    assert found["outcome"] == "alarm, loss did not move" and found["lead"] is None
+
+
+def test_own_runs_are_judged_apart(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their figures are never in one table with those of other programs' curves."""
+    judged = [run_dir(tmp_path / "bad", explodes=True), run_dir(tmp_path / "good", explodes=False)]
+    other = csv_of(curve("plain_1"), tmp_path / "plain_1.csv")
+    arguments = ["early_warning.py", "--out", str(tmp_path), "--judge", *judged]
+    monkeypatch.setattr(sys, "argv", [*arguments, other])
+    with pytest.raises(SystemExit):
+        script.main()
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert script.main() == 0
+    assert not (tmp_path / "early_warning.json").exists()
+    result = json.loads((tmp_path / "early_warning_runs.json").read_text())
+    assert result["product"] is True and result["chosen"] is None and result["grid"] == []
+    bad, good = result["held_out"]
     assert bad["outcome"] == "warned" and bad["lead"] >= 1000 and bad["head_telemetry"]
     assert bad["head_named"] == 50 * 61
     assert good["outcome"] == "quiet" and good["alarm"] is None
-    assert cut["outcome"] == "alarm, loss did not move" and cut["lead"] is None
 
 
 def test_runs_cannot_be_on_both_sides(
