@@ -1,7 +1,7 @@
 """What the telemetry costs: stretches of one run with and without it, in turn.
 
-    python benchmarks/telemetry_overhead.py --config configs/gpt2_124m.yaml --gpus 1 2 \
-        --set data.blend='[{path: data/corpus}]' --set data.tokenizer.path=data/tokenizer.json
+    python benchmarks/telemetry_overhead.py --gpus 1 2 \
+        --set data.blend.0.path=data/books --set data.tokenizer.path=data/tokenizer.json
 
 Two processes differ by more than the telemetry costs (memory layout, clocks, neighbors), so one
 process compares with itself: after a warm-up, rounds of
@@ -11,8 +11,9 @@ process compares with itself: after a warm-up, rounds of
 A drift of the machine that is even over a round cancels in its pairs. Stretches begin and end with
 the device idle; exactly one observation, and the reading of its record, lies in the middle of a
 stretch ``default``. Two figures answer the question: the paired difference (default - without) with
-its standard error, and, far above the noise, the cost of one observation from the stretches
-``every step`` divided by the default interval. About 4 minutes for GPT-2 124M on one H200. Writes
+its standard error, and, far above the noise, the cost of one observation from the stretches ``every
+step`` divided by the default interval. GPT-2 124M at 65,536 tokens a step: 1,075 steps, about 4
+minutes on one H200 (estimated from its speed); larger batches make the shares smaller. Writes
 docs/results/telemetry_overhead.json (with ``--device cpu``: a smoke test, the file name says so).
 """
 
@@ -137,6 +138,8 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
         "logging.progress=off",
         f"stability.interval={INTERVAL}",
         "stability.guard=off",
+        "stability.capture_at=[]",
+        "stability.capture_at_grad_norm=null",
         *args.set,
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -188,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/gpt2_124m.yaml")
+    parser.add_argument("--config", default="configs/stability/base/gpt2_124m.yaml")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="processes of a run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of 250 steps")

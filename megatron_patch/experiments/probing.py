@@ -250,7 +250,9 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
             folder = path / "captures" if (path / "captures").is_dir() else path
             inside = sorted(folder.glob("*.pt"))
             if not inside:
-                raise ExperimentError(f"{path} holds no captures (set stability.capture_steps)")
+                raise ExperimentError(
+                    f"{path} holds no captures (set stability.capture_steps or capture_at)"
+                )
             found += inside
         elif path.is_file():
             found.append(path)
@@ -333,8 +335,8 @@ def _round(x: Any) -> Any:
 
 def _facts(capture: Capture) -> dict[str, Any]:
     """What the capture says of itself."""
-    names = ("step", "layer", "layer_name", "micro_batch", "backend", "stabilizer", "precision")
-    facts = {name: getattr(capture, name) for name in (*names, "run_name")}
+    names = ("step", "trigger", "layer", "layer_name", "micro_batch", "backend", "stabilizer")
+    facts = {name: getattr(capture, name) for name in (*names, "precision", "run_name")}
     facts["heads"] = list(capture.heads)
     facts["shape"] = list(capture.q.shape)
     for name in ("wq_norm", "wk_norm"):

@@ -138,3 +138,41 @@ def test_an_observation_never_waits_for_the_device(backend: str, options: dict[s
         torch.cuda.set_sync_debug_mode("default")
     observer.disarm()
     assert float(sums.sums[..., 0].sum()) > 0
+
+
+def test_norms_and_their_way_to_the_host_never_wait() -> None:
+    """Spectral norms from the first time on; then reduction results on their way, slot by slot."""
+    from types import SimpleNamespace
+
+    from megatron_patch.stability.telemetry import Stability
+    from megatron_patch.stability.weights import SpectralNorms
+
+    attention = SimpleNamespace(
+        linear_qkv=SimpleNamespace(weight=torch.randn(3 * HEADS * D, 128, device="cuda")),
+        num_attention_heads_per_partition=HEADS,
+        num_query_groups_per_partition=HEADS,
+        hidden_size_per_attention_head=D,
+    )
+    SpectralNorms(SimpleNamespace(attention=attention)).measure()  # type: ignore[arg-type]
+    norms = SpectralNorms(SimpleNamespace(attention=attention))  # type: ignore[arg-type]
+    sender = Stability.__new__(Stability)
+    sender._pinned = {}
+    sender._to_host(0, torch.zeros(64, device="cuda"))  # allocates the pinned memory
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = norms.measure()
+        assert found is not None
+        arrived = []
+        for i in range(4):
+            # The source is freed at once and its memory used again: the copy comes before that.
+            host = sender._to_host(0, torch.full((64,), float(i), device="cuda"))
+            torch.full((64,), -1.0, device="cuda")
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()  # waits for the copy alone; what telemetry does a step later
+            arrived.append(host.clone())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [float(x.unique()) for x in arrived] == [0.0, 1.0, 2.0, 3.0]
+    assert bool(torch.isfinite(found[0]).all())
