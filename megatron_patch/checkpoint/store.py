@@ -292,16 +292,16 @@ class CheckpointStore:
                 continue
             if refused:
                 self._say(logging.WARNING, "continuing from the older checkpoint %s", name)
-            for bad_name, bad in refused:
-                if move_aside and bad.damaged:
+            for before, why in refused:
+                if move_aside and why.damaged:
                     self._on_first_rank(
-                        partial(self.shelf.move_aside, self.root / bad_name, bad.kind),
-                        f"could not move {bad_name} aside",
+                        partial(self.shelf.move_aside, self.root / before, why.kind),
+                        f"could not move {before} aside",
                         fatal=False,
                     )
             return found
         if refused:
-            listed = "".join(f"\n  {name}: {bad.why}" for name, bad in refused)
+            listed = "".join(f"\n  {name}: {why.why}" for name, why in refused)
             raise CheckpointError(f"no good checkpoint in {self.root}:{listed}")
         return None
 

@@ -6,6 +6,7 @@ for it is tested everywhere (test_agents.py). It ran with release 0.4.1; docs/fa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ optimizer: {lr: 1.0e-2}
 data: {blend: [{path: tiny}], num_workers: 0}
 attention: {backend: reference}
 checkpoint: {interval: 20}
-faults: {hang_seconds: 10}
-logging: {interval: 20, tensorboard: false}
+faults: {hang_seconds: 10, hang_pause_seconds: 15, hang_startup_seconds: 300}
+logging: {interval: 5, tensorboard: false}
 """
 
 
@@ -70,6 +72,15 @@ class Node:
                 [*command, "--config", "run.yaml"], cwd=folder, env=environment, stdout=out,
                 stderr=out,
             )  # fmt: skip
+
+    def kill(self) -> None:
+        """Everything that carries this test's attempt in its environment."""
+        self.process.kill()
+        self.process.wait()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"ATTEMPT_DIR={self.attempt}" in (folder / "environ").read_text().split("\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
 
     def wait(self, condition: Any) -> Any:
         end = time.monotonic() + PATIENCE
@@ -103,6 +114,13 @@ class Node:
 
 
 @pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    started = Node(tmp_path)
+    yield started
+    started.kill()
+
+
+@pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     from megatron_patch.data.prepare import PrepareOptions, prepare
 
@@ -114,8 +132,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_a_killed_rank_and_a_hang_are_restarted(tmp_path: Path, corpus: Path) -> None:
-    node = Node(tmp_path)
+def test_a_killed_rank_and_a_hang_are_restarted(corpus: Path, node: Node, tmp_path: Path) -> None:
     for restart, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         pid = node.wait(lambda restart=restart: node.rank(1, restart))
         node.wait(lambda restart=restart: node.resumed(restart + 1))
@@ -130,8 +147,7 @@ def test_a_killed_rank_and_a_hang_are_restarted(tmp_path: Path, corpus: Path) ->
     assert "rank 1 (" in summary.read_text().splitlines()[0]
 
 
-def test_a_data_error_is_not_started_again(tmp_path: Path) -> None:
-    node = Node(tmp_path)
+def test_a_data_error_is_not_started_again(node: Node) -> None:
     assert node.process.wait(PATIENCE) == 1
     assert node.codes() == {"00000": "2", "00001": "2"}
     assert "not started again" in (node.attempt / "rank_00000.log").read_text()

@@ -75,3 +75,31 @@ def test_other_copies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert str(other) not in environment.other_copies()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert str(other.resolve()) in environment.other_copies()
+
+
+@pytest.mark.parametrize(("release", "hidden"), [("0.4.1", True), ("0.6.0", False)])
+def test_core_can_be_imported_beside_an_old_nvidia_resiliency_ext(
+    tmp_path: Path, release: str, hidden: bool
+) -> None:
+    """A package of that name without ``__version__``: alone, Megatron-Core fails on it."""
+    folder = tmp_path / "nvidia_resiliency_ext" / "checkpointing" / "async_ckpt"
+    folder.mkdir(parents=True)
+    for name in ("core", "cached_metadata_filesystem_reader", "filesystem_async",
+                 "state_dict_saver"):  # fmt: skip
+        (folder / f"{name}.py").touch()
+    info = tmp_path / f"nvidia_resiliency_ext-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: nvidia-resiliency-ext\nVersion: {release}\n")
+    text = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megatron_patch.runtime import environment\n"
+        "print('hidden', environment.hide_old_nvrx())\n"
+        "import megatron.core.dist_checkpointing\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.stdout.split()[:2] == ["hidden", release if hidden else "None"], done.stderr
+    # What is not hidden shows that this stand-in does break it.
+    assert (done.returncode == 0) == hidden, done.stderr
+    assert hidden or "no attribute '__version__'" in done.stderr
