@@ -1,4 +1,4 @@
-"""``attention.json`` as a page of its own (Markdown) and a plot; docs/kernels.md has the short form."""
+"""``attention.json`` as a page of its own and a plot; docs/kernels.md has the short form."""
 
 from __future__ import annotations
 

@@ -5,13 +5,16 @@
 
 writes ``delta_regimes.json`` with machine, versions and commit; docs/numerics.md shows its tables
 (benchmarks/render_tables.py). A file is rewritten after every cell, so an interrupted run keeps
-what it has; ``--minutes`` stops it in time. ``--device cpu`` with small ``--lengths`` tries the
-script without a GPU (our kernels in Triton's interpreter, SDPA's reference path).
+what it has; ``--minutes`` stops it in time, and a run that finds a file of the same kernels, GPU
+and versions in ``--out`` or ``--resume`` measures what is missing there. ``--device cpu`` with
+small ``--lengths`` tries the script without a GPU (our kernels in Triton's interpreter, SDPA's
+reference path).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -23,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "--device=cpu" in sys.argv or "cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
     import interpreter_shim
@@ -31,7 +35,7 @@ if "--device=cpu" in sys.argv or "cpu" in sys.argv:
 
 import torch
 import torch.nn.functional as F
-from machine import describe
+from machine import describe_kernels, same_origin
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention.probes import Backend, BackendResult, probe_results
@@ -104,19 +108,22 @@ def sdpa(backend: SDPBackend) -> Backend:
     return run
 
 
+def _visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return i >= j
+
+
+@functools.cache
 def flex() -> Backend:
-    """FlexAttention, compiled."""
+    """FlexAttention, compiled once a length: made anew it would be recompiled for every regime."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.config.recompile_limit = 64
     compiled = torch.compile(flex_attention, dynamic=False)
-
-    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return i >= j
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         n = q.shape[2]
-        block_mask = create_block_mask(causal, None, None, n, n, device=q.device)
+        block_mask = create_block_mask(_visible, None, None, n, n, device=q.device)
         out = compiled(q, k, v, block_mask=block_mask)
         dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
         return BackendResult(out=out, dq=dq, dk=dk)
@@ -133,6 +140,7 @@ def backends(device: str) -> dict[str, Callable[[], Backend]]:
         "dynamic_max": lambda: ours("dynamic_max"),
         "paper_bf16": lambda: ours("paper_bf16"),
         "float32 O": with_float32_output,
+        "compensated, fp32": lambda: ours("compensated", "fp32"),
     }
     if device == "cpu":
         return table | {"SDPA-math": lambda: sdpa(SDPBackend.MATH)}
@@ -162,7 +170,9 @@ def gates(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
             if regime == "gauss" and vendors:
                 limit = MAX_GAUSS_RATIO * min(vendors)
                 found.append(_gate(regime, n, "rms", mine["rms"], limit))
-            best = by_backend.get("float32 O", {}).get("dq_error")
+            # Whole score matrices of the reference fit to 8k; beyond, the kernel with a float32 O.
+            yardstick = by_backend.get("float32 O") or by_backend.get("compensated, fp32", {})
+            best = yardstick.get("dq_error")
             if regime == "one" and best:
                 found.append(_gate(regime, n, "dQ error", mine["dq_error"], MAX_ONE_RATIO * best))
     return found
@@ -212,9 +222,64 @@ def measure(
     return cells | {name: clean(report.as_dict()) for name, report in reports.items()}
 
 
+class Run:
+    """The cells under way; saved after every one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.head = args, describe_kernels()
+        self.lengths = [int(n) for n in args.lengths.split(",")]
+        self.regimes = args.regimes.split(",")
+        self.names = args.backends.split(",") if args.backends else list(backends(args.device))
+        self.cells: dict[str, dict[str, dict[str, Any]]] = {r: {} for r in self.regimes}
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.target = args.out / "delta_regimes.json"
+        for folder in (args.out, args.resume):
+            if folder and not any(self.cells.values()):
+                self._take_over(folder / self.target.name)
+
+    def _take_over(self, path: Path) -> None:
+        if not path.exists():
+            return
+        old = json.loads(path.read_text())
+        why = same_origin(old, self.head)
+        if why or old["seed"] != self.args.seed:
+            print(f"not resuming from {path}: {why or 'another seed'}", flush=True)
+            return
+        for regime, by_length in old["cells"].items():
+            if regime in self.cells:
+                self.cells[regime] = dict(by_length)
+        print(f"resuming from {path}: {sum(map(len, self.cells.values()))} cells", flush=True)
+
+    def todo(self) -> list[tuple[int, str]]:
+        """(length, regime) without a result, in order."""
+        return [(n, r) for n in self.lengths for r in self.regimes if str(n) not in self.cells[r]]
+
+    def save(self) -> list[dict[str, Any]]:
+        checks = gates(self.cells)
+        figures = {"cells": self.cells, "gates": checks, "complete": not self.todo()}
+        figures |= {"seed": self.args.seed}
+        text = json.dumps({**self.head, **figures}, indent=1, sort_keys=True)
+        self.target.write_text(text + "\n")
+        return checks
+
+    def measure(self, n: int, regime: str) -> None:
+        args = self.args
+        heads = args.heads or HEADS.get(n, 12)
+        found = measure(self.names, regime, n, device=args.device, heads=heads, seed=args.seed)
+        self.cells[regime][str(n)] = found
+        for name, cell in found.items():
+            wanted = ("mean", "t", "rms", "coherence", "dq_error")
+            shown = [f"{x} {cell[x]:.3g}" for x in wanted if x in cell]
+            print(n, regime, f"{name}:", cell.get("error") or ", ".join(shown), flush=True)
+        self.save()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lengths", default="512,2048,8192,32768")
     parser.add_argument("--regimes", default=",".join(REGIMES))
@@ -224,40 +289,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0)
     args = parser.parse_args()
     stop = time.monotonic() + 60 * args.minutes
-    names = args.backends.split(",") if args.backends else list(backends(args.device))
-    cells: dict[str, dict[str, dict[str, Any]]] = {r: {} for r in args.regimes.split(",")}
-    args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / "delta_regimes.json"
-    head = describe()
-
-    def save(complete: bool) -> list[dict[str, Any]]:
-        checks = gates(cells)
-        figures = {"cells": cells, "gates": checks, "complete": complete, "seed": args.seed}
-        target.write_text(json.dumps({**head, **figures}, indent=1, sort_keys=True) + "\n")
-        return checks
-
-    for n in map(int, args.lengths.split(",")):
-        heads = args.heads or HEADS.get(n, 12)
-        for regime in cells:
-            if time.monotonic() > stop:
-                save(False)
-                print("out of time; partial results in", target)
-                return 1
-            found = measure(names, regime, n, device=args.device, heads=heads, seed=args.seed)
-            cells[regime][str(n)] = found
-            for name, cell in found.items():
-                shown = [
-                    f"{x} {cell[x]:.3g}"
-                    for x in ("mean", "t", "rms", "coherence", "dq_error")
-                    if x in cell
-                ]
-                print(n, regime, f"{name}:", cell.get("error") or ", ".join(shown), flush=True)
-            save(False)
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-    checks = save(True)
+    run = Run(args)
+    todo = run.todo()
+    for i, (n, regime) in enumerate(todo):
+        if time.monotonic() > stop:
+            print(f"out of time, {len(todo) - i} cells left; partial results in {run.target}")
+            break
+        run.measure(n, regime)
+        print(f"{i + 1}/{len(todo)}, {(stop - time.monotonic()) / 60:.1f} min left", flush=True)
+    checks = run.save()
     failed = [g for g in checks if not g["ok"]]
-    print(f"{len(checks) - len(failed)} of {len(checks)} gates met; results in {target}")
+    print(f"{len(checks) - len(failed)} of {len(checks)} gates met; results in {run.target}")
     for gate in failed:
         print("not met:", gate)
     return 1 if failed else 0

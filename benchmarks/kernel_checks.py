@@ -1,6 +1,6 @@
 """Run the GPU tests of the kernels and write what each of them said.
 
-    PYTHONPATH=kernels python benchmarks/kernel_checks.py [--minutes 6] [--out DIR] [PYTEST ARGS ...]
+    PYTHONPATH=kernels python benchmarks/kernel_checks.py [--minutes 6] [--out DIR] [-- PYTEST ...]
 
 writes ``kernel_checks.json``: determinism over 1,000 repeats, CUDA graphs, torch.compile, streams,
 tensors beyond 2^31 elements, gates of the delta error. Every test's outcome is recorded as soon as
@@ -58,14 +58,14 @@ def command(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace, lines: Path) -> bool:
-    """Run pytest; whether it came to its end in time."""
+    """Run pytest; whether it came to its own end, and in time."""
     path = [str(ROOT / p) for p in ("benchmarks", "kernels")] + [os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {TARGET: str(lines), "PYTHONPATH": os.pathsep.join(path)}
     process = subprocess.Popen(command(args), cwd=ROOT, env=environment, start_new_session=True)
     end = time.monotonic() + args.minutes * 60
     try:
-        process.wait(max(1.0, end - time.monotonic()))
-        return True
+        # 0 and 1: every test has an outcome. Anything else: pytest itself was ended, or broke.
+        return process.wait(max(1.0, end - time.monotonic())) in (0, 1)
     except subprocess.TimeoutExpired:
         print("out of time", flush=True)
         return False

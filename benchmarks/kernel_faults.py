@@ -3,7 +3,7 @@
 
     PYTHONPATH=kernels python benchmarks/kernel_faults.py [--out DIR] [--device cpu]
 
-writes ``kernel_faults.json``; docs/kernels.md shows both. Each fault is a problem on which the named
+writes ``kernel_faults.json``; docs/kernels.md shows both. Each fault is a problem on which a
 public report saw NaN or wrong gradients; every backend runs it in this process and is compared with
 float64. A backend that does not serve the problem says why.
 """
@@ -157,9 +157,9 @@ def judge(
     errors = {}
     for name, x, want in zip(NAMES, found, true, strict=True):
         if not bad[name]:
-            gap = float((x.double() - want).norm())
+            gap = float((x.detach().double() - want.detach()).norm())
             # dQ and dK of one visible key are 0 in exact arithmetic: no ratio.
-            errors[name] = float(f"{gap / max(float(want.norm()), 1e-30):.3g}")
+            errors[name] = float(f"{gap / max(float(want.detach().norm()), 1e-30):.3g}")
     return {"not_finite": {n: c for n, c in bad.items() if c}, "errors": errors}
 
 

@@ -8,8 +8,8 @@ distribution of our error over PyTorch's) and ``kernel_grid_state.jsonl``, one r
 that finds a state file of the same kernels, tests, GPU and versions in ``--out`` or ``--resume``
 does the cases that are missing there, so several short runs make one result. Several worker
 processes share the GPU, because compiling is what takes the time; groups of cases that share a
-compilation stay together. ``--device cpu --parts small --limit 4`` tries the script in Triton's interpreter;
-``--workers 0`` stays in this process.
+compilation stay together. ``--device cpu --parts small --limit 4`` tries the script in Triton's
+interpreter; ``--workers 0`` stays in this process.
 """
 
 from __future__ import annotations

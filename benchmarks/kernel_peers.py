@@ -1,8 +1,8 @@
 """The vendors' kernels on a case of the correctness grid, where they serve it.
 
-``compare_peers`` gives RMS errors against float64 of ours and of SDPA's flash (FlashAttention-2) and
-cuDNN backends on the same inputs; ``over_peers`` applies the rule: ours at most 1.02x the better
-one's. Small tensors are left out: there the ratio of two RMS errors is luck.
+``compare_peers`` gives RMS errors against float64 of ours and of SDPA's flash (FlashAttention-2)
+and cuDNN backends on the same inputs; ``over_peers`` applies the rule: ours at most 1.02x the
+better one's. Small tensors are left out: there the ratio of two RMS errors is luck.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def served(case: Any) -> bool:
 
 def peer_results(case: Any, given: Any) -> dict[str, dict[str, torch.Tensor]]:
     """O, dQ, dK, dV in the case's layout by backend; a backend that refuses is left out."""
-    from stable_attention.reference.geometry import from_bhsd, to_bhsd
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from stable_attention.reference.geometry import from_bhsd, to_bhsd
 
     kinds = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     dout = to_bhsd(given.dout, case.layout)

@@ -49,12 +49,16 @@ def _code(text: str) -> str:
     """Python source without comments and docstrings, as one string."""
     kept: list[str] = []
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
-    opens_statement = True
+    ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    opens_statement, in_docstring = True, False
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in skipped or (token.type == tokenize.STRING and opens_statement):
+        if token.type in skipped:
             continue
-        kept.append(tokenize.tok_name[token.type] if token.string.isspace() else token.string)
-        opens_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        in_docstring = opens_statement if token.type == tokenize.STRING else in_docstring
+        if not in_docstring:
+            kept.append(tokenize.tok_name[token.type] if token.type in ends else token.string)
+        opens_statement = token.type in ends
+        in_docstring = in_docstring and token.type != tokenize.NEWLINE
     return "\x00".join(kept)
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cp_accuracy_tables
 import cp_tables
 import fault_tables
+import kernel_tables
 import plan_tables
 import run_tables
 import stability_tables
@@ -34,6 +35,7 @@ PAGES = (
     "docs/checkpoints.md",
     "docs/context_parallelism.md",
     "docs/data.md",
+    "docs/kernels.md",
     "docs/numerics.md",
     "docs/planning.md",
     "docs/reliability.md",
@@ -44,6 +46,7 @@ PAGES = (
 BACKENDS = (
     "compensated",
     "compensated, int8",
+    "compensated, fp32",
     "none",
     "dynamic_max",
     "paper_bf16",
@@ -199,6 +202,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
     **cp_accuracy_tables.tables(),
     **fault_tables.tables(),
+    **kernel_tables.tables(),
     **plan_tables.tables(),
     **stability_tables.tables(),
     **telemetry_tables.tables(),

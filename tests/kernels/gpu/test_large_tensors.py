@@ -72,3 +72,27 @@ def test_packed_tokens_that_pass_2_31_elements() -> None:
     one = named | {"cu_seqlens_q": cu[:2], "cu_seqlens_k": cu[:2]}
     for a, b in zip(whole, _grad(part, part, part, part, **one), strict=True):
         assert torch.equal(a[-n:], b)
+
+
+def test_keys_that_pass_2_31_elements() -> None:
+    """Few queries at the end of a K and V of more than 2^31 elements: only the last keys count."""
+    _need(40)
+    heads, d, near = 16, 128, 8192
+    n = LIMIT // (heads * d) + near
+    torch.manual_seed(1)
+    # As random as it has to be, without 17 GiB of float32: noise in the keys that are seen.
+    k, v = (torch.zeros(1, n, heads, d, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for x in (k, v):
+        x[:, -near:].normal_()
+        x[:, :-near] = 100.0
+    assert k.numel() > LIMIT
+    q, dout = (torch.randn(1, 64, heads, d, device="cuda").bfloat16() for _ in range(2))
+    window = (4000, 0)
+    out, dq, dk, dv = _grad(q, k, v, dout, window=window)
+    part = [x[:, -near:].contiguous() for x in (k, v)]
+    alone = _grad(q, *part, dout, window=window)
+    for name, a, b in zip(("out", "dq"), (out, dq), alone[:2], strict=True):
+        assert torch.equal(a, b), name
+    for name, a, b in zip(("dk", "dv"), (dk, dv), alone[2:], strict=True):
+        assert torch.equal(a[:, -near:], b), name
+        assert not bool(a[:, :-near].any()), name

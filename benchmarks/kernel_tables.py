@@ -1,0 +1,195 @@
+"""Tables of docs/kernels.md: speed, cost of the stabilizer, memory, and verdicts of the GPU checks.
+
+Each function takes the JSON object its benchmark wrote and returns Markdown; ``render_tables.py``
+puts it between the markers of a page. What a file does not vouch for is said in its text: kernels
+that are not the tree's, host time inside intervals, a run that was cut short.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kernel_goals import DEFAULT, OURS, PASSES, geometric_mean, goals, speed, title
+from machine import sources_digest
+from table_text import origin, table
+
+SHAPES = 39
+"""Shapes of the grid of benchmarks/attention.py; a test compares."""
+PEERS = ("SDPA-cuDNN", "SDPA-flash", "FlexAttention")
+
+
+@functools.cache
+def _this_tree() -> str:
+    return sources_digest()
+
+
+def state(result: dict[str, Any]) -> str:
+    """Origin, and whether the kernels measured are those of this tree."""
+    known = result.get("kernels")
+    if known is None:
+        said = (
+            "The file does not say which kernel sources ran (it predates that): read these figures "
+            "as those of the commit named, not of the present kernels."
+        )
+    elif known != _this_tree():
+        said = (
+            "**The kernels have changed since**: read these figures as those of the commit named."
+        )
+    else:
+        said = "The kernels measured are those of this tree."
+    return f"{origin(result)} {said}"
+
+
+def _mean(values: dict[str, float]) -> str:
+    return f"{geometric_mean(list(values.values())):.2f}" if values else "-"
+
+
+def _kinds(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by grid and head dims, in the order of the page."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: (r["grid"] != "hidden 2048", r["grid"], r["d"])):
+        d = str(row["d"]) if row["d"] == row["dv"] else f"{row['d']}/{row['dv']}"
+        grid = "" if row["grid"] == "hidden 2048" else f"{row['grid']}, "
+        found.setdefault(f"{grid}d {d}", []).append(row)
+    return found
+
+
+def _queueing(result: dict[str, Any]) -> list[str]:
+    """What the intervals contain besides the GPU's work."""
+    cells = [(title(r), n, c) for r in result["rows"] for n, c in r["peers"].items()]
+    timed = [(shape, name, cell) for shape, name, cell in cells if "forward" in cell]
+    if not any("host" in cell for _, _, cell in timed):
+        return [
+            "Launches were not queued in this run: forward times of short sequences (below 4k "
+            "keys) include the 0.35 to 0.4 ms that Python spent on a call."
+        ]
+    limit = result.get("queued_ms", 0.0)
+    slow = [f"{shape}: {name}" for shape, name, cell in timed if cell.get("host", 0.0) > limit > 0]
+    return [f"Intervals that contain host time: {'; '.join(slow)}."] if slow else []
+
+
+def speed_table(result: dict[str, Any]) -> str:
+    """Geometric means of our speed over each peer, by head dim and pass."""
+    rows = result["rows"]
+    body = []
+    for which in PASSES:
+        for kind, mine in [*_kinds(rows).items(), ("all shapes", rows)]:
+            cells = [_mean(speed(mine, DEFAULT, peer, which)) for peer in PEERS]
+            plain = _mean(speed(mine, "none", "SDPA-cuDNN", which))
+            cost = _mean(speed(mine, "none", DEFAULT, which))
+            eight = _mean(speed(mine, "none", "compensated int8", which))
+            body.append([f"{which}, {kind}", str(len(mine)), *cells, plain, cost, eight])
+    head = ["geometric mean", "shapes", *(f"{DEFAULT} / {p}" for p in PEERS), "none / SDPA-cuDNN"]
+    head += ["time, bf16 low part / none", "time, int8 low part / none"]
+    notes = _queueing(result)
+    if len(rows) < SHAPES:
+        notes.append(f"The run covers {len(rows)} of {SHAPES} shapes.")
+    notes.append("Speeds are ratios of times on the same tensors: above 1 is faster than the peer.")
+    return "\n".join([state(result), *notes, "", table(head, body)])
+
+
+def goal_table(result: dict[str, Any]) -> str:
+    """The goals of the first step, met or missed, and which shapes miss them."""
+    found = goals(result["rows"], SHAPES)
+    body = [
+        [
+            goal["what"],
+            "-" if goal["value"] is None else f"{goal['value']:.4g}",
+            f"at {goal['at']} {goal['limit']:g}",
+            "met" if goal["ok"] else "**missed**",
+        ]
+        for goal in found
+    ]
+    missed = [
+        f"- {goal['what']}: {'; '.join(goal['misses'][:12])}"
+        + (f"; and {len(goal['misses']) - 12} more" if len(goal["misses"]) > 12 else "")
+        for goal in found
+        if goal["misses"]
+    ]
+    lines = [table(["goal", "value", "limit", "verdict"], body)]
+    return "\n".join([*lines, "", "Shapes that miss a goal:", "", *missed] if missed else lines)
+
+
+def memory_table(result: dict[str, Any]) -> str:
+    """Peak memory of forward and backward beyond the inputs, at 4k keys."""
+    names = ("SDPA-flash", "SDPA-cuDNN", *OURS)
+    body = []
+    for row in sorted(result["rows"], key=title):
+        cells = [row["peers"].get(name, {}).get("peak_mib") for name in names]
+        if row["s"] == 4096 and any(cells):
+            body.append([title(row), *("-" if x is None else f"{x:.0f}" for x in cells)])
+    return table(["MiB", *names], body)
+
+
+def checks_table(result: dict[str, Any]) -> str:
+    """GPU tests by file, and those that did not pass."""
+    counts = [
+        [f"`{name}`", str(c["passed"]), str(c["failed"]), str(c["skipped"])]
+        for name, c in sorted(result["files"].items())
+    ]
+    lines = [state(result), "", table(["tests/kernels/gpu", "passed", "failed", "skipped"], counts)]
+    if not result["complete"]:
+        lines += ["", "The run was stopped before its end."]
+    lines += ["", *_not_passed(result["not_passed"])] if result["not_passed"] else []
+    return "\n".join(lines)
+
+
+def _not_passed(found: list[dict[str, Any]]) -> list[str]:
+    def clean(text: str) -> str:
+        return text.replace("|", "/").replace("<", "").replace("\n", " ")[:200]
+
+    return [
+        f"- {x['outcome']}: `{x['test'].split('/')[-1]}`: {clean(x.get('why', ''))}" for x in found
+    ]
+
+
+def sanitizer_line(result: dict[str, Any]) -> str:
+    """The verdict of compute-sanitizer."""
+    if not result["available"]:
+        return f"{state(result)} compute-sanitizer was not on that machine: not checked."
+    control = result["control"]
+    if control["unusable"]:
+        why = control["unusable"]
+        return (
+            f"{state(result)} compute-sanitizer did not work on that machine ({why}): not checked."
+        )
+    found = "found" if result["finds_errors"] else "**not found**, so that nothing below says much"
+    lines = [f"{state(result)} A planted out-of-bounds store was {found}."]
+    for name, run in result["checkers"].items():
+        errors = "no verdict" if run["errors"] is None else f"{run['errors']} errors"
+        late = ", stopped for time" if run["timed_out"] else ""
+        failed = f", {len(run['failed'])} of them raised" if run["failed"] else ""
+        lines.append(
+            f"{name}: {errors} in {run['cases'] + len(run['failed'])} of {result['planned']} calls "
+            f"(forward and backward){failed}{late}."
+        )
+    return " ".join(lines)
+
+
+def faults_table(result: dict[str, Any]) -> str:
+    """Elements that are not finite, ours and the peers', on problems of public reports."""
+    names = list(result["faults"][0]["backends"])
+    body = []
+    for fault in result["faults"]:
+        cells = []
+        for name in names:
+            cell = fault["backends"][name]
+            bad = cell.get("not_finite", {})
+            text = ", ".join(f"{count} in {what}" for what, count in bad.items()) or "finite"
+            cells.append("not served" if "error" in cell else f"**{text}**" if bad else text)
+        body.append([f"{fault['report']}: {fault['what']}", *cells])
+    return "\n".join([state(result), "", table(["NaN or infinite elements", *names], body)])
+
+
+def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+    """Marker -> (result file, renderer, command that measures it)."""
+    return {
+        "attention-speed": ("attention", speed_table, "attention.py"),
+        "attention-goals": ("attention", goal_table, "attention.py"),
+        "attention-memory": ("attention", memory_table, "attention.py"),
+        "kernel-checks": ("kernel_checks", checks_table, "kernel_checks.py"),
+        "sanitizer": ("sanitizer", sanitizer_line, "kernel_sanitizer.py"),
+        "kernel-faults": ("kernel_faults", faults_table, "kernel_faults.py"),
+    }
