@@ -16,12 +16,14 @@ query/key and value; n ranks. Shards are Megatron's zigzag shards (`layout`, `pa
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,10 @@ __all__ = [
     "check",
     "context_parallel_attention",
 ]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ContextParallelError(ValueError):
@@ -110,6 +116,26 @@ def check(
         )
 
 
+def _eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` as it is inside ``torch.compile``: a break in the graph, and nothing traced.
+
+    What it does is launches and transfers, whose order all ranks share; traced piece by piece, each
+    rank would compile for itself while the others wait.
+    """
+    left_alone: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # whose import takes seconds
+            return function(*args, **options)
+        if not left_alone:
+            left_alone.append(torch.compiler.disable(function))
+        return left_alone[0](*args, **options)
+
+    return call
+
+
+@_eagerly
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
