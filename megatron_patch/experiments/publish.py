@@ -47,5 +47,13 @@ def publish(store: Store, target: Target) -> Iterator[str]:
             os.replace(draft, target.folder / f"{name}{suffix}")
     if target.archives:
         store.save()
-        written = archive.pack(store.path, target.folder, files=target.archives, limit=target.limit)
-        yield from (line for line in written if line.startswith("left out"))
+        before = set(target.folder.glob(f"{name}.*.zip"))
+        for line in archive.pack(
+            store.path, target.folder, files=target.archives, limit=target.limit
+        ):
+            if line.startswith("left out"):
+                yield line
+            else:
+                before.discard(Path(line.rsplit(": ", 1)[0]))
+        for old in before:  # of a time when there was more: unpacked with the others it would mix
+            old.unlink()

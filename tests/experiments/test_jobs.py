@@ -52,6 +52,8 @@ def test_jobs_on_machines_that_are_lost(
     machine = tmp_path / "machine_1"
     target = Target(folder=copied / "1", archives=2)
     quick["pause"] = "0.05"
+    target.folder.mkdir(parents=True)
+    (target.folder / "tiny.5.zip").write_bytes(b"of a time when there was more")
     first = request(protocol, machine, minutes=3.0 / 60, only=["a-s1", "b-s1"], target=target)
     assert stability.run(first) == 0
     said = capsys.readouterr().out

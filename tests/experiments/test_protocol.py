@@ -11,6 +11,7 @@ from megatron_patch.experiments import plan
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import Protocol, read, trainer_config
 from megatron_patch.experiments.store import FINISHED, State, Store
+from megatron_patch.stability.config import capture_mib
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "stability"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
@@ -33,6 +34,10 @@ def test_the_baselines_are_what_was_promised() -> None:
             assert loaded.model.fp32_residual_connection is residual
             assert (loaded.optimizer.lr, loaded.optimizer.weight_decay) == (1e-3, 0.0)
             assert loaded.training.global_batch_size * loaded.model.seq_length == 65536
+            # Nobody has to know the step of an explosion; a file may ship as a fixture.
+            assert loaded.stability.capture_at == ["watch", "danger"]
+            assert loaded.stability.capture_at_grad_norm == experiment.protocol.explosion.grad_norm
+            assert capture_mib(loaded, heads=loaded.stability.capture_worst_heads) * 2**20 < 5e6
         assert experiment.protocol.steps == 15000
         assert seeds["compensated"] == [1, 2, 3]
         two = ("none", "sdpa_cudnn", "sdpa_flash", "fp32_attention", "paper_bf16")
@@ -56,6 +61,22 @@ def test_attribution_covers_every_question() -> None:
     assert configs["qk_norm"].model.qk_layernorm
     assert configs["weight_decay"].optimizer.weight_decay == 0.1
     assert configs["k_centered"].attention.stabilizer == "none"
+
+
+def test_the_rescue_continues_what_keeps_its_checkpoints() -> None:
+    """On both sides of the event, with a control that changes nothing."""
+    for name, base in (("rescue", "none"), ("rescue_paper", "paper_bf16")):
+        experiment = read(CONFIGS / f"{name}.yaml")
+        kinds = {}
+        for run in experiment.runs:
+            loaded = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+            kinds[run.cell.name] = (run.cell.before, loaded.attention.stabilizer)
+            assert run.seed in (1, 2) and experiment.gpus_of(run) == 1 + (run.cell.name == "base")
+        assert kinds.pop("base") == kinds.pop("guard") == (0, base)
+        assert kinds.pop("control") == (500, base)
+        assert sorted(kinds.values()) == [
+            (n, "compensated") for n in (-1000, -500, -250, 0, 250, 500)
+        ]
 
 
 def test_runs_are_ordered_by_seed(protocol: Path) -> None:
