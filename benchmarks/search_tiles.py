@@ -153,18 +153,27 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
     """A tile in every way the forward kernel can sum up its products."""
     if which != "forward":
         return [tile]
-    late = replace(tile, segment=tile.bn, ones=16)
-    plain = replace(tile, segment=0 if width > 128 else 1024)
-    return [plain, replace(plain, ones=16), late, replace(late, ahead=1)]
+    plain = replace(tile, segment=0 if width > 128 else 1024, ones=8, ahead=0)
+    late = replace(plain, segment=tile.bn)
+    return [
+        plain,
+        replace(plain, ones=16),
+        *(replace(late, ones=ones, ahead=ahead) for ones in (16, 0) for ahead in (0, 1)),
+    ]
 
 
 def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:
     """The winner with one thing changed, to see what each thing costs."""
     found = [("none", tile), ("compensated", replace(tile, tma=not tile.tma))]
     if which == "forward":
-        found.append(("none", replace(tile, segment=0)))
-        found += [("compensated", replace(tile, segment=n)) for n in (0, 512, 4096)]
-        found += [("compensated", mode) for mode in modes(which, width, tile)]
+        plain = replace(tile, segment=0, ones=8, ahead=0)
+        found.append(("none", plain))
+        found += [("compensated", replace(plain, segment=n)) for n in (0, 512, 4096)]
+        for mode in modes(which, width, tile):
+            found.append(("compensated", mode))
+            # The segment is the dataflow of "none" too, where products join late.
+            if mode.segment == mode.bn:
+                found.append(("none", mode))
     return found
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Bytes of keys and values that one group of neighbouring heads may keep in L2.
 L2_BUDGET = 24 * 2**20
 PASSES = ("forward", "dkdv", "dq")
+# Columns of ones that `Tile.ones` may name.
+ONES = (0, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,35 @@ class Tile:
     bn: every tile, an iteration late, for all stabilizers but "paper_bf16". 0: all (head dims above
     128, where the second accumulator may not fit into registers)."""
     ones: int = 8
-    """Columns of the matrix of ones that sums the rounded P. From 16 on the sum is an asynchronous
-    Hopper product in the shadow of P V, for 2 KiB of shared memory."""
+    """Columns of the matrix of ones that sums the rounded P. 16: the sum is an asynchronous Hopper
+    product in the shadow of P V, for 2 KiB of shared memory. 0, with a segment of bn: no product;
+    float32 pipes add P up, rounded or not, and lanes meet at the end of a row only."""
     ahead: int = 0
     """1, with a segment of bn: compute the next tile's scores while a tile's softmax runs, for the
     registers of a second score tile."""
     tma: bool = field(default=False, kw_only=True)
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
+
+    def __post_init__(self) -> None:
+        """ValueError for fields that the forward kernel cannot combine."""
+        late = self.segment == self.bn
+        if self.ones not in ONES:
+            raise ValueError(f"ones={self.ones}: not one of {ONES}; 8 is the default")
+        if self.ones == 0 and not late:
+            # The truncation of a tensor core's long sum would be missing from l: docs/numerics.md.
+            raise ValueError(
+                f"ones=0 with segment={self.segment}: the sum of the rounded P may leave the "
+                f"tensor cores only where P V is summed tile by tile; set segment={self.bn} (= bn)"
+            )
+        if self.ahead and not late:
+            raise ValueError(
+                f"ahead={self.ahead} with segment={self.segment}: scores run ahead only where "
+                f"products join late; set segment={self.bn} (= bn) or ahead=0"
+            )
+        if self.segment % self.bn:
+            raise ValueError(
+                f"segment={self.segment}: not a multiple of bn={self.bn}; take 0, bn or a multiple"
+            )
 
 
 def arch_of(device: torch.device) -> str:

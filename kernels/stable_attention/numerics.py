@@ -24,6 +24,7 @@ Shape legend: BM query rows, BN key columns of a tile, DV value head dim.
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -68,6 +69,24 @@ def row_shift(s, m, unit, beta, eps, DYNAMIC: tl.constexpr, BOUND: tl.constexpr)
 
 
 @triton.jit
+def add_row_sum(total, alpha, p):
+    """total * alpha + row sums of p [BM, BN], on the float32 pipes; alpha [BM].
+
+    total is [BM], or [BM, 4]: the sums of columns 2 c, 2 c + 1 modulo 8, which are what one thread
+    of a tensor-core tile holds, so that lanes exchange nothing until the end of the row.
+    """
+    if len(total.shape) == 2:
+        BM: tl.constexpr = p.shape[0]
+        # Broadcast to the columns of one thread and back: alpha without an exchange of lanes.
+        wide = tl.reshape(tl.broadcast_to(alpha[:, None], [BM, 8]), [BM, 4, 2])
+        lanes = tl.sum(tl.reshape(p, [BM, p.shape[1] // 8, 4, 2]), 3)
+        total = total * tl.max(wide, 2) + tl.sum(lanes, 1)
+    else:
+        total = total * alpha + tl.sum(p, 1)
+    return total
+
+
+@triton.jit
 def softmax_step(
     s, m, l, unit, beta, eps,
     MASKED: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
@@ -75,7 +94,8 @@ def softmax_step(
     """One online-softmax step over a score tile.
 
     Args:
-        s: [BM, BN] float32 scores (-inf where masked); m, l: [BM] running shift and float32 sum.
+        s: [BM, BN] float32 scores (-inf where masked); m: [BM] running shift; l: float32 sum
+            as in `add_row_sum`.
 
     Returns:
         (p float32 [BM, BN], alpha [BM] that rescales what was accumulated, the new m and l).
@@ -85,7 +105,7 @@ def softmax_step(
     shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     p = tl.exp2(s * unit - shift[:, None])
     alpha = tl.exp2(m - shift)
-    l = l * alpha + tl.sum(p, 1)
+    l = add_row_sum(l, alpha, p)
     if PAPER:
         l = l.to(tl.bfloat16).to(tl.float32)
     return p, alpha, m_new, l
@@ -151,6 +171,29 @@ def widen(x):
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def round_and_widen(p, DTYPE: tl.constexpr):
+    """(p rounded to DTYPE, the same as float32): one packed conversion and one unpacking each.
+
+    In assembler, because the compiler takes a rounding whose bits are used twice for two scalar
+    conversions, each at a sixteenth of the rate. The interpreter runs what it means.
+    """
+    if INTERPRETED:
+        rounded = p.to(DTYPE)
+        return rounded, widen(rounded)
+    elif DTYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+            "=&r,=&r,=&r,r,r", [p], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; cvt.rn.f16x2.f32 $0, $4, $3; mov.b32 {lo, hi}, $0;"
+            " cvt.f32.f16 $1, lo; cvt.f32.f16 $2, hi; }",
+            "=&r,=&r,=&r,r,r", [p], dtype=(tl.float16, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit

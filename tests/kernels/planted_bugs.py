@@ -63,9 +63,11 @@ MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
 LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
 BAND = "sq=90 sk=40 left=11 right=5"
 WIDE_BAND = "sq=70 sk=70 left=35 right=40 hq=1 hk=1"
-PLAIN, SEGMENTS, LATE, AHEAD = (
-    f"sq=33 sk=200 hq=1 hk=1 path={path}" for path in ("plain", "segments", "late", "ahead")
+PLAIN, SEGMENTS, LATE, AHEAD, LANES = (
+    f"sq=33 sk=200 hq=1 hk=1 path={path}"
+    for path in ("plain", "segments", "late", "ahead", "lanes")
 )
+LANES_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=lanes-ahead"
 LATE_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late"
 SINKS = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1"
 SOFTCAP = "sq=34 sk=66 softcap=3 causal=1"
@@ -97,24 +99,35 @@ BUGS = (
         "    if True:\n        s = s.to(tl.bfloat16)", CAUSAL),
     Bug("accumulator rounded to bf16", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
         "acc = tl.dot(p, v, acc * alpha[:, None]).to(tl.bfloat16).to(tl.float32)", CAUSAL),
-    Bug("1.6 % output bias", FORWARD, "(inverse(l_rounded) * keep_scale)",
-        "(inverse(l_rounded) * keep_scale * 1.016)", FULL),
-    Bug("l rounded to bf16", NUMERICS, "l = l * alpha + tl.sum(p, 1)",
-        "l = (l * alpha + tl.sum(p, 1)).to(tl.bfloat16).to(tl.float32)", FULL),
+    Bug("1.6 % output bias", FORWARD, "inverse(l_rounded) * keep_scale)",
+        "inverse(l_rounded) * keep_scale * 1.016)", FULL),
+    Bug("l rounded to bf16", NUMERICS, "total = total * alpha + tl.sum(p, 1)",
+        "total = (total * alpha + tl.sum(p, 1)).to(tl.bfloat16).to(tl.float32)", FULL),
     # --- online softmax
-    Bug("l not rescaled", NUMERICS, "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", FULL),
+    Bug("l not rescaled", NUMERICS, "total = total * alpha + tl.sum(p, 1)",
+        "total = total + tl.sum(p, 1)", FULL),
+    Bug("l over lanes not rescaled", NUMERICS, "total * tl.max(wide, 2) + tl.sum(lanes, 1)",
+        "total + tl.sum(lanes, 1)", LANES),
+    Bug("l_rounded over lanes sums the unrounded P", NUMERICS, "return rounded, widen(rounded)",
+        "return rounded, p", "values of one, lanes"),
+    Bug("l_rounded of one lane", FORWARD, "l_rounded = tl.sum(l_acc, 1) if ROUNDED else l",
+        "l_rounded = tl.max(l_acc, 1) if ROUNDED else l", LANES),
+    Bug("l_rounded over lanes sums the dropped P", FORWARD,
+        "l_acc = add_row_sum(l_acc, alpha, wide)",
+        "l_acc = add_row_sum(l_acc, alpha, weights.to(tl.float32))",
+        LANES_DROPOUT, occurrence=0, total=2),
     Bug("O not rescaled", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
         "acc = tl.dot(p, v, acc)", PLAIN),
     Bug("segments not rescaled", NUMERICS, "total * tl.exp2(m_before - m)[:, None] + part",
         "total + part", SEGMENTS),
-    Bug("first segment overwritten", FORWARD, "acc = add_segment(acc, part, m_before, m)",
+    Bug("first segment overwritten", FORWARD, "acc = add_segment_parts(acc, part, m_before, m)",
         "acc = part", SEGMENTS),
     Bug("O not rescaled when a tile joins late", NUMERICS, "total * alpha[:, None] + part",
         "total + part", LATE),
-    Bug("last tile's product left out", FORWARD, "        acc = add_late(acc, part, alpha)\n"
-        "        l_acc = add_late(l_acc, l_part, alpha)\n    elif", "    elif", LATE),
-    Bug("last tile's sum left out", FORWARD, "        l_acc = add_late(l_acc, l_part, alpha)\n"
-        "    elif", "    elif", AHEAD),
+    Bug("last tile's product left out", FORWARD, "        acc = add_late_parts(acc, part, alpha)\n"
+        "        if not LANES:", "        if not LANES:", LATE),
+    Bug("last tile's sum left out", FORWARD, "            l_acc = add_late(l_acc, l_part, alpha)\n"
+        "    elif", "            pass\n    elif", AHEAD),
     Bug("scores ahead of the wrong tile", FORWARD, "stride_ks, n + BN, sk", "stride_ks, n, sk",
         AHEAD),
     Bug("values of the tile ahead", FORWARD, "stride_vs, full_hi - BN, m0",

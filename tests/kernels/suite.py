@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attention_cases import DEVICE, Case, make_inputs
+from attention_cases import DEVICE, Case, forward_path, make_inputs
 from error_rule import check_case, run_ours
 
 FEATURES = [
@@ -45,6 +45,9 @@ FEATURES = [
     "sq=33 sk=200 hq=1 hk=1 path=segments",
     "sq=33 sk=200 hq=1 hk=1 path=late",
     "sq=33 sk=200 hq=1 hk=1 path=ahead",
+    "sq=33 sk=200 hq=1 hk=1 path=lanes",
+    "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=lanes-ahead",
+    "sq=40 sk=130 left=90 right=50 stabilizer=none path=lanes",
     "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late",
     "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=ahead",
     "sq=40 sk=130 left=90 right=50 stabilizer=none path=ahead",
@@ -81,7 +84,9 @@ FAULTS = {
 }  # fmt: skip
 
 
-def values_of_one(dtype: torch.dtype = torch.bfloat16, residual: str = "bf16") -> list[str]:
+def values_of_one(
+    dtype: torch.dtype = torch.bfloat16, residual: str = "bf16", path: str = ""
+) -> list[str]:
     """V = 1 gives O = 1 exactly, low-order part 0: l sums the P that multiplied V (FA PR #2721)."""
     from stable_attention import stable_attention
     from stable_attention.probes import decode_residual
@@ -89,9 +94,10 @@ def values_of_one(dtype: torch.dtype = torch.bfloat16, residual: str = "bf16") -
     gen = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 70, 2, 32, generator=gen).to(DEVICE, dtype) * 2 for _ in range(2))
     v = torch.ones_like(k)
-    out, low = stable_attention(
-        q, k, v, causal=True, window=(50, 0), residual=residual, return_residual=True
-    )
+    with forward_path(path):
+        out, low = stable_attention(
+            q, k, v, causal=True, window=(50, 0), residual=residual, return_residual=True
+        )
     rest = float(decode_residual(out, low).abs().max())
     problems = [] if torch.equal(out, torch.ones_like(out)) else [f"O is {out.min()}..{out.max()}"]
     return problems + ([f"low-order part of 1 is {rest}"] if rest > 2.0**-20 else [])
@@ -201,6 +207,7 @@ def window_bounds() -> list[str]:
 PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "values of one": values_of_one,
     "values of one, fp16": lambda: values_of_one(torch.float16),
+    "values of one, lanes": lambda: values_of_one(path="lanes"),
     "values of one, int8": lambda: values_of_one(residual="int8"),
     "low-order part, bf16": lambda: low_order_part("bf16"),
     "low-order part, int8": lambda: low_order_part("int8"),

@@ -58,3 +58,38 @@ def test_shipped_tiles_compile_and_fit(arch, tmp_path):
         assert row["spills"] <= MAX_SPILLS[arch].get(row["d"], ELSEWHERE), row
         if arch == "sm90" and row["d"] <= 128:
             assert not row["warnings"], row
+
+
+LANES = """
+import json, torch
+from stable_attention import aot
+from stable_attention.configs import Tile
+from stable_attention.problem import Problem
+from stable_attention.triton.forward import forward
+from stable_attention.triton.options import Extras
+
+rows = []
+for d, dtype, ahead in ((64, torch.bfloat16, 1), (64, torch.float16, 0), (128, torch.bfloat16, 0)):
+    p = Problem(layout="bshd", dtype=dtype, batch=2, sq=4096, sk=4096, heads=8, kv_heads=8, d=d,
+                dv=d, tq=8192, tk=8192, scale=d**-0.5, window_right=0, stabilizer="compensated")
+    q = torch.empty(2, 4096, 8, d, dtype=dtype, device="meta")
+    tile = Tile(64, 64, 4, 3, 64, 0, ahead, tma=True)
+    with aot.capture("sm90") as launches:
+        forward(p, q, q, q, extras=Extras(), config=tile)
+    x = aot.compile_launch(launches[0], "sm90")
+    rows.append(dict(d=d, spills=x.spill_bytes, warnings=x.warnings, ptx=x.ptx))
+print(json.dumps(rows))
+"""
+
+
+def test_sums_over_lanes_round_once_and_pack(tmp_path):
+    """Two conversions an instruction, no shuffles for l in the loop, no spills (`Tile.ones` 0)."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LANES], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for row in json.loads(done.stdout.splitlines()[-1]):
+        assert row["spills"] == 0 and not row["warnings"], row["d"]
+        assert "cvt.rn.bf16.f32" not in row["ptx"] and "cvt.rn.f16.f32" not in row["ptx"]

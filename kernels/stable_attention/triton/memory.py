@@ -1,6 +1,6 @@
 """Tile loads: 64-bit where a tile starts, 32-bit inside it.
 
-Shape legend: R rows (sequence positions), C columns (head dim padded to a power of two).
+Shape legend: R rows (sequence positions), C columns (a power of two; else see `parts`).
 """
 
 import triton
@@ -28,14 +28,14 @@ def source(
 def load_tile(
     ptr, offsets, row0, stride, rows,
     R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
-    TMA: tl.constexpr = False,
+    TMA: tl.constexpr = False, COLUMN: tl.constexpr = 0,
 ):  # fmt: skip
-    """[R, C] tile from row0 on; zeros past ``rows`` (if RAGGED) and past column WIDTH."""
+    """[R, C] tile from row0 and COLUMN on; zeros past ``rows`` (if RAGGED) and WIDTH columns."""
     if TMA:
         # The descriptor's bounds give the zeros.
-        return ptr.load([row0, 0])
+        return ptr.load([row0, COLUMN])
     else:
-        p = ptr + row0.to(tl.int64) * stride + offsets
+        p = ptr + row0.to(tl.int64) * stride + COLUMN + offsets
         if RAGGED:
             ok = (row0 + tl.arange(0, R) < rows)[:, None]
             if WIDTH != C:
