@@ -84,6 +84,7 @@ class Runner:
     active: list[Active] = field(default_factory=list)
     stopping: bool = False
     _began: float = field(default_factory=time.monotonic)
+    _again: set[str] = field(default_factory=set)
     _rates: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -105,6 +106,8 @@ class Runner:
                         self.active.remove(item)
                         free += item.seats
                         published = 0.0
+                        if self._crashed(item.run):
+                            queue.insert(0, item.run)
                 if self.publish is not None and time.monotonic() - published > PUBLISH_SECONDS:
                     self.publish()
                     published = time.monotonic()
@@ -151,6 +154,22 @@ class Runner:
             return False
         state = self.store.states[run.id]
         return state.state not in FINAL and self.store.reached(run) < self._end(run)
+
+    def _crashed(self, run: Run) -> bool:
+        """Whether a run that a signal ended (out of memory, a crash) is to be started again.
+
+        Once an invocation, so that its GPU is not idle for the rest; both attempts are on record.
+        """
+        state = self.store.states[run.id]
+        if state.state != FAILED or run.id in self._again or self.stopping:
+            return False
+        by_signal = state.reason.startswith("exit code -")
+        if not by_signal or self._time_left() < SHORTEST_SECONDS:
+            return False
+        self._again.add(run.id)
+        state.state, state.reason = PAUSED, f"started again after: {state.reason}"
+        self.say(f"{run.id} is started again, once")
+        return True
 
     def _end(self, run: Run) -> int:
         """Step at which a run ends in this invocation."""
@@ -290,8 +309,13 @@ class Runner:
             at_limit = early and store.reached(run) >= self.steps
             return PAUSED, f"reached --steps {self.steps:,}" if at_limit else "saved and stopped"
         if item.asked_to_stop is not None:
-            # Ended by force, or before it could save.
+            # The request may kill a process that has saved and is leaving (its handlers are gone),
+            # and torchrun then ends with an error: what is on disk counts, not the code.
+            if (store.run_dir(run) / "FINISHED").exists():
+                return FINISHED, ""
             kept = store.has_checkpoint(run)
+            if kept and store.reached(run) == store.last_step(run):
+                return PAUSED, "saved and stopped"
             return (PAUSED if kept else WAITING), "ended before it could save"
         said = _tail(store.log(run))
         code = rank_exit_code(said) if len(item.seats) > 1 else code

@@ -80,6 +80,9 @@ rows = table.read_text().splitlines() if done else ["step,loss,grad_norm"]
 rows = [rows[0], *(row for row in rows[1:] if int(row.split(",")[0]) <= done)]
 table.write_text("\\n".join(rows) + "\\n")
 done = done or first
+if script == "crash" and not (folder / "crashed").exists():
+    (folder / "crashed").touch()
+    os.kill(os.getpid(), signal.SIGSEGV)
 if script.startswith("exit"):
     print("Error: what went wrong")
     sys.exit(int(script.split()[1]))

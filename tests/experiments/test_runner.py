@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -126,6 +128,38 @@ def test_exit_codes(
     assert states(store) == {"a-s1": state, "b-s1": "finished", "a-s2": "finished"}
     assert "Error: what went wrong" in store.states["a-s1"].reason
     assert store.states["a-s1"].attempts[0]["exit_code"] == code
+
+
+def test_a_run_that_a_signal_ended_is_started_again_once(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """Its GPU would be idle for the rest of the job; both attempts are on record."""
+    quick["a-s1"] = "crash"
+    store, said = go(protocol, tmp_path / "out")
+    assert states(store)["a-s1"] == "finished"
+    assert [a["exit_code"] for a in store.states["a-s1"].attempts] == [-signal.SIGSEGV, 0]
+    assert sum("is started again, once" in line for line in said) == 1
+
+
+def test_a_request_that_comes_while_a_run_leaves(protocol: Path, tmp_path: Path) -> None:
+    """It had saved and given its handlers back: the signal killed it, and nothing was lost."""
+    store = Store(tmp_path / "out", read(protocol))
+    run = store.experiment.runs[0]
+    folder = store.run_dir(run)
+    (folder / "checkpoints" / "step_00000050.attempt-1").mkdir(parents=True)
+    rows = "".join(f"{i},4.0,0.3\n" for i in range(1, 51))
+    (folder / "metrics.csv").write_text("step,loss,grad_norm\n" + rows)
+    one = Runner(store, [0], None, 100)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    item = runner.Active(run, process, [0], 0.0, 0, asked_to_stop=1.0)
+    assert one._verdict(item, -signal.SIGUSR1) == ("paused", "saved and stopped")
+    with (folder / "metrics.csv").open("a") as out:
+        out.write("51,4.0,0.3\n")
+    assert one._verdict(item, -signal.SIGUSR1) == ("paused", "ended before it could save")
+    (folder / "FINISHED").touch()
+    assert one._verdict(item, -signal.SIGUSR1) == ("finished", "")
+    store.close()
 
 
 def test_a_signal_lets_runs_save(
