@@ -49,7 +49,7 @@ def run_ranks(
     runs: list[dict[str, Any]],
     *,
     config: Path | None = None,
-    timeout: float = 400,
+    timeout: float = 1800,
 ) -> list[list[dict[str, Any]]]:
     """Run the trainings one after the other on ``ranks`` processes.
 
