@@ -52,8 +52,8 @@ bench-attention: $(STAMP)  ## attention tables of docs/results (needs a GPU)
 	$(BIN)/python benchmarks/attention.py
 
 bench-kernels: $(STAMP)  ## all GPU evidence for the kernels, most telling first (MINUTES=60; resumes)
-	PYTHONPATH=kernels $(BIN)/python benchmarks/kernel_all.py --minutes $(or $(MINUTES),60)
-	$(BIN)/python benchmarks/render_tables.py
+	PYTHONPATH=kernels $(BIN)/python benchmarks/kernel_all.py --minutes $(or $(MINUTES),60); \
+	  status=$$?; $(BIN)/python benchmarks/render_tables.py; exit $$status
 
 docs: $(STAMP)  ## regenerate the generated pages
 	$(BIN)/megatron-patch config docs --write docs/configuration.md

@@ -209,6 +209,7 @@ def queued_ms() -> float:
     """How long the idle work before an interval takes."""
     if DEVICE == "cpu":
         return 0.0
+    torch.cuda._sleep(QUEUE_CYCLES)
     found = interval(lambda: torch.cuda._sleep(QUEUE_CYCLES), queued=False)
     torch.cuda.synchronize()
     return round(found(), 3)
@@ -275,6 +276,8 @@ def compile_ahead(job: tuple[Shape, bool]) -> str:
             if not name.startswith("SDPA"):
                 torch.autograd.grad(call(*qkv), qkv, dout)
         synchronize()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
     except Exception as error:
         return f"{shape}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
     return ""
