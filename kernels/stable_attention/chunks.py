@@ -90,6 +90,7 @@ def _describe(
     return problem, extras
 
 
+@dispatch.on_device
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -134,6 +135,7 @@ def chunk_forward(
     return result.out, result.lse
 
 
+@dispatch.on_device
 def merge_chunks(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -154,6 +156,7 @@ def merge_chunks(
     merge.merge(out, lse, part, part_lse, layout=layout)
 
 
+@dispatch.on_device
 def finish_chunks(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -175,6 +178,7 @@ def finish_chunks(
     return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
 
 
+@dispatch.on_device
 def chunk_delta(
     dout: torch.Tensor,
     out: torch.Tensor,
@@ -225,6 +229,7 @@ def chunk_delta(
     return (delta[0] if layout == "thd" else delta), dsinks
 
 
+@dispatch.on_device
 def chunk_backward(
     dout: torch.Tensor,
     q: torch.Tensor,

@@ -7,9 +7,10 @@ three functions have the signatures of `triton.forward.forward`, `triton.preproc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +28,25 @@ FEATURES = (
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
     "deterministic", "chunks",
 )  # fmt: skip
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device(launch: Callable[P, R]) -> Callable[P, R]:
+    """``launch`` on the device of its first tensor: Triton uses the current one, whatever it is."""
+
+    @functools.wraps(launch)
+    def run(*arguments: P.args, **named: P.kwargs) -> R:
+        first = arguments[0] if arguments else next(iter(named.values()))
+        assert isinstance(first, torch.Tensor)
+        if first.device.type != "cuda" or first.device.index == torch.cuda.current_device():
+            return launch(*arguments, **named)
+        with torch.cuda.device(first.device):
+            return launch(*arguments, **named)
+
+    return run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

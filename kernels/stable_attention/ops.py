@@ -228,19 +228,6 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, low, sinks, *_):
 _LIBRARY = torch.library.Library("stable_attention", "DEF")
 
 
-def _on_device(launch: Callable[..., object]) -> Callable[..., object]:
-    """``launch`` on the device of its first tensor: Triton uses the current one, whatever it is."""
-
-    def run(*arguments):
-        device = arguments[0].device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return launch(*arguments)
-        with torch.cuda.device(device):
-            return launch(*arguments)
-
-    return run
-
-
 def _define(
     name: str, launch: Callable[..., object], fake: Callable[..., object]
 ) -> torch._ops.OpOverload:
@@ -248,7 +235,7 @@ def _define(
     schema = torch.library.infer_schema(launch, mutates_args=())
     _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     for key in ("CUDA", "CPU"):
-        _LIBRARY.impl(name, _on_device(launch), key)
+        _LIBRARY.impl(name, dispatch.on_device(launch), key)
     torch.library.register_fake(f"stable_attention::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.stable_attention, name).default
 

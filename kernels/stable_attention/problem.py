@@ -21,7 +21,7 @@ import torch
 from stable_attention.stabilizers import KNOWN, RESIDUALS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -78,9 +78,19 @@ class Problem:
         return self.heads // self.kv_heads
 
 
-def _require(ok: bool, name: str, value: object, allowed: str, remedy: str) -> None:
+def _require(
+    ok: bool, name: str, value: object, allowed: str | Callable[[], str], remedy: str
+) -> None:
+    """Raise `AttentionArgumentError` unless ``ok``.
+
+    ``value`` or ``allowed`` that spell out a batch or a length are callables: a dynamic size that
+    is formatted is a constant for torch.compile from then on, also where nothing is wrong.
+    """
     if not ok:
-        raise AttentionArgumentError(name, value, allowed, remedy)
+        shown = value() if callable(value) else value
+        raise AttentionArgumentError(
+            name, shown, allowed() if callable(allowed) else allowed, remedy
+        )
 
 
 def choose(name: str, value: str, allowed: Iterable[str], remedy: str = "Pick one of them.") -> str:
@@ -175,8 +185,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
     bq, _, h, d = dims(q, layout)
     bk, sk, kv_heads, dk = dims(k, layout)
     bv, sv, v_heads, dv = dims(v, layout)
-    _require(bk == bq and bv == bq, "batch of k, v", (bk, bv), f"q's {bq}", "Check the layout.")
-    _require(sv == sk, "length of v", sv, f"k's length {sk}", "Check the layout.")
+    _require(
+        bk == bq and bv == bq, "batch of k, v", (bk, bv), lambda: f"q's {bq}", "Check the layout."
+    )
+    _require(sv == sk, "length of v", sv, lambda: f"k's length {sk}", "Check the layout.")
     _require(v_heads == kv_heads, "heads of v", v_heads, f"k's {kv_heads}", "Check the layout.")
     _require(dk == d, "head dim of k", dk, f"q's head dim {d}", "Only v may differ.")
     _require(
@@ -200,7 +212,7 @@ def _check_cu(name: str, cu: torch.Tensor, like: torch.Tensor, total: int) -> No
     _require(
         cu.dim() == 1 and cu.dtype == torch.int32 and cu.device == like.device and cu.numel() > 0,
         name,
-        f"a {cu.dtype} tensor of shape {tuple(cu.shape)} on {cu.device}",
+        lambda: f"a {cu.dtype} tensor of shape {tuple(cu.shape)} on {cu.device}",
         f"a 1-D torch.int32 tensor of b + 1 offsets on {like.device}",
         "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
     )
@@ -242,7 +254,7 @@ def _batch_of(
         cu_q.numel() == cu_k.numel(),
         "cu_seqlens_k.numel()",
         cu_k.numel(),
-        f"cu_seqlens_q's {cu_q.numel()}",
+        lambda: f"cu_seqlens_q's {cu_q.numel()}",
         "Both describe the same sequences.",
     )
     return cu_q.numel() - 1
@@ -253,14 +265,14 @@ def check_numbers(
 ) -> None:
     """Range rules of the scalar options; `AttentionArgumentError` names the first broken one."""
     _require(
-        math.isfinite(scale) and scale > 0,
+        0 < scale < math.inf,
         "scale",
         scale,
         "a finite number > 0",
         "Negate q for a negative scale.",
     )
     _require(
-        math.isfinite(softcap) and softcap >= 0,
+        0 <= softcap < math.inf,
         "softcap",
         softcap,
         "a finite number >= 0, 0 for none",

@@ -65,6 +65,23 @@ def test_compile_fullgraph_matches_eager():
         assert torch.equal(a, b)
 
 
+def test_compile_with_dynamic_shapes_compiles_once_and_matches_eager():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def run(q, k, v):
+        return stable_attention(q, k, v, causal=True, softcap=5.0, scale=0.2)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    for n in (33, 48, 65):
+        q, k, v = (randn(1, n, 2, 16, grad=False) for _ in range(3))
+        assert torch.equal(compiled(q, k, v), run(q, k, v))
+    assert len(graphs) == 1
+
+
 def test_the_second_derivative_is_refused():
     """Never a silent zero: the rule is differentiable once."""
     q, k, v = (randn(1, 20, 2, 16) for _ in range(3))

@@ -11,6 +11,13 @@ import torch
 from attention_cases import Case, make_inputs
 
 from stable_attention import stable_attention
+from stable_attention.chunks import (
+    chunk_backward,
+    chunk_delta,
+    chunk_forward,
+    finish_chunks,
+    merge_chunks,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -157,3 +164,22 @@ def test_tensors_of_another_than_the_current_device() -> None:
     for a, b in zip(step(far, dout.to("cuda:1"), named), want, strict=True):
         assert a.device.index == 1 and torch.equal(a.to("cuda:0"), b)
     assert torch.cuda.current_device() == 0
+
+
+def test_chunks_of_another_than_the_current_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    near = [torch.randn(1, 70, 2, 64, device="cuda:0", dtype=torch.bfloat16) for _ in range(4)]
+
+    def all_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> list:
+        out, lse = chunk_forward(q, k, v, causal=True)
+        merge_chunks(out, lse, *chunk_forward(q, v, k, causal=True))
+        low = finish_chunks(out, lse, dtype=q.dtype)
+        delta, _ = chunk_delta(do, low[0], lse, low=low[1])
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        dq, dk, dv = sums
+        chunk_backward(do, q, k, v, lse, delta, dq=dq, dk=dk, dv=dv, causal=True)
+        return [*low, lse, delta, *sums]
+
+    for a, b in zip(all_of(*(x.to("cuda:1") for x in near)), all_of(*near), strict=True):
+        assert a.device.index == 1 and torch.equal(a.to("cuda:0"), b)
