@@ -61,7 +61,9 @@ def command(args: argparse.Namespace) -> list[str]:
 def run(args: argparse.Namespace, lines: Path) -> bool:
     """Run pytest; whether it came to its own end, and in time."""
     path = [str(ROOT / p) for p in ("benchmarks", "kernels")] + [os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {TARGET: str(lines), "PYTHONPATH": os.pathsep.join(path)}
+    # A test of this script may itself run in a worker of pytest-xdist, which tells its children.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    environment |= {TARGET: str(lines), "PYTHONPATH": os.pathsep.join(path)}
     # The tests ask NVML whether there is a GPU; a mounted driver may lie beside the library path.
     nvml = [str(Path(x).parent) for x in glob.glob("/usr/local/nvidia/lib*/libnvidia-ml.so.1")]
     given = [x for x in [environment.get("LD_LIBRARY_PATH", "")] if x]

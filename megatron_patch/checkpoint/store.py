@@ -107,12 +107,16 @@ class CheckpointStore:
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; use at least 1, or None to keep all")
-        self.root = Path(root)
-        self.shelf = Shelf(self.root)
+        self.shelf = Shelf(Path(root))
         self.keep_last = keep_last
         self.verify = verify
         self.ranks: Collective = collective or SingleProcess()
         self._key = hmac_key
+
+    @property
+    def root(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.shelf.root
 
     # ---------------------------------------------------------------- saving
 

@@ -266,7 +266,8 @@ def convert(source: str, target: str, *, changes: dict[str, Any] | None = None) 
     with _lines() as lines:
         progress = live.checkpointer.load()
         assert progress is not None
-    live.checkpointer.store.root = live.checkpointer.store.root.parent / target
+    shelf = live.checkpointer.store.shelf
+    shelf.root = shelf.root.parent / target
     live.checkpointer.save(progress)
     return {"progress": progress.as_dict(), "lines": lines}
 
@@ -437,7 +438,7 @@ def hostile_loads(folder: str, good: str, names: list[str]) -> dict[str, Any]:
         shutil.copytree(good, root)
         newest = root / (root / "latest").read_text().strip()
         hostile.attack(newest, name, sentinel)
-        live.checkpointer.store.root = root
+        live.checkpointer.store.shelf.root = root
         _resolved.clear()
         with _lines() as lines:
             try:

@@ -59,7 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
     for name in Capture.__dataclass_fields__:
         a, b = getattr(one, name), getattr(found, name)
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert torch.load(path, weights_only=True)["format"] == 1
+    assert torch.load(path, weights_only=True)["format"] == capture.FORMAT
 
 
 def test_what_is_no_capture(tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a capture"):
         capture.load(text)
     other = tmp_path / "other.pt"
-    torch.save({"format": 2}, other)
-    with pytest.raises(ValueError, match="format 1"):
+    torch.save({"format": 1}, other)
+    with pytest.raises(ValueError, match=f"format {capture.FORMAT}"):
         capture.load(other)
-    torch.save({"format": 1, "step": 3}, other)
+    torch.save({"format": capture.FORMAT, "step": 3}, other)
     with pytest.raises(ValueError, match="backend"):
         capture.load(other)
 
