@@ -37,9 +37,17 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
         (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
         (64, 32, 4, 4),
     ],
+    ("forward", 96): [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 4),
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+    ],
     ("forward", 128): [
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 3),
         (64, 32, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+    ],
+    ("forward", 192): [
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2),
+        (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3),
     ],
     ("forward", 256): [
         (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2),
@@ -49,9 +57,17 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
         (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
         (128, 64, 4, 2), (128, 64, 4, 3), (32, 64, 4, 3),
     ],
+    ("dkdv", 96): [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2),
+        (32, 64, 4, 3),
+    ],
     ("dkdv", 128): [
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 64, 4, 2),
         (32, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3),
+    ],
+    ("dkdv", 192): [
+        (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 8, 2), (32, 64, 8, 3), (64, 64, 4, 2),
+        (64, 128, 8, 2),
     ],
     ("dkdv", 256): [
         (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 3), (32, 128, 8, 1), (32, 128, 8, 2),
@@ -61,16 +77,24 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
         (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3),
         (64, 128, 4, 2),
     ],
+    ("dq", 96): [
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+        (64, 128, 4, 2),
+    ],
     ("dq", 128): [
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
         (64, 128, 4, 2), (128, 32, 8, 3),
+    ],
+    ("dq", 192): [
+        (128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 2),
+        (64, 64, 8, 2), (64, 32, 4, 2),
     ],
     ("dq", 256): [(64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1)],
 }  # fmt: skip
 
 
 def make_problem(width: int, *, banded: bool, stabilizer: str = "compensated") -> Problem:
-    """4 x 4k tokens, hidden 2048."""
+    """4 x 4k tokens, hidden 2048 (or the most whole heads below); 192 is MLA's, with d_v 128."""
     batch, s, heads = 4, 4096, 2048 // width
     return Problem(
         layout="bshd",
@@ -81,7 +105,7 @@ def make_problem(width: int, *, banded: bool, stabilizer: str = "compensated") -
         heads=heads,
         kv_heads=heads,
         d=width,
-        dv=width,
+        dv=128 if width == 192 else width,
         tq=batch * s,
         tk=batch * s,
         scale=width**-0.5,
@@ -95,12 +119,15 @@ class Bench:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        shape = (problem.batch, problem.sq, problem.heads, problem.d)
-        q, k, v, dout = (torch.randn(shape, device="cuda", dtype=problem.dtype) for _ in range(4))
+        rows = (problem.batch, problem.sq, problem.heads)
+        q, k, v, dout = (
+            torch.randn((*rows, d), device="cuda", dtype=problem.dtype)
+            for d in (problem.d, problem.d, problem.dv, problem.dv)
+        )
         done = forward(problem, q, k, v, extras=Extras())
         self.forward_inputs = (q, k, v)
         self.tensors = (q, k, v, dout, done.lse, torch.randn_like(done.lse))
-        self.grads = [torch.empty_like(q) for _ in range(3)]
+        self.grads = [torch.empty_like(x) for x in (q, k, v)]
 
     def run(self, which: str, tile: Tile) -> None:
         common: dict[str, Any] = {"extras": Extras(), "tile": tile, "add": False}
@@ -237,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="tiles.json")
     parser.add_argument("--passes", default=",".join(configs.PASSES))
-    parser.add_argument("--widths", default="64,128,256")
+    parser.add_argument("--widths", default="64,96,128,192,256")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--write", action="store_true", help="update configs.json")
     args = parser.parse_args()

@@ -26,6 +26,8 @@ L2_BUDGET = 24 * 2**20
 PASSES = ("forward", "dkdv", "dq")
 # Columns of ones that `Tile.ones` may name.
 ONES = (0, 8, 16)
+# Head dims as the kernels see them; 96 and 192 are two tiles each (triton/parts.py).
+WIDTHS = (16, 32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,11 @@ def table() -> dict[str, dict[str, list[int]]]:
     return json.loads(text)
 
 
+def tile_width(d: int) -> int:
+    """The smallest of `WIDTHS` that holds a head dim."""
+    return next(width for width in WIDTHS if width >= d)
+
+
 def key(which: str, width: int, causal: bool) -> str:
     """Table key of a pass at a padded head dim; ``causal`` covers every banded mask."""
     return f"{which}/{width}/{'band' if causal else 'full'}"
@@ -100,7 +107,7 @@ def key(which: str, width: int, causal: bool) -> str:
 def lookup(which: str, problem: Problem, device: torch.device) -> Tile:
     """The tile of a pass (one of `PASSES`) for a problem on a device."""
     assert which in PASSES, which
-    width = max(16, 1 << (max(problem.d, problem.dv) - 1).bit_length())
+    width = tile_width(max(problem.d, problem.dv))
     banded = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
     return tile_for(which, arch=arch_of(device), width=width, banded=banded)
 

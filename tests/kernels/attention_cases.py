@@ -65,7 +65,8 @@ class Case:
     below and above (every score near -160 or +160 at d = 32, so LSE is too)."""
     gain: float = 1.0
     path: str = ""
-    """How the forward kernel sums up tiles: plain, segments, late, ahead; "": as shipped."""
+    """How the forward kernel sums up tiles (a name of `PATHS`), or "tma": all kernels load through
+    descriptors; "": as shipped."""
     dlse: int = 0
     """Also send a gradient into LSE."""
     seed: int = 0
@@ -151,13 +152,15 @@ PATHS: dict[str, dict[str, int]] = {
 
 @contextlib.contextmanager
 def forward_path(name: str) -> Iterator[None]:
-    """The tile table with every forward row on one of `PATHS`."""
+    """The tile table with every forward row on one of `PATHS`, or every row with TMA ("tma")."""
     from stable_attention import configs
 
     lookup = configs.lookup
 
     def changed(which: str, problem: Any, device: torch.device) -> Any:
         tile = lookup(which, problem, device)
+        if name == "tma":
+            return dataclasses.replace(tile, tma=True)
         if which != "forward" or not name:
             return tile
         path = PATHS[name]
@@ -300,7 +303,7 @@ def random_kernel(rng: random.Random) -> Case:
         layout=rng.choice(["bshd", "bshd", "sbhd", "bhsd", "thd", "thd"]),
         dtype=rng.choice(["bf16", "bf16", "fp16"]),
         d=d,
-        dv=rng.choice([0, 0, 0, 0, 64, 128]),
+        dv=rng.choice([0, 0, 0, 64, 96, 128]),
         hq=group,
         hk=1,
         causal=int(mask == "causal"),

@@ -211,12 +211,12 @@ def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
                 return_max_logits=True,
                 **named,
             )
-        outputs, cotangents = [out], [given.dout]
-        if given.dlse is not None:
-            outputs.append(lse)
-            cotangents.append(given.dlse)
-        leaves = [q, k, v] + ([sinks] if isinstance(sinks, torch.Tensor) else [])
-        grads = torch.autograd.grad(outputs, leaves, cotangents)
+            outputs, cotangents = [out], [given.dout]
+            if given.dlse is not None:
+                outputs.append(lse)
+                cotangents.append(given.dlse)
+            leaves = [q, k, v] + ([sinks] if isinstance(sinks, torch.Tensor) else [])
+            grads = torch.autograd.grad(outputs, leaves, cotangents)
     finally:
         if poison:
             memory.__exit__(None, None, None)

@@ -26,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "kernels" / "stable_attention"
 FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
+MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
 PHILOX = "philox.py"
 TIMEOUT = 180.0
@@ -75,6 +76,14 @@ DROPOUT = "sq=66 sk=34 dropout=0.3 b=2 hq=4"
 ODD_DIMS = "sq=50 sk=50 right=3 d=40 dv=24"
 PACKED = "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=4 hk=2 residual=int8"
 GAPS = "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused"
+SPLIT = "sq=45 sk=70 causal=1 d=96 hq=2 hk=1"
+SPLIT_LATE = "sq=33 sk=130 d=80 dtype=fp16 hq=1 hk=1 path=late"
+SPLIT_SEGMENTS = "sq=33 sk=130 d=96 hq=1 hk=1 path=segments"
+SPLIT_WIDE = "d=192 sq=33 sk=40 hq=1 hk=1 path=late"
+SPLIT_SINK = "sq=34 sk=40 d=64 dv=96 sinks=learned dropout=0.2 residual=int8 hq=4 hk=2"
+SPLIT_TMA = "layout=thd lens_q=9,37 lens_k=9,37 causal=1 d=72 dv=160 path=tma"
+SPLIT_NARROW = "sq=20 sk=36 left=13 d=136 dv=72 memory=strided"
+MLA = "sq=40 sk=70 causal=1 d=192 dv=128"
 GROUPED = "ffpa-301 grouped dK and dV accumulate in float32"
 EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
 BELOW = "FA-1947 P of masked positions not zeroed"
@@ -186,10 +195,10 @@ BUGS = (
     Bug("only the first head of a group counted", BACKWARD, "for g in range(0, GROUP):",
         "for g in range(0, 1):", MQA),
     # --- gradients
-    Bug("dQ scaled twice", BACKWARD, "dq * scale, m0", "dq * scale * scale, m0", FULL),
-    Bug("dK not scaled", BACKWARD, "dk * scale, n0", "dk, n0", FULL),
-    Bug("dQ accumulated in bf16", BACKWARD, "return tl.dot(ds, k, dq)",
-        "return tl.dot(ds, k, dq).to(tl.bfloat16).to(tl.float32)", PLAIN),
+    Bug("dQ scaled twice", BACKWARD, "dq, scale, m0", "dq, scale * scale, m0", FULL),
+    Bug("dK not scaled", BACKWARD, "dk, scale, n0", "dk, 1.0, n0", FULL),
+    Bug("dQ accumulated in bf16", BACKWARD, "return add_dot_parts(ds, k, dq)",
+        "dq = add_dot_parts(ds, k, dq)\n    return (dq[0].to(tl.bfloat16).to(tl.float32),)", PLAIN),
     Bug("dLSE with the wrong sign", PREPROCESS, "delta -= tl.load(dlse_ptr",
         "delta += tl.load(dlse_ptr", SINKS),
     Bug("softcap's slope forgotten", NUMERICS, "ds = ds * (1.0 - s * s)", "ds = ds * 1.0", SOFTCAP),
@@ -205,7 +214,7 @@ BUGS = (
     # --- dropout
     Bug("dropped dP not rescaled in dQ", BACKWARD, "dp = tl.where(keep, dp * keep_scale, 0.0)",
         "dp = tl.where(keep, dp, 0.0)", DROPOUT, occurrence=1, total=2),
-    Bug("dV not rescaled", BACKWARD, "dv * keep_scale, n0", "dv, n0", DROPOUT),
+    Bug("dV not rescaled", BACKWARD, "dv, keep_scale, n0", "dv, 1.0, n0", DROPOUT),
     Bug("backward's mask transposed", BACKWARD, "q_pos + m0, k_pos + n0, threshold",
         "q_pos + n0, k_pos + m0, threshold", DROPOUT),
     Bug("same mask for the whole batch", PHILOX,
@@ -224,6 +233,62 @@ BUGS = (
         "(tl.arange(0, BDV)[None, :] < BDV)", ODD_DIMS),
     Bug("last rows of O not written", FORWARD, "row_ok = rows < sq", "row_ok = rows < sq - 1",
         FULL),
+    # --- head dims of two parts
+    Bug("second part missing from S of the forward", FORWARD, "return dot_over_parts(q, k)",
+        "return tl.dot(q[0], tl.trans(k[0]))", SPLIT_LATE),
+    Bug("second part missing from masked S of the forward", FORWARD,
+        "s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)",
+        "s = _scores((q[0],), k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)", SPLIT),
+    Bug("second part missing from S of dK, dV", BACKWARD, "s = dot_over_parts(k, q)",
+        "s = tl.dot(k[0], tl.trans(q[0]))", SPLIT),
+    Bug("second part missing from S of dQ", BACKWARD, "s = dot_over_parts(q, k)",
+        "s = tl.dot(q[0], tl.trans(k[0]))", MLA),
+    Bug("second part missing from dP of dK", BACKWARD, "dp = dot_over_parts(v, do)",
+        "dp = tl.dot(v[0], tl.trans(do[0]))", SPLIT_SINK),
+    Bug("second part missing from dP of dQ", BACKWARD, "dp = dot_over_parts(do, v)",
+        "dp = tl.dot(do[0], tl.trans(v[0]))", SPLIT_SINK),
+    Bug("second part of dK not summed", BACKWARD, "dk = add_dot_parts(ds, q, dk)",
+        "dk = (tl.dot(ds, q[0], dk[0]), dk[1])", MLA),
+    Bug("second part of dV not summed", BACKWARD, "dv = add_dot_parts(p_rounded, do, dv)",
+        "dv = (tl.dot(p_rounded, do[0], dv[0]), dv[1])", SPLIT),
+    Bug("second part of dQ not summed", BACKWARD, "return add_dot_parts(ds, k, dq)",
+        "return (tl.dot(ds, k[0], dq[0]), dq[1])", MLA),
+    Bug("second part of O not summed", PARTS, "accumulate(acc[1], alpha, p, v[1], PAPER),",
+        "acc[1] * alpha[:, None],", SPLIT),
+    Bug("second part of O overwritten by each late tile", PARTS,
+        "return (add_late(total[0], part[0], alpha), add_late(total[1], part[1], alpha))",
+        "return (add_late(total[0], part[0], alpha), part[1])", SPLIT_LATE),
+    Bug("second part of O not rescaled between segments", PARTS,
+        "add_segment(total[1], part[1], m_before, m),", "total[1] + part[1],", SPLIT_SEGMENTS),
+    Bug("second part of O not normalized", PARTS,
+        "(x[0] * factor[:, None], x[1] * factor[:, None])", "(x[0] * factor[:, None], x[1])",
+        SPLIT),
+    Bug("second part's late product left out", PARTS,
+        "return (tl.dot(p, v[0]), tl.dot(p, v[1]))",
+        "return (tl.dot(p, v[0]), tl.dot(p, v[1]) * 0.0)", SPLIT_WIDE),
+    Bug("second part of O stored at the wrong column", FORWARD, "o_row + C1, stride_os",
+        "o_row + C1 // 2, stride_os", SPLIT),
+    Bug("second part of O stored over the first", FORWARD, "o_ptr, low_ptr, o_row + C1, stride_os",
+        "o_ptr, low_ptr, o_row, stride_os", SPLIT_SINK),
+    Bug("second part of a gradient stored over the first", BACKWARD,
+        "_store_part(ptr + C1, grad[1]", "_store_part(ptr, grad[1]", SPLIT),
+    Bug("second part of a gradient not scaled", BACKWARD, "grad[1] * scale, row0",
+        "grad[1], row0", SPLIT),
+    Bug("gradient columns past d written", BACKWARD, "R, C - C1, WIDTH - C1, ADD",
+        "R, C - C1, C - C1, ADD", SPLIT_NARROW),
+    Bug("columns of O past d_v written in the second part", FORWARD, "BM, BDV - C1, DV - C1",
+        "BM, BDV - C1, BDV - C1", SPLIT_NARROW),
+    Bug("second part read past the head dim", PARTS, "R, C - C1, WIDTH - C1, RAGGED, TMA, C1",
+        "R, C - C1, C - C1, RAGGED, TMA, C1", SPLIT_NARROW),
+    Bug("second part read from column 0", MEMORY, "* stride + COLUMN + offsets",
+        "* stride + offsets", SPLIT),
+    Bug("second part's descriptor read from column 0", MEMORY, "return ptr.load([row0, COLUMN])",
+        "return ptr.load([row0, 0])", SPLIT_TMA),
+    Bug("second part's descriptor ends at the first", PARTS,
+        "source(ptr, stride, rows, R, C - C1, WIDTH, TMA)",
+        "source(ptr, stride, rows, R, C - C1, C1, TMA)", SPLIT_TMA),
+    Bug("second part read from the wrong column", PARTS, "WIDTH - C1, RAGGED, TMA, C1",
+        "WIDTH - C1, RAGGED, TMA, C1 // 2", SPLIT_TMA),
 )  # fmt: skip
 
 

@@ -22,24 +22,31 @@ from stable_attention.triton.options import Extras
 from stable_attention.triton.preprocess import preprocess
 
 arch, rows = sys.argv[1], []
-for d, right, stabilizer in ((64, -1, "compensated"), (128, 0, "compensated"), (256, 0, "none")):
+for d, dv, right, stabilizer in (
+    (64, 64, -1, "compensated"), (128, 128, 0, "compensated"), (256, 256, 0, "none"),
+    (96, 96, 0, "compensated"), (192, 128, 0, "compensated"), (160, 160, -1, "compensated"),
+):
     p = Problem(layout="bshd", dtype=torch.bfloat16, batch=2, sq=4096, sk=4096, heads=8,
-                kv_heads=8, d=d, dv=d, tq=8192, tk=8192, scale=d**-0.5, window_right=right,
+                kv_heads=8, d=d, dv=dv, tq=8192, tk=8192, scale=d**-0.5, window_right=right,
                 stabilizer=stabilizer)
-    q, k, v, g = (torch.empty(2, 4096, 8, d, dtype=p.dtype, device="meta") for _ in range(4))
+    q, k, v, g = (torch.empty(2, 4096, 8, w, dtype=p.dtype, device="meta") for w in (d, d, dv, dv))
     with aot.capture(arch) as launches:
         r = forward(p, q, k, v, extras=Extras())
         delta, _ = preprocess(p, g, r.out, low=r.low, lse=r.lse, dlse=None, extras=Extras())
         backward(p, g, q, k, v, lse=r.lse, delta=delta, extras=Extras())
     for launch in launches:
         x = aot.compile_launch(launch, arch)
-        rows.append(dict(kernel=x.name, d=d, registers=x.registers, spills=x.spill_bytes,
+        rows.append(dict(kernel=x.name, d=d, dv=dv, registers=x.registers, spills=x.spill_bytes,
                          shared=x.shared, limit=aot.SHARED_LIMIT[arch], warnings=x.warnings))
 print(json.dumps(rows))
 """
 # Bytes of spill code in a whole kernel. Hopper's tiles were tuned on the chip; those of the other
 # architectures are only bounded until someone measures them.
-MAX_SPILLS = {"sm90": {64: 64, 128: 128, 256: 800}, "sm80": {}, "sm100": {}}
+MAX_SPILLS = {
+    "sm90": {64: 64, 96: 64, 128: 128, 160: 64, 192: 64, 256: 800},
+    "sm80": {},
+    "sm100": {},
+}
 ELSEWHERE = 1000
 
 
@@ -52,11 +59,11 @@ def test_shipped_tiles_compile_and_fit(arch, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 12
+    assert len(rows) == 24
     for row in rows:
         assert row["shared"] <= row["limit"], row
         assert row["spills"] <= MAX_SPILLS[arch].get(row["d"], ELSEWHERE), row
-        if arch == "sm90" and row["d"] <= 128:
+        if arch == "sm90" and row["d"] < 256:
             assert not row["warnings"], row
 
 

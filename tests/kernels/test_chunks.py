@@ -22,6 +22,9 @@ SMALL = [
     ("sq=40 sk=40 left=9 causal=1", 3, "contiguous"),
     ("sq=34 sk=34 dropout=0.2", 2, "zigzag"),
     ("sq=33 sk=33 causal=1 residual=int8 dtype=fp16 softcap=3", 2, "contiguous"),
+    ("sq=40 sk=40 causal=1 d=96 residual=int8", 2, "zigzag"),
+    ("sq=40 sk=40 causal=1 d=192 dv=128 sinks=learned", 2, "contiguous"),
+    ("sq=34 sk=34 left=9 d=64 dv=80 residual=int8 dtype=fp16", 2, "contiguous"),
 ]
 LARGE = [
     (line, chunks, order)
@@ -31,6 +34,7 @@ LARGE = [
         "sq=2048 sk=2048 causal=1 left=600 sinks=learned d=64",
         "sq=1999 sk=1999 causal=1 dropout=0.1 d=64",
         "sq=2048 sk=2048 causal=1 hq=4 d=64 residual=int8 dtype=fp16",
+        "sq=2048 sk=2048 causal=1 hq=4 d=192 dv=128",
     )
     for chunks in (2, 4, 8, 16)
     for order in ("contiguous", "zigzag")

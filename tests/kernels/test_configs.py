@@ -27,6 +27,22 @@ def test_sums_over_lanes_need_late_products() -> None:
     assert Tile(64, 64, 4, 3, segment=64, ones=0, ahead=1).ones == 0
 
 
+def test_head_dims_are_padded_as_little_as_two_tiles_allow() -> None:
+    """72 and 80 take 64 + 32 columns, 136 to 192 take 128 + 64, not the next power of two."""
+    padded = {d: configs.tile_width(d) for d in range(8, 257, 8)}
+    assert {d for d, width in padded.items() if width == 96} == {72, 80, 88, 96}
+    assert {d for d, width in padded.items() if width == 192} == set(range(136, 193, 8))
+    assert all(d <= width < max(2 * d, 17) for d, width in padded.items())
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+def test_every_width_has_rows(arch: str) -> None:
+    for width in configs.WIDTHS:
+        for which in configs.PASSES:
+            for banded in (False, True):
+                assert configs.tile_for(which, arch=arch, width=width, banded=banded).bm >= 32
+
+
 @pytest.mark.parametrize("arch", ["interpreter", "sm80", "sm90", "sm100"])
 def test_shipped_rows_are_legal(arch: str) -> None:
     for row in configs.table()[arch].values():

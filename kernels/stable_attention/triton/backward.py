@@ -1,6 +1,7 @@
 """Backward attention kernels: (dK, dV) by key tile, then dQ by query tile.
 
-Shape legend: as in `forward`; LSE and D' (see `preprocess`) are [B, H, sq] or [H, T], float32.
+Shape legend: as in `forward` (tiles of q, k, v, dO, dq, dk and dv are tuples, see `parts`); LSE and
+D' (see `preprocess`) are [B, H, sq] or [H, T], float32.
 
 Every gradient tile is owned by one program and summed in a fixed order, so repeats are bitwise
 equal, always. Grouped-query heads are summed in float32 inside the program that owns the key/value
@@ -28,8 +29,18 @@ from stable_attention.triton.geometry import (
     tile_and_head,
     visible,
 )
-from stable_attention.triton.memory import load_tile, source, tile_offsets
+from stable_attention.triton.memory import tile_offsets
 from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, use_tma
+from stable_attention.triton.parts import (
+    add_dot_parts,
+    dot_over_parts,
+    first_part,
+    load_parts,
+    part_offsets,
+    part_sources,
+    read_parts,
+    zero_parts,
+)
 
 
 @triton.jit
@@ -45,9 +56,9 @@ def _dkdv_step(
     """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM]."""
     rows = m0 + tl.arange(0, BM)
     # [BM, BD]
-    q = load_tile(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, MASKED, TMA)
+    q = load_parts(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, MASKED, TMA)
     # [BN, BD] @ [BD, BM] -> [BN, BM]
-    s = tl.dot(k, tl.trans(q))
+    s = dot_over_parts(k, q)
     if MASKED:
         lse = tl.load(lse_ptr + rows, mask=rows < sq, other=float("inf"))
     else:
@@ -58,10 +69,10 @@ def _dkdv_step(
         cols = n0 + tl.arange(0, BN)
         ok = visible(rows[None, :], cols[:, None], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
         p = tl.where(ok, p, 0.0)
-    do = load_tile(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED, TMA)
+    do = load_parts(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED, TMA)
     # [BN, BDV] @ [BDV, BM] -> [BN, BM]
-    dp = tl.dot(v, tl.trans(do))
-    p_rounded = p.to(do.dtype)
+    dp = dot_over_parts(v, do)
+    p_rounded = p.to(do[0].dtype)
     if DROPOUT:
         keep = keep_mask(
             seed, batch_id, head_id, q_pos + m0, k_pos + n0, threshold, BM, BN, not CHUNKED
@@ -70,14 +81,14 @@ def _dkdv_step(
         p_rounded = tl.where(keep, p_rounded, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     # [BN, BM] @ [BM, BDV] -> [BN, BDV]
-    dv = tl.dot(p_rounded, do, dv)
+    dv = add_dot_parts(p_rounded, do, dv)
     if MASKED:
         delta = tl.load(delta_ptr + rows, mask=rows < sq, other=0.0)
     else:
         delta = tl.load(delta_ptr + rows)
-    ds = score_slope(p * (dp - delta[None, :]), s, CAPPED).to(q.dtype)
+    ds = score_slope(p * (dp - delta[None, :]), s, CAPPED).to(q[0].dtype)
     # [BN, BM] @ [BM, BD] -> [BN, BD]
-    dk = tl.dot(ds, q, dk)
+    dk = add_dot_parts(ds, q, dk)
     return dk, dv
 
 
@@ -109,13 +120,13 @@ def dkdv_kernel(
     hk64 = hk.to(tl.int64)
     k_ptr += b64 * stride_kb + hk64 * stride_kh + start_k.to(tl.int64) * stride_ks
     v_ptr += b64 * stride_vb + hk64 * stride_vh + start_k.to(tl.int64) * stride_vs
-    off_q = tile_offsets(stride_qs, BM, BD)
-    off_do = tile_offsets(stride_gs, BM, BDV)
+    off_q = part_offsets(stride_qs, BM, BD)
+    off_do = part_offsets(stride_gs, BM, BDV)
     # [BN, BD], [BN, BDV]
-    k = load_tile(k_ptr, tile_offsets(stride_ks, BN, BD), n0, stride_ks, sk, BN, BD, D, True)
-    v = load_tile(v_ptr, tile_offsets(stride_vs, BN, BDV), n0, stride_vs, sk, BN, BDV, DV, True)
-    dk = tl.zeros([BN, BD], tl.float32)
-    dv = tl.zeros([BN, BDV], tl.float32)
+    k = read_parts(k_ptr, n0, stride_ks, sk, BN, BD, D)
+    v = read_parts(v_ptr, n0, stride_vs, sk, BN, BDV, DV)
+    dk = zero_parts(BN, BD)
+    dv = zero_parts(BN, BDV)
     seed = tl.load(seed_ptr) if DROPOUT else 0
     lo, full_lo, full_hi, hi = query_range(
         n0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
@@ -125,9 +136,9 @@ def dkdv_kernel(
         h64 = h.to(tl.int64)
         start = start_q.to(tl.int64)
         q_h = q_ptr + b64 * stride_qb + h64 * stride_qh + start * stride_qs
-        q_h = source(q_h, stride_qs, sq, BM, BD, D, TMA)
+        q_h = part_sources(q_h, stride_qs, sq, BM, BD, D, TMA)
         do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start * stride_gs
-        do_h = source(do_h, stride_gs, sq, BM, BDV, DV, TMA)
+        do_h = part_sources(do_h, stride_gs, sq, BM, BDV, DV, TMA)
         row = b64 * stride_lb + h64 * stride_lh + start_q
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
@@ -152,12 +163,26 @@ def dkdv_kernel(
             )  # fmt: skip
     dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + start_k.to(tl.int64) * stride_dks
     dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + start_k.to(tl.int64) * stride_dvs
-    store_gradient(dk_ptr, dk * scale, n0, stride_dks, sk, BN, BD, D, ADD)
-    store_gradient(dv_ptr, dv * keep_scale, n0, stride_dvs, sk, BN, BDV, DV, ADD)
+    store_gradient(dk_ptr, dk, scale, n0, stride_dks, sk, BN, BD, D, ADD)
+    store_gradient(dv_ptr, dv, keep_scale, n0, stride_dvs, sk, BN, BDV, DV, ADD)
 
 
 @triton.jit
 def store_gradient(
+    ptr, grad, scale, row0, stride, rows,
+    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Write scale times a gradient tile [R, C] in parts; see `_store_part`."""
+    C1: tl.constexpr = first_part(C)
+    if C == C1:
+        _store_part(ptr, grad[0] * scale, row0, stride, rows, R, C, WIDTH, ADD)
+    else:
+        _store_part(ptr, grad[0] * scale, row0, stride, rows, R, C1, C1, ADD)
+        _store_part(ptr + C1, grad[1] * scale, row0, stride, rows, R, C - C1, WIDTH - C1, ADD)
+
+
+@triton.jit
+def _store_part(
     ptr, grad, row0, stride, rows,
     R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -180,10 +205,10 @@ def _dq_step(
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the key tile that starts at n to dq. lse is already a shift in log2 units."""
-    k = load_tile(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
-    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
+    k = load_parts(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
+    v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
-    s = tl.dot(q, tl.trans(k))
+    s = dot_over_parts(q, k)
     s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
     p = tl.exp2(s * unit - lse[:, None])
     if MASKED:
@@ -192,15 +217,15 @@ def _dq_step(
         ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
         p = tl.where(ok, p, 0.0)
     # [BM, BDV] @ [BDV, BN] -> [BM, BN]
-    dp = tl.dot(do, tl.trans(v))
+    dp = dot_over_parts(do, v)
     if DROPOUT:
         keep = keep_mask(
             seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
         )
         dp = tl.where(keep, dp * keep_scale, 0.0)
-    ds = score_slope(p * (dp - delta[:, None]), s, CAPPED).to(k.dtype)
+    ds = score_slope(p * (dp - delta[:, None]), s, CAPPED).to(k[0].dtype)
     # [BM, BN] @ [BN, BD] -> [BM, BD]
-    return tl.dot(ds, k, dq)
+    return add_dot_parts(ds, k, dq)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -234,17 +259,17 @@ def dq_kernel(
     k_ptr += b64 * stride_kb + hk * stride_kh + start_k.to(tl.int64) * stride_ks
     v_ptr += b64 * stride_vb + hk * stride_vh + start_k.to(tl.int64) * stride_vs
     row = b64 * stride_lb + h64 * stride_lh + start_q
-    off_k = tile_offsets(stride_ks, BN, BD)
-    off_v = tile_offsets(stride_vs, BN, BDV)
-    k_ptr = source(k_ptr, stride_ks, sk, BN, BD, D, TMA)
-    v_ptr = source(v_ptr, stride_vs, sk, BN, BDV, DV, TMA)
+    off_k = part_offsets(stride_ks, BN, BD)
+    off_v = part_offsets(stride_vs, BN, BDV)
+    k_ptr = part_sources(k_ptr, stride_ks, sk, BN, BD, D, TMA)
+    v_ptr = part_sources(v_ptr, stride_vs, sk, BN, BDV, DV, TMA)
     # [BM, BD], [BM, BDV]
-    q = load_tile(q_ptr, tile_offsets(stride_qs, BM, BD), m0, stride_qs, sq, BM, BD, D, True)
-    do = load_tile(do_ptr, tile_offsets(stride_gs, BM, BDV), m0, stride_gs, sq, BM, BDV, DV, True)
+    q = read_parts(q_ptr, m0, stride_qs, sq, BM, BD, D)
+    do = read_parts(do_ptr, m0, stride_gs, sq, BM, BDV, DV)
     rows = m0 + tl.arange(0, BM)
     lse = lse_to_shift(tl.load(lse_ptr + row + rows, mask=rows < sq, other=float("inf")))
     delta = tl.load(delta_ptr + row + rows, mask=rows < sq, other=0.0)
-    dq = tl.zeros([BM, BD], tl.float32)
+    dq = zero_parts(BM, BD)
     seed = tl.load(seed_ptr) if DROPOUT else 0
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
@@ -269,7 +294,7 @@ def dq_kernel(
             CHUNKED, PAPER, TMA,
         )  # fmt: skip
     dq_ptr += b64 * stride_dqb + h64 * stride_dqh + start_q.to(tl.int64) * stride_dqs
-    store_gradient(dq_ptr, dq * scale, m0, stride_dqs, sq, BM, BD, D, ADD)
+    store_gradient(dq_ptr, dq, scale, m0, stride_dqs, sq, BM, BD, D, ADD)
 
 
 def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):

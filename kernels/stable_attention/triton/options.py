@@ -8,7 +8,7 @@ import torch
 import triton
 from triton.runtime import _allocation
 
-from stable_attention.configs import Tile
+from stable_attention.configs import Tile, tile_width
 from stable_attention.problem import UNLIMITED, Problem, strides
 
 LOG2E = 1.4426950408889634
@@ -60,7 +60,7 @@ class Extras:
 
 
 def padded(d: int) -> int:
-    """Head dim as a tile extent: a power of two, at least what a tensor-core product needs."""
+    """Head dim as the extent of an undivided tile, for kernels without products over it."""
     return max(16, triton.next_power_of_2(d))
 
 
@@ -85,8 +85,8 @@ def common_arguments(problem: Problem, extras: Extras) -> dict[str, object]:
         "GROUP": problem.group,
         "D": problem.d,
         "DV": problem.dv,
-        "BD": padded(problem.d),
-        "BDV": padded(problem.dv),
+        "BD": tile_width(problem.d),
+        "BDV": tile_width(problem.dv),
         "VARLEN": problem.varlen,
         "HAS_LEFT": problem.window_left != UNLIMITED,
         "HAS_RIGHT": problem.window_right != UNLIMITED,

@@ -13,8 +13,8 @@ from stable_attention.numerics import LN2, soften
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, strides
 from stable_attention.triton.geometry import align, locate, visible
-from stable_attention.triton.memory import load_tile, tile_offsets
 from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+from stable_attention.triton.parts import dot_over_parts, read_parts
 
 BLOCK = 64
 
@@ -42,9 +42,9 @@ def scores_kernel(
     h64 = h.to(tl.int64)
     q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
     k_ptr += b64 * stride_kb + (h64 // GROUP) * stride_kh + start_k.to(tl.int64) * stride_ks
-    q = load_tile(q_ptr, tile_offsets(stride_qs, BM, BD), m0, stride_qs, sq, BM, BD, D, True)
-    k = load_tile(k_ptr, tile_offsets(stride_ks, BN, BD), n0, stride_ks, sk, BN, BD, D, True)
-    s = soften(tl.dot(q, tl.trans(k)), capped_scale, CAPPED) * (unit * LN2)
+    q = read_parts(q_ptr, m0, stride_qs, sq, BM, BD, D)
+    k = read_parts(k_ptr, n0, stride_ks, sk, BN, BD, D)
+    s = soften(dot_over_parts(q, k), capped_scale, CAPPED) * (unit * LN2)
     rows = m0 + tl.arange(0, BM)
     cols = n0 + tl.arange(0, BN)
     ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
