@@ -323,19 +323,21 @@ def test_chunk_positions_may_differ_per_sequence():
     assert torch.count_nonzero(out[others]) == 0 and bool((lse[:, others] == -torch.inf).all())
 
 
-def test_flash_attention_signed_probabilities():
-    """S_dmask's sign is the very mask the output was made with."""
-    q = randn(1, 40, 2, 20, grad=False)
-    k, v = randn(1, 50, 1, 20, grad=False), randn(1, 50, 1, 20, grad=False)
+@pytest.mark.parametrize("d", [20, 72])
+def test_flash_attention_signed_probabilities(d):
+    """S_dmask's sign is the very mask the output was made with; its size exp(score - maximum)."""
+    q = randn(1, 40, 2, d, grad=False)
+    k, v = randn(1, 50, 1, d, grad=False), randn(1, 50, 1, d, grad=False)
     out, lse, signed = fa.flash_attn_func(q, k, v, 0.3, causal=True, return_attn_probs=True)
     assert signed.shape == (1, 2, 128, 128) and lse.shape == (1, 2, 40)
     keep = (signed >= 0)[:, :, :40, :50]
-    s = torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double()) * 20**-0.5
+    s = torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double()) * d**-0.5
     s = s.masked_fill(~torch.ones(40, 50, dtype=torch.bool).tril(10), -torch.inf)
     p = torch.softmax(s, -1) * keep / 0.7
     want = torch.einsum("bhqk,bkd->bqhd", p, v[:, :, 0].double())
     assert (out.double() - want).abs().max() <= 2**-7 * want.abs().max()
-    assert torch.allclose(signed.abs()[0, :, 39, :32].float().amax(-1), torch.ones(2), atol=2)
+    sizes = (s - s.amax(-1, keepdim=True)).exp()
+    assert (signed.abs()[:, :, :40, :50].double() - sizes).abs().max() <= 2**-8
 
 
 @pytest.mark.parametrize("d", [16, 20])
