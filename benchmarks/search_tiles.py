@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -204,22 +205,23 @@ def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:
     return found
 
 
-def search(passes: list[str], widths: list[int], workers: int) -> list[dict[str, Any]]:
-    jobs = [
+def jobs_of(which: str, width: int) -> list[tuple[str, int, bool, str, Tile]]:
+    """Every candidate of a pass at a head dim, with and without a mask."""
+    return [
         (which, width, banded, "compensated", tile)
-        for (which, width), rows in CANDIDATES.items()
-        if which in passes and width in widths
         for banded in (False, True)
-        for c in rows
+        for c in CANDIDATES[which, width]
         for tile in modes(which, width, Tile(*c, tma=True))
     ]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        jobs.sort(key=lambda j: (j[1], j[2]))
-        faults = list(pool.map(compile_once, jobs, chunksize=max(1, len(jobs) // workers)))
+
+
+def search(pool: concurrent.futures.Executor, which: str, width: int) -> list[dict[str, Any]]:
+    """Time all candidates of one pass and head dim; the pool's processes compile them first."""
+    jobs = jobs_of(which, width)
+    faults = list(pool.map(compile_once, jobs))
     records: list[dict[str, Any]] = []
     for job, fault in zip(jobs, faults, strict=True):
-        which, width, banded, stabilizer, tile = job
+        banded, stabilizer, tile = job[2:]
         ms = None if fault else bench_of(width, banded, stabilizer).time(which, tile)
         records.append(
             {"pass": which, "width": width, "banded": banded, "stabilizer": stabilizer}
@@ -264,19 +266,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="tiles.json")
     parser.add_argument("--passes", default=",".join(configs.PASSES))
-    parser.add_argument("--widths", default="64,96,128,192,256")
+    parser.add_argument("--widths", default="64,128,256,192,96", help="head dims, in this order")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--minutes", type=float, default=60.0, help="start nothing new after this")
     parser.add_argument("--write", action="store_true", help="update configs.json")
     args = parser.parse_args()
-    widths = [int(w) for w in args.widths.split(",")]
-    records = search(args.passes.split(","), widths, args.workers)
-    best = winners(records)
-    result = describe() | {"rows": best, "records": records, "variants": compare_variants(best)}
-    Path(args.out).write_text(json.dumps(result, indent=1))
-    print(json.dumps(best, indent=1))
+    begin = time.monotonic()
+    tasks = [(which, int(w)) for which in args.passes.split(",") for w in args.widths.split(",")]
+    result: dict[str, Any] = describe() | {"rows": {}, "records": [], "variants": [], "left": tasks}
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=context) as pool:
+        for i, (which, width) in enumerate(tasks, 1):
+            if time.monotonic() - begin > args.minutes * 60:
+                print(f"out of time before {which} {width}", flush=True)
+                break
+            records = search(pool, which, width)
+            best = winners(records)
+            result["records"] += records
+            result["rows"] |= best
+            result["variants"] += compare_variants(best)
+            result["left"] = tasks[i:]
+            Path(args.out).write_text(json.dumps(result, indent=1))
+            minutes = (time.monotonic() - begin) / 60
+            print(f"{i} of {len(tasks)} done after {minutes:.1f} min", flush=True)
+    print(json.dumps(result["rows"], indent=1))
     if args.write:
         table = json.loads(TABLE.read_text())
-        table.setdefault(configs.arch_of(torch.device("cuda")), {}).update(best)
+        table.setdefault(configs.arch_of(torch.device("cuda")), {}).update(result["rows"])
         TABLE.write_text(render(table))
 
 
