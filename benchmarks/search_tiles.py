@@ -94,8 +94,13 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
 }  # fmt: skip
 
 
+def value_width(width: int) -> int:
+    """Head dim of v in the problem of a width: 192 is MLA's."""
+    return 128 if width == 192 else width
+
+
 def make_problem(width: int, *, banded: bool, stabilizer: str = "compensated") -> Problem:
-    """4 x 4k tokens, hidden 2048 (or the most whole heads below); 192 is MLA's, with d_v 128."""
+    """4 x 4k tokens, hidden 2048 (or the most whole heads below)."""
     batch, s, heads = 4, 4096, 2048 // width
     return Problem(
         layout="bshd",
@@ -106,7 +111,7 @@ def make_problem(width: int, *, banded: bool, stabilizer: str = "compensated") -
         heads=heads,
         kv_heads=heads,
         d=width,
-        dv=128 if width == 192 else width,
+        dv=value_width(width),
         tq=batch * s,
         tk=batch * s,
         scale=width**-0.5,
@@ -236,7 +241,8 @@ def winners(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Best row of each (pass, width, mask), in the table's form."""
     best: dict[str, tuple[float, list[int]]] = {}
     for r in records:
-        name = configs.key(r["pass"], r["width"], r["banded"])
+        widths = (r["width"], value_width(r["width"]))
+        name = configs.key(r["pass"], widths, r["banded"])
         if r["ms"] is not None and (name not in best or r["ms"] < best[name][0]):
             fields = ("bm", "bn", "warps", "stages")
             fields += ("segment", "ones", "ahead") if r["pass"] == "forward" else ()
@@ -247,11 +253,12 @@ def winners(records: list[dict[str, Any]]) -> dict[str, list[int]]:
 def compare_variants(best: dict[str, list[int]]) -> list[dict[str, Any]]:
     found = []
     for name, row in best.items():
-        which, width, mask = name.split("/")
+        which, widths, mask = name.split("/")
+        width = int(widths.split("x")[0])
         tile = Tile(*row, tma=True)
-        tried = [("compensated", tile), *variants(which, int(width), tile)]
+        tried = [("compensated", tile), *variants(which, width, tile)]
         for stabilizer, changed in dict.fromkeys(tried):
-            bench = bench_of(int(width), mask == "band", stabilizer)
+            bench = bench_of(width, mask == "band", stabilizer)
             try:
                 ms: float | None = bench.time(which, changed, repeats=30)
             except Exception as error:

@@ -99,26 +99,40 @@ def tile_width(d: int) -> int:
     return next(width for width in WIDTHS if width >= d)
 
 
-def key(which: str, width: int, causal: bool) -> str:
-    """Table key of a pass at a padded head dim; ``causal`` covers every banded mask."""
-    return f"{which}/{width}/{'band' if causal else 'full'}"
+def key(which: str, widths: tuple[int, int], banded: bool) -> str:
+    """Table key of a pass at the padded head dims (wider, narrower) of q, k and of v.
+
+    "forward/128/full" where they are equal, "forward/192x128/band" where they are not; ``banded``
+    covers causal and every other window.
+    """
+    wide, narrow = widths
+    name = f"{wide}" if wide == narrow else f"{wide}x{narrow}"
+    return f"{which}/{name}/{'band' if banded else 'full'}"
 
 
 def lookup(which: str, problem: Problem, device: torch.device) -> Tile:
     """The tile of a pass (one of `PASSES`) for a problem on a device."""
     assert which in PASSES, which
-    width = tile_width(max(problem.d, problem.dv))
+    narrow, wide = sorted((tile_width(problem.d), tile_width(problem.dv)))
     banded = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
-    return tile_for(which, arch=arch_of(device), width=width, banded=banded)
+    return tile_for(which, arch=arch_of(device), widths=(wide, narrow), banded=banded)
 
 
 @functools.cache
-def tile_for(which: str, *, arch: str, width: int, banded: bool) -> Tile:
-    """The tile of a pass by architecture and padded head dim; see `lookup`."""
+def tile_for(which: str, *, arch: str, widths: tuple[int, int], banded: bool) -> Tile:
+    """The tile of a pass by architecture and padded head dims (wider, narrower); see `lookup`.
+
+    Two head dims without a row of their own take that of the wider one, banded masks that of full
+    attention.
+    """
     rows = table()[arch]
-    wide = _row_width(arch, width)
-    name = key(which, wide, banded)
-    row = rows[name] if name in rows else rows[key(which, wide, False)]
+    wide, narrow = (_row_width(arch, width) for width in widths)
+    names = [
+        key(which, both, mask)
+        for both in ((wide, narrow), (wide, wide))
+        for mask in (banded, False)
+    ]
+    row = next(rows[name] for name in names if name in rows)
     return Tile(*row, tma=arch in ("sm90", "sm100"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from stable_attention import configs
@@ -37,10 +39,19 @@ def test_head_dims_are_padded_as_little_as_two_tiles_allow() -> None:
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
 def test_every_width_has_rows(arch: str) -> None:
-    for width in configs.WIDTHS:
+    for widths in itertools.combinations_with_replacement(reversed(configs.WIDTHS), 2):
         for which in configs.PASSES:
             for banded in (False, True):
-                assert configs.tile_for(which, arch=arch, width=width, banded=banded).bm >= 32
+                assert configs.tile_for(which, arch=arch, widths=widths, banded=banded).bm >= 32
+
+
+def test_two_head_dims_take_their_own_row_or_that_of_the_wider_one() -> None:
+    rows = configs.table()["sm90"]
+    common = {"arch": "sm90", "banded": True}
+    mla = configs.tile_for("dkdv", widths=(192, 128), **common)
+    assert [mla.bm, mla.bn, mla.warps, mla.stages] == rows["dkdv/192x128/full"]
+    same = configs.tile_for("dkdv", widths=(192, 192), **common)
+    assert configs.tile_for("dkdv", widths=(192, 96), **common) == same != mla
 
 
 @pytest.mark.parametrize("arch", ["interpreter", "sm80", "sm90", "sm100"])
