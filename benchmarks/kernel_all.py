@@ -54,7 +54,7 @@ STEPS = {
     "faults": Step(
         script="kernel_faults.py",
         result="kernel_faults",
-        share=1.0,
+        share=1.5,
         resumes=False,
         done=lambda result: bool(result["faults"]),
     ),

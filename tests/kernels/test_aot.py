@@ -41,9 +41,10 @@ for d, dv, right, stabilizer in (
 print(json.dumps(rows))
 """
 # Bytes of spill code in a whole kernel. Hopper's tiles were tuned on the chip; those of the other
-# architectures are only bounded until someone measures them.
+# architectures are only bounded until someone measures them. 192 is MLA's 192/128: its dK, dV tile
+# spills and is still 6 % (causal) and 27 % (full) faster on an H200 than the best that does not.
 MAX_SPILLS = {
-    "sm90": {64: 64, 96: 64, 128: 128, 160: 64, 192: 64, 256: 800},
+    "sm90": {64: 64, 96: 64, 128: 128, 160: 64, 192: 640, 256: 800},
     "sm80": {},
     "sm100": {},
 }
