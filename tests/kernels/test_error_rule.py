@@ -68,3 +68,28 @@ def test_the_rule_itself_refuses_zeros_and_a_bias() -> None:
     nan[0, 3, 1, 5] = torch.nan
     judge(report, "out", nan, Yardsticks(truth=ours.out, pytorch=ours.out))
     assert "1 of" in report.problems[0]
+
+
+def test_a_yardstick_that_cancels_is_replaced_by_the_size_of_the_terms() -> None:
+    """One visible key: PyTorch's dQ is exactly 0; a rounding of dS is no fault, a lost term is."""
+    zero = torch.zeros(1, 512, 4, 64, dtype=torch.bfloat16)
+    terms = torch.ones(zero.shape)
+    by = Yardsticks(truth=zero, pytorch=zero, terms=terms)
+    for size, problems in ((2.0**-10, 0), (2.0**-7, 2)):
+        report = Report(Case())
+        judge(report, "dq", torch.full_like(zero, size), by)
+        assert len(report.problems) == problems, report.problems
+
+
+def test_rows_without_keys_do_not_make_the_rule_stricter() -> None:
+    """The same errors, alone or among rows that nothing can be wrong in, are judged the same."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(4, 8, 64, generator=generator)
+    theirs, ours = (truth + 2.0**-8 * truth * f for f in (0.5, 0.5))
+    for rows in (8, 4096):
+        wide = [torch.zeros(4, rows, 64) for _ in range(3)]
+        for big, small in zip(wide, (truth, theirs, ours), strict=True):
+            big[:, :8] = small
+        report = Report(Case())
+        judge(report, "dq", wide[2].bfloat16(), Yardsticks(truth=wide[0], pytorch=wide[1]))
+        assert not report.problems, (rows, report.problems)
