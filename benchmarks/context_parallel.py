@@ -399,6 +399,7 @@ def run(bench: Bench, record: Record | None) -> None:
         if go == ["skip"]:
             continue
         if record is not None:
+            print(f"{time.monotonic() - args.began:.0f} s: {cell.key} ...", flush=True)
             record.put(cell, {"running": True})
         mine: dict[str, Any] | None = None
         if bench.rank < cell.ranks:
@@ -429,7 +430,9 @@ def start(args: argparse.Namespace) -> None:
         return
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=wait, device_id=device)
+    # No device_id: with one, a rank outside of a new group takes part in an ncclCommSplit, even if
+    # the group is gloo's and its members take no part in it; then it waits forever.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=wait)
 
 
 def arguments() -> argparse.Namespace:
