@@ -56,6 +56,7 @@ from stable_attention import stable_attention
 TOKENS, HIDDEN = 16384, 2048
 # About 1.2 ms at 1.98 GHz: longer than any peer needs to queue one pass.
 QUEUE_CYCLES = 2_400_000
+FLEX = "FlexAttention"
 LENGTHS = (4096, 16384, 1024, 8192, 2048)
 
 
@@ -114,10 +115,13 @@ def _visible(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 def flex(shape: Shape) -> Call:
     """FlexAttention, compiled for this shape alone."""
+    from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Every shape is a recompilation of one function: past the limit torch would run it uncompiled.
     torch._dynamo.reset()
+    # One forward, many timed backwards: they must not reuse each other's saved tensors.
+    functorch.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if shape.causal:
@@ -271,7 +275,7 @@ def compile_ahead(job: tuple[Shape, bool]) -> str:
     shape, with_flex = job
     try:
         *qkv, dout = tensors(shape)
-        table = {"FlexAttention": flex(shape)} if with_flex else peers(shape)
+        table = {FLEX: flex(shape)} if with_flex else peers(shape)
         for name, call in table.items():
             if not name.startswith("SDPA"):
                 torch.autograd.grad(call(*qkv), qkv, dout)
@@ -327,7 +331,12 @@ class Run:
             return
         for row in old["rows"]:
             shape = Shape(**{k: v for k, v in row.items() if k != "peers"})
-            self.rows[shape] = dict(row["peers"])
+            peers = {
+                n: c for n, c in row["peers"].items() if not (self.args.retry and "error" in c)
+            }
+            # The two passes measure a shape's peers together.
+            if len(peers) == len(row["peers"]) or set(row["peers"]) - set(peers) == {FLEX}:
+                self.rows[shape] = peers
         print(f"resuming from {path}: {len(self.rows)} shapes", flush=True)
 
     def late(self) -> bool:
@@ -338,7 +347,7 @@ class Run:
         result = self.head | {
             "rows": rows,
             "complete": all(self.has(s, "compensated") for s in self.wanted),
-            "flex_complete": all(self.has(s, "FlexAttention") for s in self.wanted),
+            "flex_complete": all(self.has(s, FLEX) for s in self.wanted),
             "summary": summary(rows),
             "goals": goals(rows, len(self.wanted)),
         }
@@ -367,14 +376,14 @@ class Run:
             self._empty()
 
     def flex_pass(self) -> None:
-        todo = [s for s in self.wanted if not self.has(s, "FlexAttention")]
+        todo = [s for s in self.wanted if not self.has(s, FLEX)]
         if self.late() or DEVICE == "cpu":
             return
         compile_all(todo, with_flex=True, workers=self.args.workers, end=self.end - 60)
         for shape in todo:
             if self.late():
                 return
-            table = {"FlexAttention": flex(shape), "none, again": ours("none", shape)}
+            table = {FLEX: flex(shape), "none, again": ours("none", shape)}
             self.add(shape, measure(table, tensors(shape), self.args.budget_ms))
             self._empty()
 
@@ -392,6 +401,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
     parser.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
     parser.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
+    parser.add_argument("--retry", action="store_true", help="measure what failed before again")
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
     parser.add_argument("--render-only", action="store_true")
     args = parser.parse_args()
