@@ -6,10 +6,12 @@ train.log, metrics.csv, tensorboard/, checkpoints/, FINISHED.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
 
 FINISHED, LOCK = "FINISHED", ".lock"
+TOKEN = ".seen-by-every-node-"
+
+PATIENCE_S = 90.0
+"""How long a node waits for another node's file: NFS may keep a directory for a minute."""
 
 CHANGEABLE = (
     "name",
@@ -297,6 +303,26 @@ def check_data(run: RunConfig, fingerprint: str, *, step: int) -> list[Problem]:
         ]
     write_atomically(file, fingerprint + "\n")
     return []
+
+
+def leave_token(path: Path) -> Path:
+    """Write a file that the other nodes look for; its absolute path."""
+    token = path.absolute() / (TOKEN + uuid.uuid4().hex)
+    token.touch(exist_ok=False)
+    return token
+
+
+def sees_token(path: Path, name: str) -> bool:
+    """Whether the file turns up in this node's directory within ``PATIENCE_S``."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        # Listing asks the server anew; looking for a name alone may answer from what was cached.
+        with contextlib.suppress(OSError):
+            if name in os.listdir(path):
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
 
 
 def mark_finished(path: Path, *, step: int, consumed_tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,19 @@ from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
 from megatron_patch.training.recorder import tokens_per_step
-from megatron_patch.training.rundir import RunDirectory, check_data, open_run, run_directory
+from megatron_patch.training.rundir import (
+    RunDirectory,
+    check_data,
+    leave_token,
+    open_run,
+    run_directory,
+    sees_token,
+)
 from megatron_patch.training.signals import StopFlags
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from megatron_patch.config import Loaded
     from megatron_patch.config.root import RunConfig
     from megatron_patch.data.loader import Loaders
@@ -75,20 +85,55 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
         ConfigError: the directory belongs to another run or cannot be used.
     """
     directory: RunDirectory | None = None
-    verdict: list[Any] = [[], False]
+    verdict: list[Any] = [[], False, None]
     if layout.print_rank:
         axes = ("tp", "pp", "cp", "dp", "ep")
         sizes = {axis: getattr(layout, f"{axis}_size") for axis in axes}
         report = {"world_size": layout.world_size, **sizes, **environment.report()}
         directory, problems = open_run(loaded, report)
-        verdict = [problems, directory is not None and directory.finished]
+        token = None
+        if directory is not None:
+            try:
+                token = leave_token(directory.path)
+            except OSError as error:
+                problems = [Problem("run_dir", f"{directory.path}: {error.strerror}")]
+        verdict = [problems, directory is not None and directory.finished, token]
     torch.distributed.broadcast_object_list(verdict, src=0)
-    problems, finished = verdict
+    problems, finished, token = verdict
+    problems = problems or _one_directory(run_directory(loaded.config), token, layout)
     if problems:
+        if directory is not None:
+            directory.close()
         raise ConfigError(problems)
     if directory is None and finished:
         return RunDirectory(run_directory(loaded.config), notes=[], finished=True, _lock=None)
     return directory
+
+
+def _one_directory(path: Path, token: Path, layout: Layout) -> list[Problem]:
+    """What speaks against every node having the first rank's directory. Collective.
+
+    A node without the shared mount would start from scratch, or write checkpoints and logs where no
+    other node finds them.
+    """
+    blind: list[Any] = [None] * layout.world_size
+    seen = layout.local_rank != 0 or sees_token(path, token.name)
+    torch.distributed.all_gather_object(
+        blind, None if seen else f"{socket.gethostname()} (rank {layout.rank}): {path.absolute()}"
+    )
+    if layout.print_rank:
+        token.unlink(missing_ok=True)
+    missing = [who for who in blind if who is not None]
+    if not missing:
+        return []
+    return [
+        Problem(
+            "run_dir",
+            f"is not one directory on all nodes: what rank 0 wrote into {token.parent} on its node "
+            f"is not seen by {', '.join(missing)}; mount the shared file system on every node, "
+            "rank 0's included, and start in the same working directory or give an absolute path",
+        )
+    ]
 
 
 def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:

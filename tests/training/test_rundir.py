@@ -1,6 +1,8 @@
 """The run directory: what is written, what is refused, what is never lost."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,70 @@ def test_a_directory_that_was_deleted_or_replaced_is_noticed(tiny) -> None:
         directory.check_still_there()
     directory.close()
     directory.check_still_there()  # without a lock there is nothing to compare with
+
+
+RANK = """
+import sys
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from megatron_patch.config import load
+from megatron_patch.config.problem import ConfigError
+from megatron_patch.training import rundir, startup
+
+rundir.PATIENCE_S = float(sys.argv[4])
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+sizes = {f"{axis}_size": 1 for axis in ("tp", "pp", "cp", "dp", "ep")}
+layout = SimpleNamespace(rank=rank, local_rank=0, world_size=2, print_rank=rank == 0, **sizes)
+try:
+    directory = startup.take_directory(load("tiny.yaml", ["run_dir=" + sys.argv[3]]), layout)
+    print("taken" if directory is not None else "given")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def play(folder: Path, *directories: str, patience: float) -> list[str]:
+    """What each of two nodes says, by the run directory it sees."""
+    (folder / "tiny.yaml").write_text(CONFIG)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(folder / "store"), path, str(patience)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, path in enumerate(directories)
+    ]
+    return [rank.communicate(timeout=300)[0] for rank in ranks]
+
+
+@pytest.mark.multiprocess
+def test_one_directory_is_taken(tmp_path: Path) -> None:
+    assert play(tmp_path, "run", "run", patience=120) == ["taken\n", "given\n"]
+    assert not list((tmp_path / "run").glob(rundir.TOKEN + "*"))
+
+
+@pytest.mark.multiprocess
+def test_two_directories_are_refused_on_both_nodes(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    said = play(tmp_path, "run", "other", patience=0.5)
+    assert said[0] == said[1] and "not one directory on all nodes" in said[0]
+    assert "(rank 1): " + str(tmp_path / "other") in said[0]
+    assert not list(tmp_path.glob("*/" + rundir.TOKEN + "*"))
+
+
+def test_a_file_that_comes_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            path.mkdir()
+            (path / rundir.TOKEN).touch()
+
+    monkeypatch.setattr(rundir.time, "sleep", nap)
+    assert rundir.sees_token(path, rundir.TOKEN) and len(naps) == 3
