@@ -183,12 +183,46 @@ def faults_table(result: dict[str, Any]) -> str:
     return "\n".join([state(result), "", table(["NaN or infinite elements", *names], body)])
 
 
+WAYS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "segments of 1024, synchronous product": lambda r: r["segment"] == 1024 and r["ones"] == 8,
+    "late, asynchronous product": lambda r: r["segment"] == r["bn"] and r["ones"] == 16,
+    "late, float32 additions": lambda r: r["segment"] == r["bn"] and r["ones"] == 0,
+}
+"""How the forward sums the rounded P, as a test of a record of benchmarks/search_tiles.py."""
+
+
+def row_sum_table(result: dict[str, Any]) -> str:
+    """Time of the fastest tile of each way to sum the rounded P over that of "none"."""
+    body = []
+    for d in (64, 128):
+        for mask in ("full", "band"):
+            row = f"forward/{d}/{mask}"
+            records = [
+                r
+                for r in result["records"]
+                if r["width"] == d
+                and r["banded"] == (mask == "band")
+                and r["ms"]
+                and not r["ahead"]
+            ]
+            none = min(
+                r["ms"]
+                for r in result["variants"]
+                if r["row"] == row and r["stabilizer"] == "none" and r["ms"]
+            )
+            fastest = [min(r["ms"] for r in records if test(r)) for test in WAYS.values()]
+            name = f"{'causal' if mask == 'band' else 'full'}, d {d}"
+            body.append([name, f"{none:.3f} ms", *(f"{ms / none:.2f}" for ms in fastest)])
+    return "\n".join([origin(result), "", table(["4 x 4k tokens", "none", *WAYS], body)])
+
+
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     """Marker -> (result file, renderer, command that measures it)."""
     return {
         "attention-speed": ("attention", speed_table, "attention.py"),
         "attention-goals": ("attention", goal_table, "attention.py"),
         "attention-memory": ("attention", memory_table, "attention.py"),
+        "row-sum": ("tile_search", row_sum_table, "search_tiles.py"),
         "kernel-checks": ("kernel_checks", checks_table, "kernel_checks.py"),
         "sanitizer": ("sanitizer", sanitizer_line, "kernel_sanitizer.py"),
         "kernel-faults": ("kernel_faults", faults_table, "kernel_faults.py"),

@@ -134,7 +134,6 @@ def grid(result: dict[str, Any]) -> str:
         for name, s in result["ratios"].items()
         if name.endswith(" rms") and not name.startswith(("lse", "max_", "dsink"))
     ]
-    peers = result["peer_comparisons"]
     return "\n".join(
         [
             origin(result),
@@ -145,10 +144,45 @@ def grid(result: dict[str, Any]) -> str:
             "",
             table(["tensor", "median", "99 %", "worst"], spread),
             "",
-            f"Against the better of SDPA-flash and SDPA-cuDNN on the same inputs: {peers['run']} "
-            f"comparisons, {len(peers['over'])} above 1.02x.",
+            *_beside_vendors(result["peer_comparisons"]),
         ]
     )
+
+
+def _beside_vendors(peers: dict[str, Any]) -> list[str]:
+    """How often the better vendor's error is exceeded, and where."""
+    lines = [
+        f"Against the better of SDPA-flash and SDPA-cuDNN on the same inputs: {peers['run']} "
+        f"comparisons, {len(peers['over'])} above 1.02x."
+    ]
+    if peers["over"]:
+        cases = [
+            dict(part.split("=", 1) for part in over["case"].split() if "=" in part)
+            for over in peers["over"]
+        ]
+        tensors = ", ".join(sorted({over["tensor"] for over in peers["over"]}))
+        widths = ", ".join(map(str, sorted({int(case.get("d", 64)) for case in cases})))
+        keys = max(int(case["sk"]) for case in cases)
+        spans = []
+        for name in ("SDPA-flash", "SDPA-cuDNN"):
+            over = [x["rms"]["ours"] / x["rms"][name] for x in peers["over"] if name in x["rms"]]
+            if over:
+                spans.append(f"{min(over):.3f} to {max(over):.3f}x {name}")
+        lines.append(
+            f"Those above: {tensors} at d {widths} and at most {keys} keys; {', '.join(spans)}."
+        )
+    return lines
+
+
+def split_keys(result: dict[str, Any]) -> str:
+    """RMS error of O with one running maximum and with one a piece of the keys."""
+    rows = [
+        [str(r["d"]), str(r["keys"]), f"{r['one_maximum']:.3e}", f"{r['pieces']:.3e}",
+         f"{r['one_maximum'] / r['pieces']:.3f}"]
+        for r in result["rows"]
+    ]  # fmt: skip
+    head = ["d", "keys", "one running maximum", "a maximum per 64 keys", "ratio"]
+    return "\n".join([origin(result), "", table(head, rows)])
 
 
 def which_sum(result: dict[str, Any]) -> str:
@@ -187,6 +221,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "delta-dq": ("delta_regimes", delta_dq, "delta_regimes.py"),
     "which-sum": ("which_sum", which_sum, "which_sum.py"),
     "grid": ("kernel_grid", grid, "kernel_grid.py"),
+    "split-keys": ("split_keys", split_keys, "split_keys.py"),
     "saved-bytes": ("", saved_bytes, ""),
     "throughput-1": ("gpt2_124m_throughput_1gpu", run_tables.throughput, "gpt2_throughput.py"),
     "throughput-2": ("gpt2_124m_throughput_2gpu", run_tables.throughput, "gpt2_throughput.py"),

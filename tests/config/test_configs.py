@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
+import benchmark_scripts
 import pytest
 
 from megatron_patch import config
@@ -35,14 +34,7 @@ def test_gpt2_124m_is_gpt2_124m() -> None:
 
 @pytest.fixture(scope="module")
 def fuzz() -> ModuleType:
-    path = ROOT / "benchmarks" / "fuzz_config.py"
-    spec = importlib.util.spec_from_file_location("fuzz_config", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz_config"] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_scripts.load("fuzz_config")
 
 
 def test_a_sample_of_fuzzed_files(fuzz: ModuleType) -> None:

@@ -17,6 +17,7 @@ from prepared import ENDINGS, content, lines, tokens_of
 
 from megatron_patch.data import prepare as prepare_module
 from megatron_patch.data.errors import DataError
+from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.prepare import prepare
 from megatron_patch.data.verify import check_dataset
 
@@ -79,10 +80,7 @@ def test_finished_parts_are_not_made_again(
 ) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines(kit.documents(100, seed=8)))
-    interrupt_at(monkeypatch, prepare_module, "_join", 1)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
-    monkeypatch.undo()
+    interrupt_joining(monkeypatch, kit.options(tmp_path / "out", source, batch_bytes=400))
     parts = sorted((tmp_path / "out.parts").glob("part-*"))
     parts[3].write_bytes(parts[3].read_bytes()[:-1])
     written = []
@@ -112,6 +110,14 @@ def interrupt_at(
         return result
 
     monkeypatch.setattr(where, name, interrupted)
+
+
+def interrupt_joining(monkeypatch: pytest.MonkeyPatch, options: PrepareOptions) -> None:
+    """Prepare until every part is made and none is joined."""
+    interrupt_at(monkeypatch, prepare_module, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -178,10 +184,7 @@ def test_an_interrupted_attempt_with_other_options_is_in_the_way(
 ) -> None:
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
-    interrupt_at(monkeypatch, prepare_module, "_join", 1)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(kit.options(out, source))
-    monkeypatch.undo()
+    interrupt_joining(monkeypatch, kit.options(out, source))
     with pytest.raises(DataError, match=r"other options is there.*--restart"):
         prepare(kit.options(out, source, json_key="body"))
     other = [{"body": text} for text in texts]
@@ -207,10 +210,7 @@ def test_changed_inputs_are_read_again(
     """A part is used only for the very bytes it was made from, sizes alone are not trusted."""
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
-    interrupt_at(monkeypatch, prepare_module, "_join", 1)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(kit.options(out, source, batch_bytes=500))
-    monkeypatch.undo()
+    interrupt_joining(monkeypatch, kit.options(out, source, batch_bytes=500))
     swapped = [text.swapcase() for text in texts]
     source.write_bytes(lines(swapped))
     prepare(kit.options(out, source, batch_bytes=500))

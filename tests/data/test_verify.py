@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import benchmark_scripts
 import pytest
 
 from megatron_patch.data import manifest, verify
@@ -20,22 +20,12 @@ from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, rende
 from megatron_patch.data.prepare import prepare
 from megatron_patch.data.verify import check_dataset, verify_datasets
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENDINGS = (".bin", ".idx", ".manifest.json")
 
 
 @pytest.fixture(scope="module")
 def fuzz_data() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("fuzz_data", BENCHMARKS / "fuzz_data.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["fuzz_data"] = module  # its dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return benchmark_scripts.load("fuzz_data")
 
 
 @pytest.fixture

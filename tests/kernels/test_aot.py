@@ -42,7 +42,7 @@ print(json.dumps(rows))
 """
 # Bytes of spill code in a whole kernel. Hopper's tiles were tuned on the chip; those of the other
 # architectures are only bounded until someone measures them. 192 is MLA's 192/128: its dK, dV tile
-# spills and is still 6 % (causal) and 27 % (full) faster on an H200 than the best that does not.
+# spills and was still the fastest on an H200.
 MAX_SPILLS = {
     "sm90": {64: 64, 96: 64, 128: 128, 160: 64, 192: 640, 256: 800},
     "sm80": {},

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import benchmark_scripts
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location(
-    "render_tables", ROOT / "benchmarks" / "render_tables.py"
-)
-assert spec is not None and spec.loader is not None
-render_tables = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(render_tables)
+render_tables = benchmark_scripts.load("render_tables")
 
 HEAD = {
     "machine": {"cpu": "x86_64", "gpu": "a GPU"},

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import benchmark_scripts
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def module(name: str):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
-    # The scripts' own `markdown` goes before the installed package of that name.
-    kept = sys.modules.pop("markdown", None)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(loaded)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        sys.modules.pop("markdown", None)
-        if kept is not None:
-            sys.modules["markdown"] = kept
-    return loaded
-
-
-plan_memory = module("plan_memory")
-plan_tables = module("plan_tables")
+plan_memory = benchmark_scripts.load("plan_memory")
+plan_tables = benchmark_scripts.load("plan_tables")
 ARGUMENTS = argparse.Namespace(device="cuda", backend="stable_flash", dataset="data/x", gpu="h200")
 
 

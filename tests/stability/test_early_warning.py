@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import benchmark_scripts
 import numpy as np
 import pytest
 
@@ -16,19 +16,12 @@ from megatron_patch.stability import record
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Point, Rule
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CURVES = json.loads((Path(__file__).parent / "recorded_curves.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("early_warning", BENCHMARKS / "early_warning.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
+    return benchmark_scripts.load("early_warning")
 
 
 def curve(name: str) -> list[Point]:

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_scripts
 import pytest
 
 from megatron_patch.stability.config import StabilityConfig
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    path = BENCHMARKS / "telemetry_overhead.py"
-    spec = importlib.util.spec_from_file_location("telemetry_overhead", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
+    return benchmark_scripts.load("telemetry_overhead")
 
 
 def test_every_stretch_holds_the_observations_it_should(script: Any) -> None:
