@@ -36,6 +36,7 @@ from megatron_patch.experiments.store import (
 )
 from megatron_patch.experiments.verdict import judge
 from megatron_patch.monitor.metrics import duration
+from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -44,7 +45,6 @@ SHORTEST_SECONDS = 30.0
 PUBLISH_SECONDS = 90.0
 GRACE_SECONDS = 60.0
 """After a request to stop, before the process group is killed."""
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
 
 
@@ -206,7 +206,7 @@ class Runner:
         if not _on_cpu(run, store):
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices(seats)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        for name in _LAUNCHER_VARIABLES:
+        for name in TORCHRUN_VARIABLES:
             environment.pop(name, None)  # a run is a job of its own, wherever this one was started
         log = store.log(run)
         log.parent.mkdir(parents=True, exist_ok=True)

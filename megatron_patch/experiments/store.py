@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_patch.checkpoint.shelf import Shelf, key_of
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import Experiment, Run, trainer_config
 from megatron_patch.experiments.verdict import Row, read_rows
@@ -97,10 +98,8 @@ class Store:
 
         A run that was killed has logged steps that no checkpoint holds.
         """
-        if not self.has_checkpoint(run):
-            return 0
         kept = newest_checkpoint(self.run_dir(run) / "checkpoints")
-        return self.last_step(run) if kept is None else min(kept[0], self.last_step(run))
+        return 0 if kept is None else min(kept[0], self.last_step(run))
 
     def last_step(self, run: Run) -> int:
         """Last logged step of a run, 0 without any."""
@@ -113,8 +112,7 @@ class Store:
 
     def has_checkpoint(self, run: Run) -> bool:
         """Whether a stopped run could go on."""
-        folder = self.run_dir(run) / "checkpoints"
-        return folder.is_dir() and any(folder.iterdir())
+        return newest_checkpoint(self.run_dir(run) / "checkpoints") is not None
 
     def save(self) -> None:
         """Write states.json."""
@@ -164,14 +162,13 @@ class Store:
         return {run.id: State() for run in self.experiment.runs} | found
 
 
-_CHECKPOINT = re.compile(r"step_(\d+)\.attempt-\d+")
-
-
 def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int, Path] | None:
     """(step, directory) of the newest complete checkpoint, of at most a step."""
-    named = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step_*")]
-    found = [(int(match[1]), path) for match, path in named if match]
-    return max((f for f in found if at_most is None or f[0] <= at_most), default=None)
+    for name in Shelf(folder).complete_names():  # newest first
+        step = key_of(name)[0]
+        if at_most is None or step <= at_most:
+            return step, folder / name
+    return None
 
 
 def identity(run: dict[str, Any]) -> dict[str, Any]:

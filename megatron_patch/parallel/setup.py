@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatron_patch.config.root import RunConfig
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
 
 

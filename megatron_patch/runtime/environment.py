@@ -27,6 +27,8 @@ DISTRIBUTIONS = (
     "numpy",
     "psutil",
 )
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells every rank."""
 NVRX, NVRX_CORE = "nvidia-resiliency-ext", (0, 6)
 """A package that Megatron-Core imports wherever it is installed, and the first release it can use
 (``megatron/core/dist_checkpointing/strategies/nvrx.py`` of 0.19.2)."""

@@ -62,8 +62,8 @@ def protocol(tmp_path: Path) -> Path:
 
 
 # argv: run directory, steps, script ("explode", "exit N", "deaf" or ""), seconds a step, checkpoint
-# to start from or "". Every tenth step of a run named base leaves a directory named like
-# a checkpoint.
+# to start from or "". Where it stops, and at every tenth step of a run named base, it leaves a
+# directory named like a checkpoint.
 TRAINER = """
 import json, os, pathlib, signal, sys, time
 folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -72,9 +72,10 @@ stop = []
 action = signal.SIG_IGN if script == "deaf" else lambda *_: stop.append(1)
 signal.signal(signal.SIGUSR1, action)
 (folder / "device").open("a").write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
-save = folder / "checkpoints" / "step"
+kept = folder / "checkpoints"
+saved = sorted(kept.glob("step_*"))
 table = folder / "metrics.csv"
-done = int(save.read_text()) if save.exists() else 0
+done = int(saved[-1].name[5:13]) if saved else 0
 first = int(pathlib.Path(sys.argv[5]).name[5:13]) if sys.argv[5] else 0
 rows = table.read_text().splitlines() if done else ["step,loss,grad_norm"]
 rows = [rows[0], *(row for row in rows[1:] if int(row.split(",")[0]) <= done)]
@@ -94,10 +95,9 @@ with table.open("a") as out:
         out.write(f"{step},{loss},{0.3 if loss < 5 else 90.0}\\n")
         out.flush()
         if step % 10 == 0 and folder.name.startswith("base"):
-            (save.parent / f"step_{step:08d}.attempt-1").mkdir(parents=True, exist_ok=True)
+            (kept / f"step_{step:08d}.attempt-1").mkdir(parents=True, exist_ok=True)
         time.sleep(float(pause))
-save.parent.mkdir(exist_ok=True)
-save.write_text(str(step))
+(kept / f"step_{step:08d}.attempt-1").mkdir(parents=True, exist_ok=True)
 if step == 100:
     (folder / "FINISHED").write_text(json.dumps({"step": step}))
 """
