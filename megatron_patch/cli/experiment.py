@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+from megatron_patch.runtime.lifeline import die_with_launcher
 
 if TYPE_CHECKING:
     from megatron_patch.experiments.publish import Target
@@ -214,6 +215,7 @@ def run_results(args: argparse.Namespace) -> int:
 
 def run_cell(args: argparse.Namespace) -> int:
     """Train one run."""
+    die_with_launcher()
     loaded = load(args.config, args.overrides)
     from megatron_patch.experiments import cell
 

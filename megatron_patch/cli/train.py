@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+from megatron_patch.runtime.lifeline import die_with_launcher
 
 DESCRIPTION = """\
 Train a GPT as one YAML file says. One process uses one GPU (or the CPU, with
@@ -43,6 +44,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration, then train."""
+    die_with_launcher()
     loaded = load(args.config, args.overrides)
     # Megatron is imported only for a configuration that passed.
     from megatron_patch.training import loop

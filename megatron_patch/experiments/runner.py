@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from megatron_patch.experiments.store import (
 )
 from megatron_patch.experiments.verdict import judge
 from megatron_patch.monitor.metrics import duration
+from megatron_patch.runtime import lifeline
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
 
 POLL_SECONDS = 0.5
@@ -247,7 +249,9 @@ class Runner:
         if (late or self.stopping) and item.asked_to_stop is None:
             self._ask_to_stop(item)
         if item.asked_to_stop is not None and now - item.asked_to_stop > GRACE_SECONDS:
-            _signal_group(item.process, signal.SIGKILL)
+            self.say(f"{item.run.id} did not stop in {GRACE_SECONDS:g} s and is killed")
+            lifeline.kill_tree(item.process)
+            item.asked_to_stop = now
         return False
 
     def _look(self, item: Active) -> None:
@@ -270,7 +274,8 @@ class Runner:
 
     def _ask_to_stop(self, item: Active) -> None:
         item.asked_to_stop = time.monotonic()
-        _ask_ranks(item.process)
+        if not _ask_ranks(item):
+            self.say(f"{item.run.id} has no process to ask; it is killed in {GRACE_SECONDS:g} s")
 
     def _ended(self, item: Active, code: int) -> None:
         """Record how a process ended."""
@@ -329,7 +334,7 @@ class Runner:
 
     def _kill(self) -> None:
         for item in self.active:
-            _signal_group(item.process, signal.SIGKILL)
+            lifeline.kill_tree(item.process)
             item.process.wait()
 
     def _progress(self, queue: list[Run]) -> str:
@@ -396,25 +401,18 @@ def _on_cpu(run: Run, store: Store) -> bool:
     return loaded.config.training.device == "cpu"
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
+def _ask_ranks(item: Active) -> bool:
+    """SIGUSR1 to the training processes; whether there was one.
 
-
-def _ask_ranks(process: subprocess.Popen[bytes]) -> None:
-    """SIGUSR1 to the training processes: torchrun would kill them 30 s after a SIGTERM."""
-    import psutil
-
-    try:
-        parent = psutil.Process(process.pid)
-        launcher = "torch.distributed.run" in parent.cmdline()
-        ranks = parent.children() if launcher else [parent]
-        for rank in ranks:
-            rank.send_signal(signal.SIGUSR1)
-    except psutil.NoSuchProcess:
-        return
+    Not SIGTERM to torchrun: it would kill them 30 s later, in the middle of a save.
+    """
+    pid = item.process.pid
+    asked = False
+    for rank in lifeline.children(pid) if len(item.seats) > 1 else [pid]:
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGUSR1)
+            asked = True
+    return asked
 
 
 def _tail(log: Path) -> str:

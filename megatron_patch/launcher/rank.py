@@ -10,7 +10,6 @@ there); it runs as ``__main__`` with the remaining arguments.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import runpy
@@ -21,9 +20,10 @@ import time
 import traceback
 from pathlib import Path
 
+from megatron_patch.runtime.lifeline import die_with_parent
+
 ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
 SECRETS_FILE = "MEGATRON_PATCH_SECRETS_FILE"
-PR_SET_PDEATHSIG = 1
 FATAL = (2, 3, 4, 5, 7, 8)
 """Exit codes that come back on every retry; as in ``launch/lib.sh``."""
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     rank = int(os.environ["RANK"])
     attempt = Path(os.environ[ATTEMPT_DIR])
-    _die_with_parent()
+    die_with_parent()
     # The node script starts torchrun with TERM and USR1 ignored, and that is inherited. TERM must
     # end a rank that has not installed its own handler; USR1 stays ignored until the trainer
     # listens, and is sent again until the rank is gone.
@@ -116,15 +116,6 @@ def leave(rank: int, code: int, reason: str) -> None:
 def _first_line(text: str) -> str:
     line = text.splitlines()[0] if text else ""
     return "".join(c if c.isprintable() else " " for c in line)[:200]
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this rank when torchrun dies: no orphan holds GPUs or ports."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died in between
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _redirect(path: Path) -> None:

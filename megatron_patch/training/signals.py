@@ -40,19 +40,27 @@ class StopFlags:
         self._begin = time.monotonic()
         self._signal = NO_STOP
         self._previous: dict[signal.Signals, Any] = {}
+        self._blocked: set[signal.Signals | int] = set()
 
     def install(self) -> None:
-        """Catch TERM, USR1 and INT; a second INT interrupts at once. Main thread only."""
+        """Catch TERM, USR1 and INT; a second INT interrupts at once. Main thread only.
+
+        Whoever started this process may have blocked them, and that is inherited through torchrun:
+        a blocked signal waits for ever, and the run would never hear of its time limit.
+        """
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread; an embedding program owns them
         for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
+        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS) & set(_SIGNALS)
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
+        self._blocked = set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         code = _SIGNALS[signal.Signals(number)]

@@ -61,16 +61,20 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-# argv: run directory, steps, script ("explode", "exit N", "deaf" or ""), seconds a step, checkpoint
-# to start from or "". Where it stops, and at every tenth step of a run named base, it leaves a
+# argv: run directory, steps, script ("explode", "exit N", "deaf", "deaf ranks" or ""), seconds a
+# step, checkpoint to start from or "". "deaf ranks" starts a child in a session of its own,
+# as torchrun does. Where it stops, and at every tenth step of a run named base, it leaves a
 # directory named like a checkpoint.
 TRAINER = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 folder.mkdir(parents=True, exist_ok=True)
 stop = []
-action = signal.SIG_IGN if script == "deaf" else lambda *_: stop.append(1)
+action = signal.SIG_IGN if script.startswith("deaf") else lambda *_: stop.append(1)
 signal.signal(signal.SIGUSR1, action)
+if script == "deaf ranks":
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (folder / "child").write_text(str(child.pid))
 (folder / "device").open("a").write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
 kept = folder / "checkpoints"
 saved = sorted(kept.glob("step_*"))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_patch.experiments import results, runner
@@ -94,6 +95,18 @@ def test_a_process_that_does_not_listen_is_killed(
     assert store.states["a-s1"].reason == "ended before it could save"
     store, said = go(protocol, tmp_path / "out", only={"a-s1"}, steps=1)
     assert "steps are repeated: there is no checkpoint" in said[0]
+
+
+def test_a_run_that_is_killed_leaves_no_rank_behind(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    """A signal to torchrun's group does not reach its ranks: they trained on for 6,000 steps."""
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    quick |= {"pause": "0.1", "a-s1": "deaf ranks"}
+    store, said = go(protocol, tmp_path / "out", seconds=2.0, only={"a-s1"})
+    assert any("did not stop in 0.3 s and is killed" in line for line in said)
+    rank = int((store.run_dir(store.experiment.runs[0]) / "child").read_text())
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_exploded_run_is_stopped_is_final_and_is_reported(

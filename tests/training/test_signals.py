@@ -41,6 +41,20 @@ def test_a_signal_raises_a_flag_and_nothing_else(flags, number: int, code: int) 
     assert flags.code() == code  # stays raised
 
 
+def test_a_signal_that_was_blocked_by_whoever_started_us_is_heard() -> None:
+    """The mask is inherited through torchrun; a blocked request to stop would wait for ever."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        found = StopFlags()
+        found.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert found.code() == STOP_USR1
+        found.restore()
+        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def test_a_second_interrupt_interrupts(flags) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

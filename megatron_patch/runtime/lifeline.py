@@ -1,0 +1,64 @@
+"""Processes that belong together end together: a launcher, its ranks, and whoever started them.
+
+torchrun gives every rank a session of its own. A signal to torchrun's process group does not reach
+the ranks, and a torchrun that is killed leaves them behind: they train on, on GPUs that look free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+PR_SET_PDEATHSIG = 1
+LAUNCHED = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun (and ft_launcher) in every rank."""
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies: no orphan holds GPUs or ports."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_launcher() -> None:
+    """`die_with_parent` in a rank that torchrun started; nothing in any other process."""
+    if LAUNCHED in os.environ:
+        die_with_parent()
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process, by parent ids alone.
+
+    psutil's own ``children()`` also compares start times, and where the clock was set since (a
+    machine resumed from a snapshot) it takes living children for strangers.
+    """
+    return _by_parent().get(pid, [])
+
+
+def _by_parent() -> dict[int, list[int]]:
+    import psutil
+
+    found: dict[int, list[int]] = {}
+    for process in psutil.process_iter(["ppid"]):
+        found.setdefault(process.info["ppid"] or 0, []).append(process.pid)
+    return found
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process that leads a group, to its group, and to all of its descendants."""
+    by_parent = _by_parent()
+    below = list(by_parent.get(process.pid, []))
+    for pid in below:  # grows while it is walked
+        below += by_parent.get(pid, [])
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in below:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

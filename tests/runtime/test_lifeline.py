@@ -1,0 +1,93 @@
+"""A launcher that is gone leaves no rank behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_patch.cli import experiment, train
+from megatron_patch.runtime import lifeline
+
+RANK = """
+import os, pathlib, sys, time
+from megatron_patch.runtime.lifeline import die_with_launcher
+if "guarded" in sys.argv:
+    die_with_launcher()
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+def wait_until(true: object, seconds: float = 60.0) -> bool:
+    """Whether a condition became true in time."""
+    end = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def launched(folder: Path, how: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A real torchrun with two ranks that wait."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(script), str(folder), how]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    files = [folder / "0", folder / "1"]
+    assert wait_until(lambda: all(f.exists() and f.read_text() for f in files))
+    return process, [int(file.read_text()) for file in files]
+
+
+def test_ranks_die_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    process, ranks = launched(tmp_path, "guarded")
+    assert sorted(lifeline.children(process.pid)) == sorted(ranks)
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(alive, ranks)), 10)
+    process.wait()
+
+
+def test_kill_tree_reaches_ranks_in_sessions_of_their_own(tmp_path: Path) -> None:
+    process, ranks = launched(tmp_path, "alone")
+    assert all(os.getsid(rank) != os.getsid(process.pid) for rank in ranks)
+    lifeline.kill_tree(process)
+    assert wait_until(lambda: not any(map(alive, [process.pid, *ranks])), 10)
+    process.wait()
+
+
+@pytest.mark.parametrize("command", [train, experiment], ids=["train", "experiment cell"])
+def test_both_ways_to_start_a_rank_ask_for_it(command: object, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(command, "die_with_launcher", lambda: asked.append(True))
+    monkeypatch.setattr(command, "load", lambda *_: (_ for _ in ()).throw(StopIteration))
+    run = train.run if command is train else experiment.run_cell
+    with pytest.raises(StopIteration):
+        run(type("Arguments", (), {"config": "none.yaml", "overrides": []})())
+    assert asked == [True]
+
+
+def test_a_process_without_a_launcher_keeps_its_parent(monkeypatch) -> None:
+    """`nohup megatron-patch train` outlives the shell."""
+    called = []
+    monkeypatch.setattr(lifeline, "die_with_parent", lambda: called.append(True))
+    monkeypatch.delenv(lifeline.LAUNCHED, raising=False)
+    lifeline.die_with_launcher()
+    assert not called
+    monkeypatch.setenv(lifeline.LAUNCHED, "id")
+    lifeline.die_with_launcher()
+    assert called
