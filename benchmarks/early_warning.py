@@ -6,11 +6,12 @@
 A RUN is a run directory with telemetry (``<run_dir>/stability``), or a CSV without a header whose
 columns are step, mean and largest loss, mean and largest gradient norm of the steps since the row
 before; ``RUN@1000`` says how long a CSV's learning-rate warm-up was (default 2000). The threshold
-is chosen on ``--choose`` alone: the largest danger_growth of a grid that warns every run whose loss
-moves at least ``--lead`` steps before, and no other. ``--judge`` are held out: nothing is fitted
-on them; without ``--choose`` the default rule is judged. Run directories and CSVs of something else
-are not mixed: docs/results/early_warning_runs.json holds figures of this trainer's own runs,
-early_warning.json those of recorded curves. No GPU, no torch.
+(danger_head_growth for run directories, danger_growth for CSVs, which know no heads) is chosen on
+``--choose`` alone: the largest of a grid that warns every run whose loss moves at least ``--lead``
+steps before, and no other. ``--judge`` are held out: nothing is fitted on them; without
+``--choose`` the default rule is judged. Run directories and CSVs of something else are not mixed:
+docs/results/early_warning_runs.json holds figures of this trainer's own runs, early_warning.json
+those of recorded curves. No GPU, no torch.
 
 The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
 the warm-up. A run that is warned and whose loss does not move within its recorded steps counts as
@@ -33,7 +34,10 @@ import machine
 from megatron_patch.stability import record
 from megatron_patch.stability.warning import SMOOTH, Point, Rule, judge, smoothed
 
-GRID = (1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
+GRIDS = {
+    "danger_growth": (1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0),
+    "danger_head_growth": (1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0),
+}
 MOVE = 0.1  # nats
 HIGH = 4.5  # nats: the run is lost
 WARM_UP = 2000
@@ -45,7 +49,8 @@ def load(name: str) -> tuple[str, list[Point], int]:
     path = Path(path_text)
     if path.is_dir():
         telemetry = record.read(path)
-        return path.name, telemetry.points(), int(telemetry.meta["rule"]["settle_steps"])
+        # The thresholds in force are the caller's; the run's own rule says where its warm-up ends.
+        return path.name, telemetry.history().points, telemetry.rule.settle_steps
     with path.open(newline="") as lines:
         rows = [[float(x) for x in row] for row in csv.reader(lines)]
     points = [Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows]
@@ -66,20 +71,28 @@ def first_move(points: list[Point], warm_up: int) -> int | None:
     return None
 
 
-def first_alarm(points: list[Point], rule: Rule, level: str = "danger") -> int | None:
-    """Step of the first verdict of ``level``, given record by record as a run does."""
+def first_verdict(points: list[Point], rule: Rule, level: str) -> tuple[int, str] | None:
+    """(step, reason) of the first verdict of ``level``, given record by record as a run does."""
     keep = rule.reference_steps // max(1, points[1].step - points[0].step) + 2 * SMOOTH
     for i in range(len(points)):
-        if judge(points[max(0, i - keep) : i + 1], rule).level == level:
-            return points[i].step
+        verdict = judge(points[max(0, i - keep) : i + 1], rule)
+        if verdict.level == level:
+            return points[i].step, verdict.reason
     return None
+
+
+def first_alarm(points: list[Point], rule: Rule, level: str = "danger") -> int | None:
+    """Step of that."""
+    found = first_verdict(points, rule, level)
+    return None if found is None else found[0]
 
 
 def examine(name: str, rule: Rule) -> dict[str, Any]:
     """One run under one rule."""
     label, points, warm_up = load(name)
     rule = replace(rule, settle_steps=warm_up)
-    moved, alarm = first_move(points, warm_up), first_alarm(points, rule)
+    moved, first = first_move(points, warm_up), first_verdict(points, rule, "danger")
+    alarm = None if first is None else first[0]
     high = next((p.step for p in points if p.step > warm_up and not p.loss < HIGH), None)
     named = next((p.step for p in points if p.bias_to_signal >= rule.head_signal), None)
     if moved is None:
@@ -96,21 +109,28 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
         "lead_to_high": None if high is None or alarm is None else high - alarm,
         "head_named": named,
         "head_telemetry": any(math.isfinite(p.bias_to_signal) for p in points),
+        "reason": None if first is None else first[1],
+        "watch": first_alarm(points, rule, "watch"),
         "outcome": outcome,
     }
 
 
-def choose(runs: list[str], lead: int) -> tuple[float | None, list[dict[str, Any]]]:
+def rule_with(name: str, threshold: float) -> Rule:
+    """The default rule with one threshold exchanged."""
+    watch = name.replace("danger", "watch")
+    return replace(Rule(), **{name: threshold, watch: min(threshold, getattr(Rule(), watch))})
+
+
+def choose(runs: list[str], lead: int, name: str) -> tuple[float | None, list[dict[str, Any]]]:
     """The threshold, and what every threshold of the grid does to the choosing runs."""
     best, table = None, []
-    for threshold in GRID:
-        rule = Rule(watch_growth=min(threshold, Rule().watch_growth), danger_growth=threshold)
-        found = [examine(name, rule) for name in runs]
+    for threshold in GRIDS[name]:
+        found = [examine(run, rule_with(name, threshold)) for run in runs]
         leads = [f["lead"] for f in found if f["loss_moved"] is not None]
         alarms = sum(f["outcome"].startswith("alarm") for f in found)
         good = alarms == 0 and bool(leads) and all(x is not None and x >= lead for x in leads)
         best = threshold if good else best
-        table.append({"danger_growth": threshold, "leads": leads, "false_alarms": alarms})
+        table.append({name: threshold, "leads": leads, "false_alarms": alarms})
     return best, table
 
 
@@ -119,7 +139,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--choose", nargs="+", default=[], metavar="RUN")
-    parser.add_argument("--judge", nargs="+", required=True, metavar="RUN")
+    parser.add_argument("--judge", nargs="+", default=[], metavar="RUN")
     parser.add_argument("--lead", type=int, default=800, help="steps of warning wanted")
     parser.add_argument("--source", help="what the runs are; needed for CSVs")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
@@ -127,28 +147,31 @@ def main() -> int:
     both = {load(n)[0] for n in args.choose} & {load(n)[0] for n in args.judge}
     if both:
         parser.error(f"chosen on and judged by: {', '.join(sorted(both))}; hold them out")
+    if not args.choose + args.judge:
+        parser.error("name runs: --choose, --judge, or both")
     own = {Path(n.partition("@")[0]).is_dir() for n in (*args.choose, *args.judge)}
     if len(own) > 1:
         parser.error("run directories and CSVs of other programs are judged apart")
     product = own.pop()
     if not product and not args.source:
         parser.error("--source: say whose curves the CSVs are")
-    threshold, table = choose(args.choose, args.lead) if args.choose else (None, [])
-    rule = Rule(danger_growth=threshold) if threshold is not None else Rule()
-    rule = replace(rule, watch_growth=min(rule.watch_growth, rule.danger_growth))
+    name = "danger_head_growth" if product else "danger_growth"
+    threshold, table = choose(args.choose, args.lead, name) if args.choose else (None, [])
+    rule = rule_with(name, threshold) if threshold is not None else Rule()
     result = {
         "source": args.source or "run directories of this trainer",
         "product": product,
         "wanted_lead": args.lead,
+        "threshold": name,
         "chosen": threshold,
-        "default": Rule().danger_growth,
+        "default": getattr(Rule(), name),
         "grid": table,
         "choosing": [examine(name, rule) for name in args.choose],
         "held_out": [examine(name, rule) for name in args.judge],
     }
-    name = "early_warning_runs" if product else "early_warning"
-    path = machine.write_result(name, result, args.out)
-    print(f"danger_growth {threshold} (default {Rule().danger_growth}); wrote {path}")
+    file = "early_warning_runs" if product else "early_warning"
+    path = machine.write_result(file, result, args.out)
+    print(f"{name} {threshold} (default {getattr(Rule(), name)}); wrote {path}")
     for kind in ("choosing", "held_out"):
         for f in result[kind]:  # type: ignore[attr-defined]
             print(f"{kind:9} {f['run']:16} {f['outcome']:26} alarm {f['alarm']} "

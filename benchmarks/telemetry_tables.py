@@ -11,30 +11,34 @@ from table_text import origin, table
 def early_warning(result: dict[str, Any]) -> str:
     """Runs of both sets under the chosen threshold, and what other thresholds would have done."""
 
-    def rows(kind: str, name: str) -> list[list[str]]:
-        return [
+    name = result.get("threshold", "danger_growth")
+    found = [("chosen on", f) for f in result["choosing"]]
+    found += [("held out", f) for f in result["held_out"]]
+    runs = table(
+        ["set", "run", "steps", "watch", "danger", "loss +0.1", "lead", "loss > 4.5", "outcome"],
+        [
             [
-                name,
+                kind,
                 f["run"],
                 f"{f['steps']:,}",
+                _step(f["watch"]),
                 _step(f["alarm"]),
                 _step(f["loss_moved"]),
                 _step(f["lead"]),
                 _step(f["loss_high"]),
                 f["outcome"],
             ]
-            for f in result[kind]
-        ]
-
-    runs = table(
-        ["set", "run", "steps", "danger", "loss +0.1", "lead", "loss > 4.5", "outcome"],
-        [*rows("choosing", "chosen on"), *rows("held_out", "held out")],
+            for kind, f in found
+        ],
     )
+    reasons = [f"- {f['run']}, step {f['alarm']:,}: {f['reason']}" for _, f in found if f["reason"]]
+    if result["product"] and reasons:
+        runs += "\n\nWhat the alarms said:\n\n" + "\n".join(reasons)
     grid = table(
-        ["danger_growth", "lead of the exploding runs chosen on", "alarms without explosion"],
+        [name, "lead of the exploding runs chosen on", "alarms without explosion"],
         [
             [
-                f"{g['danger_growth']:g}",
+                f"{g[name]:g}",
                 ", ".join("none" if x is None else f"{x:,}" for x in g["leads"]),
                 str(g["false_alarms"]),
             ]
@@ -44,13 +48,13 @@ def early_warning(result: dict[str, Any]) -> str:
     chosen = result["chosen"]
     if not result["grid"]:
         words = (
-            f"Runs: {result['source']}. Nothing was fitted on them: danger_growth "
+            f"Runs: {result['source']}. Nothing was fitted on them: {name} "
             f"{result['default']:g}, the default."
         )
         return f"{origin(result)} {words}\n\n{runs}"
     words = (
         f"Runs: {result['source']}. Chosen on the first set for a lead of "
-        f"{result['wanted_lead']:,} steps: danger_growth "
+        f"{result['wanted_lead']:,} steps: {name} "
         f"{'none' if chosen is None else f'{chosen:g}'} (default {result['default']:g})."
     )
     return f"{origin(result)} {words}\n\n{runs}\n\n{grid}"

@@ -31,12 +31,18 @@ class StabilityConfig:
     """Sequences of the observed micro-batch that rows are sampled from, at most."""
     guard: Literal["off", "warn", "switch", "stop"] = "warn"
     """On danger: say nothing, say it, switch to stabilizer compensated, or save and exit 5."""
-    watch_growth: float = 1.15
+    watch_growth: float = 1.25
     """Smoothed gradient norm over its recent minimum from which the verdict is watch."""
     danger_growth: float = 1.3
     """The same for danger, which the guard acts on."""
     reference_steps: int = 4000
     """How far back the minimum of the smoothed gradient norm is looked for."""
+    watch_head_growth: float = 1.5
+    """Growth of a head's W_Q or W_K in head_steps, over the median head's, for watch."""
+    danger_head_growth: float = 2.0
+    """The same for danger."""
+    head_steps: int = 500
+    """Steps over which the growth of W_Q and W_K is taken."""
     capture_steps: list[int] = field(default_factory=list)
     """Steps at which q, k, v and dO are saved to ``<run_dir>/captures``."""
     capture_layers: list[int] = field(default_factory=list)
@@ -66,16 +72,18 @@ class StabilityConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
-        for name in ("interval", "rows", "sequences", "reference_steps", "capture_sequences",
-                     "capture_worst_layers", "capture_max_mib"):  # fmt: skip
+        for name in ("interval", "rows", "sequences", "reference_steps", "head_steps",
+                     "capture_sequences", "capture_worst_layers", "capture_max_mib"):  # fmt: skip
             if getattr(self, name) < 1:
                 yield Problem(f"stability.{name}", f"{getattr(self, name)}: must be at least 1")
-        if not 1 < self.watch_growth <= self.danger_growth:
-            yield Problem(
-                "stability.danger_growth",
-                f"watch_growth {self.watch_growth} and danger_growth {self.danger_growth}: need "
-                "1 < watch_growth <= danger_growth",
-            )
+        for kind in ("growth", "head_growth"):
+            watch, danger = getattr(self, f"watch_{kind}"), getattr(self, f"danger_{kind}")
+            if not 1 < watch <= danger:
+                yield Problem(
+                    f"stability.danger_{kind}",
+                    f"watch_{kind} {watch} and danger_{kind} {danger}: need "
+                    f"1 < watch_{kind} <= danger_{kind}",
+                )
         yield from self._guard(run)
         yield from self._captures(run)
 

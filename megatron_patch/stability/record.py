@@ -89,43 +89,109 @@ class Telemetry:
         """float32 [n, layers, heads] by name."""
         return {n: self.records["heads"][:, i] for i, n in enumerate(self.meta["head_metrics"])}
 
-    def points(self) -> list[Point]:
-        """What the warning rule reads."""
+    @property
+    def rule(self) -> Rule:
+        """The run's own."""
+        return Rule(**self.meta["rule"])
+
+    def history(self, rule: Rule | None = None, *, after: int = 0) -> History:
+        """What the warning rule reads of the records after a step; default: the run's own rule."""
+        found = History(self.rule if rule is None else rule)
         scalars, heads = self.scalars, self.heads
-        return [
-            make_point(
-                step=int(step),
-                scalars={name: float(values[i]) for name, values in scalars.items()},
-                heads={name: heads[name][i] for name in ("used_error_mean", "kappa")},
-            )
-            for i, step in enumerate(self.steps)
-        ]
+        for i, step in enumerate(self.steps):
+            if step > after:
+                found.add(
+                    step=int(step),
+                    scalars={name: float(values[i]) for name, values in scalars.items()},
+                    heads={name: heads[name][i] for name in READ},
+                )
+        return found
 
     def verdicts(self, rule: Rule | None = None) -> list[tuple[int, Verdict]]:
         """The rule's verdict after every record; ``rule`` default: the run's own."""
-        rule = Rule(**self.meta["rule"]) if rule is None else rule
-        points = self.points()
-        return [(p.step, judge(points[: i + 1], rule)) for i, p in enumerate(points)]
+        found = self.history(rule)
+        points = found.points
+        return [(p.step, judge(points[: i + 1], found.rule)) for i, p in enumerate(points)]
 
 
-def make_point(
-    *, step: int, scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]
-) -> Point:
-    """The point of a record; ``heads``: used_error_mean and kappa [layers, heads]."""
-    signal = bias_to_signal(heads["used_error_mean"], heads["kappa"])
-    worst, layer, head = math.nan, -1, -1
-    if np.isfinite(signal).any():
-        layer, head = (int(i) for i in np.unravel_index(np.nanargmax(signal), signal.shape))
-        worst = float(signal[layer, head])
-    return Point(
-        step=step,
-        loss=scalars["loss_mean"],
-        grad_norm=scalars["grad_norm_mean"],
-        grad_norm_max=scalars["grad_norm_max"],
-        bias_to_signal=worst,
-        layer=layer,
-        head=head,
-    )
+class History:
+    """Records as the warning rule reads them; what it compares a new one with.
+
+    Args:
+        rule: of the run.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.points: list[Point] = []
+        self._norms: list[tuple[int, dict[str, np.ndarray]]] = []
+
+    def add(
+        self, *, step: int, scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]
+    ) -> Point:
+        """Take in a record; ``heads``: of those `READ` names, [layers, heads]."""
+        signal = bias_to_signal(heads["used_error_mean"], heads["kappa"])
+        worst, layer, head = _largest(signal)
+        grown, grown_layer, grown_head = self._growth(step, heads)
+        point = Point(
+            step=step,
+            loss=scalars["loss_mean"],
+            grad_norm=scalars["grad_norm_mean"],
+            grad_norm_max=scalars["grad_norm_max"],
+            bias_to_signal=worst,
+            layer=layer,
+            head=head,
+            head_growth=grown,
+            grown_layer=grown_layer,
+            grown_head=grown_head,
+        )
+        self.points.append(point)
+        return point
+
+    def forget(self, before: int) -> None:
+        """Drop points of steps before this one: the rule does not look back that far."""
+        self.points = [p for p in self.points if p.step >= before]
+
+    def _growth(self, step: int, heads: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
+        """(head growth, layer, head) of a new record."""
+        if step <= self.rule.settle_steps:
+            return math.nan, -1, -1
+        now = {name: np.array(heads[name], np.float64) for name in NORMS if name in heads}
+        old = [entry for entry in self._norms if entry[0] <= step - self.rule.head_steps]
+        # Only the latest of the old ones is needed, now and later.
+        self._norms = [*self._norms[max(0, len(old) - 1) :], (step, now)]
+        return head_growth(now, old[-1][1]) if old else (math.nan, -1, -1)
+
+
+NORMS = ("wq_norm", "wk_norm")
+READ = ("used_error_mean", "kappa", *NORMS)
+
+
+def head_growth(
+    now: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]
+) -> tuple[float, int, int]:
+    """(growth, layer, head) of the head whose W_Q or W_K grew most against the median head.
+
+    NaN and -1 where nothing was measured (layers without a fused QKV projection).
+    """
+    worst = math.nan, -1, -1
+    for name in now:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = now[name] / before[name]
+            ratio[~np.isfinite(ratio)] = np.nan
+            if np.isnan(ratio).all():
+                continue
+            found = _largest(ratio / np.nanmedian(ratio))
+        worst = worst if worst[0] >= found[0] else found
+    return worst
+
+
+def _largest(values: np.ndarray) -> tuple[float, int, int]:
+    """(value, layer, head) of the largest; NaN and -1 if there is none."""
+    if not np.isfinite(values).any():
+        return math.nan, -1, -1
+    layer, head = (int(i) for i in np.unravel_index(np.nanargmax(values), values.shape))
+    return float(values[layer, head]), layer, head
 
 
 def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:

@@ -50,6 +50,9 @@ def rule_of(run: RunConfig) -> Rule:
         danger_growth=s.danger_growth,
         reference_steps=s.reference_steps,
         settle_steps=run.optimizer.warmup_steps,
+        watch_head_growth=s.watch_head_growth,
+        danger_head_growth=s.danger_head_growth,
+        head_steps=s.head_steps,
     )
 
 
@@ -120,7 +123,7 @@ class Stability:
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
         self._writer: record.Writer | None = None
-        self.history: list[Point] = []
+        self.history = record.History(self.rule)
         self.switched_at = 0
         self.stop_reason: str | None = None
         self._triggered: set[str] = set()
@@ -155,7 +158,7 @@ class Stability:
             how = f"stability.guard is {self.options.guard} now: attention is as configured"
         self.monitor.say(f"stability guard: it switched after step {self.switched_at:,}; {how}")
 
-    def _open(self, step: int) -> list[Point]:
+    def _open(self, step: int) -> record.History:
         """First rank: the files, and what they say about the steps before."""
         attention = f"{self.run.attention.backend}/{self.run.attention.stabilizer}"
         meta = record.make_meta(
@@ -168,9 +171,8 @@ class Stability:
         self._writer = record.Writer(self.run_dir, meta, start_step=step)
         # Another backend or stabilizer is another run as far as the rule goes.
         if self._writer.attention_before not in (None, attention):
-            return []
-        points = record.read(self.run_dir).points()
-        return [p for p in points if p.step > self.switched_at]
+            return record.History(self.rule)
+        return record.read(self.run_dir).history(self.rule, after=self.switched_at)
 
     # ------------------------------------------------------------------- step
 
@@ -273,8 +275,9 @@ class Stability:
         scalars = self._scalars(pending, series)
         scalars["grad_norm_rest"] = float(np.sqrt(squares[layers]))
         scalars["rows"] = float(sums[..., FIELDS.index("rows")].max())
-        point = record.make_point(step=pending.step, scalars=scalars, heads=by_head)
-        self.history = [*self._recent(point.step), point]
+        point = self.history.add(step=pending.step, scalars=scalars, heads=by_head)
+        # As much as the rule can look back on.
+        self.history.forget(point.step - self.rule.reference_steps - RECENT * self.options.interval)
         verdict = self._judge(point, now)
         self._trigger(point, verdict, by_head)
         scalars["level"], scalars["switched"] = float(verdict.code), float(self.switched_at)
@@ -307,16 +310,11 @@ class Stability:
             return
         self.capturer.soon(Wanted(trigger="-".join(new), heads=heads))
 
-    def _recent(self, step: int) -> list[Point]:
-        """As much history as the rule can look back on."""
-        first = step - self.rule.reference_steps - RECENT * self.options.interval
-        return [p for p in self.history if p.step >= first]
-
     def _scalars(self, pending: _Pending, series: np.ndarray) -> dict[str, float]:
         with np.errstate(divide="ignore", invalid="ignore"):
             losses = series[:, 0] / series[:, 1]
         norms = series[:, 2]
-        recent = [p.grad_norm for p in self.history[-RECENT:]]
+        recent = [p.grad_norm for p in self.history.points[-RECENT:]]
         return {
             "loss_mean": float(losses.mean()),
             "loss_max": float(losses.max()),
@@ -327,7 +325,7 @@ class Stability:
         }
 
     def _judge(self, point: Point, now: int) -> Verdict:
-        before, verdict = self.verdict, judge(self.history, self.rule)
+        before, verdict = self.verdict, judge(self.history.points, self.rule)
         self.verdict, mode = verdict, self.options.guard
         if mode != "off" and (before is None or verdict.level != before.level):
             self.monitor.say(f"step {point.step:,}: {verdict.line()}")
@@ -342,7 +340,7 @@ class Stability:
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""
         guard.switch(self.observer.sites)
-        self.switched_at, self.history = now, []
+        self.switched_at, self.history = now, record.History(self.rule)
         self.monitor.say(
             f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
             f"step {self.switched_at:,}"

@@ -1,16 +1,18 @@
 """The early warning: one pure function over the telemetry's history. No torch.
 
-The runs this project has seen explode announce it in the gradient norm: it falls, levels off, and
-then *rises* for hundreds to thousands of steps while the loss still falls
-(docs/telemetry.md has the figures). A run that stays stable does not leave its floor. Hence:
+Two things have announced the explosions that this project recorded, hundreds of steps before the
+loss moved (docs/telemetry.md has the figures), and no run that stayed stable has shown them:
 
     growth = smoothed gradient norm / its minimum over the last `reference_steps` steps
+    head growth = spectral norm of one head's W_Q or W_K / what it was `head_steps` steps ago,
+                  over the median of the same ratio over all heads
 
 smoothed: the median of the last `SMOOTH` records, each the mean of its steps, so that single
 spikes, which stable runs have too, do not count. The minimum is looked for after the warm-up and in
-a window, because norms also drift over tens of thousands of steps. What the heads show (the error
-of delta that the run's own numerics make, relative to the signal it disturbs) names the place, and
-raises `ok` to `watch`; alone it is no reason for `danger`, as no recorded run has tested it yet.
+a window, because norms also drift over tens of thousands of steps. Weights grow in every run, early
+and fast; one head that leaves all others behind is what an explosion looks like from inside, even
+while the gradient norm stands still. What else the heads show (the error of delta that the run's
+own numerics make, relative to the signal it disturbs) names a place and raises `ok` to `watch`.
 """
 
 from __future__ import annotations
@@ -40,13 +42,18 @@ class Point:
     layer: int = -1
     head: int = -1
     """Where that is."""
+    head_growth: float = math.nan
+    """Largest over heads and W_Q, W_K; NaN while there is nothing to compare with."""
+    grown_layer: int = -1
+    grown_head: int = -1
+    """Where that is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """Thresholds; chosen on some seeds and judged on others by benchmarks/early_warning.py."""
 
-    watch_growth: float = 1.15
+    watch_growth: float = 1.25
     danger_growth: float = 1.3
     reference_steps: int = 4000
     settle_steps: int = 0
@@ -54,6 +61,10 @@ class Rule:
     head_signal: float = 0.005
     """bias_to_signal from which a head is named. Of the synthetic regimes of docs/numerics.md the
     saturated and the tied sinks reach it with a plain kernel; `compensated` stays below 1e-4."""
+    watch_head_growth: float = 1.5
+    danger_head_growth: float = 2.0
+    head_steps: int = 500
+    """How far back head growth looks: at least this many steps, over records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,32 +114,42 @@ def judge(history: Sequence[Point], rule: Rule) -> Verdict:
     now = history[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
-    place = _place(now, rule)
+    heads = _grown(history, rule), _place(now, rule)
     rises = growth(history, rule)
     if not rises:
-        return _with_heads("ok", "too few records after the warm-up for a trend", place)
+        return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
     text = f"gradient norm {rises[-1]:.2f}x its minimum of the last {rule.reference_steps:,} steps"
-    if len(rises) == CONFIRM and min(rises) >= rule.danger_growth:
-        return Verdict(level="danger", reason=text + (f"; {place}" if place else ""))
-    if rises[-1] >= rule.watch_growth:
-        return Verdict(level="watch", reason=text + (f"; {place}" if place else ""))
-    return _with_heads("ok", text, place)
+    confirmed = len(rises) == CONFIRM and min(rises) >= rule.danger_growth
+    level = "danger" if confirmed else "watch" if rises[-1] >= rule.watch_growth else "ok"
+    return _strongest((level, text), *heads)
 
 
-def _place(now: Point, rule: Rule) -> str:
-    """The head whose numerics disturb its own gradient most, if one does."""
-    if not now.bias_to_signal >= rule.head_signal:  # also NaN
-        return ""
-    return (
+def _strongest(*signs: tuple[str, str]) -> Verdict:
+    """The verdict of several signs (level, text), the worst first; the first one is always told."""
+    ranked = sorted(signs, key=lambda sign: -LEVELS.index(sign[0]))  # stable: ties keep their order
+    told = [text for level, text in ranked if level != "ok" or (level, text) == signs[0]]
+    return Verdict(level=ranked[0][0], reason="; ".join(told))
+
+
+def _grown(history: Sequence[Point], rule: Rule) -> tuple[str, str]:
+    """(level, text) of the head whose weights leave all others behind."""
+    now, last = history[-1], [p.head_growth for p in history[-CONFIRM:]]
+    text = (
+        f"layer {now.grown_layer} head {now.grown_head}: W_Q or W_K grew {now.head_growth:.2f}x as "
+        f"much as the median head's in {rule.head_steps:,} steps"
+    )
+    if len(last) == CONFIRM and all(value >= rule.danger_head_growth for value in last):
+        return "danger", text
+    return ("watch" if now.head_growth >= rule.watch_head_growth else "ok"), text
+
+
+def _place(now: Point, rule: Rule) -> tuple[str, str]:
+    """(level, text) of the head whose numerics disturb its own gradient most."""
+    text = (
         f"layer {now.layer} head {now.head}: coherent error of delta {now.bias_to_signal:.2g}x "
         "the signal"
     )
-
-
-def _with_heads(level: str, reason: str, place: str) -> Verdict:
-    if place:
-        return Verdict(level="watch", reason=f"{place}; {reason}")
-    return Verdict(level=level, reason=reason)
+    return ("watch" if now.bias_to_signal >= rule.head_signal else "ok"), text
 
 
 def spike_score(values: Sequence[float], largest: float) -> float:

@@ -56,6 +56,43 @@ def test_recorded_stable_runs_are_never_warned(script: Any, name: str) -> None:
     assert script.first_alarm(points, Rule(watch_growth=1.05, danger_growth=1.05)) is None
 
 
+def recorded_run(name: str) -> record.Telemetry:
+    """A run of this trainer on H200s: norms of all heads of GPT-2 124M, loss and gradient norm."""
+    with np.load(Path(__file__).parent / "recorded_heads.npz") as file:
+        steps, norms, scalars = file["steps"], file[f"{name}_norms"], file[f"{name}_scalars"]
+    steps = steps[: len(norms)]
+    meta = record.make_meta(
+        layers=12, heads=12, interval=50, rule=Rule(settle_steps=2000), attention=name
+    )
+    found = np.zeros(len(steps), record.record_dtype(meta))
+    found["step"] = steps
+    for i, metric in enumerate(("loss_mean", "grad_norm_mean", "grad_norm_max")):
+        found["scalars"][:, meta["scalars"].index(metric)] = scalars[:, i]
+    for i, metric in enumerate(record.NORMS):
+        found["heads"][:, meta["head_metrics"].index(metric)] = norms[:, i]
+    return record.Telemetry(meta, found)
+
+
+def test_an_explosion_of_this_trainer_is_announced_a_thousand_steps_before(script: Any) -> None:
+    """Plain numerics, seed 2: the loss moves at 7,600; the gradient norm is silent to 7,500."""
+    points = recorded_run("none").history().points
+    moved = script.first_move(points, 2000)
+    assert moved == 7600
+    alarm, reason = script.first_verdict(points, Rule(settle_steps=2000), "danger")
+    assert moved - alarm >= 1000 and "layer 1 head 8" in reason
+    blind = Rule(settle_steps=2000, watch_head_growth=math.inf, danger_head_growth=math.inf)
+    assert moved - script.first_alarm(points, blind) < 150
+
+
+def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
+    """`compensated`, the same batches and initial weights, to step 15,000; with room."""
+    points = recorded_run("compensated").history().points
+    assert points[-1].step == 15_000 and script.first_move(points, 2000) is None
+    strict = Rule(settle_steps=2000, watch_head_growth=1.4, danger_head_growth=1.4)
+    for level in ("watch", "danger"):
+        assert script.first_alarm(points, strict, level) is None
+
+
 def test_medians_are_what_keeps_stable_runs_quiet(script: Any) -> None:
     """One window of a stable run, disturbed as spikes disturb it, is no trend; four are."""
     points = curve("compensated_1")
@@ -107,7 +144,7 @@ def test_the_script_chooses_on_some_runs_and_judges_on_others(
     monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments, "--source", "elsewhere"])
     assert script.main() == 0
     result = json.loads((tmp_path / "early_warning.json").read_text())
-    assert result["chosen"] in script.GRID and result["chosen"] >= 1.2
+    assert result["chosen"] in script.GRIDS["danger_growth"] and result["chosen"] >= 1.2
     assert result["source"] == "elsewhere" and result["product"] is False
     (found,) = result["held_out"]
     assert found["outcome"] == "alarm, loss did not move" and found["lead"] is None

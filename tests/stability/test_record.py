@@ -93,16 +93,98 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
         record.read(tmp_path)
 
 
+SCALARS = {"loss_mean": 3.0, "grad_norm_mean": 0.3, "grad_norm_max": 0.5}
+QUIET = np.zeros((L, H), np.float32)
+
+
+def norms(q: float = 1.0, k: float = 1.0, odd: float = 1.0) -> dict[str, np.ndarray]:
+    """Spectral norms of all heads, W_K of layer 2 head 1 ``odd`` times as large."""
+    wk = np.full((L, H), k, np.float32)
+    wk[2, 1] *= odd
+    return {
+        "used_error_mean": QUIET,
+        "kappa": QUIET,
+        "wq_norm": np.full((L, H), q, np.float32),
+        "wk_norm": wk,
+    }
+
+
 def test_points_name_the_worst_head() -> None:
     mean, kappa = np.full((L, H), 1e-3, np.float32), np.full((L, H), 5, np.float32)
     mean[1, 2], kappa[1, 2] = -2e-3, 100
     kappa[2, 3] = np.nan
-    scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3, "grad_norm_max": 0.5}
-    point = record.make_point(
-        step=10, scalars=scalars, heads={"used_error_mean": mean, "kappa": kappa}
+    point = record.History(Rule()).add(
+        step=10, scalars=SCALARS, heads={"used_error_mean": mean, "kappa": kappa}
     )
     assert (point.layer, point.head) == (1, 2)
     assert point.bias_to_signal == pytest.approx(0.2)
+    assert math.isnan(point.head_growth) and point.grown_layer == -1
+
+
+def test_head_growth_is_against_all_other_heads() -> None:
+    """All weights grow threefold, one head's fivefold in the same time."""
+    found = record.History(Rule(head_steps=20))
+    grown = [
+        found.add(step=10 * (i + 1), scalars=SCALARS, heads=norms(q, 2 * q, odd)).head_growth
+        for i, (q, odd) in enumerate([(1, 1), (2, 1.2), (3, 5 / 3), (6, 2.4)])
+    ]
+    assert np.isnan(grown[:2]).all()
+    assert grown[2] == pytest.approx(5 / 3) and grown[3] == pytest.approx(2.0)
+    last = found.points[-1]
+    assert (last.grown_layer, last.grown_head) == (2, 1)
+
+
+def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough() -> None:
+    found = record.History(Rule(head_steps=20, settle_steps=10))
+    for step, odd in ((10, 1.0), (30, 2.0), (45, 4.0), (50, 6.0), (300, 12.0)):
+        point = found.add(step=step, scalars=SCALARS, heads=norms(odd=odd))
+        if step == 45:
+            assert math.isnan(point.head_growth)  # the record of step 10 is of the warm-up
+        if step == 50:
+            assert point.head_growth == pytest.approx(3.0)
+    assert point.head_growth == pytest.approx(2.0)  # a gap (a resume): against the last one
+    assert len(found._norms) == 2
+
+
+def test_heads_without_norms_have_no_growth() -> None:
+    """Layers without a fused QKV projection, weights of zeros, a record that is not finite."""
+    found = record.History(Rule(head_steps=10))
+    nothing, broken = norms(), norms(q=math.inf, k=0.0)
+    for name in record.NORMS:
+        nothing[name] = np.full((L, H), np.nan, np.float32)
+    for i, heads_ in enumerate((nothing, nothing, broken, norms(), broken, nothing)):
+        point = found.add(step=10 * (i + 1), scalars=SCALARS, heads=heads_)
+        assert not point.head_growth > 1.0
+    half = norms(odd=1.0)
+    half["wq_norm"][0] = np.nan
+    found.add(step=70, scalars=SCALARS, heads=half)
+    half = norms(odd=3.0)
+    half["wq_norm"][0] = np.nan
+    assert found.add(step=80, scalars=SCALARS, heads=half).head_growth == pytest.approx(3.0)
+
+
+def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
+    rule = Rule(head_steps=30)
+    described = record.make_meta(layers=L, heads=H, interval=10, rule=rule, attention="a/b")
+    writer = record.Writer(tmp_path, described, start_step=0)
+    whole = record.History(rule)
+    for i in range(12):
+        heads_ = norms(odd=1.2**i)
+        for target in (writer.write, whole.add):
+            extra = {"layers": {}} if target == writer.write else {}
+            full = {name: heads_.get(name, QUIET) for name in HEAD_METRICS}
+            target(step=10 * (i + 1), scalars=SCALARS, heads=full, **extra)
+    writer.close()
+    for after in (0, 40, 110):
+        resumed = record.read(tmp_path).history(after=after)
+        expected = [p for p in whole.points if p.step > after]
+        late = [p.step > after + rule.head_steps for p in expected]
+        same = [a == b for a, b in zip(resumed.points, expected, strict=True)]
+        assert all(s for s, is_late in zip(same, late, strict=True) if is_late)
+    assert record.read(tmp_path).rule == rule
+    forgetful = record.read(tmp_path).history()
+    forgetful.forget(100)
+    assert [p.step for p in forgetful.points] == [100, 110, 120]
 
 
 def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,6 +119,46 @@ def test_a_head_that_disturbs_itself_is_named_and_watched() -> None:
     )
     verdict = judge([*points, bad], RULE)
     assert verdict.level == "watch" and "layer 2 head 8" in verdict.line()
+
+
+def growing(*values: float) -> list[Point]:
+    """A calm history that ends with records of these head growths."""
+    end = [
+        Point(step=4000 + INTERVAL * (i + 1), loss=3.0, grad_norm=0.27, grad_norm_max=0.3,
+              head_growth=value, grown_layer=1, grown_head=8)
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+    return [*history(falling, steps=4000), *end]
+
+
+@pytest.mark.parametrize(
+    ("values", "level"),
+    [
+        ((1.2, 1.3), "ok"),
+        ((1.2, 1.6), "watch"),
+        ((1.2, 7.0), "watch"),  # one record is not confirmed
+        ((2.1, 2.1), "danger"),
+        ((2.1, 1.9), "watch"),
+        ((math.nan, math.nan), "ok"),
+        ((math.nan, 2.5), "watch"),
+    ],
+)
+def test_a_head_that_leaves_the_others_behind(values: tuple[float, ...], level: str) -> None:
+    """Danger while the gradient norm stands still: it moves a thousand steps later."""
+    verdict = judge(growing(*values), RULE)
+    assert verdict.level == level
+    assert ("layer 1 head 8" in verdict.line()) == (level != "ok")
+    assert "gradient norm 1.00x its minimum" in verdict.line()
+
+
+def test_both_signs_are_told_the_worse_first() -> None:
+    points = growing(1.6, 1.6)
+    rising = [replace(p, grad_norm=p.grad_norm * 2) for p in points[-6:]]
+    verdict = judge([*points[:-6], *rising], RULE)
+    assert verdict.level == "danger"
+    assert verdict.reason.startswith("gradient norm 1.98x") and "head 8: W_Q" in verdict.reason
+    verdict = judge([*points[:-6], *(replace(p, head_growth=2.5) for p in points[-6:])], RULE)
+    assert verdict.level == "danger" and verdict.reason.startswith("layer 1 head 8")
 
 
 def test_short_histories_and_nothing() -> None:
