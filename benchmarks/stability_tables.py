@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from table_text import table
+from table_text import origin, table
+
+from megatron_patch.experiments import probe_report
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -58,7 +60,7 @@ def verdicts(name: str) -> Callable[[dict[str, Any]], str]:
     def render(result: dict[str, Any]) -> str:
         from megatron_patch.experiments import results
 
-        lines = [_origin(result["environment"]), "", results.markdown(result).rstrip()]
+        lines = [_run_origin(result["environment"]), "", results.markdown(result).rstrip()]
         plot = f"stability_{name}.png"
         if (ROOT / "docs" / "results" / plot).exists():
             lines += ["", f"![Loss and gradient norm of all runs](results/{plot})"]
@@ -73,7 +75,8 @@ def probes(result: dict[str, Any]) -> str:
     for one in result["captures"]:
         facts = one["capture"]
         where = f"{facts['step']:,}, layer {facts['layer']}"
-        for name, cell in one["backends"].items():
+        for name in probe_report.shown(one["backends"]):
+            cell = one["backends"][name]
             if "error" in cell:
                 rows.append([where, name, "not measured", *["-"] * 4])
                 continue
@@ -82,10 +85,30 @@ def probes(result: dict[str, Any]) -> str:
             found = [f.format(cell[n]) if n in cell else "-" for n, f in forms.items()]
             rows.append([where, name, *found])
     head = ["captured at step", "backend", "delta bias", "t", "RMS", "coherence", "dQ error"]
-    return "\n".join([_origin(result["environment"]), "", table(head, rows)])
+    lines = [_run_origin(result["environment"]), "", table(head, rows)]
+    if (ROOT / "docs" / "results" / "stability_probe.png").exists():
+        lines += ["", "![Errors of every backend on captured tensors](results/stability_probe.png)"]
+    return "\n".join(lines)
 
 
-def _origin(environment: dict[str, Any]) -> str:
+def timeline(result: dict[str, Any]) -> str:
+    """One head through the runs, a line a step."""
+    names = {"loss_mean": "loss", "grad_norm_mean": "gradient norm", "max_logit": "largest logit",
+             "wq_norm": "W_Q", "wk_norm": "W_K", "entropy": "entropy"}  # fmt: skip
+    runs = result["runs"]
+    rows = []
+    for step in next(iter(runs.values()))["at"]:
+        for run, facts in runs.items():
+            found = facts["at"][step] or {}
+            cells = [found.get(n) for n in names]
+            told = ["-" if c is None else f"{c:,.0f}" if c >= 1000 else f"{c:.3g}" for c in cells]
+            rows.append([f"{int(step):,}", run, *told])
+    where = f"Layer {result['layer']}, head {result['head']}; spectral norms of its W_Q and W_K."
+    head = ["step", "run", *names.values()]
+    return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
+
+
+def _run_origin(environment: dict[str, Any]) -> str:
     named = [f"{n} {environment[n]}" for n in ("torch", "triton", "cuda") if environment.get(n)]
     what = environment.get("gpu") or "a CPU"
     return f"Measured on {what}; {', '.join(named)}; commit {str(environment.get('commit'))[:12]}."
@@ -106,6 +129,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["stability-probe"] = (
         "stability_probe",
         probes,
-        "megatron-patch probe runs/stability_baselines/runs/none-s1 --out probe",
+        "megatron-patch probe runs/stability_baselines/runs/none-s2 --out probe",
+    )
+    found["stability-timeline"] = (
+        "head_timeline",
+        timeline,
+        "head_timeline.py RUN ... --layer L --head H --steps ...",
     )
     return found

@@ -128,6 +128,15 @@ _PANELS = (
 )
 
 
+def shown(backends: dict[str, Any]) -> list[str]:
+    """Backends worth a place in a summary: an emulation only where its kernel was not measured."""
+    return [
+        name
+        for name in backends
+        if "error" in backends.get(f"stable_flash {name.removeprefix('emulated ')}", {"error": ""})
+    ]
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Three panels, captures side by side, a marker a backend; logarithmic."""
     import matplotlib
@@ -136,13 +145,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     captures = result["captures"]
-    names = list(dict.fromkeys(n for one in captures for n in one["backends"]))
-    figure, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 11), sharex=True)
+    names = list(dict.fromkeys(n for one in captures for n in shown(one["backends"])))
+    figure, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 12), sharex=True)
     markers = "osD^v<>PX*hd8p"
     for axis, (figure_name, title) in zip(axes, _PANELS, strict=True):
         for index, name in enumerate(names):
             points = [
-                (i, abs(one["backends"][name][figure_name]))
+                # Beside one another: many backends err by the same.
+                (i + 0.5 * (index / len(names) - 0.5), abs(one["backends"][name][figure_name]))
                 for i, one in enumerate(captures)
                 if figure_name in one["backends"].get(name, {})
                 and one["backends"][name][figure_name] != 0
@@ -151,9 +161,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 axis.plot(
                     *zip(*points, strict=True),
                     marker=markers[index % len(markers)],
-                    linestyle="-" if len(points) > 1 else "",
-                    linewidth=0.7,
-                    markersize=5,
+                    linestyle="",
+                    markersize=6,
                     color=f"C{index % 10}",
                     label=name,
                 )
@@ -163,7 +172,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     labels = [f"{one['capture']['step']}\nlayer {one['capture']['layer']}" for one in captures]
     axes[-1].set_xticks(range(len(captures)), labels, fontsize="small")
     axes[-1].set_xlabel("captured step")
-    axes[-1].legend(fontsize="x-small", ncols=3)  # dQ is measured for every backend
-    figure.tight_layout()
+    handles = axes[-1].get_legend_handles_labels()  # dQ is measured for every backend
+    figure.legend(*handles, fontsize="small", ncols=4, loc="upper center")
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
     figure.savefig(path, dpi=110)
     plt.close(figure)

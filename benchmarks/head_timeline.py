@@ -1,0 +1,63 @@
+"""One attention head through several runs: logits, weights, entropy, beside loss and gradient norm.
+
+    python benchmarks/head_timeline.py RUN ... --layer 1 --head 8 --steps 2000 4000 6000
+
+A RUN is a run directory with telemetry (``<run_dir>/stability``); every run is read at the records
+of the same steps. Writes docs/results/head_timeline.json. No GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+import numpy as np
+
+from megatron_patch.stability import record
+
+HEAD = ("max_logit", "wq_norm", "wk_norm", "entropy", "kappa", "used_error_rms")
+RUN = ("loss_mean", "grad_norm_mean")
+
+
+def at(telemetry: record.Telemetry, step: int, layer: int, head: int) -> dict[str, Any] | None:
+    """Figures of one record; None if the run has no record of that step."""
+    found = np.flatnonzero(telemetry.steps == step)
+    if not len(found):
+        return None
+    i = int(found[0])
+    values = {name: float(telemetry.scalars[name][i]) for name in RUN}
+    values |= {name: float(telemetry.heads[name][i, layer, head]) for name in HEAD}
+    # JSON knows no NaN.
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--layer", type=int, required=True, help="counted from 0")
+    parser.add_argument("--head", type=int, required=True, help="counted from 0")
+    parser.add_argument("--steps", type=int, nargs="+", required=True)
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    runs = {}
+    for name in args.runs:
+        telemetry = record.read(name)
+        layers, heads = telemetry.meta["layers"], telemetry.meta["heads"]
+        if not (0 <= args.layer < layers and 0 <= args.head < heads):
+            parser.error(f"{name} has {layers} layers of {heads} heads, counted from 0")
+        rows = {step: at(telemetry, step, args.layer, args.head) for step in args.steps}
+        runs[Path(name).name] = {"attention": telemetry.meta["attention"], "at": rows}
+    result = {"layer": args.layer, "head": args.head, "runs": runs}
+    print(f"wrote {machine.write_result('head_timeline', result, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
