@@ -75,7 +75,7 @@ def in_a_job(folder: Path) -> dict[str, Any]:
     """The script with a dataset that is not there: one attempt, no requeue, a report."""
     scene = Scene(Case(name="x", group="", inject=lambda s: s.play()), lab.Lab(folder / "job"), {})
     cases_scripts.hide_data(scene)
-    job = cases_scripts.Job(scene, "none", ())
+    job = cases_scripts.Job(scene.lab, "none", ())
     began = time.monotonic()
     outcome = job.drive(None, step=0, limit=100)
     seconds = time.monotonic() - began

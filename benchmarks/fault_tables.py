@@ -178,12 +178,34 @@ def canaries(result: dict[str, Any]) -> str:
     return f"{origin(result)} {len(rows)} canaries.\n\n{_left(table(head, rows))}"
 
 
+def restart(result: dict[str, Any]) -> str:
+    """One rank killed on GPUs: what was repeated, and whether anything differs."""
+    job, killed = result["after_the_kill"], result["killed"]
+    rows = [
+        ["killed", f"rank {killed['rank']} of {result['gpus']}, step {killed['step']}, "
+                   f"{killed['place']}; a checkpoint every {result['checkpoint_interval']} steps"],
+        ["said", f"`{job['told']}`"],
+        ["starts of the ranks", f"{job['starts']}, in the same job; exit code {job['code']}"],
+        ["from the kill to the end of the run", f"{job['seconds_after_the_kill']:.0f} s "
+         f"(the undisturbed run took {result['unbroken']['seconds']:.0f} s)"],
+        ["steps with the same loss and gradient norm",
+         f"{result['steps_compared'] if not result['different'] else 'not all'} of "
+         f"{result['steps']}"],
+        ["differences in weights, optimizer, random streams, data of "
+         f"{result['ranks_compared']} ranks", ", ".join(result["different"]) or "none"],
+        ["processes left behind", ", ".join(job["orphans"]) or "none"],
+    ]  # fmt: skip
+    return f"{origin(result)}\n\n{table(['', ''], rows)}"
+
+
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     """Marker -> (result file, renderer, command that measures it)."""
     return {
         "fault-table": ("fault_table", fault_table, "fault_table.py --state DIR"),
         "sigkill-soak": ("sigkill_soak", sigkill_soak, "sigkill_soak.py --state DIR"),
         "fault-bounds": ("fault_bounds", fault_bounds, "fault_bounds.py"),
+        "restart-4": ("restart_4gpu", restart, "restart_on_gpus.py --gpus 4"),
+        "restart-8": ("restart_8gpu", restart, "restart_on_gpus.py --gpus 8"),
         "injections": ("security_table", injections, "security_table.py"),
         "canaries": ("security_table", canaries, "security_table.py"),
     }

@@ -302,7 +302,7 @@ def canaries(folder: Path) -> list[dict[str, Any]]:
         out.write(comment)
     sets = (f"cluster.secrets_file={folder / 'secrets'}", "cluster.pass_environment=[DB_TOKEN]",
             f"checkpoint.hmac_key_file={folder / 'hmac.key'}")  # fmt: skip
-    job = cases_scripts.Job(scene, "exception:5:1:1", sets)
+    job = cases_scripts.Job(scene.lab, "exception:5:1:1", sets)
     job.environment = {
         p.removeprefix("environment "): v for p, v in values.items() if p.startswith("environment ")
     } | {"DB_TOKEN": values["pass_environment DB_TOKEN"],

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fault_lab.case import Case, Scene
-from fault_lab.lab import ROOT, Outcome, descendants, kill_all
+from fault_lab.lab import ROOT, Lab, Outcome, descendants, kill_all
 
 CLUSTER = """
 cluster:
-  gpus_per_node: 0
-  ranks_per_node: 2
+  gpus_per_node: {gpus}
+  ranks_per_node: {ranks}
   memory: null
   exclusive: false
   python: {python}
@@ -27,7 +27,7 @@ cluster:
   restart_pause_seconds: 0
   preflight: {{enabled: false}}
   environment:
-    - {{name: OMP_NUM_THREADS, value: "1", reason: two ranks share the machine}}
+    - {{name: OMP_NUM_THREADS, value: "1", reason: the ranks share the machine}}
     - {{name: GLOO_SOCKET_IFNAME, value: lo, reason: the node is this machine}}
     - {{name: PYTHONPATH, value: "{path}", reason: an uninstalled checkout}}
 """
@@ -56,31 +56,47 @@ esac
 PORT = 15000 + 1234 % 1500 * 10
 
 
-class Job:
-    """The script of one run and what Slurm would do with it."""
+def _python_path() -> list[str]:
+    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
 
-    def __init__(self, scene: Scene, fault: str, sets: tuple[str, ...]) -> None:
+
+class Job:
+    """The script of one run and what Slurm would do with it.
+
+    Args:
+        lab: the run; as many ranks as it has, and on a GPU each where ``gpu``.
+        fault: as in ``recorded``.
+        sets: of the configuration.
+    """
+
+    def __init__(self, lab: Lab, fault: str, sets: tuple[str, ...], *, gpu: bool = False) -> None:
         from megatron_patch import config
         from megatron_patch.launcher import submit
 
-        self.lab, self.sets = scene.lab, sets
-        self.shim = scene.lab.folder / "shim"
+        self.lab, self.sets = lab, sets
+        self.shim = lab.folder / "shim"
         (self.shim / "bin").mkdir(parents=True, exist_ok=True)
         for name, body in SHIMS.items():
             (self.shim / "bin" / name).write_text("#!/usr/bin/env bash\n" + body)
             (self.shim / "bin" / name).chmod(0o755)
         cluster = CLUSTER.format(
             python=sys.executable,
-            local=scene.lab.folder / "local",
-            path=f"{ROOT}:{ROOT / 'kernels'}",
+            local=lab.folder / "local",
+            # Packages that lie beside this checkout and not in the interpreter's own folder.
+            path=os.pathsep.join(
+                dict.fromkeys([str(ROOT), str(ROOT / "kernels"), *_python_path()])
+            ),
+            gpus=lab.ranks if gpu else 0,
+            ranks=lab.ranks,
         )
-        path = scene.lab.folder / "job.yaml"
-        path.write_text((scene.lab.folder / "run.yaml").read_text() + cluster)
-        (scene.lab.folder / "local").mkdir(exist_ok=True)
+        path = lab.folder / "job.yaml"
+        path.write_text((lab.folder / "run.yaml").read_text() + cluster)
+        (lab.folder / "local").mkdir(exist_ok=True)
         loaded = config.load(path, list(sets))
-        job = submit.build_job(loaded, 1, work_dir=scene.lab.folder)
+        job = submit.build_job(loaded, 1, work_dir=lab.folder)
         recorded = str(Path(__file__).with_name("recorded.py"))
-        program = (recorded, fault, "train", "--config", str(job.config_file))
+        where = "gpu" if gpu else "cpu"
+        program = (recorded, where, fault, "train", "--config", str(job.config_file))
         self.script = submit.write(dataclasses.replace(job, program=program), loaded)
         self.log = self.lab.folder / "job.log"
         self.restarts = 0
@@ -183,7 +199,7 @@ def job(
     """``Case.inject``: the whole job with one fault."""
 
     def inject(scene: Scene) -> Outcome:
-        made = Job(scene, fault, sets)
+        made = Job(scene.lab, fault, sets)
         if before is not None:
             before(scene)
         return made.drive(act, step=step, limit=limit)

@@ -93,7 +93,7 @@ def digest(session: Any) -> dict[str, str]:
     weights, moments, streams = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
 
     def add(found: Any, tensor: torch.Tensor) -> None:
-        found.update(tensor.detach().float().contiguous().numpy().tobytes())
+        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
 
     for chunk in session.chunks:
         for parameter in chunk.parameters():
@@ -110,6 +110,8 @@ def digest(session: Any) -> dict[str, str]:
     streams.update(repr(random.getstate()).encode())
     streams.update(np.random.get_state()[1].tobytes())  # type: ignore[index,union-attr]
     streams.update(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_available():
+        streams.update(torch.cuda.get_rng_state().numpy().tobytes())
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     for name in sorted(tracked):
         streams.update(name.encode() + torch.as_tensor(tracked[name]).numpy().tobytes())

@@ -1,9 +1,10 @@
 """The trainer as the launch scripts start it, recorded, with a fault planted by an argument.
 
-    python -m megatron_patch.launcher.rank recorded.py FAULT train --config ...
+    python -m megatron_patch.launcher.rank recorded.py cpu FAULT train --config ...
 
-``FAULT`` is ``none`` or ``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in
-the first TIMES attempts; under the place ``exception`` an error in the forward pass.
+``gpu`` in place of ``cpu``: the run trains on GPUs. ``FAULT`` is ``none`` or
+``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in the first TIMES attempts;
+under the place ``exception`` an error in the forward pass.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ def main() -> int:
     from megatron_patch.cli import app
     from megatron_patch.runtime import cpu_mode
 
-    fault, *arguments = sys.argv[1:]
+    where, fault, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
     attempt = Path(os.environ["MEGATRON_PATCH_ATTEMPT_DIR"])
-    cpu_mode.install()
+    if where == "cpu":
+        cpu_mode.install()
     hooks.record(attempt, rank)
     if fault != "none":
         place, step, victim, times = fault.split(":")
