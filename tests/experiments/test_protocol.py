@@ -75,7 +75,7 @@ def test_the_rescue_continues_what_keeps_its_checkpoints() -> None:
         assert kinds.pop("base") == kinds.pop("guard") == (0, base)
         assert kinds.pop("control") == (500, base)
         assert sorted(kinds.values()) == [
-            (n, "compensated") for n in (-1000, -500, -250, 0, 250, 500)
+            (n, "compensated") for n in (-1000, -500, -250, 0, 250, 500, 1000)
         ]
 
 
