@@ -4,19 +4,26 @@
     python benchmarks/plan_memory.py --device cpu --gpus 2 --only tiny    # does the script work?
 
 For every case and number of ranks up to ``--gpus``: the trainer under torchrun, then of every rank
-torch's peak allocated and reserved memory beside the plan's figures for its pipeline stage. The
-vocabulary is bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes
-``docs/results/plan_memory_<gpus>gpu.json``; exit code 1 if a peak is more than 10% off.
+torch's peak allocated and reserved memory beside the plan's figures for its pipeline stage. Cases
+that need fewer GPUs than there are run side by side, each on GPUs of its own. The vocabulary is
+bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes
+``docs/results/plan_memory_<gpus>gpu.json`` after every case; with ``--resume FILE`` cases that an
+earlier result of the same commit, GPU and versions has are not run again. Exit code 1 if a peak is
+more than 10% off or a case is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "layouts.yaml"
 TOLERANCE = 0.10
 STEPS = 3
+CASE_SECONDS = 300
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
 PP, VP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
 CP, EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
@@ -188,8 +196,29 @@ def worker(sets: list[str], out: Path) -> int:
     return code
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one case and compare; an ``error`` where it did not run."""
+class Seats:
+    """GPUs that cases take and give back; a case waits until it can have all of its own."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, count: int) -> Iterator[list[int]]:
+        """Indices of so many GPUs, for as long as the context lasts."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            taken = [self._free.pop(0) for _ in range(count)]
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free = sorted(self._free + taken)
+                self._changed.notify_all()
+
+
+def measure(case: Case, args: argparse.Namespace, devices: list[int]) -> dict[str, Any]:
+    """Run one case on these GPUs and compare; an ``error`` where it did not run."""
     folder = Path(args.work) / case.name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -202,9 +231,16 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(case.ranks), __file__, "--worker", str(folder)]
     command += [part for one in sets for part in ("--set", one)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if args.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     with (folder / "log").open("w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+        try:
+            code = subprocess.run(
+                command, stdout=log, stderr=log, env=environment, timeout=CASE_SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return row | {"error": f"did not end in {CASE_SECONDS} s"}
     if code:
         return row | {"error": (folder / "log").read_text()[-1500:]}
     found = [json.loads((folder / f"{r}.json").read_text()) for r in range(case.ranks)]
@@ -230,6 +266,43 @@ def off(rows: list[dict[str, Any]]) -> list[str]:
     return bad
 
 
+def play(
+    cases: list[Case],
+    args: argparse.Namespace,
+    known: list[dict[str, Any]],
+    say: Callable[[list[dict[str, Any]], dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Rows of all cases, in their order; ``say`` hears of them, and of the new one, every time."""
+    rows = {f"{r['model']} {r['layout']}": r for r in known if "error" not in r}
+    names = [case.name for case in cases]
+    seats, lock = Seats(args.gpus), threading.Lock()
+
+    def one(case: Case) -> None:
+        with seats.take(case.ranks) as devices:
+            row = measure(case, args, devices)
+        with lock:
+            rows[case.name] = row
+            say([rows[name] for name in names if name in rows], row)
+
+    # The large ones first, while all GPUs are free; on a CPU one after the other.
+    waiting = sorted((c for c in cases if c.name not in rows), key=lambda case: -case.ranks)
+    with ThreadPoolExecutor(args.gpus if args.device == "cuda" else 1) as pool:
+        for future in [pool.submit(one, case) for case in waiting]:
+            future.result()
+    return [rows[name] for name in names]
+
+
+def earlier(path: str | None) -> list[dict[str, Any]]:
+    """Rows of an earlier result that may stand beside new ones."""
+    if path is None:
+        return []
+    old = json.loads(Path(path).read_text())
+    why = machine.same_origin(old, machine.describe())
+    if why:
+        raise SystemExit(f"--resume {path}: {why}")
+    return list(old["cases"])
+
+
 def prepare(dataset: Path) -> None:
     """Token files of bytes from the Python standard library, made once."""
     if dataset.with_name(dataset.name + ".bin").exists():
@@ -250,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", default="runs/plan_memory/stdlib", help="dataset prefix")
     parser.add_argument("--work", default="runs/plan_memory", help="scratch folder")
     parser.add_argument("--out", default=None, help="folder of the result; default docs/results")
+    parser.add_argument("--resume", metavar="FILE", help="an earlier result; its cases are kept")
     parser.add_argument("--worker", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -257,15 +331,20 @@ def main(arguments: list[str] | None = None) -> int:
         return worker(args.set, Path(args.worker))
     prepare(Path(args.dataset))
     wanted = args.only or [name for name in MODELS if name != "tiny"]
-    rows = []
-    for case in CASES:
-        if case.ranks <= args.gpus and case.model in wanted:
-            rows.append(measure(case, args))
-            print(json.dumps(rows[-1]), flush=True)
-    bad = off(rows)
-    figures = {"cases": rows, "tolerance": TOLERANCE, "off": bad, "device": args.device}
+    cases = [case for case in CASES if case.ranks <= args.gpus and case.model in wanted]
     out = Path(args.out) if args.out else None
-    path = machine.write_result(f"plan_memory_{args.gpus}gpu", figures, out)
+
+    def write(rows: list[dict[str, Any]]) -> Path:
+        figures = {"cases": rows, "tolerance": TOLERANCE, "off": off(rows), "device": args.device}
+        figures["missing"] = len(cases) - len(rows)
+        return machine.write_result(f"plan_memory_{args.gpus}gpu", figures, out)
+
+    def say(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+        write(rows)
+        print(f"{len(rows)} of {len(cases)}: {json.dumps(row)[:400]}", flush=True)
+
+    rows = play(cases, args, earlier(args.resume), say)
+    bad, path = off(rows), write(rows)
     if args.device == "cpu":
         print(f"{len(rows) - len(bad)} of {len(rows)} ran; no memory to compare; {path.name}")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import benchmark_scripts
@@ -39,7 +40,8 @@ def test_off_names_errors_and_large_differences():
 def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
     """With a stand-in for torchrun that writes what two ranks would have."""
 
-    def torchrun(command, **_):
+    def torchrun(command, *, env, **_):
+        assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
         folder = Path(command[command.index("--worker") + 1])
         for rank in range(2):
             size = 10**9 + rank
@@ -50,10 +52,41 @@ def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_memory.subprocess, "run", torchrun)
     args = argparse.Namespace(**vars(ARGUMENTS), work=str(tmp_path))
     case = plan_memory.Case("llama_1b", "PP2", 2, {plan_memory.PP: 2})
-    row = plan_memory.measure(case, args)
+    row = plan_memory.measure(case, args, [1, 3])
     assert [r["stage"] for r in row["by_rank"]] == [0, 1]
     assert [r["allocated"] for r in row["by_rank"]] == [10**9, 10**9 + 1]
     assert row["by_rank"][0]["ratio"] == row["by_rank"][0]["planned"] / 10**9
+
+
+def test_cases_run_side_by_side_on_gpus_of_their_own(monkeypatch):
+    """Never two cases on one GPU; rows in the order of the cases; known ones are not repeated."""
+    busy, most, heard = set(), [0], []
+
+    def measure(case, args, devices):
+        assert len(devices) == case.ranks and not busy & set(devices)
+        busy.update(devices)
+        most[0] = max(most[0], len(busy))
+        time.sleep(0.02)
+        busy.difference_update(devices)
+        return {"model": case.model, "layout": case.layout, "by_rank": []}
+
+    monkeypatch.setattr(plan_memory, "measure", measure)
+    cases = [plan_memory.Case("m", f"{n} {i}", n) for i, n in enumerate((1, 2, 4, 1, 2, 1, 1))]
+    known = [{"model": "m", "layout": "1 3", "by_rank": ["kept"]},
+             {"model": "m", "layout": "1 5", "error": "no"}]  # fmt: skip
+    args = argparse.Namespace(device="cuda", gpus=4)
+    rows = plan_memory.play(cases, args, known, lambda rows, _: heard.append(len(rows)))
+    assert [row["layout"] for row in rows] == [case.layout for case in cases]
+    assert rows[3]["by_rank"] == ["kept"] and "error" not in rows[5]
+    assert most[0] == 4 and heard == [2, 3, 4, 5, 6, 7]
+
+
+def test_an_earlier_result_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(plan_memory.machine.describe() | {"commit": "0" * 40, "cases": []}))
+    with pytest.raises(SystemExit, match="other kernel sources"):
+        plan_memory.earlier(str(path))
+    assert plan_memory.earlier(None) == []
 
 
 def test_table_shows_the_worst_rank():
