@@ -181,7 +181,10 @@ def _tail(path: Path) -> str:
     if not path.is_file():
         return ""
     with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        skipped = path.stat().st_size - LOG_TAIL_BYTES
+        stream.seek(max(0, skipped))
+        if skipped > 0:
+            stream.readline()  # most likely the rest of a line
         return stream.read().decode(errors="replace")
 
 

@@ -30,7 +30,11 @@ LINES = (
     ("bias_to_signal", "Largest coherent error over signal of any head", "ratio", True),
     ("coherence", "Largest coherence of any head", "coherence", False),
     ("first_token_mass", "Largest attention on the first token of any head", "mass", False),
+    ("wq_norm", "Largest spectral norm of W_Q of any head", "norm", False),
 )
+SPREAD = 100.0
+"""Largest over smallest value of a curve, from which it is drawn logarithmically: an explosion
+would leave nothing to see of the thousands of steps before it."""
 TIME_COLUMNS = 60
 TABLE_ROWS = 12
 
@@ -51,7 +55,13 @@ def build(telemetry: Telemetry) -> list[Child]:
     for name, title, unit, log in LINES:
         worst = [_worst(_metric(telemetry, name, i)) for i in range(len(steps))]
         series = Series(name, steps, worst)
+        log = log or _spreads(worst)
         parts.append(line_chart(f"t-{name}", [series], title=title, unit=unit, log=log))
+    grown = [point.head_growth for point in telemetry.history().points]
+    if any(math.isfinite(value) for value in grown):
+        title = "Growth of the fastest head's W_Q or W_K over the median head's (the early warning)"
+        series = Series("head_growth", steps, grown)
+        parts.append(line_chart("t-head_growth", [series], title=title, unit="ratio", log=False))
     parts.append(_layers_in_time(telemetry, steps))
     maps = []
     for name, title, log in MAPS:
@@ -77,6 +87,12 @@ def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
             return None
         return getattr(record, name)(heads[a][index], heads[b][index])
     return heads[name][index] if name in heads else None
+
+
+def _spreads(values: list[float]) -> bool:
+    """Whether a curve of positive values spans orders of magnitude."""
+    finite = [v for v in values if math.isfinite(v)]
+    return bool(finite) and min(finite) > 0 and max(finite) > SPREAD * min(finite)
 
 
 def _worst(values: np.ndarray | None) -> float:
@@ -154,4 +170,4 @@ def _verdicts(telemetry: Telemetry) -> Child:
             before = verdict.level
     shown = rows[:TABLE_ROWS]
     more = f" (the first {TABLE_ROWS} of {len(rows)} changes)" if len(rows) > len(shown) else ""
-    return table(("from step", "verdict", "reason"), shown, caption=f"Early warning{more}")
+    return table(("from step", "verdict", "reason"), shown, caption=f"Early warning, by the rule of this version{more}")

@@ -81,8 +81,11 @@ def _loss(facts: RunFacts) -> Iterator[Answer]:
             "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above its lowest"
         )
     evaluated = [v for v in facts.column("eval_loss") if math.isfinite(v)]
-    if evaluated:
-        yield Answer("Validation loss", GOOD, f"{evaluated[-1]:.4f}, lowest {min(evaluated):.4f}")
+    if len(evaluated) == 1:
+        yield Answer("Validation loss", NONE, f"{evaluated[0]:.4f}, evaluated once")
+    elif evaluated:
+        grade = GOOD if evaluated[-1] <= min(evaluated) + RISE else BAD
+        yield Answer("Validation loss", grade, f"{evaluated[-1]:.4f}, lowest {min(evaluated):.4f}")
 
 
 def _gradients(facts: RunFacts) -> Iterator[Answer]:

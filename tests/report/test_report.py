@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_patch.cli import app
-from megatron_patch.report import charts, page
+from megatron_patch.report import charts, page, panel, verdicts
 from megatron_patch.report.charts import Grid, Series
-from megatron_patch.report.collect import ReportError, collect
+from megatron_patch.report.collect import LOG_TAIL_BYTES, ReportError, collect
 from megatron_patch.report.markup import Markup, tag, text
 
 HOSTILE = (
@@ -184,8 +184,8 @@ def test_a_run_with_telemetry(tmp_path: Path) -> None:
     found = checked((run / "report.html").read_text(encoding="utf-8"))
     said = " ".join(found.text)
     assert "finished after step 120" in said and "Largest attention logit" in said
-    # 4 curves, 4 lines in time, layers in time, 9 maps; a scale beside each of the 10 maps.
-    assert found.count["svg"] == 4 + 4 + 1 + 9 + 10
+    # 4 curves, 5 lines in time, layers in time, 9 maps; a scale beside each of the 10 maps.
+    assert found.count["svg"] == 4 + 5 + 1 + 9 + 10
     assert "layer 0, head 0: not measured" in said
     assert 'content="default-src ' in (run / "report.html").read_text(encoding="utf-8")
 
@@ -196,6 +196,36 @@ def test_a_run_without_telemetry_and_one_that_explodes(tmp_path: Path) -> None:
     assert "ended without a word after step 240" in said
     assert "rose by 3.00 above the lowest before it, to 7.00" in said
     assert "recorded no stability telemetry" in said
+
+
+def test_an_explosion_leaves_something_to_see_of_the_steps_before() -> None:
+    """Curves that span orders of magnitude are logarithmic, where they can be."""
+    nan = math.nan
+    assert panel._spreads([2.0, nan, 300.0])
+    for values in ([2.0, 100.0], [0.0, 300.0], [-1.0, 300.0], [nan], []):
+        assert not panel._spreads(values)
+
+
+def test_a_long_list_of_events_is_read_from_its_end(tmp_path: Path) -> None:
+    """Where the tail begins is in the middle of a line: nothing is wrong with the file."""
+    run = make_run(tmp_path / "run", losses=FLAT)
+    entry = json.dumps({"step": 7, "loss": 9.5, "samples": "x" * 5000}) + "\n"
+    (run / "spikes.jsonl").write_text(entry * (LOG_TAIL_BYTES // len(entry) + 3))
+    facts = collect(run)
+    assert not [note for note in facts.notes if "could not be read" in note]
+    assert any("spikes" in event.text for event in facts.events)
+
+
+def test_validation_is_judged_against_its_own_lowest(tmp_path: Path) -> None:
+    def said(values: list[float]) -> tuple[str, str]:
+        run = make_run(tmp_path / f"run{len(values)}{values[-1]}", losses=FLAT)
+        facts = collect(run)
+        facts.columns["eval_loss"] = [*values, *[math.nan] * (len(facts.steps) - len(values))]
+        (found,) = [a for a in verdicts.answers(facts) if a.question == "Validation loss"]
+        return found.grade, found.text
+
+    assert said([7.05]) == ("none", "7.0500, evaluated once")
+    assert said([3.4, 3.3])[0] == "good" and said([3.4, 7.05])[0] == "bad"
 
 
 def test_events_of_other_rooms(tmp_path: Path) -> None:
@@ -311,7 +341,7 @@ def test_in_a_headless_browser(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     found = checked("<!DOCTYPE html>" + done.stdout.partition("<!DOCTYPE html>")[2].strip())
-    assert found.count["svg"] == 28 and "script" not in found.count
+    assert found.count["svg"] == 29 and "script" not in found.count
     assert "evil.invalid" not in log.read_text()
     shot = tmp_path / "shot.png"
     arguments = [*common, f"--screenshot={shot}", "--window-size=900,1200", out.as_uri()]
