@@ -170,4 +170,5 @@ def _verdicts(telemetry: Telemetry) -> Child:
             before = verdict.level
     shown = rows[:TABLE_ROWS]
     more = f" (the first {TABLE_ROWS} of {len(rows)} changes)" if len(rows) > len(shown) else ""
-    return table(("from step", "verdict", "reason"), shown, caption=f"Early warning, by the rule of this version{more}")
+    caption = f"Early warning, by the rule of this version{more}"
+    return table(("from step", "verdict", "reason"), shown, caption=caption)
