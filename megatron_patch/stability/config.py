@@ -43,6 +43,8 @@ class StabilityConfig:
     """The same for danger."""
     head_steps: int = 500
     """Steps over which the growth of W_Q and W_K is taken."""
+    head_logit: float = 100.0
+    """Largest attention logit of a head from which its growth counts."""
     capture_steps: list[int] = field(default_factory=list)
     """Steps at which q, k, v and dO are saved to ``<run_dir>/captures``."""
     capture_layers: list[int] = field(default_factory=list)

@@ -160,19 +160,23 @@ class History:
         old = [entry for entry in self._norms if entry[0] <= step - self.rule.head_steps]
         # Only the latest of the old ones is needed, now and later.
         self._norms = [*self._norms[max(0, len(old) - 1) :], (step, now)]
-        return head_growth(now, old[-1][1]) if old else (math.nan, -1, -1)
+        if not old:
+            return math.nan, -1, -1
+        small = np.array(heads["max_logit"]) < self.rule.head_logit
+        return head_growth(now, old[-1][1], without=small)
 
 
 NORMS = ("wq_norm", "wk_norm")
-READ = ("used_error_mean", "kappa", *NORMS)
+READ = ("used_error_mean", "kappa", "max_logit", *NORMS)
 
 
 def head_growth(
-    now: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]
+    now: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], *, without: np.ndarray
 ) -> tuple[float, int, int]:
     """(growth, layer, head) of the head whose W_Q or W_K grew most against the median head.
 
-    NaN and -1 where nothing was measured (layers without a fused QKV projection).
+    ``without``, bool [layers, heads]: heads that do not count, though they do for the median. NaN
+    and -1 where nothing was measured (layers without a fused QKV projection) or nothing counts.
     """
     worst = math.nan, -1, -1
     for name in now:
@@ -181,7 +185,7 @@ def head_growth(
             ratio[~np.isfinite(ratio)] = np.nan
             if np.isnan(ratio).all():
                 continue
-            found = _largest(ratio / np.nanmedian(ratio))
+            found = _largest(np.where(without, np.nan, ratio / np.nanmedian(ratio)))
         worst = worst if worst[0] >= found[0] else found
     return worst
 

@@ -53,6 +53,7 @@ def rule_of(run: RunConfig) -> Rule:
         watch_head_growth=s.watch_head_growth,
         danger_head_growth=s.danger_head_growth,
         head_steps=s.head_steps,
+        head_logit=s.head_logit,
     )
 
 

@@ -10,9 +10,10 @@ loss moved (docs/telemetry.md has the figures), and no run that stayed stable ha
 smoothed: the median of the last `SMOOTH` records, each the mean of its steps, so that single
 spikes, which stable runs have too, do not count. The minimum is looked for after the warm-up and in
 a window, because norms also drift over tens of thousands of steps. Weights grow in every run, early
-and fast; one head that leaves all others behind is what an explosion looks like from inside, even
-while the gradient norm stands still. What else the heads show (the error of delta that the run's
-own numerics make, relative to the signal it disturbs) names a place and raises `ok` to `watch`.
+and fast; one head that leaves all others behind, with large logits, is what an explosion looks like
+from inside, even while the gradient norm stands still. What else the heads show (the error of delta
+that the run's own numerics make, relative to the signal it disturbs) names a place and raises `ok`
+to `watch`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class Rule:
     danger_head_growth: float = 2.0
     head_steps: int = 500
     """How far back head growth looks: at least this many steps, over records."""
+    head_logit: float = 100.0
+    """Largest logit from which a head's growth counts. Single heads leave others behind early in
+    every run, with logits below 60 where this was measured; errors grow with the logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,7 @@ def recorded_run(name: str) -> record.Telemetry:
     """A run of this trainer on H200s: norms of all heads of GPT-2 124M, loss and gradient norm."""
     with np.load(Path(__file__).parent / "recorded_heads.npz") as file:
         steps, norms, scalars = file["steps"], file[f"{name}_norms"], file[f"{name}_scalars"]
+        logits = file[f"{name}_logits"]
     steps = steps[: len(norms)]
     meta = record.make_meta(
         layers=12, heads=12, interval=50, rule=Rule(settle_steps=2000), attention=name
@@ -70,6 +71,7 @@ def recorded_run(name: str) -> record.Telemetry:
         found["scalars"][:, meta["scalars"].index(metric)] = scalars[:, i]
     for i, metric in enumerate(record.NORMS):
         found["heads"][:, meta["head_metrics"].index(metric)] = norms[:, i]
+    found["heads"][:, meta["head_metrics"].index("max_logit")] = logits
     return record.Telemetry(meta, found)
 
 
@@ -91,6 +93,16 @@ def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
     strict = Rule(settle_steps=2000, watch_head_growth=1.4, danger_head_growth=1.4)
     for level in ("watch", "danger"):
         assert script.first_alarm(points, strict, level) is None
+
+
+@pytest.mark.parametrize("name", ["none", "compensated"])
+def test_heads_that_grow_early_are_no_alarm(script: Any, name: str) -> None:
+    """Without a warm-up to wait for, the rule sees the first thousand steps of both runs."""
+    points = recorded_run(name).history(Rule(settle_steps=0)).points
+    early = [p for p in points if p.step <= 2000]
+    assert script.first_alarm(early, Rule()) is None
+    blind = recorded_run(name).history(Rule(settle_steps=0, head_logit=0.0)).points
+    assert any(p.head_growth > 1.7 for p in blind if p.step <= 2000)
 
 
 def test_medians_are_what_keeps_stable_runs_quiet(script: Any) -> None:

@@ -104,6 +104,7 @@ def norms(q: float = 1.0, k: float = 1.0, odd: float = 1.0) -> dict[str, np.ndar
     return {
         "used_error_mean": QUIET,
         "kappa": QUIET,
+        "max_logit": np.full((L, H), 150.0, np.float32),
         "wq_norm": np.full((L, H), q, np.float32),
         "wk_norm": wk,
     }
@@ -113,9 +114,8 @@ def test_points_name_the_worst_head() -> None:
     mean, kappa = np.full((L, H), 1e-3, np.float32), np.full((L, H), 5, np.float32)
     mean[1, 2], kappa[1, 2] = -2e-3, 100
     kappa[2, 3] = np.nan
-    point = record.History(Rule()).add(
-        step=10, scalars=SCALARS, heads={"used_error_mean": mean, "kappa": kappa}
-    )
+    heads_ = {"used_error_mean": mean, "kappa": kappa, "max_logit": QUIET}
+    point = record.History(Rule()).add(step=10, scalars=SCALARS, heads=heads_)
     assert (point.layer, point.head) == (1, 2)
     assert point.bias_to_signal == pytest.approx(0.2)
     assert math.isnan(point.head_growth) and point.grown_layer == -1
@@ -144,6 +144,18 @@ def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough() -> Non
             assert point.head_growth == pytest.approx(3.0)
     assert point.head_growth == pytest.approx(2.0)  # a gap (a resume): against the last one
     assert len(found._norms) == 2
+
+
+def test_heads_with_small_logits_do_not_count() -> None:
+    """Early in training single heads leave the others behind, and nothing is wrong."""
+    found = record.History(Rule(head_steps=10))
+    found.add(step=10, scalars=SCALARS, heads=norms())
+    small = norms(odd=3.0)
+    small["max_logit"][2, 1] = 60.0
+    assert found.add(step=20, scalars=SCALARS, heads=small).head_growth == pytest.approx(1.0)
+    large = norms(odd=9.0)
+    large["max_logit"][2, 1] = np.nan  # not known to be small
+    assert found.add(step=30, scalars=SCALARS, heads=large).head_growth == pytest.approx(3.0)
 
 
 def test_heads_without_norms_have_no_growth() -> None:
