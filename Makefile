@@ -9,7 +9,7 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-slow test-slurm test-gpu check format bench-attention bench-kernels docs clean
+.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu check format bench-attention bench-kernels docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,7 +29,10 @@ test: $(STAMP)  ## every test that needs no GPU (GPU tests too where there is on
 test-slow: $(STAMP)  ## the long versions
 	$(BIN)/python -m pytest -m "slow and not slurm" -q
 
-test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; scripts/install_slurm.sh)
+install-slurm:  ## Slurm and munge for test-slurm, with apt-get (root or sudo); starts no service
+	@bash scripts/install_slurm.sh
+
+test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; after install-slurm)
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm tests/slurm -q
 
 test-gpu: $(STAMP)  ## GPU tests only

@@ -63,6 +63,9 @@ StateSaveLocation={dir}/state
 PartitionName=main Nodes=pn[1-3] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=pn[1-3] MaxTime=INFINITE State=UP PriorityTier=10
 """
+# A plugin is named because slurmd, left to look for one, ends where no cgroups or both versions are
+# mounted, and version 2 wants systemd. Nothing above uses cgroups, so version 1's touches none.
+CGROUP_CONF = "CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n"
 # In a mount namespace of its own, so that the machine's hosts file is not touched.
 IN_NAMESPACE = 'mount --make-rprivate / && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
@@ -84,7 +87,7 @@ class OneMachine:
 
     def __init__(self, folder: Path) -> None:
         self.dir = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -92,7 +95,11 @@ class OneMachine:
         }
 
     def __enter__(self) -> OneMachine:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self._end_daemons()  # __exit__ is only called after __enter__ has returned
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -108,13 +115,16 @@ class OneMachine:
              f"--log-file={self.dir}/munged.log", f"--seed-file={self.dir}/munged.seed"],
             name="munged",
         )  # fmt: skip
-        self.wait_for(socket_.exists, PATIENCE, "munge's socket")
+        self.wait_for(lambda: self._all_run() and socket_.exists(), PATIENCE, "munge's socket")
         hosts = str(self.dir / "hosts")
         space = ["unshare", "--mount", "bash", "-c", IN_NAMESPACE, "_", hosts]
         self._spawn([*space, "slurmctld", "-D", "-c"], name="slurmctld")
         for node in NODES:
             self._spawn([*space, "slurmd", "-D", "-N", node], name=f"slurmd.{node}")
-        self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), PATIENCE, "idle nodes")
+        idle = ["idle"] * len(NODES)
+        self.wait_for(
+            lambda: self._all_run() and self.node_states() == idle, PATIENCE, "idle nodes"
+        )
 
     def stop(self) -> None:
         """Cancel every job, stop the daemons in reverse order; nothing of them is left."""
@@ -123,9 +133,20 @@ class OneMachine:
         with contextlib.suppress(AssertionError, subprocess.CalledProcessError):
             # What is left after this, the daemons take with them.
             self.wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 30, "end")
-        for process in reversed(self.processes):
+        self._end_daemons()
+
+    def _all_run(self) -> bool:
+        """True; AssertionError with its last words when a daemon has ended."""
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                words = (self.dir / f"{name}.out").read_text(errors="replace")[-2000:]
+                raise AssertionError(f"{name} ended with {process.returncode}:\n{words}")
+        return True
+
+    def _end_daemons(self) -> None:
+        for process in reversed(self.processes.values()):
             process.terminate()
-        for process in reversed(self.processes):
+        for process in reversed(self.processes.values()):
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
@@ -148,7 +169,7 @@ class OneMachine:
         # A bare Count=8 leaves the node INVAL.
         gres = f"NodeName=pn[1-3] Name=gpu File={self.dir}/dev/gpu[0-7]\n"
         (self.dir / "gres.conf").write_text(gres)
-        (self.dir / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        (self.dir / "cgroup.conf").write_text(CGROUP_CONF)
         (self.dir / "hosts").write_text(f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
         key = self.dir / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -156,10 +177,8 @@ class OneMachine:
 
     def _spawn(self, command: list[str], *, name: str) -> None:
         log = (self.dir / f"{name}.out").open("wb")
-        self.processes.append(
-            subprocess.Popen(
-                command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
+        self.processes[name] = subprocess.Popen(
+            command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
         )
         log.close()
 
