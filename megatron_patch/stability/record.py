@@ -186,7 +186,8 @@ def head_growth(
             if np.isnan(ratio).all():
                 continue
             found = _largest(np.where(without, np.nan, ratio / np.nanmedian(ratio)))
-        worst = worst if worst[0] >= found[0] else found
+        if math.isfinite(found[0]) and not worst[0] >= found[0]:  # also where there is none yet
+            worst = found
     return worst
 
 

@@ -173,6 +173,22 @@ def test_heads_without_norms_have_no_growth() -> None:
     half = norms(odd=3.0)
     half["wq_norm"][0] = np.nan
     assert found.add(step=80, scalars=SCALARS, heads=half).head_growth == pytest.approx(3.0)
+    # One of the two kinds was measured: it counts.
+    for missing, other in (("wq_norm", "wk_norm"), ("wk_norm", "wq_norm")):
+        now, before = norms(), norms()
+        now[missing][:] = np.nan
+        now[other][2, 1] *= 2
+        pair = [{name: values[name] for name in record.NORMS} for values in (now, before)]
+        assert record.head_growth(*pair, without=np.zeros((L, H), bool)) == (2.0, 2, 1)
+    # Of the other kind only a head that does not count was measured: it hides nothing.
+    now, before = norms(), norms()
+    now["wq_norm"][2, 1] *= 2
+    now["wk_norm"][:] = np.nan
+    now["wk_norm"][0, 0] = 1.0
+    without = np.zeros((L, H), bool)
+    without[0, 0] = True
+    pair = [{name: values[name] for name in record.NORMS} for values in (now, before)]
+    assert record.head_growth(*pair, without=without) == (2.0, 2, 1)
 
 
 def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
