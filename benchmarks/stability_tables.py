@@ -108,6 +108,26 @@ def timeline(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
+def exponent(result: dict[str, Any]) -> str:
+    """Errors of delta by exponent and sum, a line a head."""
+    names = [
+        f"{e}, {s}" for s in ("unrounded", "rounded") for e in ("subtract first", "multiply-add")
+    ]
+    rows = [
+        [
+            f"{row['step']:,}, layer {row['layer']}, head {row['head']}",
+            f"{row['largest_row_maximum']:,.0f}",
+            *(f"{row[name]:.1e}" for name in names),
+        ]
+        for row in result["heads"]
+    ]
+    head = ["captured at step", "largest logit"]
+    head += [
+        f"sum of {s} P, {e}" for s in ("unrounded", "rounded") for e in ("exact", "multiply-add")
+    ]
+    return "\n".join([origin(result), "", table(head, rows)])
+
+
 def _run_origin(environment: dict[str, Any]) -> str:
     named = [f"{n} {environment[n]}" for n in ("torch", "triton", "cuda") if environment.get(n)]
     what = environment.get("gpu") or "a CPU"
@@ -131,6 +151,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         probes,
         "megatron-patch probe runs/stability_baselines/runs/none-s2 --out probe",
     )
+    found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     found["stability-timeline"] = (
         "head_timeline",
         timeline,
