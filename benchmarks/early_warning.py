@@ -49,8 +49,9 @@ def load(name: str) -> tuple[str, list[Point], int]:
     path = Path(path_text)
     if path.is_dir():
         telemetry = record.read(path)
-        # The thresholds in force are the caller's; the run's own rule says where its warm-up ends.
-        return path.name, telemetry.history().points, telemetry.rule.settle_steps
+        # Judged by today's rule, not by the one the run had; only its warm-up is its own.
+        rule = replace(Rule(), settle_steps=telemetry.rule.settle_steps)
+        return path.name, telemetry.history(rule).points, rule.settle_steps
     with path.open(newline="") as lines:
         rows = [[float(x) for x in row] for row in csv.reader(lines)]
     points = [Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows]
@@ -87,6 +88,29 @@ def first_alarm(points: list[Point], rule: Rule, level: str = "danger") -> int |
     return None if found is None else found[0]
 
 
+def warm_up_growth(name: str) -> dict[str, float] | None:
+    """Head growth while the rule does not look yet, whatever the logits; None for CSVs.
+
+    The largest, and the largest logit of a head that grew by `Rule.watch_head_growth` or more.
+    """
+    path = Path(name.partition("@")[0])
+    if not path.is_dir():
+        return None
+    telemetry = record.read(path)
+    early = replace(Rule(), settle_steps=0, head_logit=-math.inf)
+    logits = telemetry.heads["max_logit"]
+    found = [
+        (p.head_growth, float(logits[i, p.grown_layer, p.grown_head]))
+        for i, p in enumerate(telemetry.history(early).points)
+        if p.step <= telemetry.rule.settle_steps and math.isfinite(p.head_growth)
+    ]
+    fast = [logit for growth, logit in found if growth >= early.watch_head_growth]
+    return {
+        "growth": max((growth for growth, _ in found), default=0.0),
+        "logit": max(fast, default=0.0),
+    }
+
+
 def examine(name: str, rule: Rule) -> dict[str, Any]:
     """One run under one rule."""
     label, points, warm_up = load(name)
@@ -111,6 +135,7 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
         "head_telemetry": any(math.isfinite(p.bias_to_signal) for p in points),
         "reason": None if first is None else first[1],
         "watch": first_alarm(points, rule, "watch"),
+        "warm_up": warm_up_growth(name),
         "outcome": outcome,
     }
 

@@ -9,7 +9,7 @@ that need fewer GPUs than there are run side by side, each on GPUs of its own. T
 bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes
 ``docs/results/plan_memory_<gpus>gpu.json`` after every case; with ``--resume FILE`` cases that an
 earlier result of the same commit, GPU and versions has are not run again. Exit code 1 if a peak is
-more than 10% off or a case is missing.
+more than 10% off or a case did not run.
 """
 
 from __future__ import annotations
@@ -179,8 +179,10 @@ def planned(sets: list[str], ranks: int, gpu: str) -> tuple[Any, int]:
 def worker(sets: list[str], out: Path) -> int:
     """One rank: train, then write what torch saw."""
     from megatron_patch.config import load
+    from megatron_patch.runtime.lifeline import die_with_launcher
     from megatron_patch.training import loop
 
+    die_with_launcher()  # a case that takes too long is killed, and its GPUs are the next one's
     code = loop.train(load(str(CONFIG), sets))
     import torch
 

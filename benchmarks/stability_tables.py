@@ -9,8 +9,6 @@ from typing import Any
 
 from table_text import origin, table
 
-from megatron_patch.experiments import probe_report
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 PROTOCOLS = (
@@ -71,6 +69,8 @@ def verdicts(name: str) -> Callable[[dict[str, Any]], str]:
 
 def probes(result: dict[str, Any]) -> str:
     """One line a captured layer and backend."""
+    from megatron_patch.experiments import probe_report
+
     rows = []
     for one in result["captures"]:
         facts = one["capture"]

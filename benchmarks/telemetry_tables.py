@@ -34,6 +34,13 @@ def early_warning(result: dict[str, Any]) -> str:
     reasons = [f"- {f['run']}, step {f['alarm']:,}: {f['reason']}" for _, f in found if f["reason"]]
     if result["product"] and reasons:
         runs += "\n\nWhat the alarms said:\n\n" + "\n".join(reasons)
+    early = [(f["run"], f["warm_up"]) for _, f in found if f.get("warm_up")]
+    if early:
+        each = (f"{run} {w['growth']:.2f}x, at logits up to {w['logit']:.0f}" for run, w in early)
+        runs += (
+            "\n\nIn the warm-up, where the rule does not look, single heads grew this much against"
+        )
+        runs += f" the median head: {'; '.join(each)}."
     grid = table(
         [name, "lead of the exploding runs chosen on", "alarms without explosion"],
         [

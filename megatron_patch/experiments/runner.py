@@ -46,7 +46,7 @@ SHORTEST_SECONDS = 30.0
 """A run is not started with less training time than this left."""
 PUBLISH_SECONDS = 90.0
 GRACE_SECONDS = 60.0
-"""After a request to stop, before the process group is killed."""
+"""After a request to stop, before the process and all below it are killed."""
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
 
 
@@ -251,7 +251,7 @@ class Runner:
         if item.asked_to_stop is not None and now - item.asked_to_stop > GRACE_SECONDS:
             self.say(f"{item.run.id} did not stop in {GRACE_SECONDS:g} s and is killed")
             lifeline.kill_tree(item.process)
-            item.asked_to_stop = now
+            item.asked_to_stop = now  # should that not do, again after as long
         return False
 
     def _look(self, item: Active) -> None:

@@ -68,7 +68,7 @@ class Rule:
     """How far back head growth looks: at least this many steps, over records."""
     head_logit: float = 100.0
     """Largest logit from which a head's growth counts. Single heads leave others behind early in
-    every run, with logits below 60 where this was measured; errors grow with the logits."""
+    every run, with small logits (docs/telemetry.md); errors grow with the logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

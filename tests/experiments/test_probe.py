@@ -146,6 +146,19 @@ def test_the_check_of_shipped_captures(tmp_path: Path) -> None:
         check_shipped(harmless)
 
 
+def test_summaries_leave_out_emulations_of_what_was_measured() -> None:
+    found = {"emulated none": {}, "stable_flash none": {}, "sdpa_flash": {}, "emulated lag": {},
+             "emulated paper": {}, "stable_flash paper": {"error": "no GPU"}}  # fmt: skip
+    kept = [
+        "stable_flash none",
+        "sdpa_flash",
+        "emulated lag",
+        "emulated paper",
+        "stable_flash paper",
+    ]
+    assert probe_report.shown(found) == kept
+
+
 def test_grouped_heads_and_windows() -> None:
     """head_to_kv says which key head a query head reads, also when heads were picked out."""
     two = capture("gauss", heads=3)

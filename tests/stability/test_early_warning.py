@@ -178,6 +178,7 @@ def test_own_runs_are_judged_apart(
     result = json.loads((tmp_path / "early_warning_runs.json").read_text())
     assert result["product"] is True and result["chosen"] is None and result["grid"] == []
     bad, good = result["held_out"]
+    assert bad["warm_up"] == {"growth": 0.0, "logit": 0.0}  # it is as short as the look back
     assert bad["outcome"] == "warned" and bad["lead"] >= 1000 and bad["head_telemetry"]
     assert bad["head_named"] == 50 * 61
     assert good["outcome"] == "quiet" and good["alarm"] is None
