@@ -68,7 +68,10 @@ def main() -> int:
     args = parser.parse_args()
     rows = []
     for path in args.captures or sorted(CAPTURES.glob("*.pt")):
-        one = capture.load(path)
+        try:
+            one = capture.load(path)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
         if not one.causal or one.window or one.sinks is not None or one.dropout_p:
             parser.error(f"{path}: only plain causal attention without dropout is simulated")
         place = {"run": one.run_name, "step": one.step, "layer": one.layer}

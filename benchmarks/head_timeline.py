@@ -48,7 +48,10 @@ def main() -> int:
     args = parser.parse_args()
     runs = {}
     for name in args.runs:
-        telemetry = record.read(name)
+        try:
+            telemetry = record.read(name)
+        except (OSError, ValueError) as error:
+            parser.error(f"{name} is no run directory with telemetry: {error}")
         layers, heads = telemetry.meta["layers"], telemetry.meta["heads"]
         if not (0 <= args.layer < layers and 0 <= args.head < heads):
             parser.error(f"{name} has {layers} layers of {heads} heads, counted from 0")

@@ -298,7 +298,10 @@ def earlier(path: str | None) -> list[dict[str, Any]]:
     """Rows of an earlier result that may stand beside new ones."""
     if path is None:
         return []
-    old = json.loads(Path(path).read_text())
+    try:
+        old = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--resume {path}: not a result of this script: {error}") from None
     why = machine.same_origin(old, machine.describe())
     if why:
         raise SystemExit(f"--resume {path}: {why}")

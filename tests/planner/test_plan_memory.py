@@ -86,6 +86,9 @@ def test_an_earlier_result_of_something_else_is_refused(tmp_path):
     path.write_text(json.dumps(plan_memory.machine.describe() | {"commit": "0" * 40, "cases": []}))
     with pytest.raises(SystemExit, match="other kernel sources"):
         plan_memory.earlier(str(path))
+    path.write_text("no JSON")
+    with pytest.raises(SystemExit, match="not a result"):
+        plan_memory.earlier(str(path))
     assert plan_memory.earlier(None) == []
 
 
