@@ -186,12 +186,18 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
     """A tile in every way the forward kernel can sum up its products."""
     if which != "forward":
         return [tile]
-    plain = replace(tile, segment=0 if width > 128 else 1024, ones=8, ahead=0)
+    plain = replace(tile, segment=0 if width > 128 else 1024, ones=8, reverse=0)
     late = replace(plain, segment=tile.bn)
     return [
         plain,
         replace(plain, ones=16),
-        *(replace(late, ones=ones, ahead=ahead) for ones in (16, 0) for ahead in (0, 1)),
+        *(
+            replace(late, ones=ones, reverse=reverse, registers=registers)
+            for ones in (16, 0)
+            for reverse in (0, 1)
+            # Three programs of four warps on a processor, where the second accumulator is small.
+            for registers in ((0, 168) if width == 64 and tile.warps == 4 else (0,))
+        ),
     ]
 
 
@@ -199,7 +205,7 @@ def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:
     """The winner with one thing changed, to see what each thing costs."""
     found = [("none", tile), ("compensated", replace(tile, tma=not tile.tma))]
     if which == "forward":
-        plain = replace(tile, segment=0, ones=8, ahead=0)
+        plain = replace(tile, segment=0, ones=8, reverse=0)
         found.append(("none", plain))
         found += [("compensated", replace(plain, segment=n)) for n in (0, 512, 4096)]
         for mode in modes(which, width, tile):
@@ -245,7 +251,7 @@ def winners(records: list[dict[str, Any]]) -> dict[str, list[int]]:
         name = configs.key(r["pass"], widths, r["banded"])
         if r["ms"] is not None and (name not in best or r["ms"] < best[name][0]):
             fields = ("bm", "bn", "warps", "stages")
-            fields += ("segment", "ones", "ahead") if r["pass"] == "forward" else ()
+            fields += ("segment", "ones", "registers", "reverse") if r["pass"] == "forward" else ()
             best[name] = (r["ms"], [int(r[x]) for x in fields])
     return {name: row for name, (_, row) in best.items()}
 

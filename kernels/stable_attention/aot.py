@@ -24,6 +24,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention import configs
 from stable_attention.triton import backward, forward, preprocess
@@ -106,6 +107,9 @@ def _source(launch: Launch) -> ASTSource:
         if param.is_constexpr or value is None or _is_one(param, value):
             signature[param.name] = "constexpr"
             constants[(i,)] = value
+        elif isinstance(value, TensorDescriptor):
+            dtype = _TYPES[value.base.dtype].removeprefix("*")
+            signature[param.name] = f"tensordesc<{dtype}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]
             attrs[(i,)] = [["tt.divisibility", 16]]

@@ -46,9 +46,10 @@ class Tile:
     """Columns of the matrix of ones that sums the rounded P. 16: the sum is an asynchronous Hopper
     product in the shadow of P V, for 2 KiB of shared memory. 0, with a segment of bn: no product;
     float32 pipes add P up, rounded or not, and lanes meet at the end of a row only."""
-    ahead: int = 0
-    """1, with a segment of bn: compute the next tile's scores while a tile's softmax runs, for the
-    registers of a second score tile."""
+    registers: int = 0
+    """Most registers a thread may use, for one more program on a processor; 0: no bound."""
+    reverse: int = 0
+    """1, with a segment of bn: visit key tiles from the last to the first."""
     tma: bool = field(default=False, kw_only=True)
     """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
 
@@ -63,10 +64,10 @@ class Tile:
                 f"ones=0 with segment={self.segment}: the sum of the rounded P may leave the "
                 f"tensor cores only where P V is summed tile by tile; set segment={self.bn} (= bn)"
             )
-        if self.ahead and not late:
+        if self.reverse and not late:
             raise ValueError(
-                f"ahead={self.ahead} with segment={self.segment}: scores run ahead only where "
-                f"products join late; set segment={self.bn} (= bn) or ahead=0"
+                f"reverse={self.reverse} with segment={self.segment}: tiles are visited from the "
+                f"end only where products join late; set segment={self.bn} (= bn) or reverse=0"
             )
         if self.segment % self.bn:
             raise ValueError(
@@ -89,7 +90,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
-    """The shipped table: {arch: {"pass/width/mask": [fields of `Tile` up to ``ahead``]}}."""
+    """The shipped table: {arch: {"pass/width/mask": [fields of `Tile` up to ``reverse``]}}."""
     text = resources.files("stable_attention").joinpath("configs.json").read_text()
     return json.loads(text)
 

@@ -143,10 +143,10 @@ class Inputs:
 PATHS: dict[str, dict[str, int]] = {
     "plain": {"segment": 0},
     "segments": {"segment": 2},  # tiles
-    "late": {"segment": 1, "ahead": 0},
-    "lanes": {"segment": 1, "ahead": 0, "ones": 0},
-    "lanes-ahead": {"segment": 1, "ahead": 1, "ones": 0},
-    "ahead": {"segment": 1, "ahead": 1, "ones": 16},
+    "late": {"segment": 1},
+    "reverse": {"segment": 1, "ones": 16, "reverse": 1},
+    "lanes": {"segment": 1, "ones": 0},
+    "lanes-reverse": {"segment": 1, "ones": 0, "reverse": 1},
 }
 
 

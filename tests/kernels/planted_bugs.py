@@ -28,7 +28,7 @@ PACKAGE = HERE.parent.parent / "kernels" / "stable_attention"
 FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
 MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
-PHILOX = "philox.py"
+PHILOX, OPTIONS = "philox.py", "triton/options.py"
 TIMEOUT = 180.0
 
 
@@ -64,11 +64,13 @@ MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
 LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
 BAND = "sq=90 sk=40 left=11 right=5"
 WIDE_BAND = "sq=70 sk=70 left=35 right=40 hq=1 hk=1"
-PLAIN, SEGMENTS, LATE, AHEAD, LANES = (
-    f"sq=33 sk=200 hq=1 hk=1 path={path}"
-    for path in ("plain", "segments", "late", "ahead", "lanes")
+PLAIN, SEGMENTS, LATE, LANES = (
+    f"sq=33 sk=200 hq=1 hk=1 path={path}" for path in ("plain", "segments", "late", "lanes")
 )
-LANES_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=lanes-ahead"
+LANES_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=lanes-reverse"
+REVERSE = "layout=thd lens_q=0,5,40 lens_k=4,0,130 causal=1 path=reverse"
+TMA = "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma"
+TMA_PACKED = "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 hq=4 hk=2 left=9 unused=3 path=tma"
 LATE_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late"
 SINKS = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1"
 SOFTCAP = "sq=34 sk=66 softcap=3 causal=1"
@@ -136,11 +138,13 @@ BUGS = (
     Bug("last tile's product left out", FORWARD, "        acc = add_late_parts(acc, part, alpha)\n"
         "        if not LANES:", "        if not LANES:", LATE),
     Bug("last tile's sum left out", FORWARD, "            l_acc = add_late(l_acc, l_part, alpha)\n"
-        "    elif", "            pass\n    elif", AHEAD),
-    Bug("scores ahead of the wrong tile", FORWARD, "stride_ks, n + BN, sk", "stride_ks, n, sk",
-        AHEAD),
-    Bug("values of the tile ahead", FORWARD, "stride_vs, full_hi - BN, m0",
-        "stride_vs, full_hi - 2 * BN, m0", AHEAD),
+        "    elif", "            pass\n    elif", LATE),
+    Bug("first tile from the end skipped", FORWARD, "n = end - BN - t * BN",
+        "n = end - 2 * BN - t * BN", REVERSE),
+    Bug("edge at the end not masked in the one loop", FORWARD,
+        "(n < full_lo) | (n >= full_hi), n", "(n < full_lo), n", TMA),
+    Bug("edge at the start not masked in the one loop", FORWARD,
+        "(n < full_lo) | (n >= full_hi), n", "(n >= full_hi), n", TMA_PACKED),
     Bug("late l sums the dropped P", FORWARD, "l_part = tl.dot(p, ones)",
         "l_part = tl.dot(weights, ones)", LATE_DROPOUT),
     Bug("running maximum forgotten", NUMERICS, "return tl.maximum(m, r)", "return r", FULL),
@@ -181,17 +185,17 @@ BUGS = (
     Bug("masked P not zeroed in dQ", BACKWARD, "p = tl.where(ok, p, 0.0)",
         "p = tl.where(ok, p, p)", BELOW, occurrence=1, total=2),
     # --- grouped heads
-    Bug("forward head map interleaved", FORWARD, "hk = h64 // GROUP",
-        "hk = h64 % (heads // GROUP)", LEFT),
-    Bug("dQ head map interleaved", BACKWARD, "hk = h64 // GROUP", "hk = h64 % (heads // GROUP)",
+    Bug("forward head map interleaved", FORWARD, "hk = h // GROUP",
+        "hk = h % (heads // GROUP)", LEFT),
+    Bug("dQ head map interleaved", BACKWARD, "    hk = h // GROUP", "    hk = h % (heads // GROUP)",
         LEFT),
     Bug("dK head map interleaved", BACKWARD, "h = hk * GROUP + g", "h = hk + g * (heads // GROUP)",
         LEFT),
     Bug("grouped dK, dV accumulated in bf16", BACKWARD,
-        "        h64 = h.to(tl.int64)\n        start",
+        "        h64 = h.to(tl.int64)\n        q_h",
         "        dk = dk.to(tl.bfloat16).to(tl.float32)\n"
         "        dv = dv.to(tl.bfloat16).to(tl.float32)\n"
-        "        h64 = h.to(tl.int64)\n        start", GROUPED),
+        "        h64 = h.to(tl.int64)\n        q_h", GROUPED),
     Bug("only the first head of a group counted", BACKWARD, "for g in range(0, GROUP):",
         "for g in range(0, 1):", MQA),
     # --- gradients
@@ -282,11 +286,21 @@ BUGS = (
         "R, C - C1, C - C1, RAGGED, TMA, C1", SPLIT_NARROW),
     Bug("second part read from column 0", MEMORY, "* stride + COLUMN + offsets",
         "* stride + offsets", SPLIT),
-    Bug("second part's descriptor read from column 0", MEMORY, "return ptr.load([row0, COLUMN])",
-        "return ptr.load([row0, 0])", SPLIT_TMA),
-    Bug("second part's descriptor ends at the first", PARTS,
-        "source(ptr, stride, rows, R, C - C1, WIDTH, TMA)",
-        "source(ptr, stride, rows, R, C - C1, C1, TMA)", SPLIT_TMA),
+    Bug("second part's descriptor read from column 0", MEMORY, "[ptr[2], row0, COLUMN], 1)",
+        "[ptr[2], row0, 0], 1)", SPLIT_TMA),
+    Bug("second part read through the first's descriptor", PARTS, "source(tail, b, h",
+        "source(ptr, b, h", SPLIT_TMA),
+    # --- descriptors
+    Bug("descriptor of the first batch entry", MEMORY, "ptr[0].load([ptr[1], ptr[2]",
+        "ptr[0].load([0, ptr[2]", TMA),
+    Bug("descriptor of the first head", MEMORY, "ptr[0].load([ptr[1], ptr[2]",
+        "ptr[0].load([ptr[1], 0", TMA),
+    Bug("packed descriptor without the sequence's start", MEMORY, "load_ragged(ptr[0], ptr[3],",
+        "load_ragged(ptr[0], 0,", TMA_PACKED),
+    Bug("packed descriptor reads into the next sequence", MEMORY, "ptr[3], ptr[4], [ptr[2], row0",
+        "ptr[3], ptr[4] + 8, [ptr[2], row0", TMA_PACKED),
+    Bug("descriptor with the strides of heads and tokens exchanged", OPTIONS,
+        "steps = [step_b, step_h, step_s, 1]", "steps = [step_b, step_s, step_h, 1]", TMA),
     Bug("second part read from the wrong column", PARTS, "WIDTH - C1, RAGGED, TMA, C1",
         "WIDTH - C1, RAGGED, TMA, C1 // 2", SPLIT_TMA),
 )  # fmt: skip

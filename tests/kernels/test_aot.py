@@ -77,11 +77,11 @@ from stable_attention.triton.forward import forward
 from stable_attention.triton.options import Extras
 
 rows = []
-for d, dtype, ahead in ((64, torch.bfloat16, 1), (64, torch.float16, 0), (128, torch.bfloat16, 0)):
+for d, dtype in ((64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
     p = Problem(layout="bshd", dtype=dtype, batch=2, sq=4096, sk=4096, heads=8, kv_heads=8, d=d,
                 dv=d, tq=8192, tk=8192, scale=d**-0.5, window_right=0, stabilizer="compensated")
     q = torch.empty(2, 4096, 8, d, dtype=dtype, device="meta")
-    tile = Tile(64, 64, 4, 3, 64, 0, ahead, tma=True)
+    tile = Tile(64, 64, 4, 3, 64, 0, tma=True)
     with aot.capture("sm90") as launches:
         forward(p, q, q, q, extras=Extras(), config=tile)
     x = aot.compile_launch(launches[0], "sm90")

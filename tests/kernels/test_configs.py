@@ -16,7 +16,7 @@ from stable_attention.configs import Tile
         ({"ones": 4}, "not one of"),
         ({"ones": 0}, "set segment=64"),
         ({"ones": 0, "segment": 0}, "set segment=64"),
-        ({"ahead": 1}, "set segment=64"),
+        ({"reverse": 1}, "set segment=64"),
         ({"segment": 96}, "take 0, bn or a multiple"),
     ],
 )
@@ -26,7 +26,7 @@ def test_refused(fields: dict[str, int], remedy: str) -> None:
 
 
 def test_sums_over_lanes_need_late_products() -> None:
-    assert Tile(64, 64, 4, 3, segment=64, ones=0, ahead=1).ones == 0
+    assert Tile(64, 64, 4, 3, segment=64, ones=0, reverse=1).ones == 0
 
 
 def test_head_dims_are_padded_as_little_as_two_tiles_allow() -> None:

@@ -30,7 +30,7 @@ from stable_attention.triton.geometry import (
     visible,
 )
 from stable_attention.triton.memory import tile_offsets
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, use_tma
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, descriptors
 from stable_attention.triton.parts import (
     add_dot_parts,
     dot_over_parts,
@@ -94,7 +94,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seed_ptr,
+    q_ptr, q_tail, do_ptr, do_tail, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -134,11 +134,12 @@ def dkdv_kernel(
     for g in range(0, GROUP):
         h = hk * GROUP + g
         h64 = h.to(tl.int64)
-        start = start_q.to(tl.int64)
-        q_h = q_ptr + b64 * stride_qb + h64 * stride_qh + start * stride_qs
-        q_h = part_sources(q_h, stride_qs, sq, BM, BD, D, TMA)
-        do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start * stride_gs
-        do_h = part_sources(do_h, stride_gs, sq, BM, BDV, DV, TMA)
+        q_h = part_sources(
+            q_ptr, q_tail, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, BD, TMA
+        )
+        do_h = part_sources(
+            do_ptr, do_tail, b, h, start_q, sq, stride_gb, stride_gs, stride_gh, BDV, TMA
+        )
         row = b64 * stride_lb + h64 * stride_lh + start_q
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
@@ -230,7 +231,7 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, seed_ptr,
+    q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -253,16 +254,18 @@ def dq_kernel(
     q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
-    hk = h64 // GROUP
+    hk = h // GROUP
     q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
     do_ptr += b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
-    k_ptr += b64 * stride_kb + hk * stride_kh + start_k.to(tl.int64) * stride_ks
-    v_ptr += b64 * stride_vb + hk * stride_vh + start_k.to(tl.int64) * stride_vs
     row = b64 * stride_lb + h64 * stride_lh + start_q
     off_k = part_offsets(stride_ks, BN, BD)
     off_v = part_offsets(stride_vs, BN, BDV)
-    k_ptr = part_sources(k_ptr, stride_ks, sk, BN, BD, D, TMA)
-    v_ptr = part_sources(v_ptr, stride_vs, sk, BN, BDV, DV, TMA)
+    k_ptr = part_sources(
+        k_ptr, k_tail, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, BD, TMA
+    )
+    v_ptr = part_sources(
+        v_ptr, v_tail, b, hk, start_k, sk, stride_vb, stride_vs, stride_vh, BDV, TMA
+    )
     # [BM, BD], [BM, BDV]
     q = read_parts(q_ptr, m0, stride_qs, sq, BM, BD, D)
     do = read_parts(do_ptr, m0, stride_gs, sq, BM, BDV, DV)
@@ -301,15 +304,16 @@ def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
     q, k, v, dout, lse, delta = tensors
     tiles = triton.cdiv(problem.sk, tile.bn)
     group_block = max(1, configs.head_block(problem) // problem.group)
+    tma, queries_and_dout = descriptors(problem, tile, tile.bm, q, dout)
     dkdv_kernel[(tiles * problem.kv_heads, problem.batch)](
-        q, k, v, dout, dk, dv, lse, delta,
+        *queries_and_dout, k, v, dk, dv, lse, delta,
         extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
         *(s for x in (q, k, v, dout, dk, dv) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
         BM=tile.bm, BN=tile.bn, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
-        HEAD_BLOCK=group_block, TMA=use_tma(problem, tile, q, dout),
+        HEAD_BLOCK=group_block, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -317,15 +321,16 @@ def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
 def launch_dq(problem, tensors, dq, *, extras, tile, add):
     q, k, v, dout, lse, delta = tensors
     tiles = triton.cdiv(problem.sq, tile.bm)
+    tma, keys_and_values = descriptors(problem, tile, tile.bn, k, v)
     dq_kernel[(tiles * problem.heads, problem.batch)](
-        q, k, v, dout, dq, lse, delta,
+        q, dout, *keys_and_values, dq, lse, delta,
         extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
         *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
         BM=tile.bm, BN=tile.bn, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0,
-        HEAD_BLOCK=configs.head_block(problem), TMA=use_tma(problem, tile, k, v),
+        HEAD_BLOCK=configs.head_block(problem), TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ q, k, v tiles, acc and part are tuples of one or two tensors along the head dim 
 LSE is [B, H, sq], or [H, T] for packed sequences; float32, natural log.
 
 Dataflow: one program owns BM query rows of one head. It visits the tiles that touch the edge of the
-visible band with a mask, then all others without one.
+visible band with a mask and all others without one: in two loops, or in one with a branch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, shape, strides
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, Stabilizer
 from stable_attention.triton.geometry import (
+    AT_EDGE,
     align,
     edge_tile,
+    hide,
     key_range,
     locate,
     tile_and_head,
-    visible,
 )
 from stable_attention.triton.memory import tile_offsets
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, use_tma
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, descriptors
 from stable_attention.triton.parts import (
     accumulate_parts,
     add_late_parts,
@@ -77,24 +78,26 @@ def _scores(
 
 @triton.jit
 def _weights(
-    s, m, l, top, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    s, m, l, top, edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, WIDE: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Softmax step of raw scores.
+    """Softmax step of raw scores; ``edge`` decides on the mask where MASKED is AT_EDGE.
 
     Returns (P [BM, BN] as DTYPE, the rounded P as float32 if WIDE, P after dropout, alpha, m, l,
     top).
     """
     s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
-    if MASKED:
-        rows = m0 + tl.arange(0, BM)
-        cols = n + tl.arange(0, BN)
-        ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
-        s = tl.where(ok, s, -float("inf"))
+    rows = (m0 + tl.arange(0, BM))[:, None]
+    cols = (n + tl.arange(0, BN))[None, :]
+    if MASKED == AT_EDGE:
+        if edge:
+            s = hide(s, rows, cols, sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
+    elif MASKED:
+        s = hide(s, rows, cols, sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
     if DYNAMIC:
         # The shift is no longer the maximum, which the caller may want.
         top = tl.maximum(top, tl.max(s, 1) * unit)
@@ -116,9 +119,10 @@ def _weights(
 @triton.jit
 def _late_step(
     s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v, stride_vs,
-    n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr,
+    MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, LANES: tl.constexpr,
     DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
@@ -128,9 +132,9 @@ def _late_step(
     if ROUNDED and not LANES:
         l_acc = add_late(l_acc, l_part, alpha)
     p, wide, weights, alpha, m, l, top = _weights(
-        s, m, l, top, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+        s, m, l, top, edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
-        DTYPE, BM, BN, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, ROUNDED and LANES,
+        DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, ROUNDED and LANES,
         DYNAMIC, False, BOUND,
     )  # fmt: skip
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, False, TMA)
@@ -161,7 +165,7 @@ def _forward_step(
     """
     s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)
     p, wide, weights, alpha, m, l, top = _weights(
-        s, m, l, top, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+        s, m, l, top, True, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
         q[0].dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
         ROUNDED and LANES, DYNAMIC, PAPER, BOUND,
@@ -195,7 +199,7 @@ def _store_output(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, low_ptr, lse_ptr, max_ptr, sink_ptr, seed_ptr,
+    q_ptr, k_ptr, k_tail, v_ptr, v_tail, o_ptr, low_ptr, lse_ptr, max_ptr, sink_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
@@ -207,9 +211,9 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
-    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr, AHEAD: tl.constexpr,
+    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -221,16 +225,18 @@ def forward_kernel(
     q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
-    hk = h64 // GROUP
+    hk = h // GROUP
     q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
-    k_ptr += b64 * stride_kb + hk * stride_kh + start_k.to(tl.int64) * stride_ks
-    v_ptr += b64 * stride_vb + hk * stride_vh + start_k.to(tl.int64) * stride_vs
     o_row = b64 * stride_ob + h64 * stride_oh + start_q.to(tl.int64) * stride_os
     lse_ptr += b64 * stride_lb + h64 * stride_lh + start_q
 
     off_q = part_offsets(stride_qs, BM, BD)
-    k_ptr = part_sources(k_ptr, stride_ks, sk, BN, BD, D, TMA)
-    v_ptr = part_sources(v_ptr, stride_vs, sk, BN, BDV, DV, TMA)
+    k_ptr = part_sources(
+        k_ptr, k_tail, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, BD, TMA
+    )
+    v_ptr = part_sources(
+        v_ptr, v_tail, b, hk, start_k, sk, stride_vb, stride_vs, stride_vh, BDV, TMA
+    )
     off_k = part_offsets(stride_ks, BN, BD)
     off_v = part_offsets(stride_vs, BN, BDV)
     # [BM, BD]
@@ -253,7 +259,15 @@ def forward_kernel(
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
     )
-    if HAS_LEFT or HAS_RIGHT or not EVEN_K:
+    EDGES: tl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN_K
+    # One loop for all tiles, masked or not, fills its pipeline of loads once. It needs descriptors
+    # for what lies past the sequence; where products join in place, its branch makes ptxas
+    # serialize them (C7515).
+    ONE_LOOP: tl.constexpr = EDGES and (TMA or EVEN_K) and SEGMENT == BN
+    MASKED: tl.constexpr = AT_EDGE if ONE_LOOP else False
+    begin = lo if ONE_LOOP else full_lo
+    end = hi if ONE_LOOP else full_hi
+    if EDGES and not ONE_LOOP:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             n = edge_tile(t, lo, full_lo, full_hi, BN)
             acc, m, l, l_acc, top = _forward_step(
@@ -271,39 +285,17 @@ def forward_kernel(
         part = zero_parts(BM, BDV)
         l_part = () if LANES else tl.zeros([BM, ONES], tl.float32)
         alpha = tl.full([BM], 1.0, tl.float32)
-        if AHEAD:
-            # The scores of the next tile are computed while this tile's softmax runs.
-            if full_hi > full_lo:
-                s = _scores(q, k_ptr, off_k, stride_ks, full_lo, sk, BN, BD, D, False, TMA)
-                for t in range(0, (full_hi - full_lo) // BN - 1):
-                    n = full_lo + t * BN
-                    s_next = _scores(q, k_ptr, off_k, stride_ks, n + BN, sk, BN, BD, D, False, TMA)
-                    acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
-                        s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
-                        stride_vs, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta,
-                        eps, seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                        q[0].dtype, BM, BN, BDV, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-                        ROUNDED, LANES, DYNAMIC, BOUND, TMA,
-                    )  # fmt: skip
-                    s = s_next
-                acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
-                    s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
-                    stride_vs, full_hi - BN, m0, sq, sk, shift, left, right, unit, capped_scale,
-                    beta, eps, seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                    q[0].dtype, BM, BN, BDV, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-                    ROUNDED, LANES, DYNAMIC, BOUND, TMA,
-                )  # fmt: skip
-        else:
-            for t in range(0, (full_hi - full_lo) // BN):
-                n = full_lo + t * BN
-                s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, False, TMA)
-                acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
-                    s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
-                    stride_vs, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta,
-                    eps, seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                    q[0].dtype, BM, BN, BDV, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-                    ROUNDED, LANES, DYNAMIC, BOUND, TMA,
-                )  # fmt: skip
+        for t in range(0, (end - begin) // BN):
+            n = end - BN - t * BN if REVERSE else begin + t * BN
+            s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, False, TMA)
+            acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
+                s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
+                stride_vs, (n < full_lo) | (n >= full_hi), n, m0, sq, sk, shift, left, right,
+                unit, capped_scale, beta, eps,
+                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
+                q[0].dtype, BM, BN, BDV, DV, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
+                CHUNKED, ROUNDED, LANES, DYNAMIC, BOUND, TMA,
+            )  # fmt: skip
         acc = add_late_parts(acc, part, alpha)
         if not LANES:
             l_acc = add_late(l_acc, l_part, alpha)
@@ -437,8 +429,9 @@ def forward(
     tiles = triton.cdiv(problem.sq, tile.bm)
     lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
     bound = DYNAMIC_BOUND_FP16 if q.dtype == torch.float16 else DYNAMIC_BOUND_BF16
+    tma, keys_and_values = descriptors(problem, tile, tile.bn, k, v)
     forward_kernel[(tiles * problem.heads, problem.batch)](
-        q, k, v, result.out,
+        q, *keys_and_values, result.out,
         result.low if result.low.numel() else None,
         result.lse,
         result.max_logits if with_max_logits else None,
@@ -459,10 +452,10 @@ def forward(
         ROUNDED=stabilizer.rounded_normalizer,
         SEGMENT=_segment(stabilizer, tile),
         # The failing emulation has one order of summation.
-        ONES=8 if stabilizer.paper else tile.ones, AHEAD=tile.ahead,
+        ONES=8 if stabilizer.paper else tile.ones,
         DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
-        HEAD_BLOCK=configs.head_block(problem), TMA=use_tma(problem, tile, k, v),
-        num_warps=tile.warps, num_stages=tile.stages,
+        HEAD_BLOCK=configs.head_block(problem), TMA=tma, REVERSE=tile.reverse,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
     )  # fmt: skip
     return result
 

@@ -11,6 +11,9 @@ Shape legend: BM query rows, BN key columns of a tile.
 import triton
 import triton.language as tl
 
+# A step's MASKED argument beside False and True: masked where a scalar says so at run time.
+AT_EDGE = tl.constexpr(2)
+
 
 @triton.jit
 def locate(cu, starts, b, total, length, VARLEN: tl.constexpr):
@@ -52,6 +55,16 @@ def visible(
     if HAS_LEFT:
         ok = ok & (cols >= rows + (shift - left))
     return ok
+
+
+@triton.jit
+def hide(
+    x, rows, cols, sq, sk, shift, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """A tile x with OTHER where a query does not see a key; rows and cols as in `visible`."""
+    ok = visible(rows, cols, sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+    return tl.where(ok, x, OTHER)
 
 
 @triton.jit

@@ -5,6 +5,11 @@ Shape legend: R rows (sequence positions), C columns (a power of two; else see `
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
+
+# How a kernel's TMA argument reads: pointers, a descriptor of [b, h, s, d], or a ragged one of
+# packed sequences.
+POINTERS, DENSE, PACKED = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -15,25 +20,35 @@ def tile_offsets(stride, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def source(
-    ptr, stride, rows, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
-):
-    """What `load_tile` reads from: the pointer itself, or a TMA descriptor of [rows, WIDTH]."""
+    ptr, b, h, start, rows, stride_b, stride_s, stride_h, TMA: tl.constexpr
+):  # fmt: skip
+    """What `load_tile` reads a sequence's head from: a pointer, or a descriptor and where to look.
+
+    ``start`` and ``rows`` are the sequence's first token and length (`geometry.locate`).
+    """
     if TMA:
-        return tl.make_tensor_descriptor(ptr, [rows, WIDTH], [tl.cast(stride, tl.int64), 1], [R, C])
+        return (ptr, b.to(tl.int32), h.to(tl.int32), start, rows)
     else:
-        return ptr
+        first = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        return ptr + first + start.to(tl.int64) * stride_s
 
 
 @triton.jit
 def load_tile(
     ptr, offsets, row0, stride, rows,
     R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
-    TMA: tl.constexpr = False, COLUMN: tl.constexpr = 0,
+    TMA: tl.constexpr = 0, COLUMN: tl.constexpr = 0,
 ):  # fmt: skip
-    """[R, C] tile from row0 and COLUMN on; zeros past ``rows`` (if RAGGED) and WIDTH columns."""
-    if TMA:
-        # The descriptor's bounds give the zeros.
-        return ptr.load([row0, COLUMN])
+    """[R, C] tile from row0 and COLUMN on; zeros past ``rows`` (if RAGGED) and WIDTH columns.
+
+    ``ptr`` is a pointer, or with TMA (`descriptors`) what `source` made of a descriptor, whose
+    bounds give the zeros.
+    """
+    if TMA == PACKED:
+        tile = load_ragged(ptr[0], ptr[3], ptr[4], [ptr[2], row0, COLUMN], 1)
+        return tl.reshape(tile, [R, C])
+    elif TMA:
+        return tl.reshape(ptr[0].load([ptr[1], ptr[2], row0, COLUMN]), [R, C])
     else:
         p = ptr + row0.to(tl.int64) * stride + COLUMN + offsets
         if RAGGED:

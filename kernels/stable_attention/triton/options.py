@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from triton.runtime import _allocation
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention.configs import Tile, tile_width
-from stable_attention.problem import UNLIMITED, Problem, strides
+from stable_attention.problem import UNLIMITED, Problem, dims, strides
+from stable_attention.triton.memory import DENSE, PACKED, POINTERS
+from stable_attention.triton.parts import first_part
 
 LOG2E = 1.4426950408889634
 
@@ -18,6 +21,9 @@ NO_SPECIALIZE = (
     "sq", "sk", "tq", "tk", "heads", "tiles", "left", "right", "pos_q", "pos_k",
     "batch_offset", "head_offset", "threshold", "stride_lb", "stride_lh",
 )  # fmt: skip
+
+# Rows a ragged descriptor can tell apart.
+MAX_DESCRIBED = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,26 +103,54 @@ def common_arguments(problem: Problem, extras: Extras) -> dict[str, object]:
     }
 
 
-def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Scratch memory for the descriptors a kernel makes, from torch's (graph-safe) allocator."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+def descriptors(
+    problem: Problem, tile: Tile, rows: int, *tensors: torch.Tensor
+) -> tuple[int, tuple[object, ...]]:
+    """How a kernel reads ``tensors`` in tiles of ``rows``, and what it is given to do so.
 
-
-def use_tma(problem: Problem, tile: Tile, *tensors: torch.Tensor) -> bool:
-    """Whether a kernel may read ``tensors`` through TMA descriptors; prepares Triton if so.
+    Returns the kernel's TMA argument (`memory`) and, for each tensor, a pair: the tensor and None,
+    or descriptors of its head dim's first and second part (`parts`). Descriptors are made here and
+    passed by value. Made in the kernel, each costs its program two round trips to memory before the
+    first tile, more than a short sequence's softmax takes (docs/kernels.md).
 
     The hardware wants 16-byte aligned rows; other strides take the pointer path of the same kernel.
     """
-    if not tile.tma:
-        return False
-    for x in tensors:
-        row = strides(x, problem.layout)
-        per_16_bytes = 16 // x.element_size()
-        if row[1] <= 0 or any(s % per_16_bytes for s in row):
-            return False
-        if x.device.type != "meta" and x.data_ptr() % 16:
-            return False
-    # Triton keeps its allocator per thread context, and autograd runs in threads of its own.
-    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
-        triton.set_allocator(_allocate)
-    return True
+    if not tile.tma or not all(_describable(x, problem) for x in tensors):
+        return POINTERS.value, tuple(part for x in tensors for part in (x, None))
+    mode = PACKED if problem.varlen else DENSE
+    parts = tuple(part for x in tensors for part in _describe(x, problem.layout, rows))
+    return mode.value, parts
+
+
+def _describable(x: torch.Tensor, problem: Problem) -> bool:
+    step = 16 // x.element_size()
+    shape, row = dims(x, problem.layout), strides(x, problem.layout)
+    legal = all(s > 0 and s % step == 0 for n, s in zip(shape[:3], row, strict=True) if n > 1)
+    aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
+    return legal and aligned and x.numel() > 0 and max(shape) <= MAX_DESCRIBED
+
+
+def _describe(x: torch.Tensor, layout: str, rows: int) -> tuple[object, object]:
+    """Descriptors of [1, 1, rows, part] tiles of [b, h, s, d], for each part of the head dim.
+
+    Sequence and head dim, along which a tile extends, come last, whatever their order in memory.
+    """
+    b, s, h, d = dims(x, layout)
+    step_b, step_s, step_h = (
+        # An extent of 1 may come with any stride.
+        step if n > 1 else 16
+        for n, step in zip((b, s, h), strides(x, layout), strict=True)
+    )
+    width = tile_width(d)
+    first = first_part.fn(width)
+    found: list[object] = []
+    for columns in (first, width - first):
+        if columns == 0:
+            found.append(None)
+        elif layout == "thd":
+            heads_first = x.as_strided((h, s, d), (step_h, step_s, 1))
+            found.append(create_ragged_descriptor(heads_first, [1, rows, columns], 1))
+        else:
+            steps = [step_b, step_h, step_s, 1]
+            found.append(TensorDescriptor(x, [b, h, s, d], steps, [1, 1, rows, columns]))
+    return found[0], found[1]

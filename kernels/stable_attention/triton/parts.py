@@ -32,24 +32,24 @@ def part_offsets(stride, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def part_sources(
-    ptr, stride, rows, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
+    ptr, tail, b, h, start, rows, stride_b, stride_s, stride_h, C: tl.constexpr, TMA: tl.constexpr
 ):
-    """What `load_parts` reads from: the pointer itself, or a TMA descriptor for each part."""
+    """What `load_parts` reads from; ``tail`` is the second part's descriptor, if it has one."""
+    head = source(ptr, b, h, start, rows, stride_b, stride_s, stride_h, TMA)
     C1: tl.constexpr = first_part(C)
     if C == C1:
-        return (source(ptr, stride, rows, R, C, WIDTH, TMA),)
+        return (head,)
+    elif TMA:
+        return (head, source(tail, b, h, start, rows, stride_b, stride_s, stride_h, TMA))
     else:
-        return (
-            source(ptr, stride, rows, R, C1, WIDTH, TMA),
-            source(ptr, stride, rows, R, C - C1, WIDTH, TMA),
-        )
+        return (head, head)
 
 
 @triton.jit
 def load_parts(
     ptrs, offsets, row0, stride, rows,
     R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
-    TMA: tl.constexpr = False,
+    TMA: tl.constexpr = 0,
 ):  # fmt: skip
     """[R, C] tile from row0 on, in parts; zeros past ``rows`` (if RAGGED) and column WIDTH."""
     C1: tl.constexpr = first_part(C)
@@ -69,8 +69,7 @@ def read_parts(
     ptr, row0, stride, rows, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """`load_parts` of a tile that is read once, through plain pointers."""
-    ptrs = part_sources(ptr, stride, rows, R, C, WIDTH, False)
-    return load_parts(ptrs, part_offsets(stride, R, C), row0, stride, rows, R, C, WIDTH, True)
+    return load_parts((ptr, ptr), part_offsets(stride, R, C), row0, stride, rows, R, C, WIDTH, True)
 
 
 @triton.jit
