@@ -66,7 +66,7 @@ class Case:
     gain: float = 1.0
     path: str = ""
     """How the forward kernel sums up tiles (a name of `PATHS`), or "tma": all kernels load through
-    descriptors; "": as shipped."""
+    descriptors, the forward late as on sm_90, or "tma-segments"; "": as shipped."""
     dlse: int = 0
     """Also send a gradient into LSE."""
     seed: int = 0
@@ -152,15 +152,17 @@ PATHS: dict[str, dict[str, int]] = {
 
 @contextlib.contextmanager
 def forward_path(name: str) -> Iterator[None]:
-    """The tile table with every forward row on one of `PATHS`, or every row with TMA ("tma")."""
+    """The tile table with forward rows on one of `PATHS`, or all rows with TMA ("tma*")."""
     from stable_attention import configs
 
     lookup = configs.lookup
 
     def changed(which: str, problem: Any, device: torch.device) -> Any:
         tile = lookup(which, problem, device)
-        if name == "tma":
-            return dataclasses.replace(tile, tma=True)
+        if name.startswith("tma"):
+            # As sm_90 ships them, or with the segments of the row.
+            late = which == "forward" and name == "tma"
+            return dataclasses.replace(tile, tma=True, segment=tile.bn if late else tile.segment)
         if which != "forward" or not name:
             return tile
         path = PATHS[name]

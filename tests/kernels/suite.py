@@ -49,7 +49,7 @@ FEATURES = [
     "layout=thd lens_q=0,5,33,1 lens_k=4,0,33,40 d=160 dv=96 dtype=fp16 unused=3 left=9",
     "sq=20 sk=36 left=13 d=136 dv=72 memory=strided",
     "sq=40 sk=70 causal=1 d=192 dv=128",
-    "sq=40 sk=70 right=7 d=192 dv=128 residual=int8 dtype=fp16 path=tma",
+    "sq=40 sk=70 right=7 d=192 dv=128 residual=int8 dtype=fp16 path=tma-segments",
     "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma",
     "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 hq=4 hk=2 left=9 unused=3 path=tma",
     "d=192 sq=33 sk=40 hq=1 hk=1 path=late",
