@@ -51,7 +51,7 @@ class Tile:
     reverse: int = 0
     """1, with a segment of bn: visit key tiles from the last to the first."""
     tma: bool = field(default=False, kw_only=True)
-    """Load tiles through TMA descriptors made in the kernel (16-byte aligned strides only)."""
+    """Load tiles through TMA descriptors (16-byte aligned strides only)."""
 
     def __post_init__(self) -> None:
         """ValueError for fields that the forward kernel cannot combine."""
