@@ -304,3 +304,49 @@ def test_every_step_is_a_script_with_the_arguments_it_is_given() -> None:
         assert '"--out"' in text and f"{step.result}.json" in text
         assert ('"--resume"' in text) == step.resumes
         assert '"--minutes"' in text or step.script == "kernel_faults.py"
+
+
+def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
+    """A changed copy and other tiles beside the tree; a broken version is a line, not an end."""
+    for name, right, wrong in (
+        ("biased", "return result.out, result.lse", "return result.out + 1.0, result.lse"),
+        ("broken", "return result.out, result.lse", "return as_planted, result.lse"),
+    ):
+        copy_package(tmp_path / name / "kernels", None)
+        file = tmp_path / name / "kernels" / "stable_attention" / "ops.py"
+        assert right in file.read_text()
+        file.write_text(file.read_text().replace(right, wrong, 1))
+    out = tmp_path / "out.json"
+    versions = [f"tree={ROOT}", f"tiles={ROOT}@forward/16=32,32,4,1,32,0@dq/16=32,32,4,1"]
+    versions += [f"{name}={tmp_path / name}" for name in ("biased", "broken")]
+    options = ["--device=cpu", "--rounds", "1", "--out", str(out)]
+    done = run_script("benchmarks/compare_trees.py", *versions, *options, library=ROOT / "kernels")
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(out.read_text())
+    assert result["complete"] and len(result["rows"]) == 2
+    for row in result["rows"]:
+        cells = row["times"]
+        for name in ("tree compensated", "tree none", "tiles compensated", "tiles none"):
+            assert cells[name]["error"] < 0.05 and cells[name]["forward"] > 0, cells
+        assert cells["biased none"]["error"] > 0.5
+        assert "as_planted" in cells["broken none"]["failed"]
+    assert result["speeds"]["SDPA-math"] == {"forward": 1.0, "backward": 1.0}
+    compared = result["versions_compared"]
+    assert compared["tree"]["kernels"] == compared["tiles"]["kernels"] == machine.sources_digest()
+    assert compared["biased"]["kernels"] != compared["tree"]["kernels"]
+    # Where a version lies on this machine is nobody's business.
+    assert str(tmp_path) not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("tree", "is not NAME=FOLDER"),
+        ("a-b=.", "is not NAME=FOLDER"),
+        ("tree=/nonexistent", "name a checkout"),
+        (f"tree={ROOT}@forward=1,2", "is not PASS/HEAD_DIM=FIELDS"),
+    ],
+)
+def test_versions_that_cannot_be_compared_are_refused(version: str, says: str) -> None:
+    done = run_script("benchmarks/compare_trees.py", version, library=ROOT / "kernels")
+    assert done.returncode == 2 and says in done.stderr, done.stderr
