@@ -7,9 +7,9 @@
 A version is NAME=FOLDER, a checkout, and optionally tiles of its own: @PASS/HEAD_DIM=FIELDS, with
 the fields of `stable_attention.configs.Tile` in order. Each package is copied under a name of its
 own, so that all versions live in one process and take turns on the same tensors: from one process
-to the next the clocks of a chip differ more than versions do. Medians of CUDA-event intervals as in
-attention.py, over rounds in alternating order; ``error`` is the largest difference of an output to
-SDPA's on the same inputs, to see that a version computes attention at all.
+to the next the clocks of a chip differ more than versions do. Rows are those of
+attention.py, measured as there; ``difference`` is the largest one of an output to SDPA's on the
+same inputs, to see that a version computes attention at all. Writes compare_trees.json.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import concurrent.futures
 import contextlib
 import importlib
 import json
-import math
 import multiprocessing
 import re
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,12 +35,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import attention
 import torch
-from attention import DEVICE, Shape, intervals, sdpa, shapes, synchronize, tensors
-from machine import RESULTS, describe, sources_digest
+from attention import DEVICE, Shape, measure, sdpa, shapes, tensors
+from kernel_goals import PASSES, Row, geometric_mean, speed, title
+from machine import sources_digest, write_result
 from torch.nn.attention import SDPBackend
 
 STABILIZERS = ("compensated", "none")
 BACKENDS = {"SDPA-cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA-flash": SDPBackend.FLASH_ATTENTION}
+BASE = "SDPA-math" if DEVICE == "cpu" else "SDPA-cuDNN"
 # A module path, an operator's namespace or a file's package; not the function of the same name.
 PACKAGE_NAME = re.compile(r"(?<!\.api import )(?<!def )\bstable_attention\b(?!\()")
 
@@ -81,12 +80,8 @@ class Version:
         return f"tree_{self.name}"
 
     def origin(self) -> dict[str, Any]:
-        """What this version is, without where it lies on this machine."""
-        command = ["git", "-C", str(self.tree), "rev-parse", "--short", "HEAD"]
-        commit = None
-        with contextlib.suppress(OSError):
-            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-        return {"commit": commit, "kernels": sources_digest(self.tree), "tiles": self.tiles}
+        """What this version is: its sources, wherever they lie and whatever commit is near."""
+        return {"kernels": sources_digest(self.tree), "tiles": self.tiles}
 
 
 def copy_package(version: Version, folder: Path) -> None:
@@ -138,54 +133,36 @@ def compile_version(version: Version, folder: Path, wanted: list[Shape]) -> str:
     return ""
 
 
-def compare(
-    table: dict[str, attention.Call], leaves: list[torch.Tensor], *, rounds: int, budget_ms: float
-) -> dict[str, dict[str, Any]]:
-    """{name: {"forward": ms, "backward": ms, "error": largest difference to the first name}}."""
-    *qkv, dout = leaves
-    found: dict[str, dict[str, Any]] = {}
-    live: dict[str, torch.Tensor] = {}
-    reference: torch.Tensor | None = None
-    for name, call in table.items():
-        try:
-            live[name] = call(*qkv)
-            torch.autograd.grad(live[name], qkv, dout, retain_graph=True)
-        except Exception as error:
-            live.pop(name, None)
-            found[name] = {"failed": f"{type(error).__name__}: {str(error)[:160]}"}
-            continue
-        out = live[name].detach().float()
-        reference = out if reference is None else reference
-        found[name] = {"error": (out - reference).abs().max().item()}
-    times: dict[str, dict[str, list[float]]] = {
-        name: {"forward": [], "backward": []} for name in live
-    }
-    for i in range(rounds):
-        for name in list(live) if i % 2 == 0 else list(reversed(live)):
-            call, out = table[name], live[name]
-            times[name]["forward"] += intervals(lambda call=call: call(*qkv), budget_ms)
-            times[name]["backward"] += intervals(
-                lambda out=out: torch.autograd.grad(out, qkv, dout, retain_graph=True), budget_ms
-            )
-        synchronize()
-    for name, both in times.items():
-        found[name] |= {which: round(statistics.median(x), 4) for which, x in both.items()}
-    return found
+def compile_all(versions: list[Version], folder: Path, wanted: list[Shape]) -> None:
+    """Compile all versions side by side, a process each."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(len(versions), mp_context=context) as pool:
+        jobs = [pool.submit(compile_version, version, folder, wanted) for version in versions]
+        print(*filter(None, (job.result() for job in jobs)), sep="\n", flush=True)
 
 
-def speeds(rows: list[dict[str, Any]], base: str) -> dict[str, dict[str, float]]:
-    """Geometric mean over the shapes of ``base``'s time / a name's time, {name: {pass: ratio}}."""
-    logs: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for name, cell in row["times"].items():
-            for which in ("forward", "backward"):
-                if which in cell and which in row["times"].get(base, {}):
-                    ratio = row["times"][base][which] / cell[which]
-                    logs.setdefault(name, {}).setdefault(which, []).append(math.log(ratio))
-    return {
-        name: {which: round(math.exp(statistics.mean(x)), 4) for which, x in both.items()}
-        for name, both in logs.items()
-    }
+def differences(table: dict[str, attention.Call], qkv: list[torch.Tensor]) -> dict[str, float]:
+    """Largest difference of each output to that of the first name; what fails is left out."""
+    outs: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, call in table.items():
+            with contextlib.suppress(Exception):  # `measure` says which, and why
+                outs[name] = call(*qkv).float()
+    first = next(iter(outs.values()))
+    return {name: (out - first).abs().max().item() for name, out in outs.items()}
+
+
+def measured(versions: list[Version], folder: Path, shape: Shape, budget_ms: float) -> Row:
+    """A shape's row, as in ``attention.json``: every version and SDPA's backends as peers."""
+    backends = {BASE: SDPBackend.MATH} if DEVICE == "cpu" else BACKENDS
+    table = {name: sdpa(backend, shape) for name, backend in backends.items()}
+    for version in versions:
+        table |= dict(calls(version, folder, shape))
+    leaves = tensors(shape)
+    peers = measure(table, leaves, budget_ms)
+    for name, value in differences(table, leaves[:3]).items():
+        peers[name]["difference"] = value
+    return asdict(shape) | {"peers": peers}
 
 
 def selected(args: argparse.Namespace) -> list[Shape]:
@@ -202,11 +179,10 @@ def selected(args: argparse.Namespace) -> list[Shape]:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     found.add_argument("versions", nargs="+", help="NAME=FOLDER[@PASS/HEAD_DIM=FIELDS ...]")
-    found.add_argument("--out", type=Path, default=RESULTS / "compare_trees.json")
+    found.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     found.add_argument("--dims", type=int, nargs="*", default=[], help="head dims; all by default")
     found.add_argument("--lengths", type=int, nargs="*", default=[], help="all by default")
-    found.add_argument("--rounds", type=int, default=3)
-    found.add_argument("--budget-ms", type=float, default=10.0, help="per name, pass and round")
+    found.add_argument("--budget-ms", type=float, default=15.0, help="per name, pass and round")
     found.add_argument("--minutes", type=float, default=8.0, help="start no shape after this long")
     found.add_argument("--device", default="cuda")
     return found
@@ -223,8 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     began = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    base = "SDPA-math" if DEVICE == "cpu" else "SDPA-cuDNN"
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="trees") as text:
         folder = Path(text)
         for version in versions:
@@ -235,34 +210,32 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"error: {version.name} cannot be imported: {error}", file=sys.stderr)
                 return 2
         if DEVICE == "cuda":
-            context = multiprocessing.get_context("spawn")
-            with concurrent.futures.ProcessPoolExecutor(len(versions), mp_context=context) as pool:
-                jobs = [pool.submit(compile_version, v, folder, wanted) for v in versions]
-                print(*filter(None, (job.result() for job in jobs)), sep="\n", flush=True)
+            compile_all(versions, folder, wanted)
         for shape in wanted:
             if time.monotonic() - began > args.minutes * 60:
                 print(f"out of time: {len(rows)} of {len(wanted)} shapes", flush=True)
                 break
-            backends = {base: SDPBackend.MATH} if DEVICE == "cpu" else BACKENDS
-            table = {name: sdpa(backend, shape) for name, backend in backends.items()}
-            for version in versions:
-                table |= dict(calls(version, folder, shape))
-            times = compare(table, tensors(shape), rounds=args.rounds, budget_ms=args.budget_ms)
-            rows.append(asdict(shape) | {"times": times})
+            rows.append(measured(versions, folder, shape, args.budget_ms))
             left = (len(wanted) - len(rows)) * (time.monotonic() - began) / len(rows) / 60
-            print(f"{len(rows)}/{len(wanted)}, about {left:.1f} min left: {shape}", flush=True)
-            for name, cell in times.items():
+            print(f"{len(rows)}/{len(wanted)}, about {left:.1f} min left: {title(rows[-1])}")
+            for name, cell in rows[-1]["peers"].items():
                 print("  ", name, cell, flush=True)
-    result = describe() | {
-        "versions_compared": {v.name: v.origin() for v in versions},
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    means = {
+        name: {
+            p: round(geometric_mean(list(speed(rows, name, BASE, p).values())), 4) for p in PASSES
+        }
+        for name in names
+        if any(speed(rows, name, BASE, p) for p in PASSES)
+    }
+    figures = {
+        "compared": {v.name: v.origin() for v in versions},
         "complete": len(rows) == len(wanted),
-        "speed_over": base,
-        "speeds": speeds(rows, base),
+        f"speed over {BASE}": means,
         "rows": rows,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["speeds"], indent=1), "results in", args.out)
+    print(json.dumps(means, indent=1))
+    print(f"wrote {write_result('compare_trees', figures, args.out)}")
     return 0
 
 

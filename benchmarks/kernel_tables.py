@@ -203,7 +203,7 @@ def row_sum_table(result: dict[str, Any]) -> str:
                 if r["width"] == d
                 and r["banded"] == (mask == "band")
                 and r["ms"]
-                and not r.get("ahead")
+                and not r.get("ahead")  # a loop of earlier kernels, in the records of their search
             ]
             none = min(
                 r["ms"]

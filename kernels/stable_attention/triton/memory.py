@@ -19,9 +19,7 @@ def tile_offsets(stride, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def source(
-    ptr, b, h, start, rows, stride_b, stride_s, stride_h, TMA: tl.constexpr
-):  # fmt: skip
+def source(ptr, b, h, start, rows, stride_b, stride_s, stride_h, TMA: tl.constexpr):
     """What `load_tile` reads a sequence's head from: a pointer, or a descriptor and where to look.
 
     ``start`` and ``rows`` are the sequence's first token and length (`geometry.locate`).

@@ -111,7 +111,7 @@ def descriptors(
     Returns the kernel's TMA argument (`memory`) and, for each tensor, a pair: the tensor and None,
     or descriptors of its head dim's first and second part (`parts`). Descriptors are made here and
     passed by value. Made in the kernel, each costs its program two round trips to memory before the
-    first tile, more than a short sequence's softmax takes (docs/kernels.md).
+    first tile (docs/kernels.md).
 
     The hardware wants 16-byte aligned rows; other strides take the pointer path of the same kernel.
     """
