@@ -69,7 +69,7 @@ class Version:
             )
         rows = {}
         for tile in tiles:
-            match = re.fullmatch(r"((?:forward|dkdv|dq)/\d+)=(\d+(?:,\d+)+)", tile)
+            match = re.fullmatch(r"((?:forward|dkdv|dq)/\d+)=(\d+(?:,\d+){3,})", tile)
             if match is None:
                 raise ValueError(f"{tile!r} is not PASS/HEAD_DIM=FIELDS, as dq/128=128,64,8,3")
             rows[match[1]] = [int(x) for x in match[2].split(",")]
@@ -195,6 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         if len({v.name for v in versions}) < len(versions):
             raise ValueError(f"two versions of one name in {args.versions}")
         wanted = selected(args)
+        if DEVICE == "cuda" and not torch.cuda.is_available():
+            raise ValueError("no GPU here; --device=cpu tries the script in the interpreter")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

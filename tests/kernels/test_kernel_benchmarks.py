@@ -345,6 +345,7 @@ def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
         ("a-b=.", "is not NAME=FOLDER"),
         ("tree=/nonexistent", "name a checkout"),
         (f"tree={ROOT}@forward=1,2", "is not PASS/HEAD_DIM=FIELDS"),
+        (f"tree={ROOT}@forward/64=64,64", "is not PASS/HEAD_DIM=FIELDS"),
     ],
 )
 def test_versions_that_cannot_be_compared_are_refused(version: str, says: str) -> None:
