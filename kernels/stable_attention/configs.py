@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from stable_attention.problem import Problem
 
 # Bytes of keys and values that one group of neighbouring heads may keep in L2.
-L2_BUDGET = 24 * 2**20
+L2_BUDGET = 12 * 2**20
+# Programs that neighbouring heads should have between them: about one a processor.
+PROGRAMS = 128
 PASSES = ("forward", "dkdv", "dq")
 # Columns of ones that `Tile.ones` may name.
 ONES = (0, 8, 16)
@@ -50,6 +52,12 @@ class Tile:
     """Most registers a thread may use, for one more program on a processor; 0: no bound."""
     reverse: int = 0
     """1, with a segment of bn: visit key tiles from the last to the first."""
+    early: int = 0
+    """1: finish a tile's row sums before its product with V, in the shadow of the exponentials; the
+    sum of the unrounded P stays spread over lanes whatever ``ones`` says. 0: the compiler places
+    them. Not with ones=16, whose product would be waited for."""
+    query_tma: int = 0
+    """1: the forward pass reads its queries through a descriptor too; pointers are often faster."""
     tma: bool = field(default=False, kw_only=True)
     """Load tiles through TMA descriptors (16-byte aligned strides only)."""
 
@@ -68,6 +76,11 @@ class Tile:
             raise ValueError(
                 f"reverse={self.reverse} with segment={self.segment}: tiles are visited from the "
                 f"end only where products join late; set segment={self.bn} (= bn) or reverse=0"
+            )
+        if self.early and self.ones == 16:
+            raise ValueError(
+                "early=1 with ones=16: an early sum would wait for an asynchronous product; "
+                "set ones to 0 or 8, or early=0"
             )
         if self.segment % self.bn:
             raise ValueError(
@@ -90,7 +103,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
-    """The shipped table: {arch: {"pass/width/mask": [fields of `Tile` up to ``reverse``]}}."""
+    """The shipped table: {arch: {"pass/width/mask": [fields of `Tile` up to ``query_tma``]}}."""
     text = resources.files("stable_attention").joinpath("configs.json").read_text()
     return json.loads(text)
 
@@ -142,8 +155,12 @@ def _row_width(arch: str, width: int) -> int:
     return 0 if arch == "interpreter" else max(width, 64)
 
 
-def head_block(problem: Problem) -> int:
-    """How many neighbouring query heads advance together so that their keys stay in L2."""
+def head_block(problem: Problem, programs: int) -> int:
+    """How many neighbouring query heads advance together so that their keys stay in L2.
+
+    Few, but no fewer than occupy the chip: ``programs`` is what the heads of one key head have.
+    """
     per_head = max(1, problem.sk * (problem.d + problem.dv) * 2)
-    kv = max(1, min(problem.kv_heads, L2_BUDGET // per_head))
+    kv = max(1, L2_BUDGET // per_head, -(-PROGRAMS // max(1, programs)))
+    kv = min(kv, problem.kv_heads)
     return 1 << (kv.bit_length() - 1) if problem.group == 1 else kv * problem.group

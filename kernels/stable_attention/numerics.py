@@ -197,6 +197,21 @@ def round_and_widen(p, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def pinned(x):
+    """float32 x, computed where this stands.
+
+    An assembler statement that compilers may not move. LLVM otherwise sinks a sum that a loop
+    carries past the wait for V, where ptxas puts its additions between the products.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def half_ulp(hi):
     """Half the spacing of hi's 16-bit format at hi, from hi's own exponent: nothing is stored.
 
@@ -212,9 +227,12 @@ def half_ulp(hi):
 
 
 @triton.jit
-def residual_encode(o, hi, LOW_DTYPE: tl.constexpr):
-    """Low-order part of o float32 left behind by its 16-bit rounding hi, as bf16 or int8 codes."""
-    low = o - widen(hi)
+def residual_encode(o, hi, wide, LOW_DTYPE: tl.constexpr):
+    """Low-order part of o float32 left behind by its 16-bit rounding hi, as bf16 or int8 codes.
+
+    wide is hi as float32: of `round_and_widen` where hi is also stored.
+    """
+    low = o - wide
     if LOW_DTYPE == tl.int8:  # noqa: SIM300
         code = low * (127.0 / half_ulp(hi))
         code = tl.minimum(tl.maximum(code, -127.0), 127.0)

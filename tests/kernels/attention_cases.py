@@ -147,6 +147,10 @@ PATHS: dict[str, dict[str, int]] = {
     "reverse": {"segment": 1, "ones": 16, "reverse": 1},
     "lanes": {"segment": 1, "ones": 0},
     "lanes-reverse": {"segment": 1, "ones": 0, "reverse": 1},
+    "early": {"segment": 0, "early": 1},
+    "early-segments": {"segment": 2, "early": 1},
+    "early-late": {"segment": 1, "early": 1},
+    "early-lanes": {"segment": 1, "ones": 0, "early": 1},
 }
 
 
@@ -162,7 +166,8 @@ def forward_path(name: str) -> Iterator[None]:
         if name.startswith("tma"):
             # As sm_90 ships them, or with the segments of the row.
             late = which == "forward" and name == "tma"
-            return dataclasses.replace(tile, tma=True, segment=tile.bn if late else tile.segment)
+            segment = tile.bn if late else tile.segment
+            return dataclasses.replace(tile, tma=True, query_tma=int(late), segment=segment)
         if which != "forward" or not name:
             return tile
         path = PATHS[name]

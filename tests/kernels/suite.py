@@ -51,6 +51,8 @@ FEATURES = [
     "sq=40 sk=70 causal=1 d=192 dv=128",
     "sq=40 sk=70 right=7 d=192 dv=128 residual=int8 dtype=fp16 path=tma-segments",
     "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma",
+    "layout=bhsd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 d=96 dv=64 memory=fused path=tma",
+    "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 hq=4 hk=2 d=64 dv=96 memory=fused path=tma",
     "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 hq=4 hk=2 left=9 unused=3 path=tma",
     "d=192 sq=33 sk=40 hq=1 hk=1 path=late",
     "sq=40 sk=40 d=96 dv=64 softcap=3 dlse=1 causal=1 stabilizer=none",
@@ -69,6 +71,12 @@ FEATURES = [
     "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=reverse",
     "sq=40 sk=130 left=90 right=50 stabilizer=none path=reverse",
     "layout=thd lens_q=0,5,40 lens_k=4,0,130 causal=1 path=reverse",
+    "sq=33 sk=200 hq=1 hk=1 path=early",
+    "sq=33 sk=130 d=192 dv=192 dtype=fp16 hq=1 hk=1 causal=1 path=early",
+    "sq=33 sk=200 hq=1 hk=1 path=early-segments",
+    "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned path=early-late",
+    "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=early-lanes",
+    "sq=40 sk=130 left=90 right=50 stabilizer=none path=early",
 ]
 
 FAULTS = {
@@ -225,6 +233,7 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "values of one": values_of_one,
     "values of one, fp16": lambda: values_of_one(torch.float16),
     "values of one, lanes": lambda: values_of_one(path="lanes"),
+    "values of one, early": lambda: values_of_one(path="early"),
     "values of one, int8": lambda: values_of_one(residual="int8"),
     "low-order part, bf16": lambda: low_order_part("bf16"),
     "low-order part, int8": lambda: low_order_part("int8"),

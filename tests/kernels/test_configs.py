@@ -18,6 +18,7 @@ from stable_attention.configs import Tile
         ({"ones": 0, "segment": 0}, "set segment=64"),
         ({"reverse": 1}, "set segment=64"),
         ({"segment": 96}, "take 0, bn or a multiple"),
+        ({"early": 1, "ones": 16}, "set ones to 0 or 8"),
     ],
 )
 def test_refused(fields: dict[str, int], remedy: str) -> None:

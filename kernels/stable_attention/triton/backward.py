@@ -28,8 +28,15 @@ from stable_attention.triton.geometry import (
     query_range,
     tile_and_head,
     visible,
+    visible_transposed,
 )
-from stable_attention.triton.memory import tile_offsets
+from stable_attention.triton.memory import (
+    POINTERS,
+    load_tile,
+    source,
+    store_tile,
+    tile_offsets,
+)
 from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, descriptors
 from stable_attention.triton.parts import (
     add_dot_parts,
@@ -67,7 +74,9 @@ def _dkdv_step(
     p = tl.exp2(s * unit - lse_to_shift(lse)[None, :])
     if MASKED:
         cols = n0 + tl.arange(0, BN)
-        ok = visible(rows[None, :], cols[:, None], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+        ok = visible_transposed(
+            rows[None, :], cols[:, None], shift, left, right, HAS_LEFT, HAS_RIGHT
+        )
         p = tl.where(ok, p, 0.0)
     do = load_parts(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED, TMA)
     # [BN, BDV] @ [BDV, BM] -> [BN, BM]
@@ -94,7 +103,8 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dkdv_kernel(
-    q_ptr, q_tail, do_ptr, do_tail, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seed_ptr,
+    q_ptr, q_tail, do_ptr, do_tail, k_ptr, v_ptr, dk_ptr, dk_tail, dv_ptr, dv_tail,
+    lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -117,9 +127,8 @@ def dkdv_kernel(
         return
     q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
-    hk64 = hk.to(tl.int64)
-    k_ptr += b64 * stride_kb + hk64 * stride_kh + start_k.to(tl.int64) * stride_ks
-    v_ptr += b64 * stride_vb + hk64 * stride_vh + start_k.to(tl.int64) * stride_vs
+    k_ptr = source(k_ptr, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, POINTERS)
+    v_ptr = source(v_ptr, b, hk, start_k, sk, stride_vb, stride_vs, stride_vh, POINTERS)
     off_q = part_offsets(stride_qs, BM, BD)
     off_do = part_offsets(stride_gs, BM, BDV)
     # [BN, BD], [BN, BDV]
@@ -162,37 +171,45 @@ def dkdv_kernel(
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                 CHUNKED, PAPER, TMA,
             )  # fmt: skip
-    dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + start_k.to(tl.int64) * stride_dks
-    dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + start_k.to(tl.int64) * stride_dvs
-    store_gradient(dk_ptr, dk, scale, n0, stride_dks, sk, BN, BD, D, ADD)
-    store_gradient(dv_ptr, dv, keep_scale, n0, stride_dvs, sk, BN, BDV, DV, ADD)
+    # What is added to is read first, through pointers.
+    OUT: tl.constexpr = POINTERS if ADD else TMA
+    dk_ptr = part_sources(
+        dk_ptr, dk_tail, b, hk, start_k, sk, stride_dkb, stride_dks, stride_dkh, BD, OUT
+    )
+    dv_ptr = part_sources(
+        dv_ptr, dv_tail, b, hk, start_k, sk, stride_dvb, stride_dvs, stride_dvh, BDV, OUT
+    )
+    store_gradient(dk_ptr, dk, scale, n0, stride_dks, sk, BN, BD, D, ADD, OUT)
+    store_gradient(dv_ptr, dv, keep_scale, n0, stride_dvs, sk, BN, BDV, DV, ADD, OUT)
 
 
 @triton.jit
 def store_gradient(
     ptr, grad, scale, row0, stride, rows,
-    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Write scale times a gradient tile [R, C] in parts; see `_store_part`."""
     C1: tl.constexpr = first_part(C)
     if C == C1:
-        _store_part(ptr, grad[0] * scale, row0, stride, rows, R, C, WIDTH, ADD)
+        _store_part(ptr[0], grad[0] * scale, row0, stride, rows, R, C, WIDTH, ADD, TMA, 0)
     else:
-        _store_part(ptr, grad[0] * scale, row0, stride, rows, R, C1, C1, ADD)
-        _store_part(ptr + C1, grad[1] * scale, row0, stride, rows, R, C - C1, WIDTH - C1, ADD)
+        _store_part(ptr[0], grad[0] * scale, row0, stride, rows, R, C1, C1, ADD, TMA, 0)
+        _store_part(
+            ptr[1], grad[1] * scale, row0, stride, rows, R, C - C1, WIDTH - C1, ADD, TMA, C1
+        )
 
 
 @triton.jit
 def _store_part(
     ptr, grad, row0, stride, rows,
-    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
+    COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Write a [R, C] gradient tile, or add it to what is there (float32 accumulators of chunks)."""
-    p = ptr + row0.to(tl.int64) * stride + tile_offsets(stride, R, C)
-    ok = (row0 + tl.arange(0, R) < rows)[:, None] & (tl.arange(0, C) < WIDTH)[None, :]
     if ADD:
-        grad += tl.load(p, mask=ok, other=0.0)
-    tl.store(p, grad.to(ptr.dtype.element_ty), mask=ok)
+        off = tile_offsets(stride, R, C)
+        grad += load_tile(ptr, off, row0, stride, rows, R, C, WIDTH, True, POINTERS, COLUMN)
+    store_tile(ptr, grad, row0, stride, rows, R, C, WIDTH, TMA, COLUMN)
 
 
 @triton.jit
@@ -215,7 +232,7 @@ def _dq_step(
     if MASKED:
         rows = m0 + tl.arange(0, BM)
         cols = n + tl.arange(0, BN)
-        ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+        ok = visible(rows[:, None], cols[None, :], sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
         p = tl.where(ok, p, 0.0)
     # [BM, BDV] @ [BDV, BN] -> [BM, BN]
     dp = dot_over_parts(do, v)
@@ -231,7 +248,7 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dq_kernel(
-    q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, lse_ptr, delta_ptr, seed_ptr,
+    q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, dq_tail, lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -255,8 +272,8 @@ def dq_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     hk = h // GROUP
-    q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
-    do_ptr += b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
+    q_ptr = source(q_ptr, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, POINTERS)
+    do_ptr = source(do_ptr, b, h, start_q, sq, stride_gb, stride_gs, stride_gh, POINTERS)
     row = b64 * stride_lb + h64 * stride_lh + start_q
     off_k = part_offsets(stride_ks, BN, BD)
     off_v = part_offsets(stride_vs, BN, BDV)
@@ -296,17 +313,34 @@ def dq_kernel(
             BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
             CHUNKED, PAPER, TMA,
         )  # fmt: skip
-    dq_ptr += b64 * stride_dqb + h64 * stride_dqh + start_q.to(tl.int64) * stride_dqs
-    store_gradient(dq_ptr, dq, scale, m0, stride_dqs, sq, BM, BD, D, ADD)
+    OUT: tl.constexpr = POINTERS if ADD else TMA
+    dq_ptr = part_sources(
+        dq_ptr, dq_tail, b, h, start_q, sq, stride_dqb, stride_dqs, stride_dqh, BD, OUT
+    )
+    store_gradient(dq_ptr, dq, scale, m0, stride_dqs, sq, BM, BD, D, ADD, OUT)
+
+
+def _descriptors(problem, tile, inputs, gradients, add):
+    """`descriptors` of what a loop reads, and of gradients that are not added to: (tensor, rows).
+
+    A program's own tile goes through pointers: that is as fast or faster, and takes no argument.
+    What is added to is read first, and goes through pointers too.
+    """
+    tma, tiled = descriptors(problem, tile, *inputs, *(() if add else gradients))
+    plain = tuple(part for x, _ in gradients for part in (x, None)) if add else ()
+    return tma, tiled[: 2 * len(inputs)], (*tiled[2 * len(inputs) :], *plain)
 
 
 def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
     q, k, v, dout, lse, delta = tensors
     tiles = triton.cdiv(problem.sk, tile.bn)
-    group_block = max(1, configs.head_block(problem) // problem.group)
-    tma, queries_and_dout = descriptors(problem, tile, tile.bm, q, dout)
+    group_block = max(1, configs.head_block(problem, tiles) // problem.group)
+    gradients = ((dk, tile.bn), (dv, tile.bn))
+    tma, reads, writes = _descriptors(
+        problem, tile, ((q, tile.bm), (dout, tile.bm)), gradients, add
+    )
     dkdv_kernel[(tiles * problem.kv_heads, problem.batch)](
-        *queries_and_dout, k, v, dk, dv, lse, delta,
+        *reads, k, v, *writes, lse, delta,
         extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
         *(s for x in (q, k, v, dout, dk, dv) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
@@ -321,16 +355,17 @@ def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
 def launch_dq(problem, tensors, dq, *, extras, tile, add):
     q, k, v, dout, lse, delta = tensors
     tiles = triton.cdiv(problem.sq, tile.bm)
-    tma, keys_and_values = descriptors(problem, tile, tile.bn, k, v)
+    keys = ((k, tile.bn), (v, tile.bn))
+    tma, reads, writes = _descriptors(problem, tile, keys, ((dq, tile.bm),), add)
     dq_kernel[(tiles * problem.heads, problem.batch)](
-        q, dout, *keys_and_values, dq, lse, delta,
+        q, dout, *reads, *writes, lse, delta,
         extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
         *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
         **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
         BM=tile.bm, BN=tile.bn, ADD=add,
         EVEN=not problem.varlen and problem.sk % tile.bn == 0,
-        HEAD_BLOCK=configs.head_block(problem), TMA=tma,
+        HEAD_BLOCK=configs.head_block(problem, tiles * problem.group), TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

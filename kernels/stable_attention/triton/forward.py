@@ -11,8 +11,6 @@ visible band with a mask and all others without one: in two loops, or in one wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ from stable_attention.numerics import (
     add_sink,
     inverse,
     log_sum_exp,
+    pinned,
     residual_encode,
     round_and_widen,
     round_scores,
@@ -36,8 +35,8 @@ from stable_attention.numerics import (
     softmax_step,
 )
 from stable_attention.philox import keep_mask
-from stable_attention.problem import Problem, shape, strides
-from stable_attention.stabilizers import KNOWN, LOW_DTYPES, Stabilizer
+from stable_attention.problem import Problem, strides
+from stable_attention.stabilizers import KNOWN, Stabilizer
 from stable_attention.triton.geometry import (
     AT_EDGE,
     align,
@@ -47,10 +46,11 @@ from stable_attention.triton.geometry import (
     locate,
     tile_and_head,
 )
-from stable_attention.triton.memory import tile_offsets
+from stable_attention.triton.memory import POINTERS, store_tile
 from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, descriptors
 from stable_attention.triton.parts import (
     accumulate_parts,
+    add_dot_parts,
     add_late_parts,
     add_segment_parts,
     dot_over_parts,
@@ -59,9 +59,11 @@ from stable_attention.triton.parts import (
     load_parts,
     part_offsets,
     part_sources,
+    rescale_parts,
     scale_parts,
     zero_parts,
 )
+from stable_attention.triton.results import ForwardResult, allocate
 
 
 @triton.jit
@@ -95,9 +97,9 @@ def _weights(
     cols = (n + tl.arange(0, BN))[None, :]
     if MASKED == AT_EDGE:
         if edge:
-            s = hide(s, rows, cols, sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
+            s = hide(s, rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
     elif MASKED:
-        s = hide(s, rows, cols, sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
+        s = hide(s, rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
     if DYNAMIC:
         # The shift is no longer the maximum, which the caller may want.
         top = tl.maximum(top, tl.max(s, 1) * unit)
@@ -125,6 +127,7 @@ def _late_step(
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, LANES: tl.constexpr,
+    EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the product of the tile before (part, l_part), then start that of the tile at n."""
@@ -137,14 +140,28 @@ def _late_step(
         DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, ROUNDED and LANES,
         DYNAMIC, False, BOUND,
     )  # fmt: skip
+    if EARLY:
+        l = pinned(l)
+        if ROUNDED:
+            l_acc, l_part = _late_rounded(l_acc, l_part, alpha, p, wide, ones, LANES, EARLY)
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, False, TMA)
     part = dot_parts(weights, v)
-    if ROUNDED:
-        if LANES:
-            l_acc = add_row_sum(l_acc, alpha, wide)
-        else:
-            l_part = tl.dot(p, ones)
+    if ROUNDED and not EARLY:
+        l_acc, l_part = _late_rounded(l_acc, l_part, alpha, p, wide, ones, LANES, EARLY)
     return acc, l_acc, part, l_part, alpha, m, l, top
+
+
+@triton.jit
+def _late_rounded(
+    l_acc, l_part, alpha, p, wide, ones, LANES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """(l_acc, l_part) with a tile's rounded P: LANES add it up now, a product joins late."""
+    if LANES:
+        l_acc = add_row_sum(l_acc, alpha, wide)
+        return pinned(l_acc) if EARLY else l_acc, l_part
+    else:
+        l_part = tl.dot(p, ones)
+        return l_acc, pinned(l_part) if EARLY else l_part
 
 
 @triton.jit
@@ -156,6 +173,7 @@ def _forward_step(
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, LANES: tl.constexpr,
+    EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -170,36 +188,55 @@ def _forward_step(
         q[0].dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
         ROUNDED and LANES, DYNAMIC, PAPER, BOUND,
     )  # fmt: skip
+    if EARLY:
+        l = pinned(l)
+        if ROUNDED:
+            l_acc = pinned(_add_rounded(l_acc, alpha, p, wide, ones, LANES))
+        acc = rescale_parts(acc, alpha)
     # [BN, BDV]
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BN] @ [BN, BDV] -> [BM, BDV]
-    acc = accumulate_parts(acc, alpha, weights, v, PAPER)
-    if ROUNDED:
-        if LANES:
-            l_acc = add_row_sum(l_acc, alpha, wide)
-        else:
-            l_acc = accumulate(l_acc, alpha, p, ones, False)
+    acc = (
+        add_dot_parts(weights, v, acc) if EARLY else accumulate_parts(acc, alpha, weights, v, PAPER)
+    )
+    if ROUNDED and not EARLY:
+        l_acc = _add_rounded(l_acc, alpha, p, wide, ones, LANES)
     return acc, m, l, l_acc, top
 
 
 @triton.jit
+def _add_rounded(l_acc, alpha, p, wide, ones, LANES: tl.constexpr):
+    """l_acc * alpha and the row sums of a tile's rounded P."""
+    if LANES:
+        l_acc = add_row_sum(l_acc, alpha, wide)
+    else:
+        l_acc = accumulate(l_acc, alpha, p, ones, False)
+    return l_acc
+
+
+@triton.jit
 def _store_output(
-    o, o_ptr, low_ptr, first, stride, row_ok,
+    o, o_ptr, low_ptr, m0, stride, sq, DTYPE: tl.constexpr,
     BM: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr, HAS_LOW: tl.constexpr,
+    TMA: tl.constexpr, COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Write O [BM, BDV] (one part) and its low-order part; ``first`` is its offset in memory."""
-    hi_part = o.to(o_ptr.dtype.element_ty)
-    off_o = tile_offsets(stride, BM, BDV)
-    ok = row_ok[:, None] & (tl.arange(0, BDV)[None, :] < DV)
-    tl.store(o_ptr + first + off_o, hi_part, mask=ok)
+    """Write O [BM, BDV] (the part at COLUMN), and rounded to DTYPE also its low-order part."""
     if HAS_LOW:
-        low = residual_encode(o, hi_part, low_ptr.dtype.element_ty)
-        tl.store(low_ptr + first + off_o, low, mask=ok)
+        hi, wide = round_and_widen(o, DTYPE)
+        store_tile(o_ptr, hi, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
+        if TMA:
+            low = residual_encode(o, hi, wide, low_ptr[0].dtype)
+        else:
+            low = residual_encode(o, hi, wide, low_ptr.dtype.element_ty)
+        store_tile(low_ptr, low, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
+    else:
+        store_tile(o_ptr, o, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def forward_kernel(
-    q_ptr, k_ptr, k_tail, v_ptr, v_tail, o_ptr, low_ptr, lse_ptr, max_ptr, sink_ptr, seed_ptr,
+    q_ptr, q_tail, k_ptr, k_tail, v_ptr, v_tail, o_ptr, o_tail, low_ptr, low_tail,
+    lse_ptr, max_ptr, sink_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
@@ -211,9 +248,10 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
-    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr,
+    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr, EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr, REVERSE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr, Q_TMA: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -226,8 +264,9 @@ def forward_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     hk = h // GROUP
-    q_ptr += b64 * stride_qb + h64 * stride_qh + start_q.to(tl.int64) * stride_qs
-    o_row = b64 * stride_ob + h64 * stride_oh + start_q.to(tl.int64) * stride_os
+    q_ptr = part_sources(
+        q_ptr, q_tail, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, BD, Q_TMA
+    )
     lse_ptr += b64 * stride_lb + h64 * stride_lh + start_q
 
     off_q = part_offsets(stride_qs, BM, BD)
@@ -240,16 +279,16 @@ def forward_kernel(
     off_k = part_offsets(stride_ks, BN, BD)
     off_v = part_offsets(stride_vs, BN, BDV)
     # [BM, BD]
-    q = load_parts((q_ptr, q_ptr), off_q, m0, stride_qs, sq, BM, BD, D, True)
+    q = load_parts(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, True, Q_TMA)
     m = tl.full([BM], -float("inf"), tl.float32)
     # Without a matrix of ones both sums of a row stay spread over four lanes until the end.
     LANES: tl.constexpr = ONES == 0
+    SPREAD: tl.constexpr = LANES or EARLY
+    l = tl.zeros([BM, 4], tl.float32) if SPREAD else tl.zeros([BM], tl.float32)
     if LANES:
-        l = tl.zeros([BM, 4], tl.float32)
         l_acc = l
         ones = ()
     else:
-        l = tl.zeros([BM], tl.float32)
         l_acc = tl.zeros([BM, ONES], tl.float32)
         ones = tl.full([BN, ONES], 1.0, tl.float32).to(q[0].dtype)
     top = m
@@ -275,7 +314,7 @@ def forward_kernel(
                 n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, LANES, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     # Masked tiles may leave rows without a key (m = -inf); an unmasked tile ends that.
     if SEGMENT == BN:
@@ -294,7 +333,7 @@ def forward_kernel(
                 unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 q[0].dtype, BM, BN, BDV, DV, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, LANES, DYNAMIC, BOUND, TMA,
+                CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, BOUND, TMA,
             )  # fmt: skip
         acc = add_late_parts(acc, part, alpha)
         if not LANES:
@@ -306,7 +345,7 @@ def forward_kernel(
                 full_lo + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, LANES, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     else:
         for g in range(0, tl.cdiv(full_hi - full_lo, SEGMENT)):
@@ -321,7 +360,7 @@ def forward_kernel(
                     n0 + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                     BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, ROUNDED, LANES, DYNAMIC, PAPER, BOUND, TMA,
+                    CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, PAPER, BOUND, TMA,
                 )  # fmt: skip
             acc = add_segment_parts(acc, part, m_before, m)
             l_acc = add_segment(l_acc, l_part, m_before, m)
@@ -331,67 +370,37 @@ def forward_kernel(
     if HAS_MAX:
         seen = tl.where(row_ok, top if DYNAMIC else m, -float("inf"))
         tl.atomic_max(max_ptr + h, tl.max(seen, 0) * LN2, sem="relaxed")
-    if LANES:
+    if SPREAD:
         l = tl.sum(l, 1)
-        l_rounded = tl.sum(l_acc, 1) if ROUNDED else l
+    if ROUNDED:
+        l_rounded = tl.sum(l_acc, 1) if LANES else tl.max(l_acc, 1)
     else:
-        l_rounded = tl.max(l_acc, 1) if ROUNDED else l
+        l_rounded = l
     if HAS_SINK:
         alpha, m, l, l_rounded = add_sink(tl.load(sink_ptr + h), m, l, l_rounded)
         acc = scale_parts(acc, alpha)
     acc = scale_parts(acc, inverse(l_rounded) * keep_scale)
-    o_row += m0.to(tl.int64) * stride_os
-    C1: tl.constexpr = first_part(BDV)
-    if BDV == C1:
-        _store_output(acc[0], o_ptr, low_ptr, o_row, stride_os, row_ok, BM, BDV, DV, HAS_LOW)
+    o_ptr = part_sources(
+        o_ptr, o_tail, b, h, start_q, sq, stride_ob, stride_os, stride_oh, BDV, TMA
+    )
+    if HAS_LOW:
+        low_ptr = part_sources(
+            low_ptr, low_tail, b, h, start_q, sq, stride_ob, stride_os, stride_oh, BDV, TMA
+        )
     else:
-        _store_output(acc[0], o_ptr, low_ptr, o_row, stride_os, row_ok, BM, C1, C1, HAS_LOW)
+        low_ptr = (None, None)
+    C1: tl.constexpr = first_part(BDV)
+    REST: tl.constexpr = BDV - C1
+    _store_output(
+        acc[0], o_ptr[0], low_ptr[0], m0, stride_os, sq,
+        q[0].dtype, BM, C1, min(C1, DV), HAS_LOW, TMA, 0,
+    )  # fmt: skip
+    if REST:
         _store_output(
-            acc[1], o_ptr, low_ptr, o_row + C1, stride_os, row_ok, BM, BDV - C1, DV - C1, HAS_LOW
-        )
+            acc[1], o_ptr[1], low_ptr[1], m0, stride_os, sq,
+            q[0].dtype, BM, REST, DV - C1, HAS_LOW, TMA, C1,
+        )  # fmt: skip
     tl.store(lse_ptr + rows, log_sum_exp(m, l), mask=row_ok)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """What the forward pass leaves: see `stable_attention.api.stable_attention`."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    low: torch.Tensor
-    max_logits: torch.Tensor
-
-
-def allocate(
-    problem: Problem, device: torch.device, *, out_dtype: torch.dtype, with_max_logits: bool
-) -> ForwardResult:
-    """Output tensors; packed ones are prefilled, since tokens may belong to no sequence."""
-    stabilizer = KNOWN[problem.stabilizer]
-    full = shape(
-        problem.layout,
-        batch=problem.batch,
-        length=problem.tq if problem.varlen else problem.sq,
-        heads=problem.heads,
-        d=problem.dv,
-    )
-    keeps = stabilizer.keeps_residual and out_dtype != torch.float32
-    low_dtype = LOW_DTYPES[problem.residual]
-    low_shape = full if keeps else (0,)
-    max_shape = (problem.heads,) if with_max_logits else (0,)
-    max_logits = torch.full(max_shape, -torch.inf, dtype=torch.float32, device=device)
-    if problem.varlen:
-        return ForwardResult(
-            torch.zeros(full, dtype=out_dtype, device=device),
-            torch.full((problem.heads, problem.tq), -torch.inf, dtype=torch.float32, device=device),
-            torch.zeros(low_shape, dtype=low_dtype, device=device),
-            max_logits,
-        )
-    return ForwardResult(
-        torch.empty(full, dtype=out_dtype, device=device),
-        torch.empty((problem.batch, problem.heads, problem.sq), dtype=torch.float32, device=device),
-        torch.empty(low_shape, dtype=low_dtype, device=device),
-        max_logits,
-    )
 
 
 def _segment(stabilizer: Stabilizer, tile: configs.Tile) -> int:
@@ -429,10 +438,16 @@ def forward(
     tiles = triton.cdiv(problem.sq, tile.bm)
     lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
     bound = DYNAMIC_BOUND_FP16 if q.dtype == torch.float16 else DYNAMIC_BOUND_BF16
-    tma, keys_and_values = descriptors(problem, tile, tile.bn, k, v)
+    low = result.low if result.low.numel() else None
+    queries: tuple[object, ...] = (q, None)
+    q_tma = POINTERS.value
+    if tile.query_tma:
+        q_tma, queries = descriptors(problem, tile, (q, tile.bm))
+    tma, tensors = descriptors(
+        problem, tile, (k, tile.bn), (v, tile.bn), (result.out, tile.bm), (low, tile.bm)
+    )
     forward_kernel[(tiles * problem.heads, problem.batch)](
-        q, *keys_and_values, result.out,
-        result.low if result.low.numel() else None,
+        *queries, *tensors,
         result.lse,
         result.max_logits if with_max_logits else None,
         extras.sinks if problem.has_sinks else None,
@@ -447,17 +462,19 @@ def forward(
         BM=tile.bm, BN=tile.bn,
         EVEN_K=not problem.varlen and problem.sk % tile.bn == 0,
         HAS_SINK=problem.has_sinks,
-        HAS_LOW=result.low.numel() > 0,
+        HAS_LOW=low is not None,
         HAS_MAX=with_max_logits,
         ROUNDED=stabilizer.rounded_normalizer,
         SEGMENT=_segment(stabilizer, tile),
         # The failing emulation has one order of summation.
         ONES=8 if stabilizer.paper else tile.ones,
+        EARLY=bool(tile.early) and not stabilizer.paper,
         DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
-        HEAD_BLOCK=configs.head_block(problem), TMA=tma, REVERSE=tile.reverse,
+        HEAD_BLOCK=configs.head_block(problem, tiles * problem.group),
+        TMA=tma, Q_TMA=q_tma, REVERSE=tile.reverse,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
     )  # fmt: skip
     return result
 
 
-__all__ = ["ForwardResult", "allocate", "forward", "forward_kernel"]
+__all__ = ["forward", "forward_kernel"]

@@ -45,26 +45,46 @@ def align(
 
 
 @triton.jit
-def visible(
-    rows, cols, sq, sk, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """Boolean tile of visible (row, key) pairs; rows and cols broadcast against each other."""
-    ok = (cols < sk) & (rows < sq)
+def visible(rows, cols, sk, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Boolean tile of visible (row, key) pairs; rows and cols broadcast against each other.
+
+    One comparison a bound: an edge tile costs every program its mask. Rows past the sequence count
+    as rows; their queries, dO and delta are zeros, their P is 0 in the backward, and nobody stores
+    what they get.
+    """
+    last = sk - 1
     if HAS_RIGHT:
-        ok = ok & (cols <= rows + (shift + right))
+        last = tl.minimum(rows + (shift + right), last)
+    ok = cols <= last
     if HAS_LEFT:
         ok = ok & (cols >= rows + (shift - left))
     return ok
 
 
 @triton.jit
+def visible_transposed(
+    rows, cols, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
+    """`visible` for a tile of keys x queries: the bounds are a key's, which a thread has few of.
+
+    Keys past the sequence count as keys: what they get is theirs, and nobody stores it.
+    """
+    first = cols * 0
+    if HAS_RIGHT:
+        first = cols - (shift + right)
+    ok = rows >= first
+    if HAS_LEFT:
+        ok = ok & (rows <= cols - (shift - left))
+    return ok
+
+
+@triton.jit
 def hide(
-    x, rows, cols, sq, sk, shift, left, right,
+    x, rows, cols, sk, shift, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """A tile x with OTHER where a query does not see a key; rows and cols as in `visible`."""
-    ok = visible(rows, cols, sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
-    return tl.where(ok, x, OTHER)
+    return tl.where(visible(rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT), x, OTHER)
 
 
 @triton.jit
@@ -116,8 +136,6 @@ def query_range(
     lo = tl.minimum(lo, hi) // BM * BM
     hi = tl.cdiv(hi, BM) * BM
     full_lo = tl.minimum(tl.cdiv(full_lo, BM) * BM, hi)
-    # A key tile that runs past the sequence needs the mask everywhere.
-    full_hi = tl.where(n0 + BN > sk, full_lo, full_hi)
     full_hi = tl.maximum(tl.maximum(full_hi, 0) // BM * BM, full_lo)
     return lo, full_lo, full_hi, hi
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stable_attention.numerics import LN2, LOG2E, residual_encode
+from stable_attention.numerics import LN2, LOG2E, residual_encode, round_and_widen
 from stable_attention.problem import dims, strides
 from stable_attention.triton.memory import tile_offsets
 from stable_attention.triton.options import padded
@@ -83,12 +83,15 @@ def finish_kernel(
         lse, keep, _ = log_add_exp(tl.load(p_lse, mask=row_ok, other=-float("inf")), sink)
         o = o * keep[:, None]
         tl.store(p_lse, lse, mask=row_ok)
-    hi = o.to(out_ptr.dtype.element_ty)
+    if HAS_LOW:
+        hi, wide = round_and_widen(o, out_ptr.dtype.element_ty)
+    else:
+        hi = o.to(out_ptr.dtype.element_ty)
     place = b * stride_ob + h * stride_oh + m0 * stride_os
     off = tile_offsets(stride_os, BM, BDV)
     tl.store(out_ptr + place + off, hi, mask=ok)
     if HAS_LOW:
-        low = residual_encode(o, hi, low_ptr.dtype.element_ty)
+        low = residual_encode(o, hi, wide, low_ptr.dtype.element_ty)
         tl.store(low_ptr + place + off, low, mask=ok)
 
 

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention.configs import Tile, tile_width
 from stable_attention.problem import UNLIMITED, Problem, dims, strides
-from stable_attention.triton.memory import DENSE, PACKED, POINTERS
+from stable_attention.triton.memory import DENSE, FLAT, FLAT_PACKED, PACKED, POINTERS
 from stable_attention.triton.parts import first_part
 
 LOG2E = 1.4426950408889634
@@ -104,9 +104,9 @@ def common_arguments(problem: Problem, extras: Extras) -> dict[str, object]:
 
 
 def descriptors(
-    problem: Problem, tile: Tile, rows: int, *tensors: torch.Tensor
+    problem: Problem, tile: Tile, *tiled: tuple[torch.Tensor | None, int]
 ) -> tuple[int, tuple[object, ...]]:
-    """How a kernel reads ``tensors`` in tiles of ``rows``, and what it is given to do so.
+    """How a kernel reads and writes tensors, each in tiles of so many rows, and what it is given.
 
     Returns the kernel's TMA argument (`memory`) and, for each tensor, a pair: the tensor and None,
     or descriptors of its head dim's first and second part (`parts`). Descriptors are made here and
@@ -115,11 +115,18 @@ def descriptors(
 
     The hardware wants 16-byte aligned rows; other strides take the pointer path of the same kernel.
     """
-    if not tile.tma or not all(_describable(x, problem) for x in tensors):
-        return POINTERS.value, tuple(part for x in tensors for part in (x, None))
-    mode = PACKED if problem.varlen else DENSE
-    parts = tuple(part for x in tensors for part in _describe(x, problem.layout, rows))
-    return mode.value, parts
+    present = [x for x, _ in tiled if x is not None]
+    if not tile.tma or not all(_describable(x, problem) for x in present):
+        return POINTERS.value, tuple(part for x, _ in tiled for part in (x, None))
+    flat = all(_columns(x, problem.layout) for x in present)
+    if problem.varlen:
+        mode = FLAT_PACKED if flat else PACKED
+    else:
+        mode = FLAT if flat else DENSE
+    parts = (
+        (None, None) if x is None else _describe(x, problem.layout, rows, flat) for x, rows in tiled
+    )
+    return mode.value, tuple(part for both in parts for part in both)
 
 
 def _describable(x: torch.Tensor, problem: Problem) -> bool:
@@ -130,8 +137,19 @@ def _describable(x: torch.Tensor, problem: Problem) -> bool:
     return legal and aligned and x.numel() > 0 and max(shape) <= MAX_DESCRIBED
 
 
-def _describe(x: torch.Tensor, layout: str, rows: int) -> tuple[object, object]:
-    """Descriptors of [1, 1, rows, part] tiles of [b, h, s, d], for each part of the head dim.
+def _columns(x: torch.Tensor, layout: str) -> int:
+    """Columns of x as [s, columns], each head of each batch entry at an offset among them, or 0.
+
+    0 where a tile's unused columns would belong to the next head, or an offset exceeds int32.
+    """
+    b, _, h, d = dims(x, layout)
+    step_b, _, step_h = strides(x, layout)
+    columns = (b - 1) * step_b + (h - 1) * step_h + d
+    return columns if d == tile_width(d) and columns < 2**31 else 0
+
+
+def _describe(x: torch.Tensor, layout: str, rows: int, flat: bool) -> tuple[object, object]:
+    """Descriptors of tiles of ``rows`` tokens of one head, for each part of the head dim.
 
     Sequence and head dim, along which a tile extends, come last, whatever their order in memory.
     """
@@ -147,6 +165,12 @@ def _describe(x: torch.Tensor, layout: str, rows: int) -> tuple[object, object]:
     for columns in (first, width - first):
         if columns == 0:
             found.append(None)
+        elif flat and layout == "thd":
+            flat_x = x.as_strided((s, _columns(x, layout)), (step_s, 1))
+            found.append(create_ragged_descriptor(flat_x, [rows, columns]))
+        elif flat:
+            shape = [s, _columns(x, layout)]
+            found.append(TensorDescriptor(x, shape, [step_s, 1], [rows, columns]))
         elif layout == "thd":
             heads_first = x.as_strided((h, s, d), (step_h, step_s, 1))
             found.append(create_ragged_descriptor(heads_first, [1, rows, columns], 1))

@@ -10,7 +10,7 @@ Shape legend: R rows, C columns (the head dim padded by `configs.tile_width`), W
 import triton
 import triton.language as tl
 
-from stable_attention.numerics import accumulate, add_late, add_segment
+from stable_attention.numerics import accumulate, add_late, add_segment, pinned
 from stable_attention.triton.memory import load_tile, source, tile_offsets
 
 
@@ -119,6 +119,16 @@ def accumulate_parts(acc, alpha, p, v, PAPER: tl.constexpr):
             accumulate(acc[0], alpha, p, v[0], PAPER),
             accumulate(acc[1], alpha, p, v[1], PAPER),
         )
+
+
+@triton.jit
+def rescale_parts(acc, alpha):
+    """acc [R, C] times alpha [R], `numerics.pinned`."""
+    acc = scale_parts(acc, alpha)
+    if len(acc) == 1:
+        return (pinned(acc[0]),)
+    else:
+        return (pinned(acc[0]), pinned(acc[1]))
 
 
 @triton.jit

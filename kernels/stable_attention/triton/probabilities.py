@@ -47,7 +47,8 @@ def scores_kernel(
     s = soften(dot_over_parts(q, k), capped_scale, CAPPED) * (unit * LN2)
     rows = m0 + tl.arange(0, BM)
     cols = n0 + tl.arange(0, BN)
-    ok = visible(rows[:, None], cols[None, :], sq, sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+    ok = visible(rows[:, None], cols[None, :], sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+    ok = ok & (rows < sq)[:, None]
     inside = (rows < max_q)[:, None] & (cols < max_k)[None, :]
     place = (b64 * heads + h64) * max_q * max_k
     off = place + rows.to(tl.int64)[:, None] * max_k + cols[None, :]
