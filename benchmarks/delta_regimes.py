@@ -43,6 +43,8 @@ from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regim
 
 SKIP_ROWS = 64
 HEADS = {512: 48, 2048: 48, 8192: 24, 32768: 12}
+# A regime is a name of `REGIMES` at head dim 64, or NAME/HEAD_DIM.
+DEFAULT = (*REGIMES, "one/128", "tie2s/128")
 # Gates of the default stabilizer, relative to RMS(delta).
 MAX_RMS, MAX_MEAN, MAX_GAUSS_RATIO, MAX_ONE_RATIO = 1e-4, 1e-5, 0.7, 2.0
 
@@ -151,15 +153,24 @@ def backends(device: str) -> dict[str, Callable[[], Backend]]:
     }
 
 
+def name_and_dim(regime: str) -> tuple[str, int]:
+    """("one", 128) of "one/128"; ValueError for regimes that there are not."""
+    name, _, d = regime.partition("/")
+    if name not in REGIMES or not (d or "64").isdigit():
+        raise ValueError(f"regime {regime!r}: not NAME or NAME/HEAD_DIM; names: {list(REGIMES)}")
+    return name, int(d or 64)
+
+
 def gates(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The requirements on ``compensated`` applied to {regime: {n: {backend: figures}}}."""
     found = []
     for regime, by_length in cells.items():
+        kind = name_and_dim(regime)[0]
         for n, by_backend in by_length.items():
             mine = by_backend.get("compensated", {})
             if "rms" not in mine:
                 continue
-            if regime in SINK_REGIMES:
+            if kind in SINK_REGIMES:
                 found.append(_gate(regime, n, "rms", mine["rms"], MAX_RMS))
                 found.append(_gate(regime, n, "|mean|", abs(mine["mean"]), MAX_MEAN))
             vendors = [
@@ -167,13 +178,13 @@ def gates(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
                 for name in ("SDPA-flash", "SDPA-cuDNN")
                 if "rms" in by_backend.get(name, {})
             ]
-            if regime == "gauss" and vendors:
+            if kind == "gauss" and vendors:
                 limit = MAX_GAUSS_RATIO * min(vendors)
                 found.append(_gate(regime, n, "rms", mine["rms"], limit))
             # Whole score matrices of the reference fit to 8k; beyond, the kernel with a float32 O.
             yardstick = by_backend.get("float32 O") or by_backend.get("compensated, fp32", {})
             best = yardstick.get("dq_error")
-            if regime == "one" and best:
+            if kind == "one" and best:
                 found.append(_gate(regime, n, "dQ error", mine["dq_error"], MAX_ONE_RATIO * best))
     return found
 
@@ -202,11 +213,15 @@ def measure(
     names: list[str], regime: str, n: int, *, device: str, heads: int, seed: int
 ) -> dict[str, dict[str, Any]]:
     """One regime at one length, all backends; an exception becomes an ``error`` entry."""
-    tensors = [x[None] for x in make_regime(regime, heads=heads, n=n, seed=seed, device=device)]
+    kind, d = name_and_dim(regime)
+    made = make_regime(kind, heads=heads, n=n, d=d, seed=seed, device=device)
+    tensors = [x[None] for x in made]
     results, cells = {}, {}
     for name in names:
         if name == "float32 O" and n > 8192:
             continue  # keeps whole score matrices
+        if name == "FlexAttention" and d != 64:
+            continue  # compiles for every shape anew
         try:
             results[name] = backends(device)[name]()(*tensors)
         except Exception as error:
@@ -282,7 +297,7 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lengths", default="512,2048,8192,32768")
-    parser.add_argument("--regimes", default=",".join(REGIMES))
+    parser.add_argument("--regimes", default=",".join(DEFAULT), help="NAME[/HEAD_DIM],...")
     parser.add_argument("--backends", default="")
     parser.add_argument("--heads", type=int, default=0, help="0: 48 at 512 ... 12 at 32k")
     parser.add_argument("--seed", type=int, default=0)

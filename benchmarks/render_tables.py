@@ -70,7 +70,7 @@ def _cells(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str
         for n in sorted(by_n, key=int):
             found = [by_n[n].get(name, {}) for name in names]
             rows.append([f"{regime}, {n}", *(show(c) if "rms" in c else "-" for c in found)])
-    rows.sort(key=lambda row: ORDER.index(row[0].split(",")[0]))
+    rows.sort(key=lambda row: (ORDER.index(row[0].split(",")[0].split("/")[0]), "/" in row[0]))
     return table(["regime, n", *names], rows)
 
 

@@ -186,14 +186,15 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
     """A tile in every way the forward kernel can sum up its products."""
     if which != "forward":
         return [tile]
-    plain = replace(tile, segment=0 if width > 128 else 1024, ones=8, reverse=0)
+    plain = replace(tile, segment=0 if width > 128 else 1024, ones=8, reverse=0, early=0)
     late = replace(plain, segment=tile.bn)
     return [
         plain,
+        replace(plain, early=1),
         replace(plain, ones=16),
         *(
-            replace(late, ones=ones, reverse=reverse, registers=registers)
-            for ones in (16, 0)
+            replace(late, ones=ones, early=early, reverse=reverse, registers=registers)
+            for ones, early in ((16, 0), (8, 0), (8, 1))
             for reverse in (0, 1)
             # Three programs of four warps on a processor, where the second accumulator is small.
             for registers in ((0, 168) if width == 64 and tile.warps == 4 else (0,))
@@ -251,7 +252,8 @@ def winners(records: list[dict[str, Any]]) -> dict[str, list[int]]:
         name = configs.key(r["pass"], widths, r["banded"])
         if r["ms"] is not None and (name not in best or r["ms"] < best[name][0]):
             fields = ("bm", "bn", "warps", "stages")
-            fields += ("segment", "ones", "registers", "reverse") if r["pass"] == "forward" else ()
+            if r["pass"] == "forward":
+                fields += ("segment", "ones", "registers", "reverse", "early", "query_tma")
             best[name] = (r["ms"], [int(r[x]) for x in fields])
     return {name: row for name, (_, row) in best.items()}
 

@@ -27,7 +27,7 @@ L2_BUDGET = 12 * 2**20
 PROGRAMS = 128
 PASSES = ("forward", "dkdv", "dq")
 # Columns of ones that `Tile.ones` may name.
-ONES = (0, 8, 16)
+ONES = (8, 16)
 # Head dims as the kernels see them; 96 and 192 are two tiles each (triton/parts.py).
 WIDTHS = (16, 32, 64, 96, 128, 192, 256)
 
@@ -46,16 +46,15 @@ class Tile:
     128, where the second accumulator may not fit into registers)."""
     ones: int = 8
     """Columns of the matrix of ones that sums the rounded P. 16: the sum is an asynchronous Hopper
-    product in the shadow of P V, for 2 KiB of shared memory. 0, with a segment of bn: no product;
-    float32 pipes add P up, rounded or not, and lanes meet at the end of a row only."""
+    product in the shadow of P V, for 2 KiB of shared memory. Additions on the float32 pipes would
+    be cheaper, and lack the truncation that P V has: docs/numerics.md."""
     registers: int = 0
     """Most registers a thread may use, for one more program on a processor; 0: no bound."""
     reverse: int = 0
     """1, with a segment of bn: visit key tiles from the last to the first."""
     early: int = 0
-    """1: finish a tile's row sums before its product with V, in the shadow of the exponentials; the
-    sum of the unrounded P stays spread over lanes whatever ``ones`` says. 0: the compiler places
-    them. Not with ones=16, whose product would be waited for."""
+    """1: finish a tile's row sums before its product with V, in the shadow of the exponentials.
+    0: the compiler places them. Not with ones=16, whose product would be waited for."""
     query_tma: int = 0
     """1: the forward pass reads its queries through a descriptor too; pointers are often faster."""
     tma: bool = field(default=False, kw_only=True)
@@ -66,12 +65,6 @@ class Tile:
         late = self.segment == self.bn
         if self.ones not in ONES:
             raise ValueError(f"ones={self.ones}: not one of {ONES}; 8 is the default")
-        if self.ones == 0 and not late:
-            # The truncation of a tensor core's long sum would be missing from l: docs/numerics.md.
-            raise ValueError(
-                f"ones=0 with segment={self.segment}: the sum of the rounded P may leave the "
-                f"tensor cores only where P V is summed tile by tile; set segment={self.bn} (= bn)"
-            )
         if self.reverse and not late:
             raise ValueError(
                 f"reverse={self.reverse} with segment={self.segment}: tiles are visited from the "
@@ -80,7 +73,7 @@ class Tile:
         if self.early and self.ones == 16:
             raise ValueError(
                 "early=1 with ones=16: an early sum would wait for an asynchronous product; "
-                "set ones to 0 or 8, or early=0"
+                "set ones=8 or early=0"
             )
         if self.segment % self.bn:
             raise ValueError(
@@ -129,15 +122,23 @@ def lookup(which: str, problem: Problem, device: torch.device) -> Tile:
     assert which in PASSES, which
     narrow, wide = sorted((tile_width(problem.d), tile_width(problem.dv)))
     banded = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
-    return tile_for(which, arch=arch_of(device), widths=(wide, narrow), banded=banded)
+    return tile_for(
+        which,
+        arch=arch_of(device),
+        widths=(wide, narrow),
+        banded=banded,
+        dropout=problem.dropout_p > 0,
+    )
 
 
 @functools.cache
-def tile_for(which: str, *, arch: str, widths: tuple[int, int], banded: bool) -> Tile:
+def tile_for(
+    which: str, *, arch: str, widths: tuple[int, int], banded: bool, dropout: bool = False
+) -> Tile:
     """The tile of a pass by architecture and padded head dims (wider, narrower); see `lookup`.
 
     Two head dims without a row of their own take that of the wider one, banded masks that of full
-    attention.
+    attention, dropout that of its row without "/dropout".
     """
     rows = table()[arch]
     wide, narrow = (_row_width(arch, width) for width in widths)
@@ -146,6 +147,9 @@ def tile_for(which: str, *, arch: str, widths: tuple[int, int], banded: bool) ->
         for both in ((wide, narrow), (wide, wide))
         for mask in (banded, False)
     ]
+    if dropout:
+        # The mask needs shared memory, which a tile may not leave.
+        names = [name + kind for name in names for kind in ("/dropout", "")]
     row = next(rows[name] for name in names if name in rows)
     return Tile(*row, tma=arch in ("sm90", "sm100"))
 

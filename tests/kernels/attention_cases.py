@@ -145,12 +145,10 @@ PATHS: dict[str, dict[str, int]] = {
     "segments": {"segment": 2},  # tiles
     "late": {"segment": 1},
     "reverse": {"segment": 1, "ones": 16, "reverse": 1},
-    "lanes": {"segment": 1, "ones": 0},
-    "lanes-reverse": {"segment": 1, "ones": 0, "reverse": 1},
     "early": {"segment": 0, "early": 1},
     "early-segments": {"segment": 2, "early": 1},
     "early-late": {"segment": 1, "early": 1},
-    "early-lanes": {"segment": 1, "ones": 0, "early": 1},
+    "early-reverse": {"segment": 1, "early": 1, "reverse": 1},
 }
 
 

@@ -64,13 +64,11 @@ MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
 LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
 BAND = "sq=90 sk=40 left=11 right=5"
 WIDE_BAND = "sq=70 sk=70 left=35 right=40 hq=1 hk=1"
-PLAIN, SEGMENTS, LATE, LANES = (
-    f"sq=33 sk=200 hq=1 hk=1 path={path}" for path in ("plain", "segments", "late", "lanes")
+PLAIN, SEGMENTS, LATE, EARLY = (
+    f"sq=33 sk=200 hq=1 hk=1 path={path}" for path in ("plain", "segments", "late", "early")
 )
-EARLY = "sq=33 sk=200 hq=1 hk=1 path=early"
 EARLY_SPLIT = "sq=33 sk=130 d=192 dv=192 dtype=fp16 hq=1 hk=1 causal=1 path=early"
 EARLY_LATE = "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned path=early-late"
-LANES_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=lanes-reverse"
 REVERSE = "layout=thd lens_q=0,5,40 lens_k=4,0,130 causal=1 path=reverse"
 TMA = "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma"
 TMA_PACKED = "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 hq=4 hk=2 left=9 unused=3 path=tma"
@@ -104,7 +102,7 @@ BUGS = (
     Bug("delta ignores the low-order part", PREPROCESS, "o += residual_decode(low, hi)",
         "o += 0.0 * residual_decode(low, hi)", "saturated sink"),
     Bug("O divided by the float32 sum", FORWARD,
-        "l_rounded = tl.sum(l_acc, 1) if LANES else tl.max(l_acc, 1)", "l_rounded = l",
+        "l_rounded = tl.max(l_acc, 1) if ROUNDED else l", "l_rounded = l",
         "values of one"),
     Bug("LSE from the rounded sum", FORWARD, "log_sum_exp(m, l), mask=row_ok",
         "log_sum_exp(m, l_rounded), mask=row_ok", CAUSAL),
@@ -120,37 +118,26 @@ BUGS = (
         "acc = tl.dot(p, v, acc * alpha[:, None]).to(tl.bfloat16).to(tl.float32)", CAUSAL),
     Bug("1.6 % output bias", FORWARD, "inverse(l_rounded) * keep_scale)",
         "inverse(l_rounded) * keep_scale * 1.016)", FULL),
-    Bug("l rounded to bf16", NUMERICS, "total = total * alpha + tl.sum(p, 1)",
-        "total = (total * alpha + tl.sum(p, 1)).to(tl.bfloat16).to(tl.float32)", FULL),
+    Bug("l rounded to bf16", NUMERICS, "total = total * tl.max(wide, 2) + tl.sum(lanes, 1)",
+        "total = (total * tl.max(wide, 2) + tl.sum(lanes, 1)).to(tl.bfloat16).to(tl.float32)",
+        FULL),
     # --- online softmax
-    Bug("l not rescaled", NUMERICS, "total = total * alpha + tl.sum(p, 1)",
-        "total = total + tl.sum(p, 1)", FULL),
-    Bug("l over lanes not rescaled", NUMERICS, "total * tl.max(wide, 2) + tl.sum(lanes, 1)",
-        "total + tl.sum(lanes, 1)", LANES),
-    Bug("l_rounded over lanes sums the unrounded P", FORWARD, "p, wide = round_and_widen(p, DTYPE)",
-        "p, wide = p.to(DTYPE), p", "values of one, lanes"),
+    Bug("l not rescaled", NUMERICS, "total * tl.max(wide, 2) + tl.sum(lanes, 1)",
+        "total + tl.sum(lanes, 1)", FULL),
     Bug("low-order part of the unrounded O", NUMERICS, "return rounded, widen(rounded)",
         "return rounded, p", "low-order part, bf16"),
-    Bug("l_rounded of one lane", FORWARD, "tl.sum(l_acc, 1) if LANES", "tl.max(l_acc, 1) if LANES",
-        LANES),
-    Bug("l of one lane", FORWARD, "l = tl.sum(l, 1)", "l = tl.max(l, 1)", EARLY),
+    Bug("l of one lane", FORWARD, "l = tl.sum(l, 1)", "l = tl.max(l, 1)", FULL),
     Bug("O not rescaled where sums are early", PARTS, "return (pinned(acc[0]),)",
         "return (pinned(acc[0] / alpha[:, None]),)", EARLY),
     Bug("second part of O not rescaled where sums are early", PARTS,
         "return (pinned(acc[0]), pinned(acc[1]))",
         "return (pinned(acc[0]), pinned(acc[1] / alpha[:, None]))", EARLY_SPLIT),
     Bug("early l_rounded left out", FORWARD,
-        "l_acc = pinned(_add_rounded(l_acc, alpha, p, wide, ones, LANES))", "pass", EARLY),
+        "l_acc = pinned(accumulate(l_acc, alpha, p, ones, False))", "pass", EARLY),
     Bug("early l_rounded sums the dropped P", FORWARD,
-        "l_acc, l_part = _late_rounded(l_acc, l_part, alpha, p, wide, ones, LANES, EARLY)",
-        "l_acc, l_part = _late_rounded(l_acc, l_part, alpha, weights, wide, ones, LANES, EARLY)",
-        EARLY_LATE, occurrence=0, total=2),
+        "pinned(tl.dot(p, ones))", "pinned(tl.dot(weights, ones))", EARLY_LATE),
     Bug("queries' descriptor of the first head", FORWARD, "q_ptr, q_tail, b, h, start_q",
         "q_ptr, q_tail, b, h * 0, start_q", TMA),
-    Bug("l_rounded over lanes sums the dropped P", FORWARD,
-        "l_acc = add_row_sum(l_acc, alpha, wide)",
-        "l_acc = add_row_sum(l_acc, alpha, weights.to(tl.float32))",
-        LANES_DROPOUT, occurrence=0, total=2),
     Bug("O not rescaled", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
         "acc = tl.dot(p, v, acc)", PLAIN),
     Bug("segments not rescaled", NUMERICS, "total * tl.exp2(m_before - m)[:, None] + part",
@@ -160,19 +147,17 @@ BUGS = (
     Bug("O not rescaled when a tile joins late", NUMERICS, "total * alpha[:, None] + part",
         "total + part", LATE),
     Bug("last tile's product left out", FORWARD, "        acc = add_late_parts(acc, part, alpha)\n"
-        "        if not LANES:", "        if not LANES:", LATE),
-    Bug("last tile's sum left out", FORWARD, "            l_acc = add_late(l_acc, l_part, alpha)\n"
-        "    elif", "            pass\n    elif", LATE),
+        "        l_acc = add_late", "        l_acc = add_late", LATE),
+    Bug("last tile's sum left out", FORWARD, "        l_acc = add_late(l_acc, l_part, alpha)\n"
+        "    elif", "        pass\n    elif", LATE),
     Bug("first tile from the end skipped", FORWARD, "n = end - BN - t * BN",
         "n = end - 2 * BN - t * BN", REVERSE),
     Bug("edge at the end not masked in the one loop", FORWARD,
         "(n < full_lo) | (n >= full_hi), n", "(n < full_lo), n", TMA),
     Bug("edge at the start not masked in the one loop", FORWARD,
         "(n < full_lo) | (n >= full_hi), n", "(n >= full_hi), n", TMA_PACKED),
-    Bug("late l sums the dropped P", FORWARD, 
-        "l_acc, l_part = _late_rounded(l_acc, l_part, alpha, p, wide, ones, LANES, EARLY)",
-        "l_acc, l_part = _late_rounded(l_acc, l_part, alpha, weights, wide, ones, LANES, EARLY)",
-        LATE_DROPOUT, occurrence=1, total=2),
+    Bug("late l sums the dropped P", FORWARD, "        l_part = tl.dot(p, ones)",
+        "        l_part = tl.dot(weights, ones)", LATE_DROPOUT),
     Bug("running maximum forgotten", NUMERICS, "return tl.maximum(m, r)", "return r", FULL),
     Bug("rows without keys divide by zero", NUMERICS,
         "return tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)", "return 1.0 / l", EMPTY_ROWS),
@@ -254,7 +239,7 @@ BUGS = (
         "zero + head.to(tl.uint32), zero + batch.to(tl.uint32)\n",
         "zero + head.to(tl.uint32), zero\n", DROPOUT),
     Bug("l sums the dropped P", FORWARD, "accumulate(l_acc, alpha, p, ones, False)",
-        "accumulate(l_acc, alpha, weights, ones, False)", DROPOUT),
+        "accumulate(l_acc, alpha, weights, ones, False)", DROPOUT, occurrence=1, total=2),
     # --- memory
     Bug("packed LSE read without the sequence's start", BACKWARD,
         "row = b64 * stride_lb + h64 * stride_lh + start_q",

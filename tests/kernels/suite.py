@@ -64,9 +64,6 @@ FEATURES = [
     "sq=33 sk=200 hq=1 hk=1 path=segments",
     "sq=33 sk=200 hq=1 hk=1 path=late",
     "sq=33 sk=200 hq=1 hk=1 path=reverse",
-    "sq=33 sk=200 hq=1 hk=1 path=lanes",
-    "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=lanes-reverse",
-    "sq=40 sk=130 left=90 right=50 stabilizer=none path=lanes",
     "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late",
     "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=reverse",
     "sq=40 sk=130 left=90 right=50 stabilizer=none path=reverse",
@@ -75,7 +72,7 @@ FEATURES = [
     "sq=33 sk=130 d=192 dv=192 dtype=fp16 hq=1 hk=1 causal=1 path=early",
     "sq=33 sk=200 hq=1 hk=1 path=early-segments",
     "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned path=early-late",
-    "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=early-lanes",
+    "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=early-reverse",
     "sq=40 sk=130 left=90 right=50 stabilizer=none path=early",
 ]
 
@@ -232,7 +229,6 @@ def window_bounds() -> list[str]:
 PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "values of one": values_of_one,
     "values of one, fp16": lambda: values_of_one(torch.float16),
-    "values of one, lanes": lambda: values_of_one(path="lanes"),
     "values of one, early": lambda: values_of_one(path="early"),
     "values of one, int8": lambda: values_of_one(residual="int8"),
     "low-order part, bf16": lambda: low_order_part("bf16"),

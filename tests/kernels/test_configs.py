@@ -14,11 +14,10 @@ from stable_attention.configs import Tile
     ("fields", "remedy"),
     [
         ({"ones": 4}, "not one of"),
-        ({"ones": 0}, "set segment=64"),
-        ({"ones": 0, "segment": 0}, "set segment=64"),
+        ({"ones": 0}, "not one of"),
         ({"reverse": 1}, "set segment=64"),
         ({"segment": 96}, "take 0, bn or a multiple"),
-        ({"early": 1, "ones": 16}, "set ones to 0 or 8"),
+        ({"early": 1, "ones": 16}, "set ones=8"),
     ],
 )
 def test_refused(fields: dict[str, int], remedy: str) -> None:
@@ -26,8 +25,12 @@ def test_refused(fields: dict[str, int], remedy: str) -> None:
         Tile(64, 64, 4, 3, **fields)
 
 
-def test_sums_over_lanes_need_late_products() -> None:
-    assert Tile(64, 64, 4, 3, segment=64, ones=0, reverse=1).ones == 0
+def test_dropout_may_have_a_row_of_its_own() -> None:
+    widths = {"widths": (256, 256), "arch": "sm90", "banded": True}
+    plain, dropout = (configs.tile_for("dq", dropout=drop, **widths) for drop in (False, True))
+    assert (plain.stages, dropout.stages) == (3, 2)
+    same = (configs.tile_for("dkdv", dropout=drop, **widths) for drop in (False, True))
+    assert len(set(same)) == 1
 
 
 def test_head_dims_are_padded_as_little_as_two_tiles_allow() -> None:

@@ -22,7 +22,6 @@ from stable_attention.numerics import (
     LN2,
     accumulate,
     add_late,
-    add_row_sum,
     add_segment,
     add_sink,
     inverse,
@@ -84,13 +83,12 @@ def _weights(
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, WIDE: tl.constexpr,
-    DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr,
+    BOUND: tl.constexpr,
 ):  # fmt: skip
     """Softmax step of raw scores; ``edge`` decides on the mask where MASKED is AT_EDGE.
 
-    Returns (P [BM, BN] as DTYPE, the rounded P as float32 if WIDE, P after dropout, alpha, m, l,
-    top).
+    Returns (P [BM, BN] as DTYPE, P after dropout, alpha, m, l, top).
     """
     s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
     rows = (m0 + tl.arange(0, BM))[:, None]
@@ -104,18 +102,14 @@ def _weights(
         # The shift is no longer the maximum, which the caller may want.
         top = tl.maximum(top, tl.max(s, 1) * unit)
     p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, DYNAMIC, PAPER, BOUND)
-    if WIDE:
-        p, wide = round_and_widen(p, DTYPE)
-    else:
-        p = p.to(DTYPE)
-        wide = p
+    p = p.to(DTYPE)
     weights = p
     if DROPOUT:
         keep = keep_mask(
             seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
         )
         weights = tl.where(keep, p, 0.0)
-    return p, wide, weights, alpha, m, l, top
+    return p, weights, alpha, m, l, top
 
 
 @triton.jit
@@ -126,42 +120,27 @@ def _late_step(
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, LANES: tl.constexpr,
-    EARLY: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the product of the tile before (part, l_part), then start that of the tile at n."""
     acc = add_late_parts(acc, part, alpha)
-    if ROUNDED and not LANES:
+    if ROUNDED:
         l_acc = add_late(l_acc, l_part, alpha)
-    p, wide, weights, alpha, m, l, top = _weights(
+    p, weights, alpha, m, l, top = _weights(
         s, m, l, top, edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
-        DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, ROUNDED and LANES,
-        DYNAMIC, False, BOUND,
+        DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, DYNAMIC, False, BOUND,
     )  # fmt: skip
     if EARLY:
         l = pinned(l)
         if ROUNDED:
-            l_acc, l_part = _late_rounded(l_acc, l_part, alpha, p, wide, ones, LANES, EARLY)
+            l_part = pinned(tl.dot(p, ones))
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, False, TMA)
     part = dot_parts(weights, v)
     if ROUNDED and not EARLY:
-        l_acc, l_part = _late_rounded(l_acc, l_part, alpha, p, wide, ones, LANES, EARLY)
-    return acc, l_acc, part, l_part, alpha, m, l, top
-
-
-@triton.jit
-def _late_rounded(
-    l_acc, l_part, alpha, p, wide, ones, LANES: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    """(l_acc, l_part) with a tile's rounded P: LANES add it up now, a product joins late."""
-    if LANES:
-        l_acc = add_row_sum(l_acc, alpha, wide)
-        return pinned(l_acc) if EARLY else l_acc, l_part
-    else:
         l_part = tl.dot(p, ones)
-        return l_acc, pinned(l_part) if EARLY else l_part
+    return acc, l_acc, part, l_part, alpha, m, l, top
 
 
 @triton.jit
@@ -172,26 +151,25 @@ def _forward_step(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, LANES: tl.constexpr,
-    EARLY: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tile that starts at n into (acc, m, l, l_acc).
 
-    l_acc sums the rounded P, if ROUNDED: [BM, ONES], all columns equal, or like l if LANES.
+    l_acc [BM, ONES] sums the rounded P, if ROUNDED; all its columns are equal.
     """
     s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)
-    p, wide, weights, alpha, m, l, top = _weights(
+    p, weights, alpha, m, l, top = _weights(
         s, m, l, top, True, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
         q[0].dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-        ROUNDED and LANES, DYNAMIC, PAPER, BOUND,
+        DYNAMIC, PAPER, BOUND,
     )  # fmt: skip
     if EARLY:
         l = pinned(l)
         if ROUNDED:
-            l_acc = pinned(_add_rounded(l_acc, alpha, p, wide, ones, LANES))
+            l_acc = pinned(accumulate(l_acc, alpha, p, ones, False))
         acc = rescale_parts(acc, alpha)
     # [BN, BDV]
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
@@ -200,18 +178,8 @@ def _forward_step(
         add_dot_parts(weights, v, acc) if EARLY else accumulate_parts(acc, alpha, weights, v, PAPER)
     )
     if ROUNDED and not EARLY:
-        l_acc = _add_rounded(l_acc, alpha, p, wide, ones, LANES)
-    return acc, m, l, l_acc, top
-
-
-@triton.jit
-def _add_rounded(l_acc, alpha, p, wide, ones, LANES: tl.constexpr):
-    """l_acc * alpha and the row sums of a tile's rounded P."""
-    if LANES:
-        l_acc = add_row_sum(l_acc, alpha, wide)
-    else:
         l_acc = accumulate(l_acc, alpha, p, ones, False)
-    return l_acc
+    return acc, m, l, l_acc, top
 
 
 @triton.jit
@@ -281,16 +249,10 @@ def forward_kernel(
     # [BM, BD]
     q = load_parts(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, True, Q_TMA)
     m = tl.full([BM], -float("inf"), tl.float32)
-    # Without a matrix of ones both sums of a row stay spread over four lanes until the end.
-    LANES: tl.constexpr = ONES == 0
-    SPREAD: tl.constexpr = LANES or EARLY
-    l = tl.zeros([BM, 4], tl.float32) if SPREAD else tl.zeros([BM], tl.float32)
-    if LANES:
-        l_acc = l
-        ones = ()
-    else:
-        l_acc = tl.zeros([BM, ONES], tl.float32)
-        ones = tl.full([BN, ONES], 1.0, tl.float32).to(q[0].dtype)
+    # The sum of the unrounded P stays spread over four lanes: no exchange until the end.
+    l = tl.zeros([BM], tl.float32) if PAPER else tl.zeros([BM, 4], tl.float32)
+    l_acc = tl.zeros([BM, ONES], tl.float32)
+    ones = tl.full([BN, ONES], 1.0, tl.float32).to(q[0].dtype)
     top = m
     acc = zero_parts(BM, BDV)
     seed = tl.load(seed_ptr) if DROPOUT else 0
@@ -314,7 +276,7 @@ def forward_kernel(
                 n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     # Masked tiles may leave rows without a key (m = -inf); an unmasked tile ends that.
     if SEGMENT == BN:
@@ -322,7 +284,7 @@ def forward_kernel(
         # accumulating product needs the multiplication by alpha, in the shadow of the next softmax
         # and not between a softmax and its product.
         part = zero_parts(BM, BDV)
-        l_part = () if LANES else tl.zeros([BM, ONES], tl.float32)
+        l_part = tl.zeros([BM, ONES], tl.float32)
         alpha = tl.full([BM], 1.0, tl.float32)
         for t in range(0, (end - begin) // BN):
             n = end - BN - t * BN if REVERSE else begin + t * BN
@@ -333,11 +295,10 @@ def forward_kernel(
                 unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 q[0].dtype, BM, BN, BDV, DV, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, BOUND, TMA,
+                CHUNKED, ROUNDED, EARLY, DYNAMIC, BOUND, TMA,
             )  # fmt: skip
         acc = add_late_parts(acc, part, alpha)
-        if not LANES:
-            l_acc = add_late(l_acc, l_part, alpha)
+        l_acc = add_late(l_acc, l_part, alpha)
     elif SEGMENT == 0:
         for t in range(0, (full_hi - full_lo) // BN):
             acc, m, l, l_acc, top = _forward_step(
@@ -345,7 +306,7 @@ def forward_kernel(
                 full_lo + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     else:
         for g in range(0, tl.cdiv(full_hi - full_lo, SEGMENT)):
@@ -360,7 +321,7 @@ def forward_kernel(
                     n0 + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                     BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, ROUNDED, LANES, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+                    CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
                 )  # fmt: skip
             acc = add_segment_parts(acc, part, m_before, m)
             l_acc = add_segment(l_acc, l_part, m_before, m)
@@ -370,12 +331,9 @@ def forward_kernel(
     if HAS_MAX:
         seen = tl.where(row_ok, top if DYNAMIC else m, -float("inf"))
         tl.atomic_max(max_ptr + h, tl.max(seen, 0) * LN2, sem="relaxed")
-    if SPREAD:
+    if not PAPER:
         l = tl.sum(l, 1)
-    if ROUNDED:
-        l_rounded = tl.sum(l_acc, 1) if LANES else tl.max(l_acc, 1)
-    else:
-        l_rounded = l
+    l_rounded = tl.max(l_acc, 1) if ROUNDED else l
     if HAS_SINK:
         alpha, m, l, l_rounded = add_sink(tl.load(sink_ptr + h), m, l, l_rounded)
         acc = scale_parts(acc, alpha)

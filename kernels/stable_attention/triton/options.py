@@ -133,6 +133,8 @@ def _describable(x: torch.Tensor, problem: Problem) -> bool:
     step = 16 // x.element_size()
     shape, row = dims(x, problem.layout), strides(x, problem.layout)
     legal = all(s > 0 and s % step == 0 for n, s in zip(shape[:3], row, strict=True) if n > 1)
+    # The hardware writes a row in pieces of 16 bytes, past the end of one that is not a multiple.
+    legal = legal and shape[3] % step == 0
     aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
     return legal and aligned and x.numel() > 0 and max(shape) <= MAX_DESCRIBED
 
