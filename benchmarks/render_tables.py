@@ -120,7 +120,7 @@ def delta_gates(result: dict[str, Any]) -> str:
     ]
     if not result["complete"]:
         lines.append("The run was stopped before its end.")
-    return "\n".join([origin(result), "", *lines])
+    return "\n".join([kernel_tables.state(result), "", *lines])
 
 
 def grid(result: dict[str, Any]) -> str:

@@ -38,8 +38,9 @@ for d, dv, right, stabilizer, dropout in (
         backward(p, g, q, k, v, lse=r.lse, delta=delta, extras=extras)
     for launch in launches:
         x = aot.compile_launch(launch, arch)
-        rows.append(dict(kernel=x.name, d=d, dv=dv, registers=x.registers, spills=x.spill_bytes,
-                         shared=x.shared, limit=aot.SHARED_LIMIT[arch], warnings=x.warnings))
+        rows.append(dict(kernel=x.name, d=d, dv=dv, dropout=dropout, registers=x.registers,
+                         spills=x.spill_bytes, shared=x.shared, limit=aot.SHARED_LIMIT[arch],
+                         warnings=x.warnings))
 print(json.dumps(rows))
 """
 # Bytes of spill code in a whole kernel. Hopper's tiles were tuned on the chip; those of the other
@@ -51,6 +52,8 @@ MAX_SPILLS = {
     "sm100": {},
 }
 ELSEWHERE = 1000
+# The generator of dropout's mask takes registers of its own.
+WITH_DROPOUT = 2000
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
@@ -65,6 +68,7 @@ def test_shipped_tiles_compile_and_fit(arch, tmp_path):
     assert len(rows) == 28
     for row in rows:
         assert row["shared"] <= row["limit"], row
-        assert row["spills"] <= MAX_SPILLS[arch].get(row["d"], ELSEWHERE), row
+        spills = MAX_SPILLS[arch].get(row["d"], ELSEWHERE)
+        assert row["spills"] <= (WITH_DROPOUT if row["dropout"] else spills), row
         if arch == "sm90" and row["d"] < 256:
             assert not row["warnings"], row

@@ -316,7 +316,7 @@ def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
         file = tmp_path / name / "kernels" / "stable_attention" / "ops.py"
         assert right in file.read_text()
         file.write_text(file.read_text().replace(right, wrong, 1))
-    versions = [f"tree={ROOT}", f"tiles={ROOT}@forward/16=32,32,4,1,32,0@dq/16=32,32,4,1"]
+    versions = [f"tree={ROOT}", f"tiles={ROOT}@forward/16=32,32,4,1,32,8,0,0,1@dq/16=32,32,4,1"]
     versions += [f"{name}={tmp_path / name}" for name in ("biased", "broken")]
     options = ["--device=cpu", "--out", str(tmp_path)]
     done = run_script("benchmarks/compare_trees.py", *versions, *options, library=ROOT / "kernels")
