@@ -48,6 +48,8 @@ CASES = (
     "sq=70 sk=129 d=192 dv=128 causal=1",
     "sq=70 sk=129 d=256 causal=1",
     "sq=1 sk=1 d=64",
+    "sq=1 sk=33 hq=1 hk=1 d=40 residual=int8",
+    "sq=127 sk=127 d=256 dropout=0.17 causal=1",
     "sq=1 sk=300 d=128 hq=8 hk=1",
     "layout=thd lens_q=0,5,33,1,129 lens_k=4,0,33,1,129 unused=3 d=64 causal=1",
     "layout=thd lens_q=64,128,65 lens_k=64,128,65 gaps=7 d=128 causal=1 left=50 sinks=learned",
