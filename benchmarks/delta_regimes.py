@@ -303,6 +303,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=8.0)
     args = parser.parse_args()
+    try:
+        for regime in args.regimes.split(","):
+            name_and_dim(regime)
+    except ValueError as error:
+        parser.error(str(error))
     stop = time.monotonic() + 60 * args.minutes
     run = Run(args)
     todo = run.todo()
