@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,30 @@ def test_shipped_tiles_compile_and_fit(arch, tmp_path):
         assert row["spills"] <= (WITH_DROPOUT if row["dropout"] else spills), row
         if arch == "sm90" and row["d"] < 256:
             assert not row["warnings"], row
+
+
+SEARCH = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import search_tiles
+
+common = {"pass": "dq", "width": 256, "banded": True, "bm": 128, "bn": 32, "warps": 8}
+records = [common | {"stages": stages, "ms": ms} for stages, ms in ((2, 2.0), (3, 1.0), (1, 3.0))]
+print(json.dumps(search_tiles.winners(records, "sm90")))
+"""
+
+
+def test_search_gives_dropout_a_tile_that_fits(tmp_path):
+    """Three stages of dQ at d 256 leave no room for the mask: dropout failed there on a GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    folder = Path(__file__).parents[2] / "benchmarks"
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCH, folder], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert rows == {
+        "dq/256/band": [128, 32, 8, 3],
+        "dq/256/band/dropout": [128, 32, 8, 2],
+    }
