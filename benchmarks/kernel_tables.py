@@ -210,10 +210,30 @@ def row_sum_table(result: dict[str, Any]) -> str:
                 for r in result["variants"]
                 if r["row"] == row and r["stabilizer"] == "none" and r["ms"]
             )
-            fastest = [min(r["ms"] for r in records if test(r)) for test in WAYS.values()]
+            fastest = [
+                min((r["ms"] for r in records if test(r)), default=None) for test in WAYS.values()
+            ]
             name = f"{'causal' if mask == 'band' else 'full'}, d {d}"
-            body.append([name, f"{none:.3f} ms", *(f"{ms / none:.2f}" for ms in fastest)])
+            body.append(
+                [name, f"{none:.3f} ms", *(f"{ms / none:.2f}" if ms else "-" for ms in fastest)]
+            )
     return "\n".join([origin(result), "", table(["4 x 4k tokens", "none", *WAYS], body)])
+
+
+def compared_table(result: dict[str, Any]) -> str:
+    """Geometric means of a run of compare_trees.py; a version's own tiles stand behind its name."""
+    base = next(key for key in result if key.startswith("speed over "))
+    means, body = result[base], []
+    for name, version in result["compared"].items():
+        tiles = ", ".join(f"{row}={tile}" for row, tile in version["tiles"].items())
+        cells = [means[f"{name} {s}"] for s in ("compensated", "none")]
+        figures = [f"{cell[p]:.3f}" for p in ("forward", "backward") for cell in cells]
+        body.append([f"{name} {tiles}".strip(), *figures])
+    head = ["version", "forward", "forward, none", "backward", "backward, none"]
+    shapes = f"{base[0].upper()}{base[1:]}, {len(result['rows'])} shapes."
+    if not result["complete"]:
+        shapes += " The run was stopped before its end."
+    return "\n".join([f"{origin(result)} {shapes}", "", table(head, body)])
 
 
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
@@ -223,6 +243,14 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "attention-goals": ("attention", goal_table, "attention.py"),
         "attention-memory": ("attention", memory_table, "attention.py"),
         "row-sum": ("tile_search", row_sum_table, "search_tiles.py"),
+        **{
+            f"compared-{name.replace('_', '-')}": (
+                f"compare_trees_{name}",
+                compared_table,
+                "compare_trees.py",
+            )
+            for name in ("own_tiles", "l2", "sums")
+        },
         "kernel-checks": ("kernel_checks", checks_table, "kernel_checks.py"),
         "sanitizer": ("sanitizer", sanitizer_line, "kernel_sanitizer.py"),
         "kernel-faults": ("kernel_faults", faults_table, "kernel_faults.py"),

@@ -89,6 +89,19 @@ def delta_dq(result: dict[str, Any]) -> str:
     return _cells(result, lambda c: f"{c['dq_error']:.2g}" if "dq_error" in c else "-")
 
 
+def delta_sums(result: dict[str, Any]) -> str:
+    """``compensated`` beside a float32 O where a sink is, from the shortest sequences."""
+    rows = []
+    for regime in (r for r in ORDER if r in result["cells"]):
+        n = min(result["cells"][regime], key=int)
+        cells = result["cells"][regime][n]
+        shown = [f"{cells[name]['mean']:+.1e}" for name in ("compensated", "float32 O")]
+        shown += [f"{cells[name]['dq_error']:.2g}" for name in ("compensated", "float32 O")]
+        rows.append([f"{regime}, {n}", *shown])
+    head = ["regime, n", "mean", "mean, float32 O", "dQ error", "dQ error, float32 O"]
+    return "\n".join([kernel_tables.state(result), "", table(head, rows)])
+
+
 def delta_inputs(result: dict[str, Any]) -> str:
     """What the regimes are, measured."""
     rows = []
@@ -215,6 +228,7 @@ CONTEXT = "torchrun --nproc-per-node {} benchmarks/context_parallel.py"
 # Marker -> (result file or "", renderer, command that measures it).
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "delta-gates": ("delta_regimes", delta_gates, "delta_regimes.py"),
+    "delta-float32-sums": ("delta_regimes_float32_sums", delta_sums, "delta_regimes.py"),
     "delta-inputs": ("delta_regimes", delta_inputs, "delta_regimes.py"),
     "delta-rms": ("delta_regimes", delta_rms, "delta_regimes.py"),
     "delta-mean": ("delta_regimes", delta_mean, "delta_regimes.py"),

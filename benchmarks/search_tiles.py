@@ -90,7 +90,10 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
         (128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 2),
         (64, 64, 8, 2), (64, 32, 4, 2),
     ],
-    ("dq", 256): [(64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1)],
+    ("dq", 256): [
+        (64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3),
+        (128, 64, 8, 1),
+    ],
 }  # fmt: skip
 
 
@@ -190,12 +193,15 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
     """A tile in every way the forward kernel can sum up its products."""
     if which != "forward":
         return [tile]
-    plain = replace(tile, segment=0 if width > 128 else 1024, ones=8, reverse=0, early=0)
+    plain = replace(
+        tile, segment=0 if width > 128 else 1024, ones=8, reverse=0, early=0, query_tma=0
+    )
     late = replace(plain, segment=tile.bn)
     return [
         plain,
         replace(plain, early=1),
         replace(plain, ones=16),
+        *(replace(late, ones=ones, query_tma=1) for ones in (8, 16)),
         *(
             replace(late, ones=ones, early=early, reverse=reverse, registers=registers)
             for ones, early in ((16, 0), (8, 0), (8, 1))
@@ -257,23 +263,20 @@ def row_of(record: dict[str, Any]) -> list[int]:
 
 
 def winners(records: list[dict[str, Any]], arch: str) -> dict[str, list[int]]:
-    """Best row of each (pass, width, mask), in the table's form; see `dropout_fits`."""
+    """Best row of each (pass, width, mask), in the table's form.
+
+    Dropout takes a plain row that leaves its mask the shared memory (`dropout_fits`), and else has
+    the fastest that does: NAME/dropout.
+    """
     best: dict[str, list[int]] = {}
+    dropout: dict[str, list[int]] = {}
     for r in sorted((r for r in records if r["ms"] is not None), key=lambda r: r["ms"]):
         widths = (r["width"], value_width(r["width"]))
-        name = configs.key(r["pass"], widths, r["banded"])
-        masked = name + "/dropout"
-        if name in best and masked in best:
-            continue
-        row = row_of(r)
+        name, row = configs.key(r["pass"], widths, r["banded"]), row_of(r)
         best.setdefault(name, row)
-        if masked not in best and dropout_fits(r["pass"], r["width"], r["banded"], row, arch):
-            best[masked] = row
-    # Dropout takes the plain row where it can.
-    return {
-        name: row for name, row in best.items() if row != best.get(name.removesuffix("/dropout"))
-        or not name.endswith("/dropout")
-    }  # fmt: skip
+        if name not in dropout and dropout_fits(r["pass"], r["width"], r["banded"], row, arch):
+            dropout[name] = row
+    return best | {f"{name}/dropout": row for name, row in dropout.items() if row != best[name]}
 
 
 def dropout_fits(which: str, width: int, banded: bool, row: list[int], arch: str) -> bool:
