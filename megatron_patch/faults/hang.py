@@ -8,10 +8,11 @@
     every rank          leaves its exit code for the launcher and ends with EXIT_CODE
 
 Nothing of it needs the main thread, a collective or the device. A rank that was stopped, or whose
-main thread holds the interpreter lock, cannot take part: it is the one the others name. For the
-second case faulthandler's own timer, a thread without the lock, writes the stacks to the log of the
-rank. It does not end the process, since it cannot tell a lock that is held from a job that was
-suspended; the launcher does, when the other ranks have ended.
+main thread holds the interpreter lock, cannot take part: it is the one the others name. The first
+of them on its node sends it a signal that makes it print its stacks, lock or not, and the launcher
+kills it when they have ended. (faulthandler's own timer would need no others. But it walks the
+stacks in a thread without the lock, and when a suspended job goes on it is due at once: the job,
+running again, then dies of a segmentation fault now and then.)
 
 A process that was suspended as a whole and goes on (SIGSTOP, SIGCONT) sees that its own thread did
 not run either; that time does not count.
@@ -45,8 +46,8 @@ LONG_STEPS = 4
 """A limit of a phase is never below this many times the longest step so far."""
 GRACE_SECONDS = 10.0
 """How long the ranks that can write their stacks may take."""
-LOCK_SECONDS = 3.0
-"""Beyond the limit: when faulthandler's timer speaks for a watcher that cannot run."""
+STACKS_SECONDS = 0.5
+"""For a rank that cannot write its file: to print its stacks before the launcher ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class HangWatcher:
         limits: seconds a phase may last.
         folder: ``<run_dir>/hangs``; created when something hangs.
         token: name of this attempt, the same on all ranks.
-        rank, hosts: this rank, and the node of every rank.
+        rank, hosts, pids: this rank; node and process id of every rank.
         leave: ends the process; tests put something milder there.
     """
 
@@ -86,11 +87,12 @@ class HangWatcher:
         token: str,
         rank: int,
         hosts: list[str],
+        pids: list[int],
         pulse: Pulse = PULSE,
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
         self.limits, self.folder, self.token = limits, folder, token
-        self.rank, self.hosts, self.pulse = rank, hosts, pulse
+        self.rank, self.hosts, self.pids, self.pulse = rank, hosts, pids, pulse
         self._leave = leave
         self._poll = min(1.0, limits.step / 10)
         self._over = threading.Event()
@@ -107,7 +109,6 @@ class HangWatcher:
         """The process may take its time from now on."""
         self._over.set()
         self._thread.join(5)
-        faulthandler.cancel_dump_traceback_later()
 
     def settle(self, error: BaseException) -> None:
         """The main thread has failed; does not return where a hang is the reason.
@@ -132,9 +133,6 @@ class HangWatcher:
             now = time.monotonic()
             self._look(now, gap=now - last - self._poll)
             last = now
-            # Re-armed while this thread can run; fires when it no longer does.
-            limit = self.limits.of(self.pulse)
-            faulthandler.dump_traceback_later(limit + LOCK_SECONDS, exit=False, file=2)
 
     def _look(self, now: float, *, gap: float = 0.0) -> None:
         beat = self.pulse.now
@@ -151,7 +149,6 @@ class HangWatcher:
 
     def _report(self, beat: Beat, age: float, limit: float) -> None:
         """Stacks, summary, end of the process."""
-        faulthandler.cancel_dump_traceback_later()
         at, collective = stacks.main_thread()
         me = Witness(
             self.rank, ledger.node(), os.getpid(), beat.step, beat.phase, round(age, 1), at,
@@ -167,6 +164,7 @@ class HangWatcher:
             else:
                 self._wait_for(folder / "summary.txt", GRACE_SECONDS + 5)
                 text = f"hang at step {beat.step}, see {folder / 'summary.txt'}"
+            self._call_the_silent(folder)
         except OSError as error:  # a directory that has gone, a full disk
             text = f"hang at step {beat.step} in phase {beat.phase}; no report: {error}"
             print(text, file=sys.stderr, flush=True)
@@ -205,6 +203,15 @@ class HangWatcher:
             if witness is not None:
                 found[witness.rank] = witness
         return summarize(found, self.hosts, finder=me, limit=limit)
+
+    def _call_the_silent(self, folder: Path) -> None:
+        """Ranks of this node that wrote nothing print their stacks; its first other rank asks."""
+        here = [r for r, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        silent = [r for r in here if not stacks.file_of(folder, r).exists()]
+        if self.rank == min(set(here) - set(silent), default=-1):
+            called = [r for r in silent if stacks.call(self.pids[r])]
+            if called:
+                time.sleep(STACKS_SECONDS)
 
     @staticmethod
     def _wait_for(path: Path, seconds: float) -> None:
@@ -291,14 +298,16 @@ def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
 
     token = f"{stacks.utc()}-{os.urandom(3).hex()}"
     facts: list[Any] = [None] * layout.world_size
-    torch.distributed.all_gather_object(facts, (token, ledger.node()))
+    stacks.listen()
+    torch.distributed.all_gather_object(facts, (token, ledger.node(), os.getpid()))
     limits = Limits(f.hang_seconds, f.hang_startup_seconds, f.hang_pause_seconds)
     watcher = HangWatcher(
         limits,
         run_dir / FOLDER,
         token=facts[0][0],
         rank=layout.rank,
-        hosts=[host for _, host in facts],
+        hosts=[host for _, host, _ in facts],
+        pids=[pid for _, _, pid in facts],
     )
     watcher.start()
     return watcher

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from pathlib import Path
 RECORDER_SECONDS = 5.0
 RECORDER_PREFIX = "nccl_trace_rank_"
 """As torch's own analyzer (``torchfrtrace``) wants the files named."""
+SIGNAL = signal.SIGRTMIN + 7
+"""Nothing else in a training process uses it; without a handler it would end the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,43 @@ def write(folder: Path, witness: Witness) -> Path:
     Returns:
         The file; it appears complete or not at all.
     """
-    path = folder / f"rank_{witness.rank:05d}.txt"
-    temporary = path.with_suffix(".tmp")
+    result = file_of(folder, witness.rank)
+    temporary = result.with_suffix(".tmp")
     with temporary.open("w") as out:
         out.write(json.dumps(asdict(witness)) + "\n\n")
         out.flush()
         faulthandler.dump_traceback(file=out, all_threads=True)
         out.write(f"\nflight recorder: {dump_recorder(folder, witness.rank)}\n")
-    os.replace(temporary, path)
-    return path
+    os.replace(temporary, result)
+    return result
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its stacks."""
+    return folder / f"rank_{rank:05d}.txt"
+
+
+def listen() -> None:
+    """From now on `call` makes this process print its stacks; in the main thread.
+
+    Also while a thread holds the interpreter lock: faulthandler's handler does not take it. Walking
+    the stacks of threads that run is not safe, so nobody asks before the job is found to hang.
+    """
+    faulthandler.register(SIGNAL, file=2, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [SIGNAL])
+
+
+def call(pid: int) -> bool:
+    """Have a process of this node print its stacks to its standard error; whether it listens."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+        if not int(caught, 16) >> (SIGNAL - 1) & 1:  # another program has that process id now
+            return False
+        os.kill(pid, SIGNAL)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def read(path: Path) -> Witness | None:

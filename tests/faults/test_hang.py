@@ -20,19 +20,22 @@ from megatron_patch.faults.stacks import Witness
 from megatron_patch.runtime.heartbeat import Beat, Pulse
 
 # One rank without torch: it works on step 7 and gets stuck in the way the fourth argument names.
-# It starts to count when all ranks are there, and says "ready" when C's timer is wound up.
+# It starts to count when it is told all ranks' process ids, and says "ready" where it gets stuck.
 RANK = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
-from megatron_patch.faults import hang
+from megatron_patch.faults import hang, stacks
 from megatron_patch.faults.hang import HangWatcher, Limits
 from megatron_patch.runtime.heartbeat import PULSE
 
 rank, world, folder, how = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-limit, hang.GRACE_SECONDS, hang.LOCK_SECONDS = map(float, sys.argv[5:])
+limit, hang.GRACE_SECONDS = map(float, sys.argv[5:])
 def wait_for_the_others(): time.sleep(900)
 def endless_loop():
     while True: pass
+def works():
+    def deep(n): return n and [deep(n - 1) for _ in range(2)]
+    while True: deep(8)
 def blocked_in_c(): ctypes.CDLL(None).sleep(900)
 def holds_the_lock(): ctypes.PyDLL(None).sleep(900)
 def stops(): os.kill(os.getpid(), signal.SIGSTOP)
@@ -45,16 +48,12 @@ def loses_the_others():  # as a collective does, when they leave before this ran
         watcher.stop()
         raise
 
-armed, arm = threading.Event(), hang.faulthandler.dump_traceback_later
-def armed_later(*args, **options):
-    arm(*args, **options)
-    armed.set()
-hang.faulthandler.dump_traceback_later = armed_later
 PULSE.reset()
-watcher = HangWatcher(Limits(step=limit, startup=900, pause=900), folder, token="t", rank=rank,
-                      hosts=["node%d" % r for r in range(world)])
+stacks.listen()
 print("here", flush=True)
-sys.stdin.readline()
+hosts, pids = (sys.stdin.readline().split() for _ in range(2))
+watcher = HangWatcher(Limits(step=limit, startup=900, pause=900), folder, token="t", rank=rank,
+                      hosts=hosts, pids=list(map(int, pids)))
 watcher.start()
 for step in (5, 6):
     PULSE.step(step); PULSE.stepped()
@@ -62,8 +61,6 @@ PULSE.step(7)
 PULSE.enter("forward")
 if how in ("wait_for_the_others", "stops"):
     PULSE.enter("optimizer")
-armed.clear()
-armed.wait()
 print("ready", flush=True)
 globals()[how]()
 """
@@ -83,16 +80,16 @@ STARTED: list[subprocess.Popen[str]] = []
 
 
 def ranks(
-    folder: Path, *how: str, limit: float = 2, grace: float = 60, lock: float = 1
+    folder: Path, *how: str, limit: float = 2, grace: float = 60, hosts: str = ""
 ) -> list[subprocess.Popen[str]]:
     """Start one process a word, and wait until all are where they get stuck.
 
-    Seconds: ``limit`` of the phase, ``grace`` for all to write (waited for only if one does not),
-    ``lock`` until C's timer speaks.
+    Seconds: ``limit`` of the phase, ``grace`` for all to write (waited for only if one does not).
+    ``hosts``: names of their nodes; a node for each, if empty.
     """
     started = []
     for rank, word in enumerate(how):
-        words = [rank, len(how), folder / "hangs", word, limit, grace, lock]
+        words = [rank, len(how), folder / "hangs", word, limit, grace]
         with (folder / f"err.{rank}").open("w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-c", RANK, *map(str, words)],
@@ -106,7 +103,8 @@ def ranks(
     assert [p.stdout.readline() for p in started if p.stdout] == ["here\n"] * len(started)
     for process in started:
         assert process.stdin is not None
-        print(file=process.stdin, flush=True)
+        print(hosts or " ".join(f"node{r}" for r in range(len(how))), file=process.stdin)
+        print(*[p.pid for p in started], file=process.stdin, flush=True)
     assert [p.stdout.readline() for p in started if p.stdout] == ["ready\n"] * len(started)
     return started
 
@@ -161,7 +159,8 @@ def test_a_rank_that_loses_the_others_to_a_hang_ends_as_they_do(tmp_path: Path) 
 def test_an_error_without_a_hang_is_left_to_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watcher = HangWatcher(Limits(9, 9, 9), tmp_path / "hangs", token="t", rank=0, hosts=["n"])
+    watcher = HangWatcher(Limits(9, 9, 9), tmp_path / "hangs", token="t", rank=0, hosts=["n"],
+                          pids=[1])  # fmt: skip
     watcher.start()
     with monkeypatch.context() as patched:
         patched.setattr(watcher._thread, "join", lambda *seconds: pytest.fail("it waits"))
@@ -177,25 +176,42 @@ def test_a_stopped_process_is_named_as_missing(tmp_path: Path) -> None:
     assert "missing" in text.splitlines()[-1]
 
 
-def test_a_thread_that_holds_the_interpreter_lock_is_shown_by_the_c_timer(tmp_path: Path) -> None:
-    """It is named as missing; its stacks are in its own log, where the launcher kills it."""
-    first, _ = ranks(tmp_path, "wait_for_the_others", "holds_the_lock", grace=3)
-    assert ended(first) == hang.EXIT_CODE
+def test_a_thread_that_holds_the_interpreter_lock_is_shown_in_its_log(tmp_path: Path) -> None:
+    """It is named as missing; another rank of its node has it print its stacks."""
+    first, _, other = ranks(
+        tmp_path, "wait_for_the_others", "holds_the_lock", "wait_for_the_others",
+        grace=3, hosts="a a b",
+    )  # fmt: skip
+    assert [ended(first), ended(other)] == [hang.EXIT_CODE] * 2
     end = time.monotonic() + 600
     while "holds_the_lock" not in (err := errors(tmp_path, 1)) and time.monotonic() < end:
         time.sleep(0.1)
-    assert "Timeout" in err and "holds_the_lock" in err
-    assert "rank 1 (node1) missing" in summary(tmp_path)[1]
+    assert "Current thread 0x" in err
+    assert "rank 1 (a) missing" in summary(tmp_path)[1]
 
 
-def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
-    """Stopped and continued as a whole, it is not a hang: the watcher did not run either."""
-    (process,) = ranks(tmp_path, "wait_for_the_others", limit=6)
+def test_only_a_process_that_listens_is_called() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert not stacks.call(other.pid)
+        assert other.poll() is None
+        other.kill()
+    assert not stacks.call(other.pid)  # it has ended
+
+
+@pytest.mark.parametrize("how", ["wait_for_the_others", "works"])
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path, how: str) -> None:
+    """Stopped and continued as a whole, it is not a hang: the watcher did not run either.
+
+    And nobody walks the stacks of its threads, which run again: that ended jobs by SIGSEGV.
+    """
+    (process,) = ranks(tmp_path, how, limit=4)
+    time.sleep(1)  # the watcher looks every 0.4 s
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(8)  # longer than the limit and LOCK_SECONDS
+    time.sleep(8)  # longer than the limit
     os.kill(process.pid, signal.SIGCONT)
-    time.sleep(2)  # the watcher looks every 0.6 s
+    time.sleep(2)
     assert process.poll() is None and not (tmp_path / "hangs").exists()
+    assert errors(tmp_path, 0) == ""
 
 
 def test_an_unwritable_directory_still_ends_the_rank(tmp_path: Path) -> None:
@@ -275,7 +291,7 @@ def test_a_beat_is_excused_only_for_its_own_pause(tmp_path: Path) -> None:
     pulse.step(1)
     pulse.stepped()
     watcher = HangWatcher(Limits(5, 5, 5), tmp_path / "hangs", token="t", rank=0, hosts=["n"],
-                          pulse=pulse, leave=left.append)  # fmt: skip
+                          pids=[1], pulse=pulse, leave=left.append)  # fmt: skip
     now = pulse.now.since
     watcher._look(now + 100, gap=99.0)
     assert not left
