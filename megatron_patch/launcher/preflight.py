@@ -376,8 +376,9 @@ def _check_network(
     slow = _slow_links([row for row in rows if not bad & {row["node"], row["peer"]}], least)
     if slow:
         more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
-        text = f"link between {'; '.join(slow[:SHOWN])}{more} GB/s slow; the median is {_figure(median)}"
-        yield Row(NOBODY, check, True, f"{text}; each is fast with another node", note=True)
+        text = f"link between {'; '.join(slow[:SHOWN])}{more} GB/s slow; the median is "
+        text += f"{_figure(median)}; each is fast with another node"
+        yield Row(NOBODY, check, True, text, note=True)
 
 
 def _slow_links(rows: list[dict[str, Any]], least: float) -> list[str]:
