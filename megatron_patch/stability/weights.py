@@ -69,7 +69,8 @@ def split_qkv(attention: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         # Here core's numbers of this partition are those of a whole group.
         if weight.shape[0] * size != kv_heads * (per_group + 2) * d:
             return None
-        return _gathered(weight, per_group * kv_heads, kv_heads, d, attention.pg_collection.tp)
+        group = attention.pg_collection.tp
+        return _gathered(weight, heads=per_group * kv_heads, groups=kv_heads, d=d, group=group)
     if weight.shape[0] != groups * (per_group + 2) * d:
         return None  # gated output or another layout: not ours to guess
     blocks = weight.view(groups, per_group + 2, d, weight.shape[1])
@@ -101,7 +102,7 @@ def overlap(owner: int, reader: int, *, heads: int, groups: int, d: int, size: i
 
 
 def _gathered(
-    weight: torch.Tensor, heads: int, groups: int, d: int, group: Any
+    weight: torch.Tensor, *, heads: int, groups: int, d: int, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(W_Q [np, d, c], W_K [1, d, c]) of this rank from the shares of all. Collective.
 
