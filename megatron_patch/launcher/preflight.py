@@ -38,6 +38,7 @@ GEMM_SIZE, GEMM_REPEATS = 8192, 20
 MAY_BE_UNKNOWN = {"commit": ("unknown", None), "driver": (None,)}
 """A node that cannot say these (no git, a busy nvidia-smi) need not differ from the others."""
 LINKS = "links.json"  # probe.py's
+EVERY_NODE = "every_node_failed"  # the batch script stops for good where it exists
 GB = 1e9
 NOBODY = "-"  # a failure that names no node
 SHOWN = 5  # slow links in one line
@@ -228,6 +229,9 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
         return 0
     if not bad or len(bad) == len({*bad, *expected, *(node["node"] for node in nodes)}) > 1:
         # Excluding every node would leave the job waiting for ever.
+        if bad and len(reports) == len({*reports, *expected}):
+            # By what they measured, not by their silence: a retry would find the same.
+            (out / EVERY_NODE).write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
         text = "every node failed" if bad else "failed, on no node in particular"
         print(f"preflight: {text}; no node is excluded", file=stream or sys.stdout, flush=True)
         return 1

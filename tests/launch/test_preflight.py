@@ -197,6 +197,14 @@ def test_what_all_nodes_lack_excludes_none(tmp_path):
         tmp_path, [healthy(n) for n in range(3)], sets=("cluster.preflight.min_free_gb=5000",)
     )
     assert code == 1 and bad == [] and "every node failed" in table
+    assert (tmp_path / "out" / preflight.EVERY_NODE).read_text() == "n0\nn1\nn2\n"
+
+
+def test_silence_of_all_nodes_may_be_retried(tmp_path):
+    """No node is excluded, but nobody has measured anything that a retry would meet again."""
+    code, table, bad = judge(tmp_path, [], expected=("n0", "n1"))
+    assert code == 1 and bad == [] and "every node failed" in table
+    assert not (tmp_path / "out" / preflight.EVERY_NODE).exists()
 
 
 def test_silent_node_is_named(tmp_path):
