@@ -187,8 +187,8 @@ class ClusterConfig:
     chain_length: int = 8
     """Jobs of a chain."""
     stop_lead_seconds: int = 300
-    """Seconds before the time limit at which ranks are told to save and stop; must cover a step
-    and a checkpoint."""
+    """Seconds before the time limit at which ranks are told to save and stop; must cover a step,
+    a checkpoint and an evaluation that is due."""
     max_requeues: int = 100
     """Requeues of one job for any reason."""
     max_crash_requeues: int = 3
