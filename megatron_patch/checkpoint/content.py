@@ -71,31 +71,46 @@ def model_state(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: m.sharded_state_dict(metadata=metadata) for name, m in parts.models().items()}
 
 
-def build(
-    parts: Parts, *, optimizer_sharding: str, loading: bool, rng: tuple[int, int] | None
+def local_part(
+    parts: Parts, *, optimizer_sharding: str, rng: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The sharded state dict to save, or to load into. Collective.
+    """The sharded state dict without the optimizer. Local: no rank waits for another.
 
     Args:
         parts: the live objects.
         optimizer_sharding: ``fully_reshardable`` or ``dp_reshardable``.
-        loading: allocate what is missing instead of reading it.
         rng: (rank, world size) to include this rank's random streams; None to leave them out.
     """
     from megatron.core.dist_checkpointing import ShardedObject
 
-    metadata = core_metadata(optimizer_sharding)
     optimizer_state.ensure_state(parts.optimizer)
-    state = model_state(parts, metadata)
-    with torch.no_grad():
-        state["optimizer"] = parts.optimizer.sharded_state_dict(
-            state if len(parts.chunks) > 1 else state["model"],
-            is_loading=loading,
-            metadata=metadata,
-        )
+    state = model_state(parts, core_metadata(optimizer_sharding))
     if rng is not None:
         state[RNG] = ShardedObject(RNG, random_state.capture(), (rng[1],), (rng[0],))
     return state
+
+
+def add_optimizer(
+    state: dict[str, Any], parts: Parts, *, optimizer_sharding: str, loading: bool
+) -> None:
+    """Complete what `local_part` made, to save or to load into.
+
+    Collective among data-parallel ranks when ``fully_reshardable`` state is saved: core gathers
+    it, and a rank that fails in between leaves the others of its group waiting. Otherwise local.
+
+    Args:
+        state: from `local_part`; gets the key ``optimizer``.
+        parts: the live objects.
+        optimizer_sharding: as for `local_part`.
+        loading: allocate what is missing instead of reading it.
+    """
+    models = {name: state[name] for name in parts.models()}
+    with torch.no_grad():
+        state["optimizer"] = parts.optimizer.sharded_state_dict(
+            models if len(models) > 1 else state["model"],
+            is_loading=loading,
+            metadata=core_metadata(optimizer_sharding),
+        )
 
 
 def check_fit(request: dict[str, Any], index: Metadata, ranks: Collective, *, skip: str) -> None:
