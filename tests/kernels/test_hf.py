@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from stable_attention import hf
+from stable_attention.reference.oracle import oracle_attention
 
 SHAPE = {
     "vocab_size": 64,
@@ -122,3 +124,122 @@ def test_what_is_not_supported_is_refused() -> None:
     q = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="cache"):
         hf.attention_forward(module, q, q, q, cache=object())
+
+
+def tiny_llama4(implementation: str, dtype: torch.dtype, chunk: int):
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 3}
+    config = transformers.Llama4TextConfig(
+        **SHAPE,
+        **experts,
+        intermediate_size_mlp=64,
+        attention_chunk_size=chunk,
+        no_rope_layers=[1, 1],
+        pad_token_id=0,
+    )
+    build = transformers.Llama4ForCausalLM._from_config
+    return build(config, attn_implementation=implementation).to(dtype).eval()
+
+
+def test_chunked_attention_longer_than_a_chunk_is_refused() -> None:
+    """Llama 4's local layers: the kernels would silently attend across chunks."""
+    ids = torch.arange(20)[None]
+    with pytest.raises(ValueError, match="in chunks of 8 for 20 keys"):
+        tiny_llama4(hf.NAME, torch.bfloat16, 8)(input_ids=ids)
+    with torch.no_grad():
+        true = tiny_llama4("eager", torch.float32, 20)(input_ids=ids).logits.double()
+        peer = tiny_llama4("eager", torch.bfloat16, 20)(input_ids=ids).logits.double()
+        ours = tiny_llama4(hf.NAME, torch.bfloat16, 20)(input_ids=ids).logits.double()
+    assert (ours - true).norm() <= 2 * (peer - true).norm()
+
+
+def masks(batch: int = 1, length: int = 8, create=create_causal_mask, **options):
+    """What transformers hands the layers of a model as their mask."""
+    config = transformers.LlamaConfig(sliding_window=4)
+    config._attn_implementation = hf.NAME
+    given = {"attention_mask": None, "past_key_values": None} | options
+    return create(config, torch.zeros(batch, length, 16), **given)
+
+
+RESTARTING = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+REFUSED = {
+    "prefix LM": ({"or_mask_function": lambda b, h, q, k: k < 4}, "a function of"),
+    "joined mask": ({"and_mask_function": lambda b, h, q, k: k > q - 2}, "a function of"),
+    "blocks": ({"block_sequence_ids": torch.tensor([[0, 0, 0, 1, 1, -1, -1, -1]])}, "blockwise"),
+    "rows packed": ({"batch": 2, "position_ids": RESTARTING}, "packed documents in 2 rows"),
+    "wanted": ({"allow_is_causal_skip": False}, "wanted as a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_masks_that_are_functions_are_refused(name: str) -> None:
+    """FlashAttention's mask of transformers is None for each of them: another model."""
+    options, text = REFUSED[name]
+    for create in (create_causal_mask, create_sliding_window_causal_mask):
+        with pytest.raises(ValueError, match=text):
+            masks(create=create, **options)
+
+
+def test_masks_of_the_kernels_need_no_tensor() -> None:
+    """Causal, window, documents in one row, one decoding step; padding stays visible."""
+    for create in (create_causal_mask, create_sliding_window_causal_mask):
+        assert masks(create=create) is None
+        assert masks(create=create, position_ids=RESTARTING) is None
+        assert masks(create=create, batch=2, position_ids=torch.arange(8)[None]) is None
+        assert masks(create=create, length=1, allow_is_causal_skip=False) is None
+        ones = torch.ones(2, 8, dtype=torch.bool)
+        assert masks(create=create, batch=2, attention_mask=ones) is None
+        ones[0, 0] = False
+        assert torch.equal(masks(create=create, batch=2, attention_mask=ones), ones)
+
+
+def test_static_cache_longer_than_its_tokens_is_refused() -> None:
+    """Its empty slots come as keys, and only a mask says so."""
+    module = model("Llama", hf.NAME, torch.bfloat16).eval()
+    cache = transformers.StaticCache(config=module.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="of 32 keys for 9 tokens"):
+        module(input_ids=torch.arange(9)[None], past_key_values=cache, use_cache=True)
+
+
+def test_packed_documents_in_several_rows_are_refused() -> None:
+    """Also where a mask of ones or a cache keeps transformers from looking at the positions."""
+    module = model("Llama", hf.NAME, torch.bfloat16).eval()
+    ids = torch.arange(8)[None].repeat(2, 1)
+    for positions in (RESTARTING, RESTARTING.repeat(2, 1)):
+        given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+        with pytest.raises(ValueError, match="starting anew inside rows of a batch of 2"):
+            module(input_ids=ids, **given)
+    q = torch.zeros(2, 2, 4, 16, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="a batch of 1"):
+        hf.attention_forward(module, q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+def test_a_batch_compiles_without_graph_breaks() -> None:
+    """While tracing, transformers takes every batch for a packed one."""
+    module = model("Llama", hf.NAME, torch.bfloat16)
+    ids = torch.arange(24).view(2, 12)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    got = compiled(input_ids=ids, use_cache=False).logits
+    assert torch.equal(got, module(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])
+def test_arguments_of_other_attentions_are_refused(name: str) -> None:
+    """T5's biases, sparse attention's keys: swallowed, they give another model's numbers."""
+    q = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^{name} is set"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, **{name: torch.zeros(1, 2, 4, 4)})
+    out, _ = hf.attention_forward(torch.nn.Module(), q, q, q, **{name: None})
+    assert out.shape == (1, 4, 2, 16)
+
+
+def test_window_of_a_model_that_is_not_causal_reaches_both_ways() -> None:
+    """ModernBERT: w - 1 keys before and after the query's own, as transformers' own kernels."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 16).bfloat16() for _ in range(3))
+    module = torch.nn.Module()
+    module.is_causal = False
+    out, _ = hf.attention_forward(module, q, k, v, sliding_window=5)
+    true = oracle_attention(q, k, v, layout="bhsd", window=(4, 4)).out.transpose(1, 2)
+    assert (out.double() - true).abs().max() <= 2**-6
