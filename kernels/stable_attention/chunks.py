@@ -22,12 +22,17 @@ import torch
 
 from stable_attention import dispatch
 from stable_attention.api import _check_device, dropout_seed_tensor
-from stable_attention.problem import AttentionArgumentError, Problem, describe, dims
+from stable_attention.problem import (
+    MAX_LENGTH,
+    AttentionArgumentError,
+    Position,
+    Problem,
+    describe,
+    dims,
+)
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
 from stable_attention.triton.options import Extras
-
-Position = int | torch.Tensor
 
 
 def _positions(
@@ -36,9 +41,12 @@ def _positions(
     """Position arguments of `Extras`: two ints, or two int32 tensors [b]."""
     given = (q_position, k_position)
     if not any(isinstance(p, torch.Tensor) for p in given):
-        for name, p in zip(("q_position", "k_position"), given, strict=True):
-            if not 0 <= int(p) < 2**31:
-                raise AttentionArgumentError(name, p, "0 <= position < 2**31", "It is global.")
+        for name, p, length in zip(
+            ("q_position", "k_position"), given, (problem.sq, problem.sk), strict=True
+        ):
+            if not 0 <= int(p) <= MAX_LENGTH - length:
+                allowed = f"0 <= position <= {MAX_LENGTH} - {length} (the length)"
+                raise AttentionArgumentError(name, p, allowed, "It is global.")
         return {"pos_q": int(q_position), "pos_k": int(k_position)}
     tensors = []
     for name, p in zip(("q_position", "k_position"), given, strict=True):
@@ -78,7 +86,7 @@ def _describe(
         "beta": options.pop("beta", 2.0),
         "eps": options.pop("eps", 1e-3),
     }
-    problem = describe(q, k, v, **options)
+    problem = describe(q, k, v, **options, positions=(q_position, k_position))
     extras = Extras(
         seed=dropout_seed_tensor(seed, q) if dropout_p > 0 else None,
         cu_q=options.get("cu_seqlens_q"),
@@ -107,6 +115,7 @@ def chunk_forward(
     Args:
         q, k, v: chunks in ``layout``; any strides with a contiguous last dimension.
         q_position, k_position: global position of row 0 of q and k: an int, or int32 [b] for thd.
+            With a window, tensors of positions differ by at most 2**29.
         return_max_logits: also return the largest logits [h] of this pair of chunks.
         **options: causal, window, scale, softcap, dropout_p, dropout_seed (required with dropout),
             cu_seqlens_q/k, cu_seqlens_q/k_padded, max_seqlen_q/k, batch_offset, head_offset,

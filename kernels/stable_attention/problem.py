@@ -29,6 +29,10 @@ MAX_HEAD_DIM = 256
 UNLIMITED = -1
 # The largest logical extent: positions and tile starts are 32-bit inside the kernels.
 MAX_LENGTH = 2**31 - 2**12
+# How far apart positions that only the device knows may lie where there is a window.
+MAX_DISTANCE = 2**29
+
+Position = int | torch.Tensor
 
 
 class AttentionArgumentError(ValueError):
@@ -144,6 +148,42 @@ def window_bounds(causal: bool, window: tuple[int, int] | None) -> tuple[int, in
         "Both bounds are inclusive: (w - 1, 0) shows each query w keys, its own included.",
     )
     return left, 0 if causal else right
+
+
+def _bounds_that_hide(
+    left: int,
+    right: int,
+    *,
+    sq: int,
+    sk: int,
+    positions: tuple[Position, Position] | None,
+) -> tuple[int, int]:
+    """The window without bounds that hide no key from any query.
+
+    Kernels add a bound to positions in 32 bits, where a huge one overflows into a wrong mask. Of
+    what remains, the sums fit: a left bound only meets queries behind it, a right one keys ahead.
+    """
+    if left <= 0 and right <= 0:
+        return left, right
+    most = MAX_LENGTH
+    if positions is None:
+        idle = left >= sk, right >= sq
+    elif any(isinstance(p, torch.Tensor) for p in positions):
+        most = MAX_DISTANCE
+        idle = left >= sq + MAX_DISTANCE, right >= sk + MAX_DISTANCE
+    else:
+        shift = int(positions[0]) - int(positions[1])
+        # Chunks keep other idle bounds: one kernel serves all pairs of a ring.
+        far = abs(shift) + max(left, right) + sq + sk > MAX_LENGTH
+        idle = far and left >= sq + shift, far and right >= sk - shift
+    _require(
+        sq + sk <= most,
+        "length of q plus length of k",
+        lambda: sq + sk,
+        f"<= {most} with a window",
+        "Cut it in chunks, or give max_seqlen_q and max_seqlen_k.",
+    )
+    return UNLIMITED if idle[0] else left, UNLIMITED if idle[1] else right
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -302,9 +342,11 @@ def describe(
     stabilizer: str = "compensated",
     residual: str = "bf16",
     deterministic: bool = False,
+    positions: tuple[Position, Position] | None = None,
 ) -> Problem:
     """Validate every host-known fact and return the `Problem`.
 
+    ``positions`` are those of row 0 of q and of k where they are chunks of a longer sequence.
     Raises `AttentionArgumentError` (a `ValueError`) naming value, allowed set and remedy.
     """
     check_tensors(q, k, v, layout)
@@ -331,6 +373,7 @@ def describe(
         residual=residual,
     )
     left, right = window_bounds(causal, window)
+    left, right = _bounds_that_hide(left, right, sq=sq, sk=sk, positions=positions)
     if sinks is not None:
         _require(
             sinks.shape == (heads,) and sinks.is_floating_point() and sinks.device == q.device,
