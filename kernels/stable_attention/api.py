@@ -190,7 +190,7 @@ def _sink_logits(
             )
         heads = q.shape[1] if layout in ("bhsd", "thd") else q.shape[-2]
         return torch.zeros(heads, dtype=torch.float32, device=q.device)
-    return sinks
+    return None if sinks is None else sinks.contiguous()
 
 
 def _check_device(q: torch.Tensor) -> None:

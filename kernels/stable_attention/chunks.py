@@ -184,6 +184,7 @@ def finish_chunks(
     if residual not in RESIDUALS:
         raise AttentionArgumentError("residual", repr(residual), str(RESIDUALS), "Pick one.")
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
+    sinks = None if sinks is None else sinks.contiguous()
     return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
 
 
@@ -233,7 +234,7 @@ def chunk_delta(
         low=low,
         lse=lse3.contiguous(),
         dlse=None if dlse is None else dlse.contiguous(),
-        extras=Extras(sinks=sinks),
+        extras=Extras(sinks=None if sinks is None else sinks.contiguous()),
     )
     return (delta[0] if layout == "thd" else delta), dsinks
 

@@ -142,12 +142,14 @@ def add_late(total, part, alpha):
 def add_sink(sink, m, l, l_rounded):
     """Let a sink logit (natural log units) join the softmax: it takes weight and gives no value.
 
-    Returns (factor that rescales acc, m, l, l_rounded). The sink may exceed every score.
+    Returns (factor that rescales acc, m, l, l_rounded). The sink may exceed every score, and one
+    of -inf takes no weight.
     """
     sink2 = sink.to(tl.float32) * LOG2E  # learnable sinks may be 16-bit
     m_new = tl.maximum(m, sink2)
-    alpha = tl.exp2(m - m_new)
-    weight = tl.exp2(sink2 - m_new)
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # neither keys nor sink: not -inf - -inf
+    alpha = tl.exp2(m - shift)
+    weight = tl.exp2(sink2 - shift)
     return alpha, m_new, l * alpha + weight, l_rounded * alpha + weight
 
 

@@ -211,6 +211,8 @@ class _Blockwise(torch.autograd.Function):
             do5 = to_bhsd(dout, rules.layout).to(rules.compute).view_as(out)
             # dLSE enters exactly like -delta: d LSE / d S = P.
             delta = (do5 * out).sum(-1) - dlse.to(rules.compute).reshape(lse.shape)
+            # Rows without keys: P is 0, but 0 times the infinite dLSE of an infinite LSE is not.
+            delta = delta.masked_fill(lse == -math.inf, 0.0)
             dq, dk, dv = torch.zeros_like(q5), torch.zeros_like(k5), torch.zeros_like(v5)
             for batch, rows, keys in sequences(q5.shape[3], k5.shape[3], *ctx.cu_seqlens):
                 inputs = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])

@@ -217,7 +217,8 @@ def finish_chunks(
     """As `stable_attention.chunks.finish_chunks`; the low-order part is all that rounding lost."""
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
-        out = out * _rows_like(torch.exp(lse - total), layout)
+        safe = total.masked_fill(total == -math.inf, 0.0)
+        out = out * _rows_like(torch.exp(lse - safe), layout)
         lse.copy_(total)
     high = out.to(dtype)
     return high, (out - high.to(out.dtype) if dtype != out.dtype else out.new_empty(0))
@@ -241,7 +242,7 @@ def chunk_delta(
     perm = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2), "thd": (1, 0)}[layout]
     delta = rows.permute(perm).contiguous()
     if dlse is not None:
-        delta = delta - dlse
+        delta = (delta - dlse).masked_fill(lse == -math.inf, 0.0)  # not 0 * NaN later
     if sinks is None:
         return delta, None
     weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -math.inf, 0.0)

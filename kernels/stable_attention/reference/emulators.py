@@ -156,7 +156,7 @@ def emulate(
     kept_sum = l if rounding.accumulator else l_rounded if rounding.lse == "rounded" else l32
     lse = (m + torch.log(kept_sum)).masked_fill(kept_sum == 0, -math.inf)[..., 0]
     delta = (dout * (out.float() + low)).sum(-1)
-    less = delta if dlse is None else delta - dlse
+    less = delta if dlse is None else (delta - dlse).masked_fill(lse == -math.inf, 0.0)
     p_back = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
     used, dp = p_back, torch.matmul(dout, v.mT)
     if keep is not None:

@@ -54,11 +54,17 @@ def preprocess_kernel(
     rows = m0 + tl.arange(0, BM)
     ok = rows < n
     delta = row_delta(do, o)
+    if HAS_DLSE or HAS_SINK:
+        lse = tl.load(lse_ptr + row + rows, mask=ok, other=float("inf"))
+        empty = lse == -float("inf")
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row + rows, mask=ok, other=0.0)
+        # Without keys P is 0, but 0 times the infinite dLSE of an infinite LSE is not.
+        delta = tl.where(empty, 0.0, delta)
     tl.store(delta_ptr + row + rows, delta, mask=ok)
     if HAS_SINK:
-        lse = tl.load(lse_ptr + row + rows, mask=ok, other=float("inf"))
+        # Without keys a sink of -inf has an LSE of -inf: no weight, instead of -inf - -inf.
+        lse = tl.where(empty, float("inf"), lse)
         p_sink = tl.exp2((tl.load(sink_ptr + h) - lse) * LOG2E)
         part = (b64 * tiles + tile) * heads + h
         tl.store(dsink_ptr + part, -tl.sum(p_sink * delta, 0))
