@@ -53,7 +53,7 @@ from stable_attention.triton.parts import (
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, off_q, off_do,
-    stride_qs, stride_gs, m0, n0, sq, sk, shift, left, right,
+    stride_qs, stride_gs, m0, n0, sq, shift, left, right,
     unit, capped_scale, seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
@@ -156,7 +156,7 @@ def dkdv_kernel(
                 dk, dv = _dkdv_step(
                     dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row,
                     off_q, off_do, stride_qs, stride_gs,
-                    m0, n0, sq, sk, shift, left, right, unit, capped_scale,
+                    m0, n0, sq, shift, left, right, unit, capped_scale,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                     BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                     CHUNKED, PAPER, TMA,
@@ -166,7 +166,7 @@ def dkdv_kernel(
             dk, dv = _dkdv_step(
                 dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row,
                 off_q, off_do, stride_qs, stride_gs,
-                m0, n0, sq, sk, shift, left, right, unit, capped_scale,
+                m0, n0, sq, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                 CHUNKED, PAPER, TMA,
@@ -215,7 +215,7 @@ def _store_part(
 @triton.jit
 def _dq_step(
     dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-    n, m0, sq, sk, shift, left, right, unit, capped_scale,
+    n, m0, sk, shift, left, right, unit, capped_scale,
     seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
@@ -299,7 +299,7 @@ def dq_kernel(
             n = edge_tile(t, lo, full_lo, full_hi, BN)
             dq = _dq_step(
                 dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                n, m0, sq, sk, shift, left, right, unit, capped_scale,
+                n, m0, sk, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                 CHUNKED, PAPER, TMA,
@@ -308,7 +308,7 @@ def dq_kernel(
         n = full_lo + t * BN
         dq = _dq_step(
             dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-            n, m0, sq, sk, shift, left, right, unit, capped_scale,
+            n, m0, sk, shift, left, right, unit, capped_scale,
             seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
             BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
             CHUNKED, PAPER, TMA,

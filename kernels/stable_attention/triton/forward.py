@@ -79,7 +79,7 @@ def _scores(
 
 @triton.jit
 def _weights(
-    s, m, l, top, edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    s, m, l, top, edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
@@ -115,7 +115,7 @@ def _weights(
 @triton.jit
 def _late_step(
     s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v, stride_vs,
-    edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
@@ -128,7 +128,7 @@ def _late_step(
     if ROUNDED:
         l_acc = add_late(l_acc, l_part, alpha)
     p, weights, alpha, m, l, top = _weights(
-        s, m, l, top, edge, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+        s, m, l, top, edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
         DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, DYNAMIC, False, BOUND,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _late_step(
 @triton.jit
 def _forward_step(
     acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-    n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+    n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
@@ -161,7 +161,7 @@ def _forward_step(
     """
     s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)
     p, weights, alpha, m, l, top = _weights(
-        s, m, l, top, True, n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+        s, m, l, top, True, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
         q[0].dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
         DYNAMIC, PAPER, BOUND,
@@ -273,7 +273,7 @@ def forward_kernel(
             n = edge_tile(t, lo, full_lo, full_hi, BN)
             acc, m, l, l_acc, top = _forward_step(
                 acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                n, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+                n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                 CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
@@ -291,7 +291,7 @@ def forward_kernel(
             s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, False, TMA)
             acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
                 s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
-                stride_vs, (n < full_lo) | (n >= full_hi), n, m0, sq, sk, shift, left, right,
+                stride_vs, (n < full_lo) | (n >= full_hi), n, m0, sk, shift, left, right,
                 unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 q[0].dtype, BM, BN, BDV, DV, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
@@ -303,7 +303,7 @@ def forward_kernel(
         for t in range(0, (full_hi - full_lo) // BN):
             acc, m, l, l_acc, top = _forward_step(
                 acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                full_lo + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+                full_lo + t * BN, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                 CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
@@ -318,7 +318,7 @@ def forward_kernel(
                 part, m, l, l_part, top = _forward_step(
                     part, m, l, l_part, top, q, ones,
                     k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                    n0 + t * BN, m0, sq, sk, shift, left, right, unit, capped_scale, beta, eps,
+                    n0 + t * BN, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                     BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
                     CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
