@@ -82,11 +82,12 @@ class Tile:
 
 
 def arch_of(device: torch.device) -> str:
-    """ "sm80", "sm90", "sm100" or "interpreter" for the CPU."""
+    """ "sm80", "sm90", "sm100", the name of an architecture that `dispatch` refuses, or
+    "interpreter" for the CPU."""
     if device.type != "cuda":
         return "interpreter"
-    major, _ = _capability(device.index or 0)
-    return {8: "sm80", 9: "sm90"}.get(major, "sm100")
+    major, minor = _capability(device.index or 0)
+    return {8: "sm80", 9: "sm90", 10: "sm100"}.get(major, f"sm{major}{minor}")
 
 
 @functools.cache

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from stable_attention import configs
+from stable_attention import AttentionArgumentError, configs, dispatch
 from stable_attention.configs import Tile
+from stable_attention.problem import describe
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,30 @@ def test_two_head_dims_take_their_own_row_or_that_of_the_wider_one() -> None:
 def test_shipped_rows_are_legal(arch: str) -> None:
     for row in configs.table()[arch].values():
         Tile(*row)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm80"),
+        ((8, 9), "sm80"),
+        ((9, 0), "sm90"),
+        ((10, 3), "sm100"),
+        ((7, 5), "sm75"),
+        ((12, 0), "sm120"),
+    ],
+)
+def test_architectures_nobody_compiled_for_are_refused(
+    capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 took the tiles of sm_100, and failed inside the compiler."""
+    monkeypatch.setattr(configs, "_capability", lambda index: capability)
+    device = torch.device("cuda", 0)
+    assert configs.arch_of(device) == arch
+    q = torch.empty(1, 8, 2, 16, dtype=torch.bfloat16, device="meta")
+    asked = describe(q, q, q, layout="bshd")
+    if arch in configs.table():
+        assert dispatch.select(asked, device).name == "triton"
+    else:
+        with pytest.raises(AttentionArgumentError, match=f"architecture {arch}"):
+            dispatch.select(asked, device)
