@@ -80,7 +80,8 @@ def stable_attention(
             O itself; for experiments).
         beta, eps: parameters of "dynamic_max" (arXiv 2510.04212, Algorithm 1): factor of a
             repeated positive row maximum, and the distance in logits within which maxima repeat.
-        deterministic: bitwise reproducible gradients. False may use float32 atomics for dq.
+        deterministic: ask for bitwise reproducible gradients, which all present kernels give
+            with False too.
         return_lse: also return the float32 log-sum-exp (natural log; includes the sink),
             [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf.
         return_max_logits: also return float32 [h], the largest scaled, softcapped, masked logit of
@@ -124,7 +125,7 @@ def stable_attention(
         deterministic=deterministic,
     )
     _check_device(q)
-    _check_padded(problem, cu_seqlens_q_padded, cu_seqlens_k_padded)
+    check_padded(problem, cu_seqlens_q_padded, cu_seqlens_k_padded, device=q.device)
     out, lse, low, max_logits = ops.attention(
         q,
         k,
@@ -205,17 +206,24 @@ def _check_device(q: torch.Tensor) -> None:
     )
 
 
-def _check_padded(
-    problem: Problem, q_starts: torch.Tensor | None, k_starts: torch.Tensor | None
+def check_padded(
+    problem: Problem,
+    q_starts: torch.Tensor | None,
+    k_starts: torch.Tensor | None,
+    *,
+    device: torch.device,
 ) -> None:
+    """`AttentionArgumentError` unless the kernels can read where sequences start."""
     for name, x in (("cu_seqlens_q_padded", q_starts), ("cu_seqlens_k_padded", k_starts)):
         if x is None:
             continue
-        ok = problem.varlen and x.dim() == 1 and x.dtype == torch.int32
+        ok = problem.varlen and x.dim() == 1 and x.dtype == torch.int32 and x.device == device
         if not (ok and x.is_contiguous() and x.numel() >= problem.batch):
             raise AttentionArgumentError(
                 name,
-                f"a {x.dtype} tensor of shape {tuple(x.shape)} with layout {problem.layout!r}",
-                f"a contiguous int32 tensor of at least {problem.batch} starts, with layout 'thd'",
+                f"a {x.dtype} tensor of shape {tuple(x.shape)} and strides {x.stride()} on "
+                f"{x.device} with layout {problem.layout!r}",
+                f"a contiguous int32 tensor of at least {problem.batch} starts on {device}, with "
+                "layout 'thd'",
                 "Leave it out where sequences lie back to back.",
             )

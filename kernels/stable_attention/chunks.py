@@ -21,14 +21,16 @@ from __future__ import annotations
 import torch
 
 from stable_attention import dispatch
-from stable_attention.api import _check_device, dropout_seed_tensor
+from stable_attention.api import _check_device, check_padded, dropout_seed_tensor
 from stable_attention.problem import (
     MAX_LENGTH,
     AttentionArgumentError,
     Position,
     Problem,
+    check_token_stride,
     describe,
     dims,
+    readable,
 )
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
@@ -87,6 +89,7 @@ def _describe(
         "eps": options.pop("eps", 1e-3),
     }
     problem = describe(q, k, v, **options, positions=(q_position, k_position))
+    check_padded(problem, small["start_q"], small["start_k"], device=q.device)
     extras = Extras(
         seed=dropout_seed_tensor(seed, q) if dropout_p > 0 else None,
         cu_q=options.get("cu_seqlens_q"),
@@ -154,15 +157,22 @@ def merge_chunks(
     layout: str = "bshd",
 ) -> None:
     """Fold a partial result into (out, lse), float32, in place; any order, up to rounding."""
-    for name, x in (("out", out), ("lse", lse), ("part", part), ("part_lse", part_lse)):
+    _check_partial(out, lse, layout)
+    _check_partial(part, part_lse, layout, name="part")
+    merge.merge(out, lse, part, part_lse, layout=layout)
+
+
+def _check_partial(out: torch.Tensor, lse: torch.Tensor, layout: str, *, name: str = "out") -> None:
+    """`AttentionArgumentError` unless the kernels can read (and write) a partial result."""
+    for label, x in ((name, out), ("lse" if name == "out" else f"{name}_lse", lse)):
         if x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
             raise AttentionArgumentError(
-                name,
+                label,
                 f"{x.dtype} with stride {x.stride(-1)}",
                 "torch.float32 with a contiguous last dimension",
-                "Merging 16-bit partials is what this function exists to avoid.",
+                "Partials stay float32: 16 bits would lose what the chunks exist to keep.",
             )
-    merge.merge(out, lse, part, part_lse, layout=layout)
+    check_token_stride(name, out, layout)
 
 
 @dispatch.on_device
@@ -183,6 +193,7 @@ def finish_chunks(
     """
     if residual not in RESIDUALS:
         raise AttentionArgumentError("residual", repr(residual), str(RESIDUALS), "Pick one.")
+    _check_partial(out, lse, layout)
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
     sinks = None if sinks is None else sinks.contiguous()
     return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
@@ -203,6 +214,9 @@ def chunk_delta(
 
     ``out`` and ``low`` are what `finish_chunks` returned; ``lse`` includes every key and the sinks.
     """
+    dout, out = readable(dout, layout), readable(out, layout)
+    if low is not None and low.numel() and low.stride() != out.stride():
+        out, low = out.contiguous(), low.contiguous()  # the kernel reads both with O's strides
     batch, s, heads, dv = dims(out, layout)
     # Packed tokens that belong to no sequence have LSE -inf and O 0, so rows need no offsets here.
     dense, lse3 = layout, lse
@@ -229,7 +243,7 @@ def chunk_delta(
     kernels = dispatch.select(problem, out.device, chunked=True)
     delta, dsinks = kernels.preprocess(
         problem,
-        dout if dout.stride(-1) == 1 else dout.contiguous(),
+        dout,
         out,
         low=low,
         lse=lse3.contiguous(),
@@ -274,12 +288,13 @@ def chunk_backward(
                 f"torch.float32 of shape {tuple(like.shape)}, last dimension contiguous",
                 "16-bit gradient accumulators lose what later chunks add.",
             )
+        check_token_stride(name, x, layout)
     if lse.stride() != delta.stride() or lse.stride(-1) != 1:
         lse, delta = lse.contiguous(), delta.contiguous()
     kernels = dispatch.select(problem, q.device, chunked=True)
     kernels.backward(
         problem,
-        dout if dout.stride(-1) == 1 else dout.contiguous(),
+        readable(dout, layout),
         q,
         k,
         v,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from stable_attention import dispatch
-from stable_attention.problem import Problem, dims
+from stable_attention.problem import Problem, dims, readable
 from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.options import Extras
 
@@ -270,8 +270,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * _ARGUMENTS
         if dout is None:
             dout = torch.zeros_like(out)
-        if dout.stride(-1) != 1:
-            dout = dout.contiguous()
+        dout = readable(dout, ctx.scalars[0])
         if dlse is not None:
             dlse = dlse.contiguous()
         dq, dk, dv, dsinks = backward_op(
@@ -313,7 +312,8 @@ def _with_rule(
 
 
 _LIBRARY.impl("forward", _with_rule(forward_op, _Attention, slice(4)), "Autograd")
-_LIBRARY.impl("backward", _with_rule(backward_op, _Once, slice(5)), "Autograd")
+# All that is differentiable: with sinks alone only O, LSE and the sinks want a gradient.
+_LIBRARY.impl("backward", _with_rule(backward_op, _Once, slice(9)), "Autograd")
 
 
 def attention(

@@ -32,6 +32,11 @@ MAX_LENGTH = 2**31 - 2**12
 # How far apart positions that only the device knows may lie where there is a window.
 MAX_DISTANCE = 2**29
 
+# Offsets inside a tile are 32-bit: rows of the tallest one, and how far apart its first and last
+# may start, a head dim before the end.
+MAX_TILE_ROWS = 256
+MAX_TILE_EXTENT = 2**31 - MAX_HEAD_DIM
+
 Position = int | torch.Tensor
 
 
@@ -137,6 +142,28 @@ def shape(layout: str, *, batch: int, length: int, heads: int, d: int) -> tuple[
     }[layout]
 
 
+def tokens_are_close(x: torch.Tensor, layout: str) -> bool:
+    """Whether 32-bit offsets inside a tile reach all its rows (where it starts is 64-bit)."""
+    step, length = strides(x, layout)[1], dims(x, layout)[1]
+    return step * MAX_TILE_ROWS < MAX_TILE_EXTENT or step * (length - 1) < MAX_TILE_EXTENT
+
+
+def check_token_stride(name: str, x: torch.Tensor, layout: str) -> None:
+    """Raise `AttentionArgumentError` unless `tokens_are_close`."""
+    _require(
+        tokens_are_close(x, layout),
+        f"{name}'s stride from token to token",
+        lambda: strides(x, layout)[1],
+        f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
+        "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
+    )
+
+
+def readable(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """x, or a contiguous copy where kernels could not address it: autograd's dO has any strides."""
+    return x if x.stride(-1) == 1 and tokens_are_close(x, layout) else x.contiguous()
+
+
 def window_bounds(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """(left, right) of the visible band around the aligned diagonal, ``UNLIMITED`` = -1."""
     left, right = (UNLIMITED, UNLIMITED) if window is None else window
@@ -187,7 +214,7 @@ def _bounds_that_hide(
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    """Rank, dtype, device, last-dim stride and head-count rules of q, k and v."""
+    """Rank, dtype, device and stride rules of q, k and v."""
     choose("layout", layout, LAYOUTS)
     rank = 3 if layout == "thd" else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -219,6 +246,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             "1 (the head dimension is contiguous)",
             "Call .contiguous() on it; every other stride is free.",
         )
+        check_token_stride(name, x, layout)
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -362,6 +390,14 @@ def describe(
         sk = lk if max_seqlen_k is None else min(int(max_seqlen_k), lk)
         for name, value in (("max_seqlen_q", sq), ("max_seqlen_k", sk)):
             _require(value >= 0, name, value, ">= 0", "It bounds the longest sequence.")
+    token = dv if layout == "bhsd" else heads * dv * (batch if layout == "sbhd" else 1)
+    _require(
+        token * MAX_TILE_ROWS < MAX_TILE_EXTENT or token * (lq - 1) < MAX_TILE_EXTENT,
+        "the output's stride from token to token",
+        lambda: token,
+        f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
+        "Cut the batch.",
+    )
     for name, value in (("length of q", lq), ("length of k", lk)):
         _require(value <= MAX_LENGTH, name, value, f"<= {MAX_LENGTH}", "Cut it in chunks.")
     real_scale = d**-0.5 if scale is None else float(scale)

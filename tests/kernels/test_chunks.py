@@ -110,3 +110,48 @@ def test_sixteen_bit_partials_would_be_seen() -> None:
     rms = lambda x: float((x.double() - truth).pow(2).mean().sqrt())  # noqa: E731
     twice = (rough.float() * 1.003).bfloat16()
     assert rms(twice) > RMS_RATIO * rms(whole)
+
+
+def test_starts_of_packed_chunks_are_checked() -> None:
+    """As in `stable_attention`: a view of every other start was read as every start."""
+    from stable_attention.chunks import chunk_forward
+
+    q = torch.randn(20, 2, 16).bfloat16().to(DEVICE)
+    cu = torch.tensor([0, 8, 16], dtype=torch.int32, device=DEVICE)
+    packed = {"layout": "thd", "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    far = torch.tensor([0, 99, 12, 99], dtype=torch.int32, device=DEVICE)
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_k_padded"):
+        bad = (far[::2], far[:1], far[:2].long(), far[:2].to("meta"))
+        for starts in bad:
+            with pytest.raises(ValueError, match=name):
+                chunk_forward(q, q, q, **packed, **{name: starts})
+        chunk_forward(q, q, q, **packed, **{name: far[::2].contiguous()})
+
+
+def test_partials_that_the_kernels_cannot_read_are_refused() -> None:
+    """finish_chunks took columns for rows where the last dimension was strided."""
+    from stable_attention.chunks import finish_chunks
+
+    out = torch.randn(1, 5, 2, 16, device=DEVICE)
+    lse = torch.randn(1, 2, 5, device=DEVICE)
+    turned = out.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match=r"out is torch\.float32 with stride 2"):
+        finish_chunks(turned, lse, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"lse is torch\.float32 with stride 2"):
+        finish_chunks(out, lse.mT.contiguous().mT, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"out is torch\.bfloat16"):
+        finish_chunks(out.bfloat16(), lse, dtype=torch.bfloat16)
+
+
+def test_delta_of_views_with_strides_of_their_own() -> None:
+    """O and its low-order part need not lie alike in memory."""
+    from stable_attention.chunks import chunk_delta
+
+    wide = torch.randn(1, 5, 2, 32, device=DEVICE).bfloat16()
+    out, low = wide[..., :16], torch.randn(1, 5, 2, 16, device=DEVICE).bfloat16() / 256
+    dout = torch.randn(1, 5, 2, 16, device=DEVICE).bfloat16()
+    lse = torch.randn(1, 2, 5, device=DEVICE)
+    want, _ = chunk_delta(dout, out.contiguous(), lse, low=low)
+    for views in ((out, low), (out.mT.contiguous().mT, low), (out, low.mT.contiguous().mT)):
+        got, _ = chunk_delta(dout, views[0], lse, low=views[1])
+        assert torch.equal(got, want)

@@ -1,11 +1,11 @@
-"""Where 32 bits end: huge windows, far chunks. Exact, or refused; never a wrong mask."""
+"""Where 32 bits end: huge windows, far chunks, far tokens. Exact or refused, never wrong."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from stable_attention import AttentionArgumentError, stable_attention
+from stable_attention import AttentionArgumentError, configs, ops, problem, stable_attention
 from stable_attention import chunks as kernels
 from stable_attention.reference import chunks as reference
 
@@ -105,3 +105,66 @@ def test_positions_that_do_not_fit_are_refused() -> None:
     long = torch.empty(1, 1, 1, 16, dtype=torch.bfloat16).expand(1, 2**30, 1, 16)
     with pytest.raises(AttentionArgumentError, match="length of q plus length of k"):
         stable_attention(long, long, long, window=(9, 9))
+
+
+def far_apart(step: int, tokens: int) -> torch.Tensor:
+    return torch.empty_strided(
+        (1, tokens, 1, 16), (16, step, 16, 1), dtype=torch.bfloat16, device="meta"
+    )
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_tokens_too_far_apart_for_the_offsets_of_a_tile_are_refused(name: str) -> None:
+    """Row times stride is 32-bit inside a tile: it wrapped, and read foreign memory."""
+
+    def described(step: int, tokens: int) -> problem.Problem:
+        near = {x: far_apart(16, tokens) for x in ("q", "k", "v")}
+        return problem.describe(**near | {name: far_apart(step, tokens)}, layout="bshd")
+
+    for step, tokens in ((2**23, 257), (2**23, 1000), (2**31, 1000), (2**26, 33)):
+        with pytest.raises(AttentionArgumentError, match=rf"{name}'s stride .* is {step}") as error:
+            described(step, tokens)
+        assert str(2**23 - 1) in str(error.value) and ".contiguous()" in str(error.value)
+    for step, tokens in ((2**23 - 2, 1000), (2**23, 256), (2**40, 1)):
+        described(step, tokens)
+
+
+def test_no_tile_is_taller_than_the_limit_counts_with() -> None:
+    rows = [row for rows in configs.table().values() for row in rows.values()]
+    assert max(max(row[:2]) for row in rows) <= problem.MAX_TILE_ROWS
+
+
+def test_outputs_too_far_apart_are_refused() -> None:
+    """sbhd puts a whole batch between two tokens of O, whatever the strides of V."""
+    q = torch.empty(300, 4096, 8, 16, dtype=torch.float16, device="meta")
+    v = torch.empty(1, 1, 8, 256, dtype=torch.float16, device="meta").expand(300, 4096, 8, 256)
+    with pytest.raises(AttentionArgumentError, match="the output's stride"):
+        problem.describe(q, q, v, layout="sbhd")
+
+
+def test_a_far_apart_gradient_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dO comes from autograd with any strides, so that refusing it would help nobody."""
+    q, k, v = (randn(1, 40, 2, 16) for _ in range(3))
+    wide = torch.randn(1, 40, 2, 1024).bfloat16()
+    dout = wide[..., :16]
+    want = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), dout)
+    monkeypatch.setattr(problem, "MAX_TILE_EXTENT", 40 * 64)
+    seen = []
+    operator = ops.backward_op
+    monkeypatch.setattr(ops, "backward_op", lambda *a: seen.append(a[0]) or operator(*a))
+    got = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), dout)
+    assert seen[0].is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_far_apart_partials_and_accumulators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 40, 2, 16, dtype=torch.bfloat16)
+    near, lse = torch.zeros(1, 40, 2, 16), torch.zeros(1, 2, 40)
+    far = torch.zeros(1, 40, 2, 1024)[..., :16]
+    monkeypatch.setattr(problem, "MAX_TILE_EXTENT", 40 * 64)
+    with pytest.raises(AttentionArgumentError, match="part's stride"):
+        kernels.merge_chunks(near, lse, far, lse)
+    with pytest.raises(AttentionArgumentError, match="out's stride"):
+        kernels.finish_chunks(far, lse, dtype=torch.bfloat16)
+    with pytest.raises(AttentionArgumentError, match="dk's stride"):
+        kernels.chunk_backward(q, q, q, q, lse, lse, dq=near, dk=far, dv=near)

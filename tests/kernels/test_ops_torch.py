@@ -90,6 +90,24 @@ def test_the_second_derivative_is_refused():
         torch.autograd.grad(dq.float().square().sum(), q)
 
 
+def test_the_second_derivative_of_sinks_alone_is_refused():
+    q, k, v = (randn(1, 20, 2, 16, grad=False) for _ in range(3))
+    sinks = torch.zeros(2, requires_grad=True)
+    loss = stable_attention(q, k, v, sinks=sinks).float().sum()
+    (dsinks,) = torch.autograd.grad(loss, sinks, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dsinks.sum(), sinks)
+
+
+def test_no_query_heads():
+    """A rank may have none: an empty output, and zero gradients of k and v."""
+    q, k, v = randn(1, 4, 0, 16), randn(1, 8, 2, 16), randn(1, 8, 2, 16)
+    out = stable_attention(q, k, v)
+    assert out.shape == q.shape
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert dq.shape == q.shape and not dk.any() and not dv.any()
+
+
 def test_no_graph_is_kept_without_gradients():
     q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
     with torch.no_grad():

@@ -404,13 +404,14 @@ def backward(
     if accumulators is not None:
         dq, dk, dv = accumulators
     else:
-        # Packed tensors may hold tokens of no sequence, whose gradient is 0.
-        new = torch.zeros if problem.varlen else torch.empty
+        # Packed tensors may hold tokens of no sequence, whose gradient is 0; so is that of keys
+        # without a query head.
+        new = torch.zeros if problem.varlen or problem.heads == 0 else torch.empty
         dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if problem.batch == 0:
         return dq, dk, dv
     tensors = (q, k, v, dout, lse, delta)
-    if k.numel():
+    if k.numel() and problem.heads:
         tile = configs.lookup("dkdv", problem, q.device)
         launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
     if q.numel():

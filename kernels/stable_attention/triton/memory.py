@@ -15,7 +15,8 @@ POINTERS, FLAT, DENSE, FLAT_PACKED, PACKED = (tl.constexpr(i) for i in range(5))
 
 @triton.jit
 def tile_offsets(stride, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] element offsets inside a tile. R * stride stays below 2^31 for every legal stride."""
+    """[R, C] element offsets inside a tile, 32-bit: `problem.check_token_stride` refuses strides
+    with which they would not fit."""
     return tl.arange(0, R)[:, None] * stride + tl.arange(0, C)[None, :]
 
 
