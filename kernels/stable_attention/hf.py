@@ -57,11 +57,12 @@ def padding_mask(
     if not plain:
         _check_function(mask_function, batch_size, kwargs)
     asked, offset = kwargs.get("q_length"), kwargs.get("q_offset")
-    known = isinstance(asked, int) and isinstance(offset, int) and not bidirectional
-    if known and end > offset + asked:
-        _refuse_mask(
-            f"of {end} keys for {offset + asked} tokens", "a key a token", "Use a dynamic cache."
-        )
+    if isinstance(asked, int) and isinstance(offset, int) and not bidirectional:
+        tokens = offset + asked
+        if end > tokens:
+            _refuse_mask(
+                f"of {end} keys for {tokens} tokens", "a key a token", "Use a dynamic cache."
+            )
     return flash_attention_mask(
         batch_size=batch_size,
         kv_length=kv_length,

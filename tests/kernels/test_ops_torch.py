@@ -198,6 +198,15 @@ def test_sixteen_bit_sinks_count_in_float32():
         assert torch.equal(a, b.to(a.dtype))
 
 
+@pytest.mark.parametrize("cap", [1.0, 1e3, 1e5])
+def test_softcap_costs_the_absolute_error_the_docs_state(cap):
+    q, k, v = (randn(1, 40, 2, 32, grad=False) for _ in range(3))
+    _, lse = stable_attention(q, k, v, softcap=cap, return_lse=True)
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 32**-0.5
+    true = torch.logsumexp(cap * torch.tanh(s / cap), -1)
+    assert (lse.double() - true).abs().max() <= 2e-7 * cap + 1e-5
+
+
 def test_int8_residual_of_tiny_outputs_is_finite():
     """127 / half_ulp must not overflow where BF16 ends: the code of 0 would be NaN."""
     q, k = (randn(1, 20, 1, 16, grad=False) for _ in range(2))
