@@ -151,10 +151,6 @@ class Encoder:
         """Token bytes to documents that end at the end-of-document id."""
         raw, place = b"".join(batch.documents), batch.places[0]
         dtype = DTYPES[self._options.format][1]
-        if len(raw) % dtype.itemsize:
-            raise DataError(
-                f"{place}: {len(raw):,} bytes are not a whole number of {self._options.format}"
-            )
         tokens = np.frombuffer(raw, dtype=dtype)
         vocab = self._tokenizer.vocab_size
         wrong = (tokens >= vocab) | (tokens < 0) if dtype.kind == "i" else tokens >= vocab

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from megatron_patch.data.errors import DataError
+from megatron_patch.data.indexed import DTYPES
 from megatron_patch.data.options import PrepareOptions
 
 Kind = Literal["file", "separated", "jsonl", "tokens"]
@@ -100,7 +101,7 @@ def read_batches(sources: list[Source], options: PrepareOptions) -> Iterator[Bat
     """All documents of all sources in order, in batches of about ``batch_bytes``.
 
     Raises:
-        DataError: a file cannot be read, or its compression is damaged or cut off.
+        DataError: a file cannot be read, its compression is damaged or cut off, or token ids are.
     """
     before = 0
     for number, source in enumerate(sources):
@@ -165,8 +166,15 @@ def _documents(
     elif kind == "tokens":
         # Cut anywhere on an item boundary: ``encode`` finds the documents, merging joins them.
         step = max(4, options.batch_bytes // 4 * 4)
+        item = DTYPES[options.format][1].itemsize
         at = 0
         while piece := _read_exactly(stream, step):
+            # Of this file, not of the batch: two odd files would make an even batch, out of step.
+            if len(piece) % item:
+                raise DataError(
+                    f"{name}: {at + len(piece):,} bytes are not a whole number of "
+                    f"{options.format}, {item} bytes each; it is cut off or of another format"
+                )
             yield piece, f"{name}, byte {at:,}"
             at += len(piece)
     else:

@@ -165,6 +165,26 @@ def test_unusable_inputs_are_refused_with_a_reason(
     assert not any((tmp_path / f"out{ending}").exists() for ending in ENDINGS)
 
 
+@pytest.mark.parametrize("batch_bytes", [8, 1 << 20])
+def test_two_odd_token_files_are_not_joined_out_of_step(
+    tmp_path: Path, kit: SimpleNamespace, batch_bytes: int
+) -> None:
+    """Together they are an even number of bytes, and every id of the second would be wrong."""
+    raw = np.arange(1, 7, dtype="<u2").tobytes()
+    (tmp_path / "a.bin").write_bytes(raw[:-1])
+    (tmp_path / "b.bin").write_bytes(raw + b"\1")
+    common = {"format": "uint16", "tokenizer": "none", "vocab_size": 60_000, "eod_id": 0}
+    with pytest.raises(DataError, match=r"a\.bin: 11 bytes are not a whole number of uint16"):
+        prepare(
+            kit.options(tmp_path / "out", tmp_path / "*.bin", batch_bytes=batch_bytes, **common)
+        )
+    (tmp_path / "a.bin").write_bytes(raw)
+    with pytest.raises(DataError, match=r"b\.bin: 13 bytes are not a whole number of uint16"):
+        prepare(
+            kit.options(tmp_path / "again", tmp_path / "*.bin", batch_bytes=batch_bytes, **common)
+        )
+
+
 def test_errors_of_workers_arrive(tmp_path: Path, kit: SimpleNamespace) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 50 + b"{\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 51: not JSON"):
