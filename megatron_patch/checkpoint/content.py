@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_patch.checkpoint import optimizer_state, random_state
+from megatron_patch.checkpoint import optimizer_state, random_state, reshardable
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, MismatchError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def add_optimizer(
         loading: allocate what is missing instead of reading it.
     """
     models = {name: state[name] for name in parts.models()}
-    with torch.no_grad():
+    with torch.no_grad(), reshardable.fitting(parts.optimizer):
         state["optimizer"] = parts.optimizer.sharded_state_dict(
             models if len(models) > 1 else state["model"],
             is_loading=loading,

@@ -107,8 +107,10 @@ def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
     """
     # A DistributedOptimizer keeps its settings one level down, also where the writer had none: on
     # one rank the experts share the dense optimizer, spread over ranks they have their own.
-    sharded = "param_state" in loaded
+    # A rank that holds no element of any parameter asked for none of their state.
+    sharded = hasattr(part, "sharded_param_state_fully_reshardable")
     if sharded:
+        loaded.setdefault("param_state", {})
         loaded.setdefault("optimizer", {})
         loaded.setdefault("param_state_sharding_type", "fully_reshardable")
     holder = loaded["optimizer"] if sharded else loaded.get("optimizer", loaded)

@@ -1,0 +1,83 @@
+"""Scenarios of ranks that share one optimizer: what each holds, and where parameters lie."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import scenarios
+import torch
+
+from megatron_patch.checkpoint import content, writer
+from megatron_patch.checkpoint.progress import Progress
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _requested(state: Any) -> list[torch.Tensor]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    sharded, _ = extract_sharded_tensors_and_factories(state["optimizer"])
+    return [entry.data for entry in nested_values(sharded)]
+
+
+def shares(root: str, *, changes: dict[str, Any]) -> dict[str, int]:
+    """Bytes of optimizer state that this rank writes at a save and makes room for at a load."""
+    live = scenarios.Live(scenarios.config(**changes), root)
+    live.train(1, 1)
+    written: list[torch.Tensor] = []
+    stage, build = writer.Plan.stage, content.build
+
+    def stage_and_count(self: Any, *, copy: bool) -> None:
+        stage(self, copy=copy)
+        for _, _, (_, tensors) in self._buckets:
+            written.extend(t for item, t in tensors if "optimizer." in item.index.fqn)
+
+    requested: list[torch.Tensor] = []
+
+    def build_and_count(*args: Any, **kwargs: Any) -> Any:
+        state = build(*args, **kwargs)
+        requested[:] = _requested(state)
+        return state
+
+    with mock.patch.object(writer.Plan, "stage", stage_and_count):
+        live.checkpointer.save(Progress(step=1))
+    with mock.patch.object(content, "build", build_and_count):
+        live.checkpointer.load()
+    sizes = [p.numel() for chunk in live.chunks for p in chunk.parameters()]
+    return {
+        "parameters": sum(sizes),
+        "largest": max(sizes),
+        "written": _bytes(written),
+        "requested": _bytes(requested),
+    }
+
+
+def several_buckets(root: str, *, bucket: int) -> dict[str, Any]:
+    """Train with small communication buckets, save, spoil the optimizer state, load."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    run = scenarios.config("dp", parallel={"overlap_grad_reduce": True})
+    small = partial(DistributedDataParallelConfig, bucket_size=bucket)
+    with mock.patch("megatron.core.distributed.DistributedDataParallelConfig", small):
+        live = scenarios.Live(run, root)
+    live.chunks[0].config.no_sync_func = live.chunks[0].no_sync
+    live.train(1, 2)
+    live.checkpointer.save(Progress(step=2))
+    before = live.moments()
+    for part in live.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].fill_(7.0)
+    live.checkpointer.load()
+    buckets = live.chunks[0].buffers[0].buckets
+    return {
+        "before": before,
+        "after": live.moments(),
+        "buckets": len(buckets),
+        "padded": sum(b.grad_data.numel() - b.numel_unpadded for b in buckets),
+    }

@@ -1,0 +1,71 @@
+"""Optimizer state for any layout: what each rank holds, and that buckets do not shift it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import assert_same, newest
+
+from megatron_patch.checkpoint.reshardable import Place
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_the_rank_with_most_of_a_parameter_writes_it() -> None:
+    assert Place(0, None, ((3, 10),)).owner == 3
+    assert Place(0, None, ((3, 10), (4, 11), (5, 11), (6, 2))).owner == 4
+
+
+def test_no_rank_holds_more_than_its_share(ranks: Any, tmp_path: Path) -> None:
+    """12 bytes a parameter, divided by the ranks, and at most one more parameter at a cut."""
+    changes = {"layout": "dp", "model": {"num_layers": 4, "hidden_size": 64}}
+    answers = ranks.play("sharing.shares", world=2, root=str(tmp_path), changes=changes)
+    everything = 12 * answers[0]["parameters"]
+    for answer in answers:
+        share = everything / 2 + 12 * answer["largest"]
+        assert share < 0.8 * everything, "this model shows nothing"
+        assert 0 < answer["written"] <= share
+        assert 0 < answer["requested"] <= share
+    assert sum(answer["written"] for answer in answers) == everything
+
+
+def test_padding_between_buckets_moves_nothing(ranks: Any, tmp_path: Path) -> None:
+    """Core drops it when it collects the state, and counts it when it cuts parameters out."""
+    for answer in ranks.play("sharing.several_buckets", world=2, root=str(tmp_path), bucket=2000):
+        assert answer["buckets"] > 2 and answer["padded"] > 0
+        assert_same(answer["before"], answer["after"])
+
+
+@pytest.mark.slow
+def test_on_four_ranks(tmp_path: Path) -> None:
+    """Experts with replicas, stages that share a table, tensor and data parallelism: same bits."""
+    from rank_pool import RankPool
+
+    from megatron_patch.model.config import MoEConfig
+
+    tied = {"num_layers": 4, "tie_embeddings": True}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "experts": (
+            {"moe": MoEConfig(num_experts=4)},
+            {"parallel": {"expert_model_parallel_size": 2}},
+        ),
+        "stages": (tied, {"layout": "pp"}),
+        "tensors": (tied, {"layout": "tp"}),
+        "replicas": (tied, {"layout": "dp"}),
+    }
+    with RankPool(4) as pool:
+        for name, (model, changes) in cases.items():
+            one, four = tmp_path / name / "one", tmp_path / name / "four"
+            pool.play(
+                "train_and_save", root=str(one), save_at=2, stop_at=2, changes={"model": model}
+            )
+            pool.play(
+                "convert", world=4, source=str(one), target="four",
+                changes={"model": model, **changes},
+            )  # fmt: skip
+            (first,) = pool.play("contents", path=str(newest(one)))
+            (second,) = pool.play("contents", path=str(newest(four)))
+            assert_same(first, second, name)
+            assert len(list(newest(four).glob("*.distcp"))) == 4
