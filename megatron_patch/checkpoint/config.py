@@ -32,7 +32,7 @@ class CheckpointConfig:
     load_weights_only: bool = False
     """With ``load_from``: take the weights only; optimizer, schedule and data start fresh."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
-    """fully_reshardable loads on any layout; dp_reshardable saves faster, for any DP size."""
+    """fully_reshardable loads on any layout; dp_reshardable on other DP sizes only, and not all."""
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte before loading, or (huge files) a fixed sample of pages and all sizes."""
     hmac_key_file: str | None = None

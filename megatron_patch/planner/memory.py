@@ -18,7 +18,7 @@ from megatron_patch.planner.activations import Activations, Moment, Saved
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import FORWARD, in_flight, passes
-from megatron_patch.planner.states import States, states_of
+from megatron_patch.planner.states import States, buffers_of, states_of
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -32,6 +32,9 @@ CONTEXT = 1 * GIB
 """CUDA context, loaded kernels and libraries; not PyTorch's."""
 NCCL_BASE, NCCL_GROUP = 256 * MIB, 256 * MIB
 """NCCL's buffers: proxies and scratch once, channel buffers for every group of several ranks."""
+
+FILE = 12
+"""Bytes a parameter of optimizer state in a checkpoint: FP32 main weight and both moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,28 @@ def _stage(
         in_flight=in_flight(stage, layout.pp, virtual=layout.vp, micro_batches=shown),
         nccl=nccl_bytes(layout),
     )
+
+
+def save_bytes(run: RunConfig, layout: Layout, vocab: int) -> int:
+    """Host memory a checkpoint takes on the node that holds most of it.
+
+    Every rank brings the optimizer state it writes (12 bytes a parameter, divided over the data-
+    parallel ranks), the first data-parallel rank the weights; a parameter that two ranks share is
+    written by one of them, which is not counted.
+    """
+    width = 2 if run.training.precision == "bf16" else 4
+    sharded = run.parallel.use_distributed_optimizer
+    a_stage = layout.world // layout.pp
+    held = [0] * layout.nodes
+    for stage in range(layout.pp):
+        for buffer, ranks in buffers_of(run, layout, stage, vocab):
+            parameters = sum(end - begin for begin, end in buffer.spans)
+            for place in range(a_stage):
+                first = place // (a_stage // ranks) % ranks == 0
+                size = FILE * parameters // ranks if sharded else FILE * parameters * first
+                node = (stage * a_stage + place) // layout.gpus_per_node
+                held[node] += size + width * parameters * first
+    return max(held)
 
 
 def nccl_bytes(layout: Layout) -> int:

@@ -11,7 +11,7 @@ from megatron_patch.planner.communication import Traffic, traffic_of
 from megatron_patch.planner.compute import Speed, speed_of
 from megatron_patch.planner.hardware import Gpu
 from megatron_patch.planner.layout import Layout, layout_of
-from megatron_patch.planner.memory import GIB, StageMemory, memory_of
+from megatron_patch.planner.memory import GIB, StageMemory, memory_of, save_bytes
 from megatron_patch.planner.parameters import Counts, model_counts, padded_vocab_size
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether every stage fits its GPU."""
         return self.room >= 0
+
+    @property
+    def save_bytes(self) -> int:
+        """Host memory of a checkpoint, on the node that holds most of it."""
+        return save_bytes(self.run, self.layout, self.vocabulary.padded)
 
     def traffic(self, stage: int) -> list[Traffic]:
         """What a rank of ``stage`` sends in a step."""

@@ -122,6 +122,8 @@ def _memory(plan: Plan) -> list[str]:
         f"peak of stage {worst.stage}: {worst.in_flight} pass(es) in flight, {worst.moment}; "
         f"torch.cuda.max_memory_allocated about {worst.allocated / GIB:.2f} GiB",
         verdict,
+        f"host memory of a checkpoint: about {plan.save_bytes / GIB:,.1f} GiB on the node that "
+        "holds most (docs/checkpoints.md)",
     ]
 
 
@@ -224,6 +226,7 @@ def as_json(plan: Plan, tokens: float, found: list[Alternative]) -> dict[str, An
         "stages": [_stage(plan, stage) for stage in plan.stages],
         "fits": plan.fits,
         "room_gib": plan.room,
+        "save_bytes_of_a_node": plan.save_bytes,
         "traffic": [[asdict(item) for item in plan.traffic(s)] for s in range(plan.layout.pp)],
         "step_seconds": speed.step.total,
         "step_parts": asdict(speed.step),

@@ -137,13 +137,12 @@ class _Training:
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
         s = self.session
         self.faults = s.faults = startup.watch_faults(s, self.loaders, monitor)
-        self.saver = Saver(
-            Checkpointer(
-                run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml(),
-                extra=self.faults.state,
-            ),
-            monitor,
+        checkpointer = Checkpointer(
+            run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml(),
+            extra=self.faults.state,
         )  # fmt: skip
+        startup.check_host_memory(checkpointer, monitor)
+        self.saver = Saver(checkpointer, monitor)
         self.faults.spikes.can_rewind = self.saver.can_rewind
         self.position = Position()
         self._begin = 0

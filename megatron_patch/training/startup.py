@@ -31,6 +31,7 @@ from megatron_patch.training.signals import StopFlags
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from megatron_patch.checkpoint.megatron import Checkpointer
     from megatron_patch.config import Loaded
     from megatron_patch.config.root import RunConfig
     from megatron_patch.data.loader import Loaders
@@ -310,6 +311,22 @@ def silence_other_ranks(layout: Layout) -> None:
     """Log records below errors come from the first rank only."""
     if not layout.print_rank:
         logging.getLogger("megatron_patch").setLevel(logging.ERROR)
+
+
+def check_host_memory(checkpointer: Checkpointer, monitor: Monitor) -> None:
+    """Say what a save takes of each node's memory; refuse what cannot be. Collective.
+
+    Raises:
+        ConfigError: the first save would end the run.
+    """
+    from megatron_patch.checkpoint import host_memory
+
+    line, problems = host_memory.check(
+        checkpointer.parts, checkpointer.run.checkpoint.optimizer_sharding, checkpointer.ranks
+    )
+    monitor.say(line)
+    if problems:
+        raise ConfigError(problems)
 
 
 def keep_optimizer_kernel(session: Session) -> None:

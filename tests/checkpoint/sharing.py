@@ -9,7 +9,7 @@ from unittest import mock
 import scenarios
 import torch
 
-from megatron_patch.checkpoint import content, writer
+from megatron_patch.checkpoint import content, host_memory, writer
 from megatron_patch.checkpoint.progress import Progress
 
 
@@ -25,17 +25,23 @@ def _requested(state: Any) -> list[torch.Tensor]:
     return [entry.data for entry in nested_values(sharded)]
 
 
-def shares(root: str, *, changes: dict[str, Any]) -> dict[str, int]:
-    """Bytes of optimizer state that this rank writes at a save and makes room for at a load."""
-    live = scenarios.Live(scenarios.config(**changes), root)
+def shares(root: str, *, changes: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that this rank writes at a save and makes room for at a load, and what was foreseen."""
+    run = scenarios.config(**changes)
+    live = scenarios.Live(run, root)
     live.train(1, 1)
-    written: list[torch.Tensor] = []
+    foreseen = host_memory.of_rank(live.checkpointer.parts, run.checkpoint.optimizer_sharding)
+    with mock.patch.object(host_memory, "limit", return_value=1000):
+        line, problems = host_memory.check(
+            live.checkpointer.parts, run.checkpoint.optimizer_sharding, live.checkpointer.ranks
+        )
+    written: list[tuple[str, torch.Tensor]] = []
     stage, build = writer.Plan.stage, content.build
 
     def stage_and_count(self: Any, *, copy: bool) -> None:
         stage(self, copy=copy)
         for _, _, (_, tensors) in self._buckets:
-            written.extend(t for item, t in tensors if "optimizer." in item.index.fqn)
+            written.extend((item.index.fqn, t) for item, t in tensors)
 
     requested: list[torch.Tensor] = []
 
@@ -52,7 +58,11 @@ def shares(root: str, *, changes: dict[str, Any]) -> dict[str, int]:
     return {
         "parameters": sum(sizes),
         "largest": max(sizes),
-        "written": _bytes(written),
+        "written": _bytes(t for name, t in written if "optimizer." in name),
+        "staged": _bytes(t for _, t in written),
+        "foreseen": foreseen,
+        "line": line,
+        "problems": [f"{problem.path}: {problem.message}" for problem in problems],
         "requested": _bytes(requested),
     }
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_resume import assert_same, newest
 
+from megatron_patch.checkpoint import host_memory
 from megatron_patch.checkpoint.reshardable import Place
+from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.training import startup
 
 pytestmark = pytest.mark.multiprocess
 
@@ -28,7 +32,41 @@ def test_no_rank_holds_more_than_its_share(ranks: Any, tmp_path: Path) -> None:
         assert share < 0.8 * everything, "this model shows nothing"
         assert 0 < answer["written"] <= share
         assert 0 < answer["requested"] <= share
+        assert answer["staged"] <= answer["foreseen"] <= 1.1 * answer["staged"]
+        (problem,) = answer["problems"]
+        assert problem.startswith("checkpoint: a save or a load takes 0.0 GiB of 0.0 GiB of host")
+        assert "a node of 2 rank(s)" in answer["line"] and "dp_reshardable" in problem
     assert sum(answer["written"] for answer in answers) == everything
+
+
+def test_limits_of_control_groups_around_the_process(tmp_path: Path) -> None:
+    """Version 2 and version 1; "max" and what cannot be seen count as none."""
+    membership, root = tmp_path / "cgroup", tmp_path / "fs"
+    membership.write_text("0::/job/step\n5:cpu,memory:/slurm\n6:pids:/\n")
+    assert host_memory._group_limits(membership, root) == []
+    for path, text in (
+        ("job/step/memory.max", "max\n"),
+        ("job/memory.max", "4096\n"),
+        ("memory/slurm/memory.limit_in_bytes", "8192\n"),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+    ):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    assert host_memory._group_limits(membership, root) == [4096, 8192, 9223372036854771712]
+    assert host_memory._group_limits(tmp_path / "none", root) == []
+    assert (host_memory.limit() or 0) > 0
+
+
+def test_a_run_whose_saves_do_not_fit_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    problem = Problem("checkpoint", "does not fit")
+    monkeypatch.setattr(host_memory, "check", lambda *a: ("a line", [problem]))
+    run = SimpleNamespace(checkpoint=SimpleNamespace(optimizer_sharding="fully_reshardable"))
+    checkpointer: Any = SimpleNamespace(parts=None, run=run, ranks=None)
+    monitor: Any = SimpleNamespace(say=said.append)
+    with pytest.raises(ConfigError, match="does not fit"):
+        startup.check_host_memory(checkpointer, monitor)
+    assert said == ["a line"]
 
 
 def test_padding_between_buckets_moves_nothing(ranks: Any, tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_it_fits(path):
         assert not plan_of(path, "h100", nodes_of(path)).fits
 
 
+def test_host_memory_of_a_save() -> None:
+    """One node writes everything once: 12 bytes a parameter and the BF16 weights."""
+    path = CONFIGS / "nodes" / "llama_8b_8k_1n.yaml"
+    alone, eight = plan_of(path, "h100", 1), plan_of(path, "h100", 8)
+    assert alone.save_bytes == pytest.approx(14 * alone.counts.total, rel=1e-3)
+    share = (12 / 8 + 2) * alone.counts.total  # the first node's two shards' weights
+    assert eight.save_bytes == pytest.approx(share, rel=1e-3)
+    assert max(plan_of(p, "h200", nodes_of(p)).save_bytes for p in NODES) < 500 * 2**30
+
+
 @pytest.mark.parametrize("path", NODES, ids=[path.stem for path in NODES])
 def test_tensor_parallelism_stays_in_a_node(path):
     found = plan_of(path, "h200", nodes_of(path))
