@@ -24,6 +24,8 @@ from unittest import mock
 
 import torch
 
+from megatron_patch.checkpoint.errors import CheckpointError
+
 
 def parts(optimizer: Any) -> list[Any]:
     """The Megatron optimizers inside ``optimizer`` that own parameters."""
@@ -122,6 +124,23 @@ def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
     holder["param_groups"] = groups
 
 
+def _check_main(part: Any, model_param: Any, main: torch.Tensor) -> None:
+    """Whether loaded main weights, rounded, are the weights that were loaded into the model.
+
+    Raises:
+        CheckpointError: they are other elements'; training on would replace the model by noise.
+    """
+    span = part._get_model_param_range_map(model_param)["param"]
+    weights = model_param.detach().view(-1)[span.start : span.end]
+    if not torch.equal(main.detach().to(weights), weights):
+        raise CheckpointError(
+            "its optimizer state does not belong to its weights: Megatron-Core 0.19.2, used as it "
+            "is by earlier versions of this program, saves values of the wrong elements with "
+            "fully_reshardable and several communication buckets; start a new run from its weights "
+            "with checkpoint.load_from and load_weights_only"
+        )
+
+
 @contextmanager
 def _own_step(part: Any) -> Iterator[None]:
     """Let a DistributedOptimizer take moments from the checkpoint and steps from itself."""
@@ -134,6 +153,7 @@ def _own_step(part: Any) -> Iterator[None]:
         group, order = part.model_param_group_index_map[model_param]
         main = part.optimizer.param_groups[group]["params"][order]
         own = part.optimizer.state.get(main, {}).get("step")
+        _check_main(part, model_param, tensors["param"])
         original(model_param, tensors if own is None else {**tensors, "step": own})
 
     with mock.patch.object(part, "_set_main_param_and_optimizer_states", set_states):

@@ -71,9 +71,19 @@ def test_a_run_whose_saves_do_not_fit_does_not_start(monkeypatch: pytest.MonkeyP
 
 def test_padding_between_buckets_moves_nothing(ranks: Any, tmp_path: Path) -> None:
     """Core drops it when it collects the state, and counts it when it cuts parameters out."""
-    for answer in ranks.play("sharing.several_buckets", world=2, root=str(tmp_path), bucket=2000):
+    arguments = {"bucket": 2000, "core": False, "precision": "fp32"}
+    for answer in ranks.play("sharing.several_buckets", world=2, root=str(tmp_path), **arguments):
         assert answer["buckets"] > 2 and answer["padded"] > 0
         assert_same(answer["before"], answer["after"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_that_core_has_shifted_is_refused(ranks: Any, tmp_path: Path, precision: str) -> None:
+    """Its main weights are not those of the model; when this fails core is repaired."""
+    arguments = {"bucket": 2000, "core": True, "precision": precision}
+    for answer in ranks.play("sharing.several_buckets", world=2, root=str(tmp_path), **arguments):
+        assert "does not belong to its weights" in answer["error"]
+        assert "load_weights_only" in answer["error"]
 
 
 @pytest.mark.slow
