@@ -228,8 +228,8 @@ def _message(step: int, found: list[_Finding]) -> str:
     else:
         lines.append("  every gradient is finite, their norm overflows FP32: the run diverged")
     lines.append(
-        "  no checkpoint was written; resume from the last one with a lower learning rate or "
-        "another attention stabilizer, or look at the data of this step"
+        "  no checkpoint was written; resume from the last one with a lower optimizer.lr or "
+        "clip_grad or another attention.stabilizer, or look at the data of this step"
     )
     return "\n".join(lines)
 

@@ -169,7 +169,7 @@ class _Training:
         if reason is not None and reason == self.stability.stop_reason:
             raise StabilityStop(
                 f"stability.guard stopped the run after step {self.position.step:,}, saved: "
-                f"{reason}; change attention.stabilizer or the learning rate, or set "
+                f"{reason}; change attention.stabilizer or optimizer.lr, or set "
                 "stability.guard: warn, and give the same command again"
             )
         if reason is not None:

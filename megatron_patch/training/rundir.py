@@ -53,6 +53,9 @@ CHANGEABLE = (
     "training.exit_at_step",
     "training.check_finite",
     "optimizer.implementation",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.clip_grad",
     "parallel",
     "attention",
     "checkpoint",
@@ -64,7 +67,8 @@ CHANGEABLE = (
     "model.layer_spec",
     "cluster",
 )
-"""Keys a resumed run may change: they say how, how long and where, not what is trained."""
+"""Keys a resumed run may change: they say how, how long and where, not what is trained. Learning
+rate and clip are what saves a run that diverges; new values count from the next step on."""
 
 SOFTWARE = ("python", *DISTRIBUTIONS, "cuda", "cudnn", "nccl", "gpu")
 """Of the environment report: what may change the rounding of a result."""

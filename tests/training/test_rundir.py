@@ -69,12 +69,24 @@ def test_changes_that_do_not_alter_the_training_are_allowed_and_said(tiny) -> No
     assert before["training"]["train_steps"] == 20
 
 
+def test_what_saves_a_diverging_run_may_change_and_is_said(tiny) -> None:
+    """As the messages of a stop by the guard and of a NaN advise."""
+    start(tiny())
+    changed = ("optimizer.lr=5e-4", "optimizer.min_lr=1e-5", "optimizer.clip_grad=0.5")
+    directory, problems = start(tiny(*changed))
+    assert not problems
+    notes = "\n".join(directory.notes)
+    for text in ("lr: 0.001 -> 0.0005", "min_lr: 0.0 -> 1.0e-05", "clip_grad: 1.0 -> 0.5"):
+        assert f"optimizer.{text}" in notes, notes
+
+
 def test_another_configuration_is_refused_and_nothing_is_touched(tiny) -> None:
     first, _ = start(tiny())
     before = {p.name: p.read_bytes() for p in first.path.iterdir() if p.is_file()}
-    directory, problems = start(tiny("model.num_layers=4", "optimizer.lr=0.5", "run_dir=runs/tiny"))
+    changed = ("model.num_layers=4", "optimizer.beta2=0.5", "run_dir=runs/tiny")
+    directory, problems = start(tiny(*changed))
     assert directory is None
-    assert [p.path for p in problems] == ["model.num_layers", "optimizer.lr"]
+    assert [p.path for p in problems] == ["model.num_layers", "optimizer.beta2"]
     assert "started with 2" in problems[0].message and "run_dir" in problems[0].message
     assert before == {p.name: p.read_bytes() for p in first.path.iterdir() if p.is_file()}
 

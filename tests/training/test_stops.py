@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from training_ranks import figures, metrics, run_ranks
 pytestmark = pytest.mark.multiprocess
 
 DETERMINISTIC = "training.deterministic=true"
+GENTLE = ["optimizer.lr=1e-3", "optimizer.min_lr=5e-4"]
 PARAMETER = "decoder.layers.2.mlp.linear_fc1.weight"
 
 
@@ -140,6 +142,10 @@ def one(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "early": run("early", signal=on(0, 0, name="SIGTERM")),
         "other": run("limit", "model.num_layers=2"),
         "required": run("none", "checkpoint.resume=required"),
+        "fast": run("gentle", "training.exit_at_step=3"),
+        "gentle": run("gentle", *GENTLE, "optimizer.clip_grad=0.05"),
+        "fast again": run("other_clip", "training.exit_at_step=3"),
+        "other clip": run("other_clip", *GENTLE),
     }
     results = run_ranks(folder, corpus, 1, list(plan.values()))
     return dict(zip(plan, results, strict=True))
@@ -151,6 +157,20 @@ def test_resume_is_bitwise_with_dropout_recompute_and_background_saves(
     assert [one[n][0]["step"] for n in ("noisy", "noisy stopped", "noisy resumed")] == [5, 3, 5]
     assert weights(one["noisy resumed"]) == weights(one["noisy"])
     assert figures(folder / "runs" / "noisy_broken") == figures(folder / "runs" / "noisy")
+
+
+def test_a_changed_learning_rate_and_clip_count_from_the_resume_on(one: Any, folder: Path) -> None:
+    """As the message of a NaN advises; the saved schedule gives its position, not its values."""
+    rows = metrics(folder / "runs" / "gentle")
+    halfway = 0.5 * (1 + math.cos(math.pi * 2 / 3))  # step 4: 2 of 3 steps after the warm-up
+    assert float(rows[2]["lr"]) == pytest.approx(1e-2)
+    assert float(rows[4]["lr"]) == pytest.approx(5e-4 + 5e-4 * halfway)
+    assert float(rows[5]["lr"]) == pytest.approx(5e-4)
+    log = (folder / "runs" / "gentle" / "train.log").read_text()
+    assert "optimizer.lr: 0.01 -> 0.001" in log and "optimizer.clip_grad: 1.0 -> 0.05" in log
+    assert [one[name][0]["step"] for name in ("fast", "gentle", "other clip")] == [3, 5, 5]
+    assert weights(one["fast"]) == weights(one["fast again"])
+    assert weights(one["gentle"]) != weights(one["other clip"])
 
 
 def test_a_run_at_its_step_limit_does_not_train_on(one: Any) -> None:
