@@ -119,43 +119,12 @@ class Shelf:
         log.warning("moved %s to %s", path.name, target)
         return target
 
-    def newest_at(self, step: int) -> int | None:
-        """Step of the newest complete checkpoint of at most ``step``; None: none."""
-        steps = (key_of(name)[0] for name in self.complete_names())
-        return max((s for s in steps if s <= step), default=None)
-
     def write_latest(self, name: str) -> None:
         """Move the pointer; a reader sees the old name or the new one."""
         draft = self.root / (LATEST + TMP + "-file")
         write_file(draft, (name + "\n").encode())
         os.replace(draft, self.root / LATEST)
         sync_directory(self.root)
-
-    def candidates(self) -> list[str]:
-        """Names of complete directories, the one ``latest`` names first, newest first."""
-        names = self.complete_names()
-        if not names:
-            return []
-        try:
-            latest = read_small(self.root, LATEST, limit=200).decode("ascii", "replace").strip()
-        except BadCheckpoint as bad:
-            latest = ""
-            log.warning(
-                "%s: %s; taking the newest complete checkpoint", self.root / LATEST, bad.why
-            )
-        else:
-            if latest not in names:
-                log.warning(
-                    "%s names %r, which is not a complete checkpoint here; taking the newest",
-                    self.root / LATEST,
-                    latest[:80],
-                )
-        if latest in names:
-            if latest != names[0]:
-                log.warning("%s names %s although %s is newer", LATEST, latest, names[0])
-            names.remove(latest)
-            names.insert(0, latest)
-        return names
 
     def discard(self, path: Path, kind: str, reason: str) -> Path:
         """Put an attempt aside that never was a checkpoint: its log stays, its space is given back.

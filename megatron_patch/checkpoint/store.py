@@ -5,12 +5,14 @@
       step_00000200.attempt-1.tmp/   being written
       aside/                         damaged checkpoints, and logs of saves that were abandoned
       latest                         name of the newest complete directory
+      lineage                        a line a save: its name, and that of its parent
       store.json                     identity of the store
 
 Saving: ``begin`` makes the ``.tmp`` directory, ranks write and hash their own files, ``commit``
 writes the manifest after the last of them, renames the directory into place, then moves ``latest``.
 Until the rename nothing counts; after it nothing changes. Every step is forced to disk before the
-next. Loading: ``find`` verifies candidates, newest first, before a byte of them is parsed.
+next. Loading: ``find`` verifies candidates, newest first, before a byte of them is parsed; what a
+person left behind by going back (`checkpoint.lineage`) is none of them.
 
 Methods that say so are collective: every rank calls them and comes to the same result. The
 directory must be on a file system that all ranks see.
@@ -28,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_patch.checkpoint import lineage
 from megatron_patch.checkpoint.collective import Collective, SingleProcess
 from megatron_patch.checkpoint.errors import (
     BadCheckpoint,
@@ -43,6 +46,7 @@ from megatron_patch.checkpoint.files import (
     sync_directory,
     write_file,
 )
+from megatron_patch.checkpoint.lineage import Branch
 from megatron_patch.checkpoint.manifest import (
     MANIFEST,
     SEAL,
@@ -112,6 +116,8 @@ class CheckpointStore:
         self.verify = verify
         self.ranks: Collective = collective or SingleProcess()
         self._key = hmac_key
+        # Found or saved last, which the next save continues; "" before either was tried.
+        self._parent: str | None = ""
 
     @property
     def root(self) -> Path:
@@ -197,6 +203,7 @@ class CheckpointStore:
             except Exception as caught:
                 error = caught
         self.agree(attempt, error)
+        self._parent = attempt.name
         final = self.root / attempt.name
         self._on_first_rank(lambda: self._after(attempt), "after the commit", fatal=False)
         return final
@@ -216,7 +223,7 @@ class CheckpointStore:
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self.ranks.size,
             files=files,
-            info=info,
+            info=info if self._parent == "" else {**info, "parent": self._parent},
         )
         body = manifest.encode()
         decode(body)  # what cannot be read back must not be committed
@@ -226,6 +233,8 @@ class CheckpointStore:
         final = self.root / attempt.name
         if os.path.lexists(final):
             raise SaveError(f"{final} exists already; a complete checkpoint is never overwritten")
+        unknown = lineage.UNKNOWN if self._parent == "" else lineage.NONE
+        lineage.record(self.root, attempt.name, self._parent or unknown)
         os.rename(attempt.path, final)
         sync_directory(self.root)
 
@@ -242,14 +251,21 @@ class CheckpointStore:
             log.warning("could not delete an old checkpoint: %s", error)
 
     def _retire(self, newest: Attempt) -> None:
-        """Delete complete checkpoints of this store that are older than the last ``keep_last``."""
+        """Delete complete checkpoints of this store that are older than the last ``keep_last``.
+
+        Of the branch that is trained the last ``keep_last`` stay, however many of another branch
+        lie between them; what was left behind goes when as many newer ones are there, as ever.
+        """
         for doomed in self.shelf.entries(DELETING):  # left by a kill in the middle of a deletion
             shutil.rmtree(doomed)
         if self.keep_last is None:
             return
         identity = self.shelf.identity(create=False)
-        older = [d for d in self.shelf.complete_names() if key_of(d) < (newest.step, newest.number)]
-        for name in older[max(self.keep_last - 1, 0) :]:
+        names = self.shelf.complete_names()
+        older = [name for name in names if key_of(name) < (newest.step, newest.number)]
+        live = [name for name in self._branch(names, newest.name).live if name in older]
+        kept = live[: self.keep_last - 1]
+        for name in (n for n in older[self.keep_last - 1 :] if n not in kept):
             try:
                 manifest = self._read_manifest(self.root / name)
             except (BadCheckpoint, OSError) as error:
@@ -271,20 +287,20 @@ class CheckpointStore:
     ) -> Found | None:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
-        The one ``latest`` names is tried first, then the others, newest first. Why one was refused
-        is logged; damaged ones are moved aside unless ``move_aside`` is False, and only when an
-        older one takes their place: where none is good all stay, and the next attempt ends as this
-        one does. ``accept`` is called on all ranks with a verified checkpoint and may still refuse
-        it with BadCheckpoint.
+        The one ``latest`` names is tried first, then its ancestors. Why one was refused is logged;
+        damaged ones are moved aside unless ``move_aside`` is False, and only when another one takes
+        their place: where none is good all stay, and the next attempt ends as this one does.
+        ``accept`` is called on all ranks with a verified checkpoint and may still refuse it with
+        BadCheckpoint.
 
         Raises:
-            CheckpointError: there are checkpoints and none is good.
+            CheckpointError: there are checkpoints and none of these is good.
         """
-        names = self._on_first_rank(
-            self.shelf.candidates, f"cannot list {self.root}", error=CheckpointError
+        found_here: Branch = self._on_first_rank(
+            self._candidates, f"cannot list {self.root}", error=CheckpointError
         )
         refused: list[tuple[str, BadCheckpoint]] = []
-        for name in names:
+        for name in found_here.live + found_here.newer:
             path = self.root / name
             try:
                 found = self.check(path)
@@ -295,7 +311,12 @@ class CheckpointStore:
                 refused.append((name, bad))
                 continue
             if refused:
-                self._say(logging.WARNING, "continuing from the older checkpoint %s", name)
+                older = key_of(name) < key_of(refused[0][0])
+                text = "continuing from the older checkpoint %s"
+                other = f"continuing from %s, which is NEWER than {refused[0][0]}, and may be what "
+                other += "somebody went back from"
+                self._say(logging.WARNING, text if older else other, name)
+            self._parent = name
             for before, why in refused:
                 if move_aside and why.damaged:
                     self._on_first_rank(
@@ -304,10 +325,56 @@ class CheckpointStore:
                         fatal=False,
                     )
             return found
-        if refused:
-            listed = "".join(f"\n  {name}: {why.why}" for name, why in refused)
-            raise CheckpointError(f"no good checkpoint in {self.root}:{listed}")
+        if refused or found_here.other:
+            raise CheckpointError(self._none_good(refused, found_here.other))
+        self._parent = None
         return None
+
+    def _none_good(self, refused: list[tuple[str, BadCheckpoint]], other: list[str]) -> str:
+        listed = "".join(f"\n  {name}: {why.why}" for name, why in refused)
+        text = f"no good checkpoint in {self.root}:{listed}"
+        if not other:
+            return text
+        shown = ", ".join(other[:5]) + (f" and {len(other) - 5} more" if len(other) > 5 else "")
+        return (
+            f"{text}\n  left behind when somebody went back, so not taken unasked: {shown}; to "
+            f"continue from one of them write its name into {self.root / LATEST}"
+        )
+
+    def _candidates(self) -> Branch:
+        """Rank 0: what ``latest`` names, its ancestors, and the rest."""
+        names = self.shelf.complete_names()
+        if not names:
+            return Branch()
+        known = lineage.recorded(self.root)
+        return self._branch(names, lineage.start(self.root, names, known))
+
+    def _branch(self, names: list[str], start: str) -> Branch:
+        """Rank 0: the ancestors of a checkpoint, and the rest."""
+        known = lineage.recorded(self.root)
+
+        def parent_of(name: str) -> str | None:
+            if name in known.parents:
+                return known.parents[name]
+            try:
+                parent = self._read_manifest(self.root / name).info["parent"]
+            except (BadCheckpoint, OSError):
+                raise KeyError(name) from None
+            return parent if parse_name(str(parent)) is not None else None
+
+        return lineage.branch(names, start, known, parent_of)
+
+    def _ancestors(self) -> list[str]:
+        """Rank 0: what this process has saved or resumed from last, and before that; newest first.
+
+        Before either: what it would resume from.
+        """
+        if not self._parent:
+            return self._candidates().live
+        return self._branch(self.shelf.complete_names(), self._parent).live
+
+    def _newest_at(self, step: int) -> str | None:
+        return next((name for name in self._ancestors() if key_of(name)[0] <= step), None)
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.
@@ -333,10 +400,14 @@ class CheckpointStore:
         return Found(path, result)
 
     def newest_at(self, step: int) -> int | None:
-        """Step of the newest complete checkpoint of at most ``step``; None: none. Collective."""
-        return self._on_first_rank(
-            lambda: self.shelf.newest_at(step), f"cannot list {self.root}", error=CheckpointError
+        """Step of the run's newest complete checkpoint of at most ``step``, or None. Collective.
+
+        What was left behind when somebody went back is not this run's.
+        """
+        name = self._on_first_rank(
+            lambda: self._newest_at(step), f"cannot list {self.root}", error=CheckpointError
         )
+        return None if name is None else key_of(name)[0]
 
     def abandon_after(self, step: int) -> None:
         """Move the complete checkpoints of later steps aside; ``latest`` names what is left.
@@ -348,12 +419,11 @@ class CheckpointStore:
         """
 
         def work() -> None:
-            if self.shelf.newest_at(step) is None:
+            kept = self._newest_at(step)
+            if kept is None:
                 raise CheckpointError(f"there is no checkpoint of step {step} or before")
-            names = self.shelf.complete_names()
-            kept = next(name for name in names if key_of(name)[0] <= step)
             self.shelf.write_latest(kept)  # first: a kill in between leaves a pointer that holds
-            for name in names:
+            for name in self.shelf.complete_names():
                 if key_of(name)[0] > step:
                     self.shelf.move_aside(self.root / name, "abandoned")
 
