@@ -95,8 +95,9 @@ def add_optimizer(
 ) -> None:
     """Complete what `local_part` made, to save or to load into.
 
-    Collective among data-parallel ranks when ``fully_reshardable`` state is saved: core gathers
-    it, and a rank that fails in between leaves the others of its group waiting. Otherwise local.
+    Collective among data-parallel ranks when ``fully_reshardable`` state is saved: slices travel
+    (`reshardable`), and a rank that fails in between leaves those waiting that it owes some.
+    Otherwise local.
 
     Args:
         state: from `local_part`; gets the key ``optimizer``.
