@@ -23,8 +23,6 @@ from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, Mis
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from megatron_patch.checkpoint.collective import Collective
-
 RNG = "rng_state"
 COMMON = "common_state"
 NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|" + RNG + r"(/|$)|" + COMMON + r"(/|$)")
@@ -74,7 +72,7 @@ def model_state(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
 def build(
     parts: Parts, *, optimizer_sharding: str, loading: bool, rng: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The sharded state dict to save, or to load into. Collective.
+    """The sharded state dict to save (collective), or to load into (local).
 
     Args:
         parts: the live objects.
@@ -98,33 +96,38 @@ def build(
     return state
 
 
-def check_fit(request: dict[str, Any], index: Metadata, ranks: Collective, *, skip: str) -> None:
-    """Compare names and global shapes of what is asked for with what is saved. Collective.
-
-    Args:
-        request: sharded state dict to load into.
-        index: of the checkpoint.
-        ranks: all ranks of the job.
-        skip: regular expression of saved names that need not be asked for.
-
-    Raises:
-        MismatchError: on every rank, naming parameters that differ, are missing or are left over.
-    """
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+def describe(request: dict[str, Any]) -> list[Any]:
+    """What this rank asks for: core's sharded tensors and objects, without their data. Local."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
     from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-    wanted: dict[str, tuple[int, ...] | None] = {}
     sharded, _ = extract_sharded_base(load_preprocess(request)[0])
-    for entry in nested_values(sharded):
-        if isinstance(entry, ShardedTensor):
-            wanted[entry.key] = tuple(entry.global_shape)
-        elif isinstance(entry, ShardedObject):
-            wanted[entry.unique_key] = None
+    return [entry.without_data() for entry in nested_values(sharded)]
+
+
+def check_fit(asked: list[list[Any]], index: Metadata, *, skip: str) -> None:
+    """Compare names and global shapes of what is asked for with what is saved. Reads nothing.
+
+    Args:
+        asked: what `describe` says on every rank.
+        index: of the checkpoint.
+        skip: regular expression of saved names that need not be asked for.
+
+    Raises:
+        MismatchError: naming parameters that differ, are missing or are left over.
+        CheckpointingException: (core's, on the first rank only) the ranks' parts overlap or do not
+            cover a tensor.
+    """
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+
     everything: dict[str, tuple[int, ...] | None] = {}
-    for part in ranks.all_gather(wanted):
-        everything |= part
+    for entry in (entry for part in asked for entry in part):
+        if isinstance(entry, ShardedTensor):
+            everything[entry.key] = tuple(entry.global_shape)
+        elif isinstance(entry, ShardedObject):
+            everything[entry.unique_key] = None
     saved = index.state_dict_metadata
     problems = [
         f"{name}: the model has shape {list(shape)}, the checkpoint {list(_size(saved[name]))}"
@@ -143,6 +146,7 @@ def check_fit(request: dict[str, Any], index: Metadata, ranks: Collective, *, sk
             "the checkpoint does not fit this configuration:\n  "
             + "\n  ".join(problems[:SHOWN] + more)
         )
+    validate_sharding_integrity(asked)
 
 
 def _size(entry: Any) -> tuple[int, ...]:
@@ -150,7 +154,10 @@ def _size(entry: Any) -> tuple[int, ...]:
 
 
 def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, Any]:
-    """Load into ``request`` and return the state dict, reading nothing but data. Collective.
+    """Load into ``request`` and return the state dict, reading nothing but data. Local.
+
+    Core would check the sharding between two of its reads, in a collective: a rank whose first
+    read fails would leave the others in it. `check_fit` has done that.
 
     Raises:
         BadCheckpoint: a shard holds something that is not data.
@@ -163,7 +170,7 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
     try:
         with safe_loading(index), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # core and torch about their own future
-            return dist_checkpointing.load(request, str(folder))
+            return dist_checkpointing.load(request, str(folder), validate_access_integrity=False)
     except (Exception, CheckpointException) as error:  # torch's is a BaseException
         cause = _cause(error)
         if isinstance(cause, (BadCheckpoint, CheckpointError)):

@@ -346,9 +346,11 @@ class Checkpointer:
                     found.path, {name: d.size for name, d in found.manifest.files.items()}
                 ),
             )
-            request = self._request(found, weights_only, same_layout)
+            request = self._together(found, lambda: self._request(found, weights_only, same_layout))
             skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
-            content.check_fit(request, index, self.ranks, skip=skip)
+            mine = self._together(found, lambda: content.describe(request))
+            asked = self.ranks.all_gather(mine)
+            self._together(found, lambda: content.check_fit(asked, index, skip=skip))
         except MismatchError as error:
             raise MismatchError(f"{found.path.name}: {error}") from None
         loaded = self._together(found, lambda: content.read(request, found.path, index))
