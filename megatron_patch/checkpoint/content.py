@@ -18,7 +18,13 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint import optimizer_state, random_state
-from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, MismatchError
+from megatron_patch.checkpoint.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    MismatchError,
+    is_passing,
+    no_checkpoint,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -161,7 +167,8 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
 
     Raises:
         BadCheckpoint: a shard holds something that is not data.
-        CheckpointError: it cannot be loaded for another reason.
+        CheckpointError: it cannot be loaded for another reason; an UnavailableError where that is
+            the file system or the machine.
     """
     from megatron.core import dist_checkpointing
 
@@ -175,8 +182,9 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
         cause = _cause(error)
         if isinstance(cause, (BadCheckpoint, CheckpointError)):
             raise cause from None
-        raise CheckpointError(
-            f"{folder.name} cannot be loaded: {type(cause).__name__}: {cause}"
+        raise no_checkpoint(
+            f"{folder.name} cannot be loaded: {type(cause).__name__}: {cause}",
+            passing=is_passing(cause),
         ) from error
 
 

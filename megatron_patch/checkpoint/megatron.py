@@ -35,6 +35,8 @@ from megatron_patch.checkpoint.errors import (
     MismatchError,
     SaveError,
     first_problem,
+    is_passing,
+    no_checkpoint,
 )
 from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
@@ -309,7 +311,9 @@ class Checkpointer:
                 found = store.check(path)
                 progress = self._apply(found, weights_only)
             except BadCheckpoint as bad:
-                raise CheckpointError(f"checkpoint.load_from {path}: {bad.why}") from None
+                raise no_checkpoint(
+                    f"checkpoint.load_from {path}: {bad.why}", passing=bad.passing
+                ) from None
         else:
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             progress = self._load_newest(
@@ -366,7 +370,10 @@ class Checkpointer:
             problem = caught
         except Exception as caught:
             log.debug("loading %s failed", found.path, exc_info=True)
-            problem = CheckpointError(f"{found.path.name} cannot be loaded: {describe(caught)}")
+            problem = no_checkpoint(
+                f"{found.path.name} cannot be loaded: {describe(caught)}",
+                passing=is_passing(caught),
+            )
         refusal = first_problem(self.ranks.all_gather(problem))
         if refusal is not None:
             raise refusal

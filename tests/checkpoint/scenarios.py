@@ -351,67 +351,6 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     return {"text": text, "progress": progress.as_dict()}
 
 
-def failing_load(root: str, *, rank: int, places: list[str]) -> dict[str, Any]:
-    """Loads in which one rank's file system fails once, by place; what this rank ends with."""
-    import time
-
-    from megatron.core.dist_checkpointing import serialization
-
-    from megatron_patch.checkpoint.safe_reader import SafeReader
-
-    # A rank that waits for the failed one ends with gloo's words instead of the true cause.
-    live = Live(config("dp", parallel={"distributed_timeout_minutes": 0.2}), root)
-    live.checkpointer.save(Progress(step=1))
-    verify, read = serialization.verify_checkpoint, SafeReader.read_data
-    found: dict[str, Any] = {}
-    for place in [*places, "nowhere"]:
-        reads = [0]
-
-        def fail(*args: Any) -> Any:
-            raise OSError(5, "Input/output error", "a shard")
-
-        def fail_once(self: Any, *args: Any, reads: list[int] = reads, place: str = place) -> Any:
-            reads[0] += 1
-            return fail() if reads[0] == int(place) else read(self, *args)
-
-        if live.layout.rank == rank and place == "metadata.json":
-            serialization.verify_checkpoint = fail
-        elif live.layout.rank == rank and place != "nowhere":
-            SafeReader.read_data = fail_once  # type: ignore[method-assign]
-        begin = time.monotonic()
-        try:
-            progress = live.checkpointer.load()
-            text = f"step {progress.step if progress else None}"
-        except CheckpointError as error:
-            text = f"{type(error).__name__}, exit code {error.exit_code}: {error}"
-        finally:
-            serialization.verify_checkpoint = verify
-            SafeReader.read_data = read  # type: ignore[method-assign]
-        found[place] = {"text": text, "seconds": time.monotonic() - begin}
-    return found
-
-
-def overlapping_request(root: str) -> str:
-    """A load in which both ranks claim to hold the first copy of every parameter."""
-    from megatron_patch.checkpoint import content
-
-    live = Live(config("dp"), root)
-    live.checkpointer.save(Progress(step=1))
-    original = content.describe
-
-    def twice(request: dict[str, Any]) -> list[Any]:
-        return [replace(entry, replica_id=0) for entry in original(request)]
-
-    content.describe = twice
-    try:
-        live.checkpointer.load()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        content.describe = original
-    return "loaded"
-
-
 def killed_while_saving(root: str, *, rank: int, phase: str) -> None:
     """One rank dies by SIGKILL in a phase of a save of step 2."""
     import os

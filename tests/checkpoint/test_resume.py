@@ -305,11 +305,14 @@ def test_an_io_error_of_one_rank_ends_the_load_on_all(
 ) -> None:
     """At once and with the true cause: no rank is left in a collective of Megatron-Core's."""
     root = str(tmp_path / "checkpoints")
-    found = ranks.play("failing_load", world=2, root=root, rank=rank, places=list(READS.values()))
+    found = ranks.play(
+        "load_faults.failing_load", world=2, root=root, rank=rank, places=list(READS.values())
+    )
     for place in READS.values():
         texts = [answer[place]["text"] for answer in found]
         assert texts[0] == texts[1] and "[Errno 5] Input/output error" in texts[0], texts
-        assert all(answer[place]["seconds"] < 10 for answer in found)
+        assert texts[0].startswith("UnavailableError, exit code 1: "), "a restart is worth a try"
+        assert all(answer[place]["seconds"] < 25 for answer in found)
     assert [answer["nowhere"]["text"] for answer in found] == ["step 1", "step 1"]
 
 
@@ -317,7 +320,9 @@ def test_a_request_whose_parts_overlap_is_refused_before_anything_is_read(
     ranks: Any, tmp_path: Path
 ) -> None:
     """What core checks between its reads, and here is checked before them."""
-    for text in ranks.play("overlapping_request", world=2, root=str(tmp_path / "checkpoints")):
+    for text in ranks.play(
+        "load_faults.overlapping_request", world=2, root=str(tmp_path / "checkpoints")
+    ):
         assert "Invalid access pattern" in text or "Duplicate ShardedObject" in text
 
 

@@ -1,0 +1,69 @@
+"""What ranks do in tests of loads that fail; `scenarios` has the model they load into."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from scenarios import Live, config
+
+from megatron_patch.checkpoint import content
+from megatron_patch.checkpoint.errors import CheckpointError
+from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.checkpoint.safe_reader import SafeReader
+
+
+def failing_load(root: str, *, rank: int, places: list[str]) -> dict[str, Any]:
+    """Loads in which one rank's file system fails once, by place; what this rank ends with."""
+    from megatron.core.dist_checkpointing import serialization
+
+    # A rank that waits for the failed one ends with gloo's words instead of the true cause.
+    live = Live(config("dp", parallel={"distributed_timeout_minutes": 0.5}), root)
+    live.checkpointer.save(Progress(step=1))
+    verify, read = serialization.verify_checkpoint, SafeReader.read_data
+    found: dict[str, Any] = {}
+    for place in [*places, "nowhere"]:
+        reads = [0]
+
+        def fail(*args: Any) -> Any:
+            raise OSError(5, "Input/output error", "a shard")
+
+        def fail_once(self: Any, *args: Any, reads: list[int] = reads, place: str = place) -> Any:
+            reads[0] += 1
+            return fail() if reads[0] == int(place) else read(self, *args)
+
+        if live.layout.rank == rank and place == "metadata.json":
+            serialization.verify_checkpoint = fail
+        elif live.layout.rank == rank and place != "nowhere":
+            SafeReader.read_data = fail_once  # type: ignore[method-assign]
+        begin = time.monotonic()
+        try:
+            progress = live.checkpointer.load()
+            text = f"step {progress.step if progress else None}"
+        except CheckpointError as error:
+            text = f"{type(error).__name__}, exit code {error.exit_code}: {error}"
+        finally:
+            serialization.verify_checkpoint = verify
+            SafeReader.read_data = read  # type: ignore[method-assign]
+        found[place] = {"text": text, "seconds": time.monotonic() - begin}
+    return found
+
+
+def overlapping_request(root: str) -> str:
+    """A load in which both ranks claim to hold the first copy of every parameter."""
+    live = Live(config("dp"), root)
+    live.checkpointer.save(Progress(step=1))
+    original = content.describe
+
+    def twice(request: dict[str, Any]) -> list[Any]:
+        return [replace(entry, replica_id=0) for entry in original(request)]
+
+    content.describe = twice
+    try:
+        live.checkpointer.load()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        content.describe = original
+    return "loaded"
