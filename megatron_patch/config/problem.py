@@ -54,6 +54,8 @@ class Problem:
     """The value, what is allowed, and the remedy, in one or two sentences."""
     where: Place | None = None
     """Filled in by the loader."""
+    may_pass: bool = False
+    """Not the value is wrong but what it names did not answer: the next attempt may find it."""
 
     def __str__(self) -> str:
         where = str(self.where) if self.where else ""
@@ -62,14 +64,16 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the text lists every problem with file and line."""
+    """A configuration that cannot be used; the text lists every problem with file and line.
 
-    exit_code = 2
+    ``exit_code`` is 2, which is never tried again; 1 where all of it may pass.
+    """
 
     def __init__(self, problems: Iterable[Problem], *, note: str = "") -> None:
         """Keep ``problems`` sorted by file and line; ``note`` is a last line of the text."""
         self.problems: tuple[Problem, ...] = tuple(sorted(problems, key=_position))
         count = len(self.problems)
+        self.exit_code = 1 if count and all(p.may_pass for p in self.problems) else 2
         lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
         if count > SHOWN:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.data.errors import DataError
+from megatron_patch.data.errors import DataError, unread
 
 FORMAT = "megatron-patch dataset 1"
 SAMPLE_PAGES = 256
@@ -113,7 +113,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
             "to finish), and a dataset of another tool gets one with prepare-data --adopt"
         ) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+        raise DataError(unread(path, error, remedy)) from error
     try:
         tree = json.loads(content)
         stated, found = tree.pop("sha256"), tree.pop("format")

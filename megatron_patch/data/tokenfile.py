@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_patch.data.errors import DataError
+from megatron_patch.data.errors import DataError, unread
 from megatron_patch.data.indexed import DTYPES, Index, open_index
 from megatron_patch.data.manifest import Manifest, read_manifest
 
@@ -28,7 +28,7 @@ class TokenFile:
         try:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DataError(f"{self.path}: cannot be opened ({error.strerror})") from error
+            raise DataError(unread(self.path, error)) from error
         size = os.fstat(self._handle).st_size
         if size != self.tokens * self.dtype.itemsize:
             self.close()
@@ -48,7 +48,7 @@ class TokenFile:
             try:
                 piece = os.pread(self._handle, wanted, offset)
             except OSError as error:
-                raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
+                raise DataError(unread(self.path, error)) from error
             if not piece:
                 raise DataError(
                     f"{self.path}: ended at byte {offset:,} while it was used; it was "
@@ -66,8 +66,10 @@ class TokenFile:
             return max(0, min(target, self.tokens))
         try:
             index = open_index(Path(f"{self.prefix}.idx"))
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise DataError(f"{self.prefix}.idx: {error}") from error
+        except OSError as error:
+            raise DataError(unread(f"{self.prefix}.idx", error)) from error
         low, high = 0, len(index.boundaries)
         while low < high:  # first document that starts at or after the target
             mid = (low + high) // 2

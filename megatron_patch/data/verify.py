@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron_patch.data import tokenizers
-from megatron_patch.data.errors import DataError
+from megatron_patch.data.errors import DataError, unread
 from megatron_patch.data.indexed import DTYPES, index_problems, open_index
 from megatron_patch.data.manifest import FileRecord, Manifest, read_manifest, sample_hash
 from megatron_patch.data.progress import Progress, human
+from megatron_patch.runtime.heartbeat import PULSE
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -54,7 +55,7 @@ class _Piece:
                     digest.update(data)
                     left -= len(data)
         except OSError as error:
-            return f"{self.path}: cannot be read ({error.strerror}); {REMEDY}"
+            return unread(self.path, error, REMEDY)
         if digest.hexdigest() == self.sha256:
             return None
         end = self.offset + self.size
@@ -167,8 +168,11 @@ def check_quickly(
             say(problem)
             sizes_agree = False
         elif ending == ".bin" and mode == "sampled":
-            if sample_hash(path, record.size) != record.sample:
-                say(f"{path}: sampled pages differ from its manifest; {REMEDY}")
+            try:
+                if sample_hash(path, record.size) != record.sample:
+                    say(f"{path}: sampled pages differ from its manifest; {REMEDY}")
+            except OSError as error:
+                say(unread(path, error, REMEDY))
         else:
             findings.pieces += _pieces(path, record)
     if sizes_agree:
@@ -202,7 +206,7 @@ def _size_problem(path: Path, record: FileRecord) -> str | None:
     except FileNotFoundError:
         return f"{path}: missing, though its manifest is there; {REMEDY}"
     except OSError as error:
-        return f"{path}: cannot be read ({error.strerror}); {REMEDY}"
+        return unread(path, error, REMEDY)
     if size != record.size:
         how = "truncated" if size < record.size else "longer than it was"
         return f"{path}: {size:,} bytes, its manifest says {record.size:,} ({how}); {REMEDY}"
@@ -212,8 +216,11 @@ def _size_problem(path: Path, record: FileRecord) -> str | None:
 def _index_problems(path: Path, manifest: Manifest) -> Iterable[str]:
     try:
         index = open_index(path)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         yield f"{path}: {error}; {REMEDY}"
+        return
+    except OSError as error:
+        yield unread(path, error, REMEDY)
         return
     for what, found, stated in (
         ("dtype", index.dtype, manifest.dtype),
@@ -257,6 +264,7 @@ def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
                     progress.set(done)
                 if time.monotonic() >= until:
                     break
+            PULSE.enter("start")  # a long check that goes on is no hang
             verdicts = _gather((found, len(todo)))
             _raise_if_any([(problems, {}) for problems, _ in verdicts])
             if not any(left for _, left in verdicts):

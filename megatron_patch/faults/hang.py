@@ -46,6 +46,8 @@ LONG_STEPS = 4
 """A limit of a phase is never below this many times the longest step so far."""
 GRACE_SECONDS = 10.0
 """How long the ranks that can write their stacks may take."""
+NETWORK_SECONDS = 3.0
+"""For ranks of other nodes to see the summary, before the end of the first one ends the job."""
 STACKS_SECONDS = 0.5
 """For a rank that cannot write its file: to print its stacks before the launcher ends it."""
 
@@ -118,7 +120,7 @@ class HangWatcher:
         who is faster: the error goes to standard error, and the report ends the process.
         """
         self._failed.set()
-        if self.alarm.exists() and self._thread.is_alive():
+        if _there(self.alarm) and self._thread.is_alive():
             traceback.print_exception(error)
             self._thread.join(2 * GRACE_SECONDS + 10)  # a directory may stop answering
 
@@ -142,7 +144,7 @@ class HangWatcher:
             self._excused += min(gap, now - beat.since)
         age, limit = now - beat.since - self._excused, self.limits.of(self.pulse)
         joins = self._failed.is_set() or age > self.limits.step / 2
-        if age > limit or (joins and self.alarm.exists()):
+        if age > limit or (joins and _there(self.alarm)):
             self._report(beat, age, limit)
 
     # ------------------------------------------------------------------ a hang
@@ -161,10 +163,14 @@ class HangWatcher:
                 text = self._summary(folder, me, limit)
                 _replace(folder / "summary.txt", text)
                 print(f"{text}\nstacks of all ranks: {folder}", file=sys.stderr, flush=True)
+                self._call_the_silent(folder)
+                if len(set(self.hosts)) > 1:
+                    time.sleep(NETWORK_SECONDS)
             else:
-                self._wait_for(folder / "summary.txt", GRACE_SECONDS + 5)
                 text = f"hang at step {beat.step}, see {folder / 'summary.txt'}"
-            self._call_the_silent(folder)
+                self._wait_for(folder / "summary.txt", GRACE_SECONDS)
+                self._call_the_silent(folder)
+                self._wait_for(folder / "summary.txt", 5)
         except OSError as error:  # a directory that has gone, a full disk
             text = f"hang at step {beat.step} in phase {beat.phase}; no report: {error}"
             print(text, file=sys.stderr, flush=True)
@@ -207,7 +213,8 @@ class HangWatcher:
     def _call_the_silent(self, folder: Path) -> None:
         """Ranks of this node that wrote nothing print their stacks; its first other rank asks."""
         here = [r for r, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
-        silent = [r for r in here if not stacks.file_of(folder, r).exists()]
+        wrote = set(os.listdir(folder))
+        silent = [r for r in here if stacks.file_of(folder, r).name not in wrote]
         if self.rank == min(set(here) - set(silent), default=-1):
             called = [r for r in silent if stacks.call(self.pids[r])]
             if called:
@@ -216,7 +223,7 @@ class HangWatcher:
     @staticmethod
     def _wait_for(path: Path, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not path.exists() and time.monotonic() < end:
+        while not _there(path) and time.monotonic() < end:
             time.sleep(0.1)
 
     def _end(self, reason: str) -> None:
@@ -237,8 +244,9 @@ class HangWatcher:
 def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, limit: float) -> str:
     """The text of ``summary.txt``; its first line names the rank to look at.
 
-    A rank without a file comes first. Else it is the one that has come least far: by step and
-    phase; among equals those whose main thread waits in no collective, the longest first.
+    A rank without a file comes first. Else it is the one that has come least far: by step; among
+    equals those whose main thread waits for no other rank come first, then by phase, the longest
+    first. (The phase is second: a pipeline stage that waits for its input is not far.)
 
     Args:
         found: what the ranks wrote, by rank.
@@ -281,9 +289,9 @@ def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, l
     return "\n".join(lines) + "\n"
 
 
-def _how_far(w: Witness) -> tuple[int, int, bool, float]:
+def _how_far(w: Witness) -> tuple[int, bool, int, float]:
     place = PHASES.index(w.phase) if w.phase in PHASES else -1
-    return w.step, place, bool(w.collective), -w.seconds
+    return w.step, bool(w.collective), place, -w.seconds
 
 
 def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
@@ -326,6 +334,14 @@ def record_collectives(run_dir: Path) -> None:
         ("TORCH_FR_DUMP_TEMP_FILE", prefix),
     ):
         os.environ.setdefault(name, value)
+
+
+def _there(path: Path) -> bool:
+    """Whether a file exists, by a listing: NFS may remember for 30 s that a name did not."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except OSError:
+        return False
 
 
 def _replace(path: Path, text: str) -> None:

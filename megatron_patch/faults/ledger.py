@@ -2,9 +2,9 @@
 
 A rank appends its line before it dies; the batch script adds one for ranks that were killed. Who
 wants to start the run again can ask `repeated` whether that has any hope: the same step crashing
-again and again is a fault of the run, not of the machines. The launcher asks by
-``MEGATRON_PATCH_SAME_STEP_LIMIT`` (under in-job restarts, too, of which the batch script hears
-nothing); without it nobody is refused.
+again and again is a fault of the run, not of the machines. Where ``MEGATRON_PATCH_SAME_STEP_LIMIT``
+is set, in-job restarts are counted here, since the batch script hears nothing of them. The attempts
+it starts itself it counts itself: what succeeded between two crashes leaves no line here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.config.problem import ConfigError
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 
 FILE = "crashes.jsonl"
 LIMIT = "MEGATRON_PATCH_SAME_STEP_LIMIT"
@@ -37,7 +39,7 @@ def job() -> str:
 
 def attempt() -> str:
     """This attempt, alike on all ranks: the launcher's directory and the agent's restart count."""
-    folder = os.environ.get("MEGATRON_PATCH_ATTEMPT_DIR", "")
+    folder = os.environ.get(ATTEMPT_DIR, "")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent = os.environ.get("MASTER_PORT", "") if not folder else Path(folder).name
     return f"{agent}.{restart}"
@@ -88,7 +90,7 @@ def record_error(run_dir: Path, rank: int, error: BaseException) -> None:
     Graceful ends leave no line, and errors of configuration or data neither: they are no crash,
     and the directory they name may be another run's.
     """
-    if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+    if isinstance(error, (KeyboardInterrupt, GeneratorExit, ConfigError)):
         return
     code = getattr(error, "exit_code", None)
     if not isinstance(code, int):
@@ -117,23 +119,23 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def repeated(entries: list[dict[str, Any]], *, limit: int, job_id: str) -> str | None:
-    """A report when the last ``limit`` attempts of a job all crashed at one step, else None.
+def repeated(entries: list[dict[str, Any]], *, limit: int, job_id: str, folder: str) -> str | None:
+    """A report when the last ``limit`` restarts of one attempt all crashed at one step, else None.
 
     Ranks of one attempt can be a step apart: its step is the largest.
     """
     steps: dict[str, int] = {}
+    entries = [e for e in entries if e.get("job") == job_id and _folder(e["attempt"]) == folder]
     for entry in entries:
-        if entry.get("job") == job_id:
-            key = entry["attempt"]
-            steps[key] = max(steps.get(key, -1), entry["step"])
+        key = entry["attempt"]
+        steps[key] = max(steps.get(key, -1), entry["step"])
     last = list(steps.items())[-limit:]
     if len(last) < limit or len({step for _, step in last}) != 1:
         return None
     names = [name for name, _ in last]
     lines = [f"step {last[0][1]} crashed {limit} times in a row; the run stops here:"]
     for entry in entries:
-        if entry.get("job") == job_id and entry["attempt"] in names:
+        if entry["attempt"] in names:
             lines.append(
                 f"  {entry.get('utc')} attempt {entry['attempt']} rank {entry.get('rank')} on "
                 f"{entry.get('host')}, {entry.get('phase')}, exit code {entry.get('exit_code')}: "
@@ -147,4 +149,9 @@ def check(run_dir: Path) -> str | None:
     text = os.environ.get(LIMIT, "")
     if not text.isdigit() or int(text) < 1:
         return None
-    return repeated(read(run_dir), limit=int(text), job_id=job())
+    return repeated(read(run_dir), limit=int(text), job_id=job(), folder=_folder(attempt()))
+
+
+def _folder(attempt_id: str) -> str:
+    """What the restarts of one attempt have in common."""
+    return attempt_id.rpartition(".")[0]

@@ -19,6 +19,8 @@ from pathlib import Path
 RECORDER_SECONDS = 5.0
 RECORDER_PREFIX = "nccl_trace_rank_"
 """As torch's own analyzer (``torchfrtrace``) wants the files named."""
+COMMUNICATION = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
+"""Who waits in these files waits for other ranks."""
 SIGNAL = signal.SIGRTMIN + 7
 """Nothing else in a training process uses it; without a handler it would end the process."""
 
@@ -37,11 +39,11 @@ class Witness:
     at: str
     """Where its main thread is: file:line function."""
     collective: str
-    """The torch.distributed function its main thread waits in; empty: in none."""
+    """The torch.distributed or pipeline function its main thread waits in; empty: in none."""
 
 
 def main_thread() -> tuple[str, str]:
-    """(innermost Python frame, torch.distributed function around it or "") of the main thread."""
+    """(innermost Python frame, communication function around it or "") of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "?", ""
@@ -50,7 +52,7 @@ def main_thread() -> tuple[str, str]:
     walk = frame
     while walk is not None:
         name = walk.f_code.co_filename.replace(os.sep, "/")
-        if "/torch/distributed/" not in name:
+        if not any(place in name for place in COMMUNICATION):
             break
         collective = walk.f_code.co_name  # the outermost one of torch's frames wins
         walk = walk.f_back  # type: ignore[assignment]

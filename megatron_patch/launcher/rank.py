@@ -20,9 +20,8 @@ import time
 import traceback
 from pathlib import Path
 
-from megatron_patch.runtime.lifeline import die_with_parent
+from megatron_patch.runtime.lifeline import ATTEMPT_DIR, die_with_parent
 
-ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
 SECRETS_FILE = "MEGATRON_PATCH_SECRETS_FILE"
 FATAL = (2, 3, 4, 5, 7, 8)
 """Exit codes that come back on every retry; as in ``launch/lib.sh``."""

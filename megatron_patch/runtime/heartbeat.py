@@ -50,7 +50,10 @@ class Pulse:
         self.finished = 0
         """Steps that ended in this attempt."""
         self.longest = 0.0
-        """Seconds of the longest step so far, its evaluation and save left out."""
+        """Seconds of the longest step so far, its evaluation and save left out.
+
+        The first one compiled and connected: it counts until there is a second.
+        """
         self._began = 0.0
         self._away = 0.0
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -73,11 +76,10 @@ class Pulse:
     def stepped(self) -> None:
         """The step is over."""
         self.finished += 1
-        if self.finished == 1:
-            return  # it compiled and connected
         moment = time.monotonic()
         pause = moment - self.now.since if self.now.phase in PAUSES else 0.0
-        self.longest = max(self.longest, moment - self._began - self._away - pause)
+        took = moment - self._began - self._away - pause
+        self.longest = took if self.finished <= 2 else max(self.longest, took)
 
 
 PULSE = Pulse()

@@ -16,6 +16,8 @@ from contextlib import suppress
 PR_SET_PDEATHSIG = 1
 LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Set by torchrun (and ft_launcher) in every rank."""
+ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
+"""Set by ``launch/``: where this attempt leaves its logs and exit codes."""
 
 
 def die_with_parent() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import time
 import uuid
@@ -20,16 +21,23 @@ import yaml
 
 from megatron_patch.config.problem import DEFAULT, Problem
 from megatron_patch.runtime.environment import DISTRIBUTIONS
+from megatron_patch.runtime.io_errors import may_pass
+from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
     from megatron_patch.config.root import RunConfig
+
+log = logging.getLogger(__name__)
 
 FINISHED, LOCK = "FINISHED", ".lock"
 TOKEN = ".seen-by-every-node-"
 
 PATIENCE_S = 90.0
 """How long a node waits for another node's file: NFS may keep a directory for a minute."""
+LOCK_PATIENCE_SECONDS = 120.0
+"""Under the launcher: longer than the lease (90 s) after which NFS takes a lost node's lock."""
+LOCK_POLL_SECONDS = 5.0
 
 CHANGEABLE = (
     "name",
@@ -126,7 +134,8 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return None, [Problem("run_dir", f"{path}: cannot be created ({error.strerror})")]
+        text = f"{path}: cannot be created ({error.strerror})"
+        return None, [Problem("run_dir", text, may_pass=may_pass(error))]
     notes: list[str] = []
     lock: IO[str] | None = None
     finished = False
@@ -139,7 +148,8 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
                 notes += _record(loaded, path, report)
     except OSError as error:  # read-only, full, somebody else's
         where = error.filename or path
-        problems = [Problem("run_dir", f"{path}: cannot be used ({error.strerror}: {where})")]
+        text = f"{path}: cannot be used ({error.strerror}: {where})"
+        problems = [Problem("run_dir", text, may_pass=may_pass(error))]
     if problems:
         if lock is not None:
             lock.close()
@@ -148,13 +158,26 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
 
 
 def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]:
-    """An exclusive lock for as long as this process lives."""
+    """An exclusive lock for as long as this process lives.
+
+    Under the launcher, which has seen to it that no other job has the directory, the holder is a
+    process of a node that was lost: it may take a file server over a minute to notice that.
+    """
+    launched = ATTEMPT_DIR in os.environ
+    end = time.monotonic() + (LOCK_PATIENCE_SECONDS if launched else 0)
     handle = (path / LOCK).open("w")
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        return None, Problem("run_dir", f"{path}: another process is training here right now")
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    handle.close()
+                    text = f"{path}: another process is training here right now"
+                    return None, Problem("run_dir", text, may_pass=launched)
+            log.warning("waiting for the lock of %s, up to %g s", path, end - time.monotonic())
+            time.sleep(LOCK_POLL_SECONDS)
     except OSError as error:
         notes.append(f"{path}: this file system has no locks ({error.strerror}); take care that "
                      "only one job uses the directory")  # fmt: skip

@@ -14,6 +14,7 @@ from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
 from megatron_patch.training.recorder import tokens_per_step
@@ -96,7 +97,8 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
             try:
                 token = leave_token(directory.path)
             except OSError as error:
-                problems = [Problem("run_dir", f"{directory.path}: {error.strerror}")]
+                text = f"{directory.path}: {error.strerror}"
+                problems = [Problem("run_dir", text, may_pass=may_pass(error))]
         verdict = [problems, directory is not None and directory.finished, token]
     torch.distributed.broadcast_object_list(verdict, src=0)
     problems, finished, token = verdict

@@ -142,6 +142,7 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     session.guard.begin(step, session.chunks)
     if session.faults is not None:
         session.faults.stragglers.passes_begin()
+    PULSE.enter("forward")  # a later pipeline stage waits for its input before `forward_step`
     report = run_schedule(session, batches, forward_only=False)
     if session.stability is not None:
         session.stability.reduced()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -18,7 +21,9 @@ from megatron_patch.data.config import TokenizerConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
 from megatron_patch.data.prepare import prepare
+from megatron_patch.data.tokenfile import TokenFile
 from megatron_patch.data.verify import check_dataset, verify_datasets
+from megatron_patch.runtime.heartbeat import PULSE
 
 ENDINGS = (".bin", ".idx", ".manifest.json")
 
@@ -162,6 +167,43 @@ def test_a_changed_index_is_found_also_when_the_data_is_sampled(copy: Path) -> N
     Path(f"{copy}.idx").write_bytes(index)
     problems = check_dataset(copy, mode="sampled")
     assert any("pointer of sequence 1 does not follow" in problem for problem in problems)
+
+
+def fails(number: int) -> Callable[..., bytes]:
+    def refuse(*args: object, **options: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.EACCES, 2)])
+def test_data_that_may_be_read_later_is_worth_a_retry(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """Exit code 2 ends a run for good: one node's stale mount must not."""
+    tokens = TokenFile(copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fails(number))
+        with pytest.raises(DataError, match="cannot be read") as caught:
+            tokens.read(0, 4)
+    assert caught.value.exit_code == code
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails(number))
+        problems = check_dataset(copy)
+    assert problems and DataError(problems).exit_code == code
+    assert DataError([*problems, "and something else"]).exit_code == 2
+    again = pickle.loads(pickle.dumps(problems))  # as it travels to the other ranks
+    assert DataError(again).exit_code == code
+
+
+def test_a_long_check_that_goes_on_is_no_hang(
+    kit: SimpleNamespace, corpora: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PULSE.reset()
+    first = PULSE.now
+    monkeypatch.setattr(verify, "_ROUND_SECONDS", 0.0)
+    verify_datasets(kit.run_config(*corpora))
+    assert PULSE.now is not first and PULSE.now.phase == "start"
 
 
 def test_ranks_of_a_node_share_the_hashing(

@@ -1,7 +1,7 @@
 """`tests/training/worker.py` with two more faults, planted before it runs.
 
-``MP_STUCK=STEP:RANK`` stops that rank before the reduction of that step; ``MP_SLOW=RANK:SECONDS``
-delays each of its micro-batches in runs named ``slow``.
+``MP_STUCK=STEP:RANK`` stops that rank before the reduction of that step, ``STEP:RANK:forward`` in
+its forward pass; ``MP_SLOW=RANK:SECONDS`` delays each of its micro-batches in runs named ``slow``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,21 @@ import worker
 RANK = int(os.environ["RANK"])
 
 
-def plant_stuck(step: int, rank: int) -> None:
+def plant_stuck(step: int, rank: int, where: str) -> None:
+    from megatron_patch.runtime.heartbeat import PULSE
+    from megatron_patch.training import step as steps
     from megatron_patch.training.finite import StepGuard
 
+    if where == "forward":
+        place = steps.place
+
+        def no_batch(batch: Any, layout: Any) -> Any:
+            if (PULSE.now.step, RANK) == (step, rank):
+                time.sleep(600)
+            return place(batch, layout)
+
+        steps.place = no_batch
+        return
     before = StepGuard.before_reduction
 
     def stuck(self: Any, chunks: Any) -> None:
@@ -52,7 +64,8 @@ def plant_slow(rank: int, seconds: float) -> None:
 
 if __name__ == "__main__":
     if text := os.environ.get("MP_STUCK"):
-        plant_stuck(*map(int, text.split(":")))
+        at, number, *rest = text.split(":")
+        plant_stuck(int(at), int(number), rest[0] if rest else "reduction")
     if text := os.environ.get("MP_SLOW"):
         number, _, delay = text.partition(":")
         plant_slow(int(number), float(delay))

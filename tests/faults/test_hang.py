@@ -233,6 +233,8 @@ def test_limits() -> None:
     pulse.stepped()
     pulse.step(2)
     assert limits.of(pulse) == 45
+    pulse.longest = 100.0  # the first step: nothing else is known of this run's steps
+    assert limits.of(pulse) == 400
     pulse.enter("save")
     assert limits.of(pulse) == 900
     pulse.enter("forward")
@@ -246,14 +248,16 @@ def test_the_longest_step_leaves_saves_and_the_first_step_out(
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pulse = Pulse()
-    for step, (work, save) in enumerate([(100, 0), (2, 50), (3, 0)], 1):
+    longest = []
+    for step, (work, save) in enumerate([(100, 0), (2, 50), (3, 0), (1, 0)], 1):
         pulse.step(step)
         now[0] += work
         pulse.enter("save")
         now[0] += save
         pulse.stepped()
-    assert pulse.longest == 3
-    assert pulse.seconds["save"] == 50 and pulse.now.step == 3
+        longest.append(pulse.longest)
+    assert longest == [100, 2, 3, 3]
+    assert pulse.seconds["save"] == 50 and pulse.now.step == 4
 
 
 def test_summary_names_the_rank_that_came_least_far() -> None:
@@ -273,6 +277,16 @@ def test_summary_prefers_ranks_that_wait_in_no_collective() -> None:
     text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
     assert "rank 1 (n1) is behind" in text.splitlines()[0]
     assert "same place" not in text.splitlines()[0]
+
+
+def test_summary_prefers_a_working_stage_to_one_that_waits_for_it() -> None:
+    """Pipeline stages are in different phases by design."""
+    found = {
+        0: witness(0, phase="backward", at="attention.py:9 backward"),
+        1: witness(1, phase="forward", collective="recv_forward"),
+    }
+    text = summarize(found, ["n0", "n1"], finder=found[0], limit=45)
+    assert "rank 0 (n0) is behind" in text.splitlines()[0]
 
 
 def test_summary_admits_that_all_ranks_look_alike() -> None:

@@ -59,6 +59,22 @@ def test_a_rank_that_gets_stuck_is_found_named_and_restarted_by_exit_code(
     assert {(e["rank"], e["exit_code"], e["step"]) for e in entries} == {(0, 6, 3), (1, 6, 3)}
 
 
+def test_a_pipeline_stage_that_waits_is_not_blamed(
+    tmp_path: Path, corpus: Path, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MP_STUCK", "3:0:forward")
+    keys = ["faults.hang_seconds=8", "parallel.pipeline_model_parallel_size=2"]
+    run: dict[str, Any] = {"set": ["name=stuck", *keys]}
+    with pytest.raises(AssertionError, match=r"ranks ended with \[6, 6\]"):
+        run_ranks(tmp_path, corpus, 2, [run], timeout=900)
+    run_dir = tmp_path / "runs" / "stuck"
+    (summary,) = (run_dir / "hangs").glob("*/summary.txt")
+    assert summary.read_text().startswith("hang at step 3: rank 0 ("), summary.read_text()
+    waiting = json.loads((summary.parent / "rank_00001.txt").read_text().splitlines()[0])
+    # Not "data", which would also make it a straggler there.
+    assert waiting["phase"] == "forward" and waiting["collective"]
+
+
 def test_a_slow_rank_is_named(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,9 @@ def test_less_than_a_millisecond_is_nothing() -> None:
 # ----------------------------------------------------------------------------------- crash ledger
 
 
-def crash(run_dir: Path, attempt: str, step: int, *, rank: int = 0) -> None:
+def crash(
+    run_dir: Path, step: int, *, attempt: str = "77.0.1", restart: int = 0, rank: int = 0
+) -> None:
     PULSE.reset()
     PULSE.step(step)
     PULSE.enter("forward")
@@ -162,12 +164,13 @@ def crash(run_dir: Path, attempt: str, step: int, *, rank: int = 0) -> None:
     except RuntimeError as error:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGATRON_PATCH_ATTEMPT_DIR", f"logs/{attempt}")
+            patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
             patch.setenv("SLURM_JOB_ID", "77")
             ledger.record_error(run_dir, rank, error)
 
 
 def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path: Path) -> None:
-    crash(tmp_path, "77.0.1", 12, rank=3)
+    crash(tmp_path, 12, rank=3)
     (entry,) = ledger.read(tmp_path)
     assert (entry["step"], entry["phase"], entry["rank"]) == (12, "forward", 3)
     assert (entry["exit_code"], entry["job"]) == (1, "77")
@@ -184,27 +187,40 @@ def test_a_refused_directory_gets_no_line(tmp_path: Path) -> None:
 
 def test_three_crashes_at_one_step_stop_the_run(tmp_path: Path) -> None:
     for n in range(3):
-        assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77") is None
+        assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1") is None
         for rank in (0, 1):
-            crash(tmp_path, f"77.0.{n}", 12 - (rank == 1), rank=rank)  # ranks are a step apart
-    report = ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77")
+            crash(tmp_path, 12 - (rank == 1), restart=n, rank=rank)  # ranks are a step apart
+    report = ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1")
     assert report is not None and report.startswith("step 12 crashed 3 times in a row")
     assert report.count("RuntimeError: broken on rank") == 6
-    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="78") is None  # another job
+    assert (
+        ledger.repeated(ledger.read(tmp_path), limit=3, job_id="78", folder="77.0.1") is None
+    )  # another job
 
 
 def test_progress_between_crashes_is_hope(tmp_path: Path) -> None:
     for n, step in enumerate((12, 12, 14, 12, 12)):
-        crash(tmp_path, f"77.0.{n}", step)
-    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77") is None
+        crash(tmp_path, step, restart=n)
+    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1") is None
+
+
+def test_crashes_of_other_attempts_are_the_batch_script_s_to_count(tmp_path: Path) -> None:
+    """What went well between them leaves no line: days of training and a stop at a time limit."""
+    for n in range(3):
+        crash(tmp_path, 0, attempt=f"77.{n}.1")
+    entries = ledger.read(tmp_path)
+    assert len(entries) == 3
+    for n in range(3):
+        assert ledger.repeated(entries, limit=3, job_id="77", folder=f"77.{n}.1") is None
 
 
 def test_only_a_launcher_that_asks_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(3):
-        crash(tmp_path, f"77.0.{n}", 12)
+        crash(tmp_path, 12, restart=n)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("MEGATRON_PATCH_ATTEMPT_DIR", "logs/77.0.1")
     assert ledger.check(tmp_path) is None
     monkeypatch.setenv(ledger.LIMIT, "3")
     assert ledger.check(tmp_path) is not None
@@ -213,11 +229,11 @@ def test_only_a_launcher_that_asks_is_answered(
 
 
 def test_torn_lines_and_unwritable_directories_do_no_harm(tmp_path: Path) -> None:
-    crash(tmp_path, "77.0.1", 1)
+    crash(tmp_path, 1)
     with (tmp_path / ledger.FILE).open("a") as out:
         out.write('{"step": 3, "att')
     assert len(ledger.read(tmp_path)) == 1
-    crash(tmp_path / "missing", "77.0.1", 1)
+    crash(tmp_path / "missing", 1)
 
 
 # ---------------------------------------------------------------------------------- configuration

@@ -1,6 +1,8 @@
 """The run directory: what is written, what is refused, what is never lost."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import yaml
 
 from megatron_patch.config import load
+from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.training import rundir
 
 CONFIG = """
@@ -97,6 +100,34 @@ def test_two_processes_cannot_share_a_directory(tiny) -> None:
     third, problems = rundir.open_run(tiny(), {})
     assert not problems
     third.close()
+
+
+def test_a_launched_run_waits_for_the_lock_of_a_lost_node(tiny, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("MEGATRON_PATCH_ATTEMPT_DIR", "logs/1")
+    monkeypatch.setattr(rundir, "LOCK_POLL_SECONDS", 0.01)
+    first, _ = rundir.open_run(tiny(), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir.time, "sleep", lambda seconds: first.close())  # the lease has run out
+        second, problems = rundir.open_run(tiny(), {})
+    assert not problems and "waiting for the lock" in caplog.text
+    monkeypatch.setattr(rundir, "LOCK_PATIENCE_SECONDS", 0.05)
+    third, problems = rundir.open_run(tiny(), {})
+    second.close()
+    assert third is None and ConfigError(problems).exit_code == 1  # tried again, within the budget
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 2), (errno.ESTALE, 1)])
+def test_a_file_system_that_does_not_answer_is_worth_a_retry(
+    tiny, monkeypatch, number: int, code: int
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(rundir, "_lock", refuse)
+    _, problems = rundir.open_run(tiny(), {})
+    assert ConfigError(problems).exit_code == code
+    assert ConfigError([*problems, Problem("name", "wrong, too")]).exit_code == 2
+    assert ConfigError([]).exit_code == 2
 
 
 def test_finished_is_final_until_the_run_is_made_longer(tiny) -> None:
