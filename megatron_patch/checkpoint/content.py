@@ -78,7 +78,7 @@ def model_state(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
 def build(
     parts: Parts, *, optimizer_sharding: str, loading: bool, rng: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The sharded state dict to save (collective), or to load into (local).
+    """The sharded state dict to save, or to load into. Collective.
 
     Args:
         parts: the live objects.

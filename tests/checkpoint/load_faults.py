@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from scenarios import Live, config
 
-from megatron_patch.checkpoint import content
+from megatron_patch.checkpoint import content, inspect, last
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.safe_reader import SafeReader
@@ -67,3 +70,49 @@ def overlapping_request(root: str) -> str:
     finally:
         content.describe = original
     return "loaded"
+
+
+def forgotten(root: str) -> dict[str, Any]:
+    """Loads of a run whose checkpoints vanish and come back, are pruned, rewound, taken over."""
+    live = Live(config("dp"), root)
+    checkpointer, home = live.checkpointer, Path(root)
+    checkpointer._run_dir, memory = home.parent, home.parent / last.FILE
+    found: dict[str, Any] = {}
+
+    def look(name: str, work: Callable[[], Any] = lambda: None) -> None:
+        """Load after ``work`` on the first rank."""
+        checkpointer.ranks.barrier()
+        if live.layout.rank == 0:
+            work()
+        checkpointer.ranks.barrier()
+        try:
+            progress = checkpointer.load()
+            found[name] = f"step {progress.step if progress else None}"
+        except CheckpointError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        checkpointer.ranks.barrier()
+        if memory.exists():
+            found[f"{name}, remembered"] = json.loads(memory.read_text())["step"]
+
+    look("new")
+    for step in (1, 2, 3):
+        checkpointer.save(Progress(step=step))
+    checkpointer.abandon_after(2)
+    look("rewound")
+
+    def prune() -> None:
+        inspect.delete(home, inspect.plan(home, inspect.survey(home), last=1, every=None))
+
+    look("pruned", prune)
+    away = home.with_name("away")
+    look("not mounted", lambda: home.rename(away))
+    look("back", lambda: away.rename(home))
+    look("without the file", memory.unlink)
+    checkpointer._foreign = lambda text: f"another run's: {text}"
+    look("foreign")
+    checkpointer._foreign = None
+    checkpointer.run = replace(live.run, checkpoint=replace(live.run.checkpoint, resume="never"))
+    look("never", lambda: home.rename(away))
+    checkpointer.run = live.run
+    look("anew", memory.unlink)
+    return found

@@ -1,7 +1,7 @@
 """Rank processes that import torch and Megatron once and then play one scenario after another.
 
-A scenario is a function in ``scenarios.py``, or ``module.function``, called on every rank with
-keyword arguments; it starts its own process group. Importing costs far more than playing.
+A scenario is a function in ``scenarios.py`` (or ``module.function`` of this folder) called on every
+rank with keyword arguments; it starts its own process group. Importing costs far more than playing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _serve(connection: Any, path: list[str], cpu: bool) -> None:
         os.environ.update(environment)
         try:
             module, _, function = name.rpartition(".")
-            home = importlib.import_module(module) if module else scenarios
-            answer = (True, getattr(home, function)(**arguments))
+            room = importlib.import_module(module) if module else scenarios
+            answer = (True, getattr(room, function)(**arguments))
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:

@@ -326,6 +326,26 @@ def test_a_request_whose_parts_overlap_is_refused_before_anything_is_read(
         assert "Invalid access pattern" in text or "Duplicate ShardedObject" in text
 
 
+def test_a_run_that_saved_never_starts_at_step_0_unasked(ranks: Any, tmp_path: Path) -> None:
+    """And what remembers its newest checkpoint refuses nothing else."""
+    root = tmp_path / "run" / "checkpoints"
+    first, second = ranks.play("load_faults.forgotten", world=2, root=str(root))
+    assert first == second
+    texts = {name: found for name, found in first.items() if isinstance(found, str)}
+    assert "last_checkpoint.json says that step 2 was" in texts.pop("not mounted")
+    assert "another run's: name: checkpoint-test" in texts.pop("foreign")
+    assert texts == {
+        "new": "step None",
+        "rewound": "step 2",
+        "pruned": "step 2",
+        "back": "step 2",
+        "without the file": "step 2",
+        "never": "step None",
+        "anew": "step None",
+    }
+    assert {found for found in first.values() if isinstance(found, int)} == {2}
+
+
 def test_a_background_save_is_committed_when_the_last_rank_is_done(
     ranks: Any, tmp_path: Path
 ) -> None:
