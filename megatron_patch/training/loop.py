@@ -5,7 +5,7 @@
 
 A run ends in one of four ways: at ``train_steps`` (marker FINISHED, exit code 0), gracefully by
 signal or limit (checkpoint, exit code 0, no marker), by the stability guard (checkpoint, exit code
-5), or by an error (its own exit code; nothing is saved).
+5), or by an error (its own exit code; no save is begun).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def train(loaded: Loaded) -> int:
     Raises:
         ConfigError, DataError, BackendError: exit code 2.
         NonFiniteError: exit code 3.
-        CheckpointError: exit code 4 (no good checkpoint where one is required).
+        CheckpointError: exit code 4 (no good checkpoint where one is required); an
+            UnavailableError, 1, where it could not be read this time.
         StabilityStop: exit code 5, after a checkpoint (``stability.guard: stop``).
         RewindsUsedUp: exit code 7 (``faults.spike``).
         SameStepError: exit code 8, one step crashed every attempt (where the launcher asks).
