@@ -51,7 +51,7 @@ def load(name: str) -> tuple[str, list[Point], int]:
         telemetry = record.read(path)
         # Judged by today's rule, not by the one the run had; only its warm-up is its own.
         rule = replace(Rule(), settle_steps=telemetry.rule.settle_steps)
-        return path.name, telemetry.history(rule).points, rule.settle_steps
+        return path.name, telemetry.points(rule), rule.settle_steps
     with path.open(newline="") as lines:
         rows = [[float(x) for x in row] for row in csv.reader(lines)]
     points = [Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows]
@@ -101,7 +101,7 @@ def warm_up_growth(name: str) -> dict[str, float] | None:
     logits = telemetry.heads["max_logit"]
     found = [
         (p.head_growth, float(logits[i, p.grown_layer, p.grown_head]))
-        for i, p in enumerate(telemetry.history(early).points)
+        for i, p in enumerate(telemetry.points(early))
         if p.step <= telemetry.rule.settle_steps and math.isfinite(p.head_growth)
     ]
     fast = [logit for growth, logit in found if growth >= early.watch_head_growth]

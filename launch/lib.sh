@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What train.sbatch is made of. Sourced; needs its settings. State lives in $RUN_DIR/launch:
 #   events.log   one line an attempt and a decision; the budgets count its lines
-#   lock         the job that owns the run directory
+#   lock         the job that owns the run directory; lock.after.N: who takes it over from dead job N
 #   report.txt   why the run was stopped for good
 #   excluded_nodes   nodes that failed a preflight
 # shellcheck disable=SC2034,SC2153 # settings and results are shared with train.sbatch
@@ -11,6 +11,16 @@ readonly EXIT_CONFIG=2 EXIT_NONFINITE=3 EXIT_NO_CHECKPOINT=4 EXIT_STABILITY=5
 readonly EXIT_SPIKES=7 EXIT_SAME_STEP=8
 # Ports of torchrun: below the kernel's ephemeral range (32768), ten to a job.
 readonly PORT_BASE=15000 PORT_JOBS=1500 PORT_SLOTS=10
+# Seconds a step goes on after Slurm's TERM at the time limit, then it is killed. Slurm kills this
+# shell too, after KillWait (30 s by default); what is left of it is for the requeue.
+readonly TERM_SECONDS=10
+# Seconds that nodes have once the first has ended (srun's --wait). Ranks end together. Reports do
+# not: a node may still import the container or load packages from a cold disk, and this must not
+# make it a bad one. The preflight has no limit of its own, so this also ends a node that hangs.
+readonly STEP_WAIT=60 PREFLIGHT_WAIT=900
+
+# shellcheck source=launch/requeue.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/requeue.sh"
 
 say() {
   printf '[%(%F %T)T] %s\n' -1 "$*"
@@ -35,6 +45,8 @@ start_job() {
   ATTEMPT=0
   CRASHES=0
   STOPPING=0
+  KILL_AT=0 # $SECONDS at which a step that does not end is overdue; 0: never
+  TOLD_TWICE=0
   STEP_PID=
   STATE_DIR=$RUN_DIR/launch
   mkdir -p "$STATE_DIR" "$RUN_DIR/logs"
@@ -48,111 +60,6 @@ start_job() {
   if [[ -n $SETUP_SCRIPT ]]; then
     # shellcheck source=/dev/null
     source "$SETUP_SCRIPT"
-  fi
-}
-
-# --- ends -----------------------------------------------------------------------------------------
-
-# The marker of a run with fewer steps than are wanted now is not the end.
-finished() {
-  local marker=$RUN_DIR/FINISHED text
-  [[ -f $marker ]] || return 1
-  text=$(<"$marker")
-  if [[ $text =~ \"step\":\ *([0-9]+) ]]; then
-    ((BASH_REMATCH[1] >= TRAIN_STEPS))
-  fi
-}
-
-end_job() {
-  say "$2; exit code $1"
-  if [[ $CONTINUATION == chain && -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
-    cancel_rest_of_chain
-  fi
-  release_lock
-  exit "$1"
-}
-
-cancel_rest_of_chain() {
-  local task rest=()
-  for ((task = SLURM_ARRAY_TASK_ID + 1; task <= ${SLURM_ARRAY_TASK_MAX:-0}; task++)); do
-    rest+=("${SLURM_ARRAY_JOB_ID}_$task")
-  done
-  if ((${#rest[@]})); then
-    say "the chain ends here"
-    scancel "${rest[@]}" || say "scancel failed: cancel the rest of the array by hand"
-  fi
-}
-
-# stop_for_good CODE REASON: never again by itself; a person reads the report.
-stop_for_good() {
-  record "stopped-for-good code=$1"
-  {
-    say "job $JOB stopped for good: $2"
-    echo
-    echo "Last events:"
-    tail -n 20 "$STATE_DIR/events.log"
-    print_failures
-    print_ledger
-    echo
-    echo "When the cause is removed, 'megatron-patch launch' continues from the newest checkpoint."
-  } >"$STATE_DIR/report.txt"
-  cat "$STATE_DIR/report.txt"
-  end_job "$1" "stopped for good: $2"
-}
-
-# Count the lines of this job in the ledger that match.
-count_events() {
-  local file=$STATE_DIR/events.log
-  [[ -f $file ]] || {
-    echo 0
-    return
-  }
-  awk -v job="job=$JOB" -v want="$1" '$2 == job && index($0 " ", " " want " ") { n++ } END { print n + 0 }' "$file"
-}
-
-record() {
-  printf '%(%FT%TZ)T job=%s restart=%s attempt=%s step=%s %s\n' -1 "$JOB" "$RESTART" "$ATTEMPT" \
-    "$(last_step)" "$1" >>"$STATE_DIR/events.log"
-}
-
-# --- one job at a time ----------------------------------------------------------------------------
-
-take_lock() {
-  local lock=$STATE_DIR/lock owner state try
-  for try in 1 2; do
-    # noclobber: created by us, or it was there (atomic on NFS too).
-    if (set -o noclobber && echo "$JOB" >"$lock") 2>/dev/null; then
-      if ((try == 2)); then
-        pause 2 # two jobs can find the same dead owner; the last one to write has the lock
-      fi
-      if [[ $(<"$lock") == "$JOB" ]]; then
-        return
-      fi
-      break
-    fi
-    owner=$(<"$lock") || continue
-    if [[ $owner == "$JOB" ]]; then
-      return # our own earlier start
-    fi
-    if state=$(squeue --noheader --jobs="$owner" --format=%T 2>&1); then
-      if [[ -n $state ]]; then
-        echo "job $owner ($state) has this run directory; this job does not start" >&2
-        exit 1
-      fi
-    elif [[ $state != *"Invalid job id"* ]]; then
-      echo "job $owner has this run directory, and squeue does not answer: $state" >&2
-      exit 1
-    fi
-    say "taking over the run directory from job $owner, which is gone"
-    rm -f "$lock"
-  done
-  echo "another job took the run directory at the same moment; this job does not start" >&2
-  exit 1
-}
-
-release_lock() {
-  if [[ -f $STATE_DIR/lock && $(<"$STATE_DIR/lock") == "$JOB" ]]; then
-    rm -f "$STATE_DIR/lock"
   fi
 }
 
@@ -192,7 +99,7 @@ new_attempt() {
 
 # on_nodes ARG...: node.sh with ARG on every node (or as $STEP_OPTIONS say), signals kept apart.
 on_nodes() {
-  local names=(PATH HOME USER LOGNAME LANG LD_LIBRARY_PATH) options=() status=0
+  local names=(PATH HOME USER LOGNAME LANG LD_LIBRARY_PATH) options=()
   export MASTER_ADDR MASTER_PORT ATTEMPT_DIR DEVICE RANKS_PER_NODE PYTHON LOCAL_DIR CONFIG
   export MEGATRON_PATCH_ATTEMPT_DIR=$ATTEMPT_DIR MEGATRON_PATCH_SECRETS_FILE=$SECRETS_FILE
   export MEGATRON_PATCH_HEARTBEAT=$ATTEMPT_DIR/step
@@ -216,20 +123,35 @@ on_nodes() {
   fi
   # A session of its own: what Slurm sends to this shell's group must not reach srun, which would
   # answer TERM by killing the step before it has saved.
-  setsid srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=60 --label \
+  setsid srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    --wait="${NODES_WAIT:-$STEP_WAIT}" --label \
     --export="$(join , "${names[@]}")" ${options[@]+"${options[@]}"} \
     ${STEP_OPTIONS[@]+"${STEP_OPTIONS[@]}"} bash "$LAUNCH_DIR/node.sh" "$@" &
   STEP_PID=$!
   if ((STOPPING)); then
     forward_stop # the signal came between the last step and this one
   fi
+  await_step
+}
+
+await_step() {
   while :; do
-    status=0
-    wait "$STEP_PID" || status=$?
+    STEP_STATUS=0
+    if ((KILL_AT)); then
+      pause 1
+      if overdue; then
+        # Not waited for: srun may hang as the ranks do. The requeue ends what runs on the nodes.
+        kill -KILL -- "-$STEP_PID" 2>/dev/null || kill -KILL "$STEP_PID" 2>/dev/null || true
+        STEP_STATUS=137
+        break
+      elif kill -0 "$STEP_PID" 2>/dev/null; then
+        continue
+      fi
+    fi
+    wait "$STEP_PID" || STEP_STATUS=$?
     kill -0 "$STEP_PID" 2>/dev/null || break # else: a trap interrupted the wait
   done
   STEP_PID=
-  STEP_STATUS=$status
 }
 
 join() {
@@ -254,8 +176,31 @@ ask_to_stop() {
   if ((STOPPING == 0)); then
     say "got $1: asking the ranks to save and stop"
   fi
+  if [[ $1 == TERM ]] && ((KILL_AT == 0)); then
+    TOLD_TWICE=$STOPPING
+    KILL_AT=$((SECONDS + TERM_SECONDS))
+  fi
   STOPPING=1
   forward_stop
+}
+
+# Whether the step must be killed for the job to be requeued. A cancelled job is not: its ranks may
+# save until Slurm kills them. Neither is the first TERM of somebody who asks the job to stop.
+overdue() {
+  local line
+  if ((SECONDS < KILL_AT)); then
+    return 1
+  fi
+  KILL_AT=0 # until the next TERM
+  if [[ $CONTINUATION != requeue ]]; then
+    return 1
+  fi
+  line=$(timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null) || line=
+  if [[ $line != *Reason=TimeLimit* ]] && { ((TOLD_TWICE == 0)) || ended_by_others "$line"; }; then
+    return 1
+  fi
+  say "the ranks have not ended $TERM_SECONDS s after TERM and are killed, so that the job can be" \
+    "requeued; cluster.stop_lead_seconds must cover a step, a checkpoint and an evaluation"
 }
 
 forward_stop() {
@@ -265,6 +210,16 @@ forward_stop() {
 }
 
 # --- what happened --------------------------------------------------------------------------------
+
+# The marker of a run with fewer steps than are wanted now is not the end.
+finished() {
+  local marker=$RUN_DIR/FINISHED text
+  [[ -f $marker ]] || return 1
+  text=$(<"$marker")
+  if [[ $text =~ \"step\":\ *([0-9]+) ]]; then
+    ((BASH_REMATCH[1] >= TRAIN_STEPS))
+  fi
+}
 
 # The step the first rank has begun last; -1 before the first.
 last_step() {
@@ -331,7 +286,7 @@ print_failures() {
     if [[ $code != 0 ]]; then
       printf '%s %s %s %s\n' "$when" "${file##*/}" "$code" "$reason"
     fi
-  done | sort -n | head -n 8)
+  done | sort -n | sed -n 1,8p) # not head: what it leaves unread would end sort, and with it this job
   echo
   if ((${#silent[@]} == SLURM_NNODES * RANKS_PER_NODE)); then
     echo "No rank left an exit code: killed from outside, or Python did not start."
@@ -363,9 +318,9 @@ note_killed() {
     if [[ ! -f $file ]]; then
       noted=$((noted + 1))
       printf '{"utc": "%(%FT%TZ)T", "job": "%s", "attempt": "%s.0", "step": %s, "phase": "?", ' \
-        -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$RUN_DIR/crashes.jsonl"
+        -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$RUN_DIR/crashes.jsonl" || return 1
       printf '"rank": %s, "host": "?", "exit_code": null, "error": "%s", "traceback": ""}\n' \
-        "$rank" "killed: it left no exit code" >>"$RUN_DIR/crashes.jsonl"
+        "$rank" "killed: it left no exit code" >>"$RUN_DIR/crashes.jsonl" || return 1
     fi
   done
 }
@@ -384,8 +339,9 @@ after_crash() {
   local step same
   CRASHES=$((CRASHES + 1))
   step=$(last_step)
-  note_killed
-  print_failures
+  # What cannot be told must not decide what happens next.
+  note_killed || say "warning: could not write into the crash ledger"
+  print_failures || say "warning: could not read what the ranks left in $ATTEMPT_DIR"
   same=$(awk -v job="job=$JOB" -v step="step=$step" \
     '$2 == job && $NF == "crash" { if ($5 == step) n++; else n = 0 }
      $2 == job && $NF == "stopped" { n = 0 }
@@ -399,10 +355,7 @@ after_crash() {
     pause "$RESTART_PAUSE"
     return
   fi
-  if (($(count_events requeue=crash) >= MAX_CRASH_REQUEUES)); then
-    stop_for_good 1 "retry budget used up ($MAX_CRASH_REQUEUES requeues after crashes)"
-  fi
-  continue_later crash
+  continue_after_crash
 }
 
 # A sleep that signals end.
@@ -414,86 +367,53 @@ pause() {
   kill "$pid" 2>/dev/null || true
 }
 
-# continue_later CAUSE: requeue, or leave it to the next job of the chain.
-continue_later() {
-  case $CONTINUATION in
-    chain)
-      record "chain=$1"
-      say "not finished; the next task of the array goes on"
-      release_lock
-      exit 0
-      ;;
-    requeue) ;;
-    *) end_job 1 "not finished, and cluster.continuation is none" ;;
-  esac
-  if being_ended; then
-    end_job 1 "not finished; Slurm is ending the job itself (cancelled?), so it is not requeued here"
-  fi
-  if (($(count_events requeue=stop) + $(count_events requeue=crash) >= MAX_REQUEUES)); then
-    stop_for_good 1 "retry budget used up ($MAX_REQUEUES requeues)"
-  fi
-  record "requeue=$1"
-  say "not finished: requeueing job $SLURM_JOB_ID (cause: $1)"
-  # Slurm may end this shell from here on; the exclusion is for a pending job only and comes last.
-  trap '' TERM USR1
-  if ! scontrol requeue "$SLURM_JOB_ID"; then
-    record "requeue-failed"
-    end_job 1 "scontrol requeue failed; submit again with 'megatron-patch launch'"
-  fi
-  exclude_bad_nodes
-  exit 0
-}
-
-# Whether somebody else ends or has requeued this job: cancelled, most of all. A job that ran into
-# its time limit while saving is ours. Slurm says RUNNING as long as nobody does.
-being_ended() {
-  local line
-  line=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null) || return 1
-  [[ $line =~ JobState=(COMPLETING|CANCELLED|PENDING|REQUEUED) && $line != *Reason=TimeLimit* ]]
-}
-
-exclude_bad_nodes() {
-  local try nodes
-  [[ -s $STATE_DIR/excluded_nodes ]] || return 0
-  nodes=$(sort -u "$STATE_DIR/excluded_nodes" | paste -sd, -)
-  for try in 1 2 3 4 5 6 7 8; do
-    if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${EXCLUDED_NODES:+$EXCLUDED_NODES,}$nodes" 2>/dev/null; then
-      say "excluded: $nodes"
-      return 0
-    fi
-    sleep 1
-  done
-  say "could not exclude $nodes: $try tries; cluster.exclude_nodes does it for the next submission"
-}
-
 # --- preflight ------------------------------------------------------------------------------------
 
 preflight() {
-  local bad
+  local bad try
+  for try in 1 2; do
+    ask_nodes
+    if ((STOPPING)); then
+      record stopped
+      continue_later stop
+    fi
+    if ((STEP_STATUS == 0)); then
+      return
+    fi
+    record preflight-failed
+    if [[ -s $ATTEMPT_DIR/bad_nodes ]]; then
+      bad=$(paste -sd' ' "$ATTEMPT_DIR/bad_nodes")
+      cat "$ATTEMPT_DIR/bad_nodes" >>"$STATE_DIR/excluded_nodes"
+      say "bad node(s): $bad"
+      continue_after_crash "bad node(s): $bad"
+    fi
+    if [[ -e $ATTEMPT_DIR/every_node_failed ]]; then
+      stop_for_good 1 "every node failed the preflight, and would again; its table is above"
+    fi
+    if ((try == 1)); then
+      # A port that was taken, a link that came back: nothing that a person could look for.
+      say "the preflight failed on no node in particular: once more, on another port"
+      pause "$RESTART_PAUSE"
+      new_attempt preflight
+    fi
+  done
+  continue_after_crash "the preflight failed twice on no node in particular; its tables are above"
+}
+
+# Every node's report and the collectives into $ATTEMPT_DIR; STEP_STATUS of their comparison.
+ask_nodes() {
   say "preflight, results in $ATTEMPT_DIR"
   STEP_OPTIONS=()
-  on_nodes preflight # a node that cannot even answer is missing in the comparison
+  if ((STOPPING == 0)); then
+    NODES_WAIT=$PREFLIGHT_WAIT
+    on_nodes preflight # a node that cannot even answer is missing in the comparison
+    NODES_WAIT=
+  fi
   if [[ $DEVICE == cuda && $PREFLIGHT_COMMUNICATION == 1 ]] && ((STOPPING == 0)); then
     on_nodes train megatron_patch.launcher.probe --out "$ATTEMPT_DIR"
   fi
-  STEP_OPTIONS=(--nodes=1 --ntasks=1)
-  on_nodes compare "${EXPECT[@]}"
-  if ((STOPPING)); then
-    record stopped
-    continue_later stop
+  if ((STOPPING == 0)); then
+    STEP_OPTIONS=(--nodes=1 --ntasks=1)
+    on_nodes compare "${EXPECT[@]}"
   fi
-  if ((STEP_STATUS == 0)); then
-    return
-  fi
-  record preflight-failed
-  if [[ ! -s $ATTEMPT_DIR/bad_nodes ]]; then
-    stop_for_good 1 "the preflight failed on no node in particular; its table is above"
-  fi
-  bad=$(paste -sd' ' "$ATTEMPT_DIR/bad_nodes")
-  cat "$ATTEMPT_DIR/bad_nodes" >>"$STATE_DIR/excluded_nodes"
-  say "bad node(s): $bad"
-  if (($(count_events requeue=crash) >= MAX_CRASH_REQUEUES)); then
-    stop_for_good 1 "retry budget used up ($MAX_CRASH_REQUEUES requeues); bad node(s): $bad"
-  fi
-  continue_later crash
 }

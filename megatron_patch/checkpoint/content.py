@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,31 +76,80 @@ def model_state(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: m.sharded_state_dict(metadata=metadata) for name, m in parts.models().items()}
 
 
-def build(
-    parts: Parts, *, optimizer_sharding: str, loading: bool, rng: tuple[int, int] | None
+def local_part(
+    parts: Parts, *, optimizer_sharding: str, rng: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The sharded state dict to save, or to load into. Collective.
+    """The sharded state dict without the optimizer. Local: no rank waits for another.
 
     Args:
         parts: the live objects.
         optimizer_sharding: ``fully_reshardable`` or ``dp_reshardable``.
-        loading: allocate what is missing instead of reading it.
         rng: (rank, world size) to include this rank's random streams; None to leave them out.
     """
     from megatron.core.dist_checkpointing import ShardedObject
 
-    metadata = core_metadata(optimizer_sharding)
     optimizer_state.ensure_state(parts.optimizer)
-    state = model_state(parts, metadata)
-    with torch.no_grad():
-        state["optimizer"] = parts.optimizer.sharded_state_dict(
-            state if len(parts.chunks) > 1 else state["model"],
-            is_loading=loading,
-            metadata=metadata,
-        )
+    state = model_state(parts, core_metadata(optimizer_sharding))
     if rng is not None:
         state[RNG] = ShardedObject(RNG, random_state.capture(), (rng[1],), (rng[0],))
     return state
+
+
+def add_optimizer(
+    state: dict[str, Any], parts: Parts, *, optimizer_sharding: str, loading: bool
+) -> None:
+    """Complete what `local_part` made, to save or to load into.
+
+    Collective among data-parallel ranks when ``fully_reshardable`` state is saved: core gathers
+    it, and a rank that fails in between leaves the others of its group waiting. Otherwise local.
+
+    Args:
+        state: from `local_part`; gets the key ``optimizer``.
+        parts: the live objects.
+        optimizer_sharding: as for `local_part`.
+        loading: allocate what is missing instead of reading it.
+    """
+    models = {name: state[name] for name in parts.models()}
+    with torch.no_grad():
+        state["optimizer"] = parts.optimizer.sharded_state_dict(
+            models if len(models) > 1 else state["model"],
+            is_loading=loading,
+            metadata=core_metadata(optimizer_sharding),
+        )
+
+
+def check_options(
+    info: Mapping[str, Any], *, distributed_optimizer: bool, precision: str, layout: dict[str, Any]
+) -> None:
+    """Compare what a manifest says with this run, before a request is built.
+
+    Raises:
+        MismatchError: an option that cannot change on a resume differs.
+    """
+    remedy = (
+        "set it back, or start from its weights with checkpoint.load_from and load_weights_only"
+    )
+    if info.get("distributed_optimizer") != distributed_optimizer:
+        raise MismatchError(
+            "it was saved with parallel.use_distributed_optimizer: "
+            f"{str(info.get('distributed_optimizer')).lower()}, this run has "
+            f"{str(distributed_optimizer).lower()}; {remedy}"
+        )
+    if info.get("precision") != precision:
+        raise MismatchError(
+            f"it was saved with training.precision: {info.get('precision')}, this run has "
+            f"{precision}; {remedy}"
+        )
+    before = dict(info.get("layout") or {})
+    changed = [
+        axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != layout[axis]
+    ]
+    if info.get("optimizer_sharding") == "dp_reshardable" and changed:
+        raise MismatchError(
+            "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
+            f"which loads on other data-parallel sizes only, and {', '.join(changed)} changed; "
+            "resume on the old layout, save with fully_reshardable, then change"
+        )
 
 
 def describe(request: dict[str, Any]) -> list[Any]:

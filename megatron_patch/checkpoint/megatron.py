@@ -152,15 +152,11 @@ class Checkpointer:
         progress = replace(progress, abandoned_saves=progress.abandoned_saves + self._abandoned)
         attempt = self.store.begin(progress.step)
         background = self.run.checkpoint.async_save
-        error: BaseException | None = None
-        plan = None
-        try:
-            plan = writer.plan(self._state(progress), attempt.path)
-            plan.stage(copy=background)
-        except (Exception, CheckpointException) as caught:  # torch's is a BaseException
-            error = caught
-        self._agree(attempt, error)
-        assert plan is not None
+        # Core plans a save with collectives of its own. A rank that fails before them would leave
+        # the others waiting in them, so what is local is done, and agreed on, first.
+        state = self._attempted(attempt, lambda: self._own_state(progress))
+        self._attempted(attempt, lambda: self._add_optimizer(state))
+        plan = self._attempted(attempt, lambda: self._planned(state, attempt, copy=background))
         self._pending = pending = _Pending(attempt, plan)
         if background:
             pending.thread = threading.Thread(
@@ -218,6 +214,17 @@ class Checkpointer:
         if self._run_dir is not None and self.ranks.rank == 0:
             last.remember(self._run_dir, path, step=step, store=self.store.identity)
 
+    def _attempted(self, attempt: Attempt, work: Callable[[], Any]) -> Any:
+        """Do ``work`` on all ranks; where it fails on one, all abandon the attempt."""
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = work()
+        except (Exception, CheckpointException) as caught:  # torch's is a BaseException
+            error = caught
+        self._agree(attempt, error)
+        return result
+
     def _agree(self, attempt: Attempt, error: BaseException | None) -> None:
         try:
             self.store.agree(attempt, error)
@@ -225,12 +232,11 @@ class Checkpointer:
             self._abandoned += 1
             raise
 
-    def _state(self, progress: Progress) -> dict[str, Any]:
-        options = self.run.checkpoint
-        state = content.build(
+    def _own_state(self, progress: Progress) -> dict[str, Any]:
+        """What this rank has to save, the optimizer left out. Local."""
+        state = content.local_part(
             self.parts,
-            optimizer_sharding=options.optimizer_sharding,
-            loading=False,
+            optimizer_sharding=self.run.checkpoint.optimizer_sharding,
             rng=(self.layout.rank, self.layout.world_size),
         )
         state["run"] = {
@@ -242,6 +248,15 @@ class Checkpointer:
             "extra": self._extra(),
         }
         return state
+
+    def _add_optimizer(self, state: dict[str, Any]) -> None:
+        sharding = self.run.checkpoint.optimizer_sharding
+        content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=False)
+
+    def _planned(self, state: dict[str, Any], attempt: Attempt, *, copy: bool) -> writer.Plan:
+        plan = writer.plan(state, attempt.path)
+        plan.stage(copy=copy)
+        return plan
 
     def _info(self) -> dict[str, Any]:
         """What the manifest says about the content; read before anything else is."""
@@ -420,42 +435,22 @@ class Checkpointer:
 
     def _check_options(self, found: Found, weights_only: bool) -> None:
         """What must agree before a request can be built."""
-        info = found.manifest.info
-        if weights_only:
-            return
-        if info.get("distributed_optimizer") != self.parts.distributed_optimizer:
-            raise MismatchError(
-                "it was saved with parallel.use_distributed_optimizer: "
-                f"{str(info.get('distributed_optimizer')).lower()}, this run has "
-                f"{str(self.parts.distributed_optimizer).lower()}; set it back, or start from its "
-                "weights with checkpoint.load_from and load_weights_only"
-            )
-        if info.get("precision") != self.run.training.precision:
-            raise MismatchError(
-                f"it was saved with training.precision: {info.get('precision')}, this run has "
-                f"{self.run.training.precision}; set it back, or start from its weights with "
-                "checkpoint.load_from and load_weights_only"
-            )
-        before, now = dict(info.get("layout") or {}), self._shape()
-        changed = [
-            axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != now[axis]
-        ]
-        if info.get("optimizer_sharding") == "dp_reshardable" and changed:
-            raise MismatchError(
-                "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
-                f"which loads on other data-parallel sizes only, and {', '.join(changed)} changed; "
-                "resume on the old layout, save with fully_reshardable, then change"
+        if not weights_only:
+            content.check_options(
+                found.manifest.info,
+                distributed_optimizer=self.parts.distributed_optimizer,
+                precision=self.run.training.precision,
+                layout=self._shape(),
             )
 
     def _request(self, found: Found, weights_only: bool, same_layout: bool) -> dict[str, Any]:
         if weights_only:
             return content.model_state(self.parts, content.core_metadata("fully_reshardable"))
-        return content.build(
-            self.parts,
-            optimizer_sharding=str(found.manifest.info.get("optimizer_sharding")),
-            loading=True,
-            rng=(self.layout.rank, self.layout.world_size) if same_layout else None,
-        )
+        rng = (self.layout.rank, self.layout.world_size) if same_layout else None
+        sharding = str(found.manifest.info.get("optimizer_sharding"))
+        state = content.local_part(self.parts, optimizer_sharding=sharding, rng=rng)
+        content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=True)
+        return state
 
     def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> Progress:
         """Hand what was loaded to the live objects."""

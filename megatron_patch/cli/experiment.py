@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def _add_stability(parts: Subparsers) -> None:
         "--gpus", metavar="N", type=_positive, help="GPUs to use; default: all; CPU: runs at once"
     )
     part.add_argument(
-        "--minutes", metavar="M", type=float, help="stop, with checkpoints, before this is over"
+        "--minutes", metavar="M", type=_amount, help="stop, with checkpoints, before this is over"
     )
     part.add_argument("--steps", metavar="N", type=_positive, help="end runs at this step for now")
     part.add_argument(
@@ -103,7 +104,7 @@ def _add_target(part: argparse.ArgumentParser) -> None:
         default=0,
         help="with --results-dir: and at most N archives of the records, as 'pack' writes them",
     )
-    part.add_argument("--mib", metavar="M", type=float, default=15.5, help="size of an archive")
+    part.add_argument("--mib", metavar="M", type=_amount, default=15.5, help="size of an archive")
 
 
 def _target(args: argparse.Namespace) -> Target | None:
@@ -153,7 +154,7 @@ def _add_pack(parts: Subparsers) -> None:
     pack.add_argument("experiment", metavar="DIR", help="directory of the experiment")
     pack.add_argument("--to", metavar="DIR", required=True, help="where the archives go")
     pack.add_argument("--files", metavar="N", type=_positive, default=8, help="at most; default 8")
-    pack.add_argument("--mib", metavar="M", type=float, default=15.5, help="size of one, at most")
+    pack.add_argument("--mib", metavar="M", type=_amount, default=15.5, help="size of one, at most")
     pack.set_defaults(run=run_pack)
     unpack = _part(
         parts,
@@ -171,6 +172,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:  # not a number is neither
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0, e.g. 15.5")
     return value
 
 

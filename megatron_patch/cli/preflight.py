@@ -11,7 +11,7 @@ Ask a node whether it can train: number and health of its GPUs, their matrix rat
 between them, versions, clock, free disk, shared directory. The batch script runs it on every node
 (--node), measures collectives with one process a GPU, and compares the answers on the first node
 (--compare); by hand, without either, this machine is measured and judged alone.
-Exit code 0: passed; 1: a node failed, the table and OUT/bad_nodes say which.
+Exit code 0: passed; 1: a node failed, the table and OUT/bad_nodes say which; 2: OUT cannot be used.
 """
 
 

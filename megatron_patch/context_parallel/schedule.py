@@ -144,7 +144,10 @@ class Schedule:
             (Part.FIRST, Part.SECOND), chunks_of(self.rank, self.size), strict=True
         ):
             seen = [k for k in range(total) if self.sees(chunk, k)[0]]
-            every = all(self.sees(chunk, k)[1] for k in seen)
+            # All chunks of the sequence and not only those in the span: a pack hands out whole
+            # documents, so what lies outside the span is hidden by the mask alone. This costs no
+            # launch its speed: part of a sequence is fully visible only to chunks of one token.
+            every = all(self.sees(chunk, k)[1] for k in range(total))
             found.append(Span(part, seen[0], seen[-1] + 1, self._mask(every)))
         one, two = found
         alike = (one.first, one.last, one.mask) == (two.first, two.last, two.mask)

@@ -25,8 +25,8 @@ def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) 
         checked_steps: steps whose batches are hashed.
 
     Raises:
-        ExperimentError: the run is not comparable with the others of its seed; no step was made.
-        ValueError: the variant does not fit the configuration.
+        ExperimentError: the run is not comparable with the others of its seed, or the variant does
+            not fit the configuration; no step was made.
     """
     import torch
 
@@ -34,6 +34,7 @@ def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) 
     from megatron_patch.training import loop, startup
 
     variants.install(variant, loaded.config)
+    preconditions.read(reference)  # a file that is no fingerprint is told before anything is built
     build = startup.build_session
 
     def build_and_check(run: Any, layout: Any, *args: Any, **named: Any) -> Any:

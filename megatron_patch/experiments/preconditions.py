@@ -6,6 +6,7 @@ later one, and every later attempt, must find the same, or it does not start.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ COMPARED = (
     "gpu",
     "commit",
 )
+FINGERPRINT_KEYS = {"weights", "batches_sha256", "checked_steps", "environment"}
 SHOWN = 5
 
 
@@ -140,23 +142,52 @@ def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     return found
 
 
+def read(reference: Path) -> dict[str, Any] | None:
+    """The fingerprint in a reference file; None: there is no such file yet.
+
+    Raises:
+        ExperimentError: the file is something else, or cannot be read.
+    """
+    try:
+        found = json.loads(reference.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+    else:
+        if isinstance(found, dict) and found.keys() >= FINGERPRINT_KEYS:
+            return found
+        reason = f"it has not {', '.join(sorted(FINGERPRINT_KEYS))}"
+    raise ExperimentError(
+        f"--reference {reference}: is no fingerprint of a seed ({reason}); name the file that the "
+        "first run of the seed wrote, or one that is not there yet"
+    )
+
+
 def check(mine: dict[str, Any], reference: Path) -> None:
     """Compare with the reference file of the seed; the first run of a seed writes it.
 
     Raises:
-        ExperimentError: anything differs.
+        ExperimentError: anything differs, or the file cannot be used.
     """
-    reference.parent.mkdir(parents=True, exist_ok=True)
     draft = reference.with_name(f"{reference.name}.{os.getpid()}")
-    draft.write_text(json.dumps(mine, indent=1, sort_keys=True) + "\n")
     try:
-        # A link appears whole or not at all, and of several first runs exactly one makes it.
-        os.link(draft, reference)
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
-    found = differences(mine, json.loads(reference.read_text()))
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_text(json.dumps(mine, indent=1, sort_keys=True) + "\n")
+            # A link appears whole or not at all, and of several first runs exactly one makes it.
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, reference)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise ExperimentError(
+            f"--reference {reference}: cannot be written ({error.strerror or error}); name a file "
+            "in a directory that you can write"
+        ) from None
+    before = read(reference)
+    assert before is not None  # made above, unless it was there
+    found = differences(mine, before)
     if found:
         listed = "\n".join(f"  - {text}" for text in found)
         raise ExperimentError(

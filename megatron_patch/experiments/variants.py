@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.experiments.errors import ExperimentError
+
 if TYPE_CHECKING:
     import torch
 
@@ -182,14 +184,16 @@ def install(name: str, run: RunConfig) -> None:
     """Change the configured backend's function for the rest of this process.
 
     Raises:
-        ValueError: the variant does not fit the configuration.
+        ExperimentError: no such variant, or it does not fit the configuration.
     """
     from megatron_patch.attention.core import FUNCTIONS
 
+    if name not in VARIANTS:
+        raise ExperimentError(f"variant {name!r} is not known; there are {', '.join(VARIANTS)}")
     variant = VARIANTS[name]
     unmet = variant.unmet(run)
     if unmet:
-        raise ValueError(f"variant {name!r} does not fit: {'; '.join(unmet)}")
+        raise ExperimentError(f"variant {name!r} does not fit: {'; '.join(unmet)}")
     if variant.wrap is None:
         return
     module, function = FUNCTIONS[run.attention.backend]

@@ -52,6 +52,10 @@ MANAGED = (
 )  # fmt: skip
 
 
+TOLERANCE = 0.01, 0.9
+"""Below, noise fails nodes; from 1 on, no speed would be too low."""
+
+
 def seconds(time_limit: str) -> int | None:
     """Slurm's time (``minutes``, ``H:M:S``, ``D-H:M:S`` ...) in seconds; None when it is none."""
     match = TIME.fullmatch(time_limit)
@@ -132,9 +136,10 @@ class PreflightConfig:
     max_clock_skew_seconds: float = 5.0
     """Largest difference between the clocks of nodes and the shared file system."""
     tolerance: float = 0.15
-    """A GPU or node slower than the median by more than this share fails (GEMM and bandwidth)."""
+    """A GPU or node slower than the median by more than this share fails (GEMM and bandwidth);
+    0.01 to 0.9."""
     communication: bool = True
-    """Measure all-reduce and neighbor bandwidth with one process per GPU as well."""
+    """Measure all-reduce and bandwidth between nodes with one process per GPU as well."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -182,8 +187,8 @@ class ClusterConfig:
     chain_length: int = 8
     """Jobs of a chain."""
     stop_lead_seconds: int = 300
-    """Seconds before the time limit at which ranks are told to save and stop; must cover a step
-    and a checkpoint."""
+    """Seconds before the time limit at which ranks are told to save and stop; must cover a step,
+    a checkpoint and an evaluation that is due."""
     max_requeues: int = 100
     """Requeues of one job for any reason."""
     max_crash_requeues: int = 3
@@ -286,10 +291,16 @@ class ClusterConfig:
                 "(cluster.gpus_per_node)",
             )
         p = self.preflight
-        for name, number in (("min_free_gb", p.min_free_gb), ("tolerance", p.tolerance),
+        for name, number in (("min_free_gb", p.min_free_gb),
                              ("max_clock_skew_seconds", p.max_clock_skew_seconds)):  # fmt: skip
             if number < 0:
                 yield Problem(f"cluster.preflight.{name}", f"{number}: must be 0 or more")
+        low, high = TOLERANCE
+        if not low <= p.tolerance <= high:
+            yield Problem(
+                "cluster.preflight.tolerance",
+                f"{p.tolerance}: must be from {low} to {high}; it is a share, 0.15 is 15 %",
+            )
 
     def _environment(self) -> Iterator[Problem]:
         for n, item in enumerate(self.environment):

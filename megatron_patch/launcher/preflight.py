@@ -8,6 +8,7 @@ by majority, slow parts against the median.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -32,10 +33,21 @@ VERSIONS = (
     "megatron-patch-stable", "nvidia-resiliency-ext", "commit", "cuda", "cudnn", "nccl", "gpu",
     "driver",
 )  # fmt: skip
+REPORTED = {"node", "index", "versions", "gpus", "free", "clock_skew", "write_seconds"}
 GEMM_SIZE, GEMM_REPEATS = 8192, 20
+MAY_BE_UNKNOWN = {"commit": ("unknown", None), "driver": (None,)}
+"""A node that cannot say these (no git, a busy nvidia-smi) need not differ from the others."""
 LINKS = "links.json"  # probe.py's
+EVERY_NODE = "every_node_failed"  # the batch script stops for good where it exists
 GB = 1e9
 NOBODY = "-"  # a failure that names no node
+SHOWN = 5  # slow links in one line
+
+
+class SharedDirectoryError(ValueError):
+    """The directory for the answers cannot be used; the text names it and the remedy."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,21 @@ class Row:
     check: str
     passed: bool
     text: str
+    note: bool = False
+    """Passed, but a person should read it: it gets a line of its own."""
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """What the file system refuses becomes one line about ``--out``."""
+    try:
+        yield
+    except OSError as error:
+        blocked = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a file is in the way" if blocked else error.strerror or str(error)
+        raise SharedDirectoryError(
+            f"--out {out}: cannot be written ({reason}); name a directory that every node can write"
+        ) from error
 
 
 def node_name() -> str:
@@ -57,8 +84,14 @@ def node_name() -> str:
 
 
 def measure(run: RunConfig, out: Path) -> dict[str, Any]:
-    """Everything about this node; written to ``out/<node>.json``."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Everything about this node; written to ``out/<node>.json``.
+
+    Raises:
+        SharedDirectoryError: ``out`` cannot be written.
+    """
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        facts_of_clock = _clock(out)
     report = environment.report()
     facts: dict[str, Any] = {
         "node": node_name(),
@@ -74,8 +107,9 @@ def measure(run: RunConfig, out: Path) -> dict[str, Any]:
     }
     if run.training.device == "cuda":
         facts["gpus"] = list(_gpus())
-    facts |= _clock(out)
-    _write(out / f"{facts['node']}.json", facts)
+    facts |= facts_of_clock
+    with _writing(out):
+        _write(out / f"{facts['node']}.json", facts)
     return facts
 
 
@@ -92,6 +126,7 @@ def _free_gb(path: Path) -> float | None:
 def _clock(out: Path) -> dict[str, float]:
     """This node's clock against the file server's, which stamps a file written now.
 
+    The stamp is from some moment of the write: the skew is known to half of ``write_seconds``.
     Nodes pass here at different times, so their clocks are compared through the server's.
     """
     probe = out / f".clock.{node_name()}"
@@ -176,17 +211,13 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
         out: directory with one report a node; ``bad_nodes`` is written there.
         expected: names of the nodes that must have reported; empty: those that did.
         stream: where the table goes; default: standard output.
+
+    Raises:
+        SharedDirectoryError: ``out`` is no directory, or ``bad_nodes`` cannot be written.
     """
-    reports = {}
-    for path in sorted(p for p in out.glob("*.json") if p.name != LINKS):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        reports[report["node"]] = report
-    rows = [
-        Row(node, "report", False, "wrote no report into the shared directory")
-        for node in expected
-        if node not in reports
-    ]
-    nodes = sorted(reports.values(), key=lambda r: r["index"])
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    rows, nodes = _read_reports(out, expected)
     checks = (_check_gpus, _check_speed, _check_versions, _check_agent, _check_clock, _check_disk)
     for check in checks:
         rows += check(run, nodes)
@@ -196,22 +227,55 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
     bad = list(dict.fromkeys(row.node for row in failed if row.node != NOBODY))
     if not failed:
         return 0
-    if not bad or len(bad) == len({*reports, *expected}) > 1:
+    measured = {node["node"] for node in nodes}
+    if not bad or len(bad) == len({*bad, *expected, *measured}) > 1:
         # Excluding every node would leave the job waiting for ever.
+        if bad and measured >= {*bad, *expected}:
+            # By what they measured, not by their silence: a retry would find the same.
+            (out / EVERY_NODE).write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
         text = "every node failed" if bad else "failed, on no node in particular"
         print(f"preflight: {text}; no node is excluded", file=stream or sys.stdout, flush=True)
         return 1
-    (out / "bad_nodes").write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
+    with _writing(out):
+        (out / "bad_nodes").write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
     print(f"preflight: bad node(s): {', '.join(bad)}", file=stream or sys.stdout, flush=True)
     return 1
 
 
+def _read_reports(out: Path, expected: list[str]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Failures of nodes without a report that can be read; the other reports, in order of nodes."""
+    rows, reports, damaged = [], {}, set()
+    for path in sorted(p for p in out.glob("*.json") if p.name != LINKS):
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            missing = REPORTED - set(report)
+        except (OSError, ValueError, TypeError) as error:
+            missing, reason = REPORTED, f"{type(error).__name__}: {error}"
+        else:
+            reason = f"no {', '.join(sorted(missing))} in it"
+        if missing:
+            damaged.add(path.stem)
+            text = f"its report cannot be read ({path.name}, {' '.join(reason.split())[:120]})"
+            rows.append(Row(path.stem, "report", False, text))
+        else:
+            reports[report["node"]] = report
+    rows += [
+        Row(node, "report", False, "wrote no report into the shared directory")
+        for node in expected
+        if node not in reports and node not in damaged
+    ]
+    if not rows and not reports:
+        rows.append(Row(NOBODY, "report", False, f"no node wrote a report into {out}"))
+    return rows, sorted(reports.values(), key=lambda report: report["index"])
+
+
 def render_table(rows: list[Row]) -> str:
-    """Failures first, then one line a check with the nodes that passed it."""
+    """Failures first, then notes, then one line a check with the nodes that passed it."""
     lines = [f"{'result':<7} {'check':<18} {'node':<16} finding"]
     lines += [f"{'FAILED':<7} {r.check:<18} {r.node:<16} {r.text}" for r in rows if not r.passed]
+    lines += [f"{'note':<7} {r.check:<18} {r.node:<16} {r.text}" for r in rows if r.note]
     for check in dict.fromkeys(row.check for row in rows):
-        passed = [row for row in rows if row.check == check and row.passed]
+        passed = [row for row in rows if row.check == check and row.passed and not row.note]
         if passed:
             texts = list(dict.fromkeys(row.text for row in passed))
             text = texts[0] if len(texts) == 1 else f"{texts[0]} ... {texts[-1]}"
@@ -258,23 +322,89 @@ def _check_links(run: RunConfig, nodes: list[dict[str, Any]], file: Path) -> Ite
         text = "the collectives did not end; see the rank logs beside the reports"
         yield Row(NOBODY, "bandwidth", False, text)
         return
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    for kind, unit in (("node", "GB/s all-reduce inside a node"), ("network", "GB/s to a node")):
-        if rows and not [row for row in rows if row["kind"] == kind]:
-            continue  # one node, or one GPU a node
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    except (OSError, ValueError) as error:
+        text = f"{file.name} cannot be read ({type(error).__name__}); the probe was interrupted"
+        yield Row(NOBODY, "bandwidth", False, text)
+        return
+    inside = [row for row in rows if row["kind"] == "node"]
+    network = [row for row in rows if row["kind"] == "network"]
+    if inside or not rows:  # not: one GPU a node
         yield from _outliers(
             run,
             nodes,
-            check=f"bandwidth {kind}" if rows else "bandwidth",
-            unit=unit,
-            values=lambda node, kind=kind: [
-                (row["what"], row["gb_per_s"])
-                for row in rows
-                if row["kind"] == kind and row["node"] == node["node"]
+            check="bandwidth node" if inside else "bandwidth",
+            unit="GB/s all-reduce inside a node",
+            values=lambda node: [
+                (row["what"], row["gb_per_s"]) for row in inside if row["node"] == node["node"]
             ],
         )
-        if not rows:
-            return
+    if network:
+        yield from _check_network(run, nodes, network)
+
+
+def _check_network(
+    run: RunConfig, nodes: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> Iterator[Row]:
+    """Blames the node that is slow with every partner: a pair is as slow as the slower of its two.
+
+    Its rate is therefore that of its best pair.
+    """
+    check, known = "bandwidth network", {node["node"] for node in nodes}
+    rows = [row for row in rows if row["node"] in known]
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        key = row["node"], row["what"]
+        best[key] = max(best.get(key, 0.0), row["gb_per_s"])
+    found = list(
+        _outliers(
+            run,
+            nodes,
+            check=check,
+            unit="GB/s with the best of its partners",
+            values=lambda node: [
+                (what, rate) for (name, what), rate in best.items() if name == node["node"]
+            ],
+        )
+    )
+    bad = {row.node for row in found if not row.passed}
+    if not best:
+        return
+    median, least = _limits(run, list(best.values()))
+    slow = _slow_links(rows, least)
+    if bad and len({frozenset((row["node"], row["peer"])) for row in rows}) == 1:
+        text = f"link between {'; '.join(slow)} GB/s slow; the median is {_figure(median)}"
+        yield Row(NOBODY, check, False, f"{text}; of two nodes, neither can be singled out")
+        return
+    yield from found
+    slow = _slow_links([row for row in rows if not bad & {row["node"], row["peer"]}], least)
+    if slow:
+        more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
+        text = f"link between {'; '.join(slow[:SHOWN])}{more} GB/s slow; the median is "
+        text += f"{_figure(median)}; each is fast with another node"
+        yield Row(NOBODY, check, True, text, note=True)
+
+
+def _slow_links(rows: list[dict[str, Any]], least: float) -> list[str]:
+    """The pairs slower than ``least``, the slowest first, each once with its GPUs."""
+    links: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in sorted(rows, key=lambda row: row["gb_per_s"]):
+        if row["gb_per_s"] < least:
+            gpus = links.setdefault(tuple(sorted((row["node"], row["peer"]))), {})
+            gpus.setdefault(row["what"], f"{row['what']}: {_figure(row['gb_per_s'])}")
+    return [f"{one} and {other} ({', '.join(g.values())})" for (one, other), g in links.items()]
+
+
+def _figure(value: float) -> str:
+    """Whole numbers, but two digits of a link that hardly moves anything."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _limits(run: RunConfig, values: list[float]) -> tuple[float, float]:
+    """The median, and what is still fast enough."""
+    median = statistics.median(values)
+    return median, median * (1 - run.cluster.preflight.tolerance)
 
 
 def _outliers(
@@ -287,35 +417,39 @@ def _outliers(
         for node in nodes:
             yield Row(node["node"], check, True, reason)
         return
-    median = statistics.median(everything)
-    least = median * (1 - run.cluster.preflight.tolerance)
+    median, least = _limits(run, everything)
     for node in nodes:
         slow = [(what, value) for what, value in values(node) if value < least]
         if slow:
-            text = ", ".join(f"{what}: {value:.0f}" for what, value in slow)
-            yield Row(node["node"], check, False, f"{text} {unit}; the median is {median:.0f}")
+            text = ", ".join(f"{what}: {_figure(value)}" for what, value in slow)
+            yield Row(node["node"], check, False, f"{text} {unit}; the median is {_figure(median)}")
         else:
-            yield Row(node["node"], check, True, f"median {median:.0f} {unit}")
+            yield Row(node["node"], check, True, f"median {_figure(median)} {unit}")
 
 
 def _check_versions(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
     """What differs from the majority; the first node decides a draw."""
+    usual: dict[str, str] = {}
     for key in VERSIONS:
-        counts = Counter(str(node["versions"].get(key)) for node in nodes)
-        if len(counts) == 1:
-            continue
-        usual = counts.most_common(1)[0][0]
-        for node in nodes:
-            found = str(node["versions"].get(key))
-            if found != usual:
-                yield Row(node["node"], "versions", False, f"{key} {found}, others have {usual}")
+        values = [node["versions"].get(key) for node in nodes]
+        known = [str(v) for v in values if v not in MAY_BE_UNKNOWN.get(key, ())]
+        usual[key] = Counter(known or ["unknown"]).most_common(1)[0][0]
+    same = f"torch {usual['torch']}, driver {usual['driver']}, the same everywhere"
     for node in nodes:
-        versions = node["versions"]
-        text = (
-            f"torch {versions.get('torch')}, driver {versions.get('driver')}, the same everywhere"
-        )
-        if all(str(versions.get(k)) == str(nodes[0]["versions"].get(k)) for k in VERSIONS):
-            yield Row(node["node"], "versions", True, text)
+        differs, silent = False, []
+        for key in VERSIONS:
+            value = node["versions"].get(key)
+            if value in MAY_BE_UNKNOWN.get(key, ()):
+                silent += [] if usual[key] == "unknown" else [key]
+            elif str(value) != usual[key]:
+                differs = True
+                text = f"{key} {value}, others have {usual[key]}"
+                yield Row(node["node"], "versions", False, text)
+        if silent:
+            text = f"{', '.join(silent)} unknown on this node, not compared"
+            yield Row(node["node"], "versions", True, text, note=True)
+        elif not differs:
+            yield Row(node["node"], "versions", True, same)
 
 
 def _check_agent(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
@@ -338,12 +472,18 @@ def _check_clock(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
     limit = run.cluster.preflight.max_clock_skew_seconds
     if not nodes:
         return
-    middle = statistics.median(node["clock_skew"] for node in nodes)
+    # A slow write says little about the clock: such a node must not move the yardstick either.
+    sure = [node for node in nodes if node["write_seconds"] <= limit] or nodes
+    middle = statistics.median(node["clock_skew"] for node in sure)
     for node in nodes:
-        skew = node["clock_skew"] - middle
-        text = f"{skew:+.1f} s from the median clock"
-        passed = abs(skew) <= limit
-        yield Row(node["node"], "clock", passed, f"within {limit:g} s" if passed else text)
+        skew, wrote = node["clock_skew"] - middle, node["write_seconds"]
+        passed = abs(skew) <= limit + wrote / 2
+        if passed and max(abs(skew), wrote / 2) > limit:
+            text = f"not known to {limit:g} s: writing into the shared directory took {wrote:.0f} s"
+            yield Row(node["node"], "clock", True, text, note=True)
+        else:
+            text = f"within {limit:g} s" if passed else f"{skew:+.1f} s from the median clock"
+            yield Row(node["node"], "clock", passed, text)
 
 
 def _check_disk(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:

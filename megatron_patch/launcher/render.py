@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from megatron_patch.config.root import RunConfig
 
-SCRIPT, PARTS = "train.sbatch", ("lib.sh", "node.sh")
+SCRIPT, PARTS = "train.sbatch", ("requeue.sh", "lib.sh", "node.sh")
 OPTIONS, SETTINGS = "sbatch options", "settings"
 BASE_ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LD_LIBRARY_PATH")
 MAX_NODES = 100_000

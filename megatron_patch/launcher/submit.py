@@ -32,14 +32,18 @@ def build_job(loaded: Loaded, nodes: int, *, work_dir: Path | None = None) -> Jo
 
     Raises:
         ConfigError: what does not fit this number of nodes, or cannot stand in a script.
+        LaunchError: the run directory is no place on the disk.
     """
     here = (work_dir or Path.cwd()).resolve()
-    job = Job(
-        run=loaded.config,
-        nodes=nodes,
-        work_dir=here,
-        run_dir=(here / run_directory(loaded.config)).resolve(),
-    )
+    run_dir = here / run_directory(loaded.config)
+    try:
+        run_dir = run_dir.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+        raise LaunchError(
+            f"run_dir {run_dir}: cannot be followed ({error}); remove the link, or choose another "
+            "run_dir"
+        ) from None
+    job = Job(run=loaded.config, nodes=nodes, work_dir=here, run_dir=run_dir)
     render.check(job)
     return job
 

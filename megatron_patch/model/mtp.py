@@ -112,5 +112,15 @@ def _rebound(function: Any, **names: Any) -> Any:
 class GPTModel(core_model.GPTModel):
     """Megatron-Core's model, its multi-token-prediction loss computed by `process_mtp_loss`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As Megatron-Core's; the last stage of a pipeline has no weight that nothing uses."""
+        super().__init__(*args, **kwargs)
+        # With tied embeddings and extra depths the last stage multiplies by its copy of the
+        # embedding. Core 0.19.2 allocates an output projection as well: it gets no gradient, on
+        # which overlap_grad_reduce fails, and core's own sharding of the state forbids it.
+        tied = self.share_embeddings_and_output_weights and self.mtp_process
+        if tied and self.post_process and not self.pre_process:
+            self.output_layer.weight = None
+
     # The method is 150 lines, of which one call changes; overriding it would copy the rest.
     _postprocess = _rebound(core_model.GPTModel._postprocess, process_mtp_loss=process_mtp_loss)

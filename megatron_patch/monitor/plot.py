@@ -17,7 +17,7 @@ PANELS = (
 
 
 class PlotError(ValueError):
-    """A run has nothing that could be drawn."""
+    """A run has nothing that could be drawn, or the picture cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def plot_runs(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
         The path written.
 
     Raises:
-        PlotError: no run given, or one of them has nothing to draw.
+        PlotError: no run given, one of them has nothing to draw, or ``out`` cannot be written.
     """
     import matplotlib
 
@@ -123,10 +123,24 @@ def plot_runs(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     axes[0].legend(fontsize="small")
     axes[-1].set_xlabel("step")
     figure.tight_layout()
-    target = Path(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
-    plt.close(figure)
+    try:
+        return _save(figure, Path(out))
+    finally:
+        plt.close(figure)
+
+
+def _save(figure: Any, target: Path) -> Path:
+    if target.is_dir():  # matplotlib would write a file beside it
+        raise PlotError(f"{target}: is a directory; name a PNG file, e.g. {target / 'runs.png'}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=130)
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlotError(
+            f"{target}: cannot be written ({reason}); name a PNG file in a directory that you can "
+            "write, with --out"
+        ) from None
     return target
 
 

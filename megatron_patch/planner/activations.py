@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.model.config import ffn_hidden_size
 from megatron_patch.monitor.flops import is_moe_layer
+from megatron_patch.stability.guard import TARGET
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -62,8 +63,9 @@ class Sizes:
     h: int
     q: int
     """Query heads of this tensor-parallel rank."""
-    g: float
-    """Key/value heads of this rank (a fraction where ranks outnumber them)."""
+    g: int
+    """Key/value heads of this rank: at least one, which several ranks hold where they outnumber
+    them."""
     d: int
     dv: int
     tp: int
@@ -72,6 +74,21 @@ class Sizes:
     """V / tp."""
     residual: int
     """Bytes an element of the residual stream."""
+    shared: int = 1
+    """Ranks that hold the same key/value head."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of this rank's part of the qkv projection."""
+        return self.q * self.d + self.g * (self.d + self.dv) // self.shared
+
+    @property
+    def mixed(self) -> int:
+        """Columns of what q, k and v are slices of.
+
+        Core gives ranks that share a head the whole projection, by an all-gather over tp.
+        """
+        return self.columns * (self.tp if self.shared > 1 else 1)
 
     @property
     def hidden(self) -> int:
@@ -112,13 +129,14 @@ def sizes_of(run: RunConfig, vocab: int) -> Sizes:
         b=b,
         h=model.hidden_size,
         q=q // tp,
-        g=groups / tp,
+        g=max(1, groups // tp),
         d=d,
         dv=dv,
         tp=tp,
         sp=p.sequence_parallel,
         vocab=vocab // tp,
         residual=4 if model.fp32_residual_connection else w,
+        shared=max(1, tp // groups),
     )
 
 
@@ -162,11 +180,12 @@ class Activations:
     def attention(self) -> list[Saved]:
         """Projections and positions of grouped-query attention, up to the kernel's inputs."""
         n, model = self.n, self.model
-        query, key = int(n.w * n.T * n.q * n.d), int(n.w * n.T * n.g * n.d)
-        found = [Saved("qkv projection (v is a view of it)", query + 2 * key, "attention")]
+        query, key = n.w * n.T * n.q * n.d, n.w * n.T * n.g * n.d
+        whole = n.w * n.T * n.mixed
+        found = [Saved("qkv projection (v is a view of it)", whole, "attention")]
         if model.qk_layernorm:
-            found += self.norm("q norm", int(n.T * n.q), n.d, size=0)
-            found += self.norm("k norm", int(n.T * n.g), n.d, size=0)
+            found += self.norm("q norm", n.T * n.q, n.d, size=0)
+            found += self.norm("k norm", n.T * n.g, n.d, size=0)
             if n.q > n.g:  # the heads of a group are interleaved with its key: no view is possible
                 found.append(Saved("q, made contiguous", query, "attention"))
         if model.position_embedding == "rope":
@@ -278,8 +297,8 @@ class Activations:
         n = self.n
         moments = self.feed_forward_moments(number)
         freed = sum(x.size for x in self.layer(number) if x.part == "kernel")
-        out, query = n.w * n.T * n.q * n.dv, int(n.w * n.T * n.q * n.d)
-        keys = int(n.w * n.T * n.g * (n.d + n.dv))
+        out, query = n.w * n.T * n.q * n.dv, n.w * n.T * n.q * n.d
+        keys = n.w * n.T * n.g * (n.d + n.dv)
         again = 0
         if "core_attn" in self.modules:
             again = kernel_bytes(self.run, n)
@@ -299,8 +318,12 @@ class Activations:
                 freed,
             )
         )
-        projected = query + keys
-        weight = int(n.w * n.h * (n.q * n.d + n.g * (n.d + n.dv)))
+        projected, weight = n.w * n.T * n.columns, n.w * n.h * n.columns
+        if n.shared > 1:
+            # Gradient of the whole projection, its copy ordered by rank, and this rank's part; what
+            # the forward pass kept of it went with v.
+            whole = n.w * n.T * n.mixed
+            moments.append(Moment("qkv projection: reduce-scatter", n.stream + whole + projected))
         moments.append(
             Moment("qkv projection: gradients", n.stream + 2 * projected + 2 * n.gathered + weight)
         )
@@ -311,7 +334,7 @@ class Activations:
         n, ranks = self.n, self.run.parallel.context_parallel_size
         if ranks == 1:
             return 0
-        keys = int(n.T * n.g * (n.d + n.dv))
+        keys = n.T * n.g * (n.d + n.dv)
         kinds = self.run.parallel.cp_comm_type
         gathered = ranks if "all_gather" in (kinds if isinstance(kinds, list) else [kinds]) else 2
         return FLOAT * n.T * n.q * n.d + gathered * (n.w + FLOAT) * keys
@@ -423,21 +446,35 @@ class Activations:
 def kernel_bytes(run: RunConfig, n: Sizes) -> int:
     """Bytes the attention backend keeps for the backward beside q, k and v, O included.
 
+    With ``stability.guard: switch`` the larger of before and after the switch: it comes in the
+    middle of a run, which must not end there for lack of memory.
+    """
+    attention = run.attention
+    residual = "bf16" if attention.residual == "default" else attention.residual
+    now = _kept(run, n, attention.backend, stabilizer=attention.stabilizer, residual=residual)
+    if run.stability.guard != "switch":
+        return now
+    backend, options = TARGET
+    kept = residual if attention.backend == backend else "bf16"
+    return max(now, _kept(run, n, backend, stabilizer=options["stabilizer"], residual=kept))
+
+
+def _kept(run: RunConfig, n: Sizes, backend: str, *, stabilizer: str, residual: str) -> int:
+    """`kernel_bytes` of one backend.
+
     ``stable_flash`` states it itself (`stable_attention.stabilizers`); the vendors' flash kernels
     keep O and LSE; the unfused backends keep score matrices.
     """
-    name = run.attention.backend
     heads = n.T * n.q
-    if name == "stable_flash":
+    if backend == "stable_flash":
         from stable_attention.stabilizers import STABILIZERS
 
-        residual = "bf16" if run.attention.residual == "default" else run.attention.residual
-        return heads * STABILIZERS[run.attention.stabilizer].saved_bytes(n.dv, residual)
+        return heads * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
     plain = heads * (n.w * n.dv + FLOAT)
     keys = n.s * run.parallel.context_parallel_size
-    if name == "mcore_local":
+    if backend == "mcore_local":
         return plain + heads * keys * (3 * n.w)
-    if name == "reference":
+    if backend == "reference":
         return plain + heads * n.dv * FLOAT  # O in float32 as well
     return plain
 

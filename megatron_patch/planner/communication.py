@@ -43,6 +43,7 @@ def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[T
     count = micro_batches(run, layout)
     chunks = chunks_of(run, stage)
     layers = [number for chunk in chunks for number in chunk.layers]
+    depths = sum(_depths(run, chunk.last) for chunk in chunks)
     found = []
     if layout.tp > 1:
         collectives = sum(_tensor(run, n, chunk.first, chunk.last) for chunk in chunks)
@@ -51,16 +52,19 @@ def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[T
         found.append(Traffic("tp", _tensor_name(n), count * collectives, link))
     if layout.pp > 1:
         ends = sum(chunk.first + chunk.last for chunk in chunks)
-        sent = count * n.hidden * (2 * len(chunks) - ends)
+        sent = count * n.stream * (2 * len(chunks) - ends)
         found.append(Traffic("pp", "activations and their gradients", sent, _pp_link(layout)))
     if layout.cp > 1:
-        modes = Counter(cp_mode(run, number) for number in layers)
+        # The depths of multi-token prediction take their modes from the first layers.
+        modes = Counter(cp_mode(run, number) for number in (*layers, *range(1, depths + 1)))
         for mode, times in modes.items():
             for axis_link, size in cp_per_layer(run, layout, n, mode).items():
                 found.append(Traffic("cp", f"{mode}", count * times * size, axis_link))
     moe = run.model.moe
     if moe is not None and layout.ep * layout.etp > 1:
-        routed = sum(is_moe_layer(moe.layer_freq, number) for number in layers)
+        # A depth is a layer like the last one.
+        last = [run.model.num_layers] * depths
+        routed = sum(is_moe_layer(moe.layer_freq, number) for number in (*layers, *last))
         found.append(_experts(run, layout, n, routed * count))
     return found + _data(run, layout, stage, vocab)
 
@@ -74,18 +78,27 @@ def tensor_per_layer(run: RunConfig, n: Sizes) -> float:
 
     Sequence parallel: forward 2 all-gathers and 2 reduce-scatters; backward the same, and 2
     all-gathers of inputs for the weight gradients. Without: 2 all-reduces each way, as much as 8
-    such operations. Full recompute repeats the forward pass.
+    such operations. Ranks that share a key/value head also gather the whole qkv projection, and
+    reduce-scatter its gradient. Full recompute repeats the forward pass.
     """
-    one = n.w * n.T * n.h * (n.tp - 1) / n.tp
+    share = (n.tp - 1) / n.tp
+    one, whole = n.w * n.T * n.h * share, 0.0
+    if n.shared > 1:
+        whole = n.w * n.T * n.mixed * share
     forward, backward = (4, 6) if n.sp else (4, 4)
-    again = forward if run.training.recompute.granularity == "full" else 0
-    return one * (forward + backward + again)
+    passes = 2 if run.training.recompute.granularity == "full" else 1
+    return one * (passes * forward + backward) + whole * (passes + 1)
+
+
+def _depths(run: RunConfig, last: bool) -> int:
+    """Depths of multi-token prediction in a chunk; ``last``: whether it is the last one."""
+    return run.model.mtp.num_layers if last and run.model.mtp is not None else 0
 
 
 def _tensor(run: RunConfig, n: Sizes, first: bool, last: bool) -> float:
     """Embedding and output projection: forward and backward."""
     one = n.w * n.T * n.h * (n.tp - 1) / n.tp
-    depths = 0 if run.model.mtp is None or not last else run.model.mtp.num_layers
+    depths = _depths(run, last)
     ends = (2 if first else 0) + (3 if n.sp else 2) * ((1 + depths) if last else 0)
     return one * ends + depths * tensor_per_layer(run, n)
 

@@ -137,7 +137,7 @@ class _Clock:
         n, mla, model = self.n, self.model.mla, self.model
         out = self.product(n.T, n.q * n.dv, n.h)
         if mla is None:
-            return out + self.product(n.T, n.h, n.q * n.d + n.g * (n.d + n.dv))
+            return out + self.product(n.T, n.h, n.columns)
         latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
         time = out + self.product(n.T, n.h, latent / n.tp)
         time += self.product(n.T, mla.kv_lora_rank, n.q * (mla.qk_head_dim + n.dv))

@@ -119,7 +119,8 @@ class _Namer:
         yield from self.norm("decoder.final_layernorm.", h)
         for depth in range(model.mtp.num_layers if model.mtp is not None else 0):
             yield from self.extra_depth(f"mtp.layers.{depth}.")
-        if pipelined or not model.tie_embeddings:
+        # Where it is tied, the last stage multiplies by the embedding if it has one.
+        if not model.tie_embeddings or (pipelined and model.mtp is None):
             tied = copied and model.mtp is None
             yield Parameter("output_layer.weight", (rows, h), split=True, tied=tied)
 

@@ -30,6 +30,9 @@ _EVENT = re.compile(
     re.IGNORECASE,
 )
 
+_START = re.compile(r"^\S+ \S+ (?:resuming after step|no checkpoint: starting)")
+"""What every attempt says before its first step."""
+
 
 class ReportError(ValueError):
     """There is no run where a report was asked for."""
@@ -245,8 +248,7 @@ def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:
         return "running", f"running now; step {last} of {total} is recorded"
     if finished:
         return "finished", f"finished after step {finished.get('step', last)}"
-    ends = [line for line in log.splitlines() if "stopped" in line]
-    end = ends[-1] if ends else ""
+    end = _end(log)
     if "stopped by NonFiniteError" in end:
         return "non-finite", f"stopped at a loss or gradient that is not finite, after step {last}"
     if "stopped gracefully" in end:
@@ -255,6 +257,17 @@ def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:
         what = end.partition("stopped by ")[2]
         return "failed", f"ended by an error after step {last}: {what[:300]}"
     return "interrupted", f"ended without a word after step {last} of {total}: killed, or cut off"
+
+
+def _end(log: str) -> str:
+    """The line in which the last attempt says that it stopped; empty if it does not."""
+    found = ""
+    for line in log.splitlines():
+        if _START.match(line):
+            found = ""  # that was an earlier attempt's
+        elif "stopped" in line:
+            found = line
+    return found
 
 
 def _locked(run_dir: Path) -> bool:

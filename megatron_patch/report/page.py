@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_patch.report import panel
 from megatron_patch.report.charts import Series, line_chart
-from megatron_patch.report.collect import RunFacts, collect
+from megatron_patch.report.collect import ReportError, RunFacts, collect
 from megatron_patch.report.markup import Child, Markup, table, tag
 from megatron_patch.report.style import STYLE
 from megatron_patch.report.verdicts import answers
@@ -45,13 +45,21 @@ def write(run_dir: Path, out: Path) -> Path:
     """Write the report of a run; returns its path.
 
     Raises:
-        ReportError: ``run_dir`` is no run directory.
+        ReportError: ``run_dir`` is no run directory, or ``out`` cannot be written.
     """
+    if out.is_dir():
+        raise ReportError(f"{out}: is a directory; name an HTML file, e.g. {out / 'report.html'}")
     text = render(collect(run_dir))
-    out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_name(out.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, out)
+    except OSError as error:
+        raise ReportError(
+            f"{out}: cannot be written ({error.strerror or error}); name an HTML file in a "
+            "directory that you can write, with --out"
+        ) from None
     return out
 
 

@@ -57,7 +57,7 @@ def build(telemetry: Telemetry) -> list[Child]:
         series = Series(name, steps, worst)
         log = log or _spreads(worst)
         parts.append(line_chart(f"t-{name}", [series], title=title, unit=unit, log=log))
-    grown = [point.head_growth for point in telemetry.history().points]
+    grown = [point.head_growth for point, _ in telemetry.judged]
     if any(math.isfinite(value) for value in grown):
         title = "Growth of the fastest head's W_Q or W_K over the median head's (the early warning)"
         series = Series("head_growth", steps, grown)

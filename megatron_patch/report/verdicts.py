@@ -120,7 +120,7 @@ def _warning(facts: RunFacts) -> Iterator[Answer]:
     if facts.telemetry is None:
         yield Answer("Early warning", NONE, facts.telemetry_problem)
         return
-    found = [(step, v) for step, v in facts.telemetry.verdicts()]
+    found = facts.telemetry.verdicts()
     step, last = found[-1]
     grade = (GOOD, FAIR, BAD)[last.code]
     text = f"{last.level} at step {step:,}: {last.reason}"

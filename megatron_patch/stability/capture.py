@@ -178,10 +178,13 @@ class Capturer:
         )
 
     def _take(self, step: int, wanted: Wanted, seen: Seen, dout: torch.Tensor) -> None:
-        """Collective over the context-parallel group; its first rank writes."""
+        """Collective over the context-parallel group, whose first rank writes, and of those first
+        ranks over the tensor-parallel group."""
         b = min(self._run.stability.capture_sequences, seen.q.shape[1])
         h, kv = seen.q.shape[2], seen.k.shape[2]
         first = self._where.tp_rank * h
+        # Before anybody leaves: ranks that save nothing may hold rows of another rank's heads.
+        norms = SpectralNorms(seen.site).measure() if seen.geometry.rank == 0 else None
         asked = wanted.heads[seen.site.layer]
         heads = [i for i in range(h) if not asked or first + i in asked]
         if not heads:
@@ -197,7 +200,6 @@ class Capturer:
         k, v = (whole(x, kept) for x in (seen.k, seen.v))
         if seen.geometry.rank != 0:
             return
-        norms = SpectralNorms(seen.site).measure()
 
         def of_heads(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.detach().float().cpu()[heads].clone()
@@ -211,7 +213,7 @@ class Capturer:
             micro_batch=self._run.stability.capture_micro_batch,
             dp_rank=self._where.dp_rank,
             heads=[first + i for i in heads],
-            kv_heads=[self._where.tp_rank * kv + i for i in kept],
+            kv_heads=[(first + i * (h // kv)) // self._per_kv_head() for i in kept],
             head_to_kv=[kept.index(i // (h // kv)) for i in heads],
             sinks=of_heads(seen.sinks),
             wq_norm=of_heads(None if norms is None else norms[0]),
@@ -232,3 +234,9 @@ class Capturer:
             dout=do,
         ).save(path)
         self.saved.append(path)
+
+    def _per_kv_head(self) -> int:
+        """Query heads to a key/value head. Ranks of a tensor-parallel group larger than the number
+        of key/value heads hold copies of them, so the number follows from the query head's."""
+        heads = self._run.model.num_attention_heads
+        return heads // (self._run.model.num_query_groups or heads)

@@ -18,13 +18,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS, SCALARS
-from megatron_patch.stability.warning import Point, Rule, Verdict, judge
+from megatron_patch.stability.warning import Point, Rule, Verdict, verdicts
 
 FORMAT = 1
 FOLDER = "stability"
@@ -62,7 +63,7 @@ def make_meta(
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `judged` is kept
 class Telemetry:
     """Everything recorded so far."""
 
@@ -95,23 +96,59 @@ class Telemetry:
         return Rule(**self.meta["rule"])
 
     def history(self, rule: Rule | None = None, *, after: int = 0) -> History:
-        """What the warning rule reads of the records after a step; default: the run's own rule."""
-        found = History(self.rule if rule is None else rule)
+        """What the warning rule goes on from: the records after a step and the guard's last switch.
+
+        ``rule`` default: the run's own, here and below.
+        """
+        return self._stretches(rule, after)[-1]
+
+    def points(self, rule: Rule | None = None) -> list[Point]:
+        """Every record as the rule reads it."""
+        return [point for found in self._stretches(rule, 0) for point in found.points]
+
+    def verdicts(self, rule: Rule | None = None) -> list[tuple[int, Verdict]]:
+        """(step, the rule's verdict after it) of every record."""
+        judged = self.judged if rule is None else self._judge(rule)
+        return [(point.step, verdict) for point, verdict in judged]
+
+    @cached_property
+    def judged(self) -> list[tuple[Point, Verdict]]:
+        """Every record and the verdict after it, by the run's own rule."""
+        return self._judge(self.rule)
+
+    def _judge(self, rule: Rule) -> list[tuple[Point, Verdict]]:
+        return [
+            pair
+            for found in self._stretches(rule, 0)
+            for pair in zip(found.points, verdicts(found.points, rule), strict=True)
+        ]
+
+    def _stretches(self, rule: Rule | None, after: int) -> list[History]:
+        """Records after a step, in a new history from every switch of the guard on, as in the run.
+
+        Never empty; a history may be.
+        """
+        rule = self.rule if rule is None else rule
         scalars, heads = self.scalars, self.heads
-        for i, step in enumerate(self.steps):
+        switched = np.nan_to_num(scalars.get("switched", np.zeros(len(self.steps))))
+        found, before = [History(rule)], 0
+        for i, step in enumerate(int(s) for s in self.steps):
+            now = int(switched[i])
+            # The record that made the guard switch was read in that step or the next, is judged
+            # with those before it, and tells of the switch already.
+            last = now != before and step <= now <= step + 1
+            if now != before and not last:
+                found.append(History(rule))
+            before = now
             if step > after:
-                found.add(
-                    step=int(step),
+                found[-1].add(
+                    step=step,
                     scalars={name: float(values[i]) for name, values in scalars.items()},
                     heads={name: heads[name][i] for name in READ},
                 )
+            if last:
+                found.append(History(rule))
         return found
-
-    def verdicts(self, rule: Rule | None = None) -> list[tuple[int, Verdict]]:
-        """The rule's verdict after every record; ``rule`` default: the run's own."""
-        found = self.history(rule)
-        points = found.points
-        return [(p.step, judge(points[: i + 1], found.rule)) for i, p in enumerate(points)]
 
 
 class History:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_patch.stability.names import LEVELS
@@ -94,18 +95,44 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [statistics.median(values[i - SMOOTH + 1 : i + 1]) for i in range(SMOOTH - 1, n)]
 
 
+class Trend:
+    """Growth of the smoothed gradient norm, record by record.
+
+    A record costs the same however many came before it: a report judges all records of a run.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.rises: deque[float] = deque(maxlen=CONFIRM)
+        """At the last records (fewer while there are not enough), oldest first."""
+        self._norms: deque[float] = deque(maxlen=SMOOTH)
+        # (step, median) that can still be the window's lowest, now or later: both increase.
+        self._lowest: deque[tuple[int, float]] = deque()
+
+    def add(self, point: Point) -> None:
+        """Take in the next record, in order of steps."""
+        if point.step <= self.rule.settle_steps or not math.isfinite(point.grad_norm):
+            return
+        self._norms.append(point.grad_norm)
+        if len(self._norms) < SMOOTH:
+            return
+        median = statistics.median(self._norms)
+        while self._lowest and self._lowest[-1][1] >= median:
+            self._lowest.pop()
+        self._lowest.append((point.step, median))
+        while self._lowest[0][0] < point.step - self.rule.reference_steps:
+            self._lowest.popleft()
+        lowest = self._lowest[0][1]
+        # A norm of zero is one that nobody computed, or of a model that learns nothing.
+        self.rises.append(median / lowest if lowest > 0 else 1.0)
+
+
 def growth(history: Sequence[Point], rule: Rule) -> list[float]:
     """Growth at the last `CONFIRM` records (fewer while there are not enough), oldest first."""
-    seen = [p for p in history if p.step > rule.settle_steps and math.isfinite(p.grad_norm)]
-    medians = smoothed([p.grad_norm for p in seen])
-    steps = [p.step for p in seen[SMOOTH - 1 :]]
-    found = []
-    for last in range(max(0, len(medians) - CONFIRM), len(medians)):
-        first = steps[last] - rule.reference_steps
-        lowest = min(m for m, s in zip(medians[: last + 1], steps, strict=False) if s >= first)
-        # A norm of zero is one that nobody computed, or of a model that learns nothing.
-        found.append(medians[last] / lowest if lowest > 0 else 1.0)
-    return found
+    trend = Trend(rule)
+    for point in history:
+        trend.add(point)
+    return list(trend.rises)
 
 
 def judge(history: Sequence[Point], rule: Rule) -> Verdict:
@@ -115,11 +142,23 @@ def judge(history: Sequence[Point], rule: Rule) -> Verdict:
     """
     if not history:
         return Verdict(level="ok", reason="nothing recorded yet")
-    now = history[-1]
+    return _verdict(history[-CONFIRM:], growth(history, rule), rule)
+
+
+def verdicts(history: Sequence[Point], rule: Rule) -> Iterator[Verdict]:
+    """What `judge` says after every record, in time that grows as their number does."""
+    trend = Trend(rule)
+    for i, point in enumerate(history, start=1):
+        trend.add(point)
+        yield _verdict(history[max(0, i - CONFIRM) : i], trend.rises, rule)
+
+
+def _verdict(last: Sequence[Point], rises: Sequence[float], rule: Rule) -> Verdict:
+    """From the last `CONFIRM` records and rises, fewer while there are not enough."""
+    now = last[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
-    heads = _grown(history, rule), _place(now, rule)
-    rises = growth(history, rule)
+    heads = _grown(last, rule), _place(now, rule)
     if not rises:
         return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
     text = f"gradient norm {rises[-1]:.2f}x its minimum of the last {rule.reference_steps:,} steps"
@@ -135,9 +174,9 @@ def _strongest(*signs: tuple[str, str]) -> Verdict:
     return Verdict(level=ranked[0][0], reason="; ".join(told))
 
 
-def _grown(history: Sequence[Point], rule: Rule) -> tuple[str, str]:
-    """(level, text) of the head whose weights leave all others behind."""
-    now, last = history[-1], [p.head_growth for p in history[-CONFIRM:]]
+def _grown(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
+    """(level, text) of the head whose weights leave all others behind, at the last records."""
+    now, last = points[-1], [p.head_growth for p in points]
     text = (
         f"layer {now.grown_layer} head {now.grown_head}: W_Q or W_K grew {now.head_growth:.2f}x as "
         f"much as the median head's in {rule.head_steps:,} steps"

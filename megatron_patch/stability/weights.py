@@ -8,6 +8,10 @@ since then. Always a lower bound of the norm.
 Shape legend: np query heads and ng key/value heads of this tensor-parallel rank, g = np / ng; d
 head dim; c hidden size. Core's fused QKV weight is [ng, (g + 2), d, c], flattened to 2-D: the g
 query heads of a group, its key, its value.
+
+With fewer key/value heads than tensor-parallel ranks, the whole weight is cut into equal numbers of
+rows, wherever heads begin: ranks that share a key/value head gather its group's activations, and
+each takes its own query heads. Here every rank gets the rows of its own heads instead.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import torch
 from megatron_patch.stability.observe import Site
 
 FIRST, LATER = 8, 2  # iterations at the first observation and at later ones
+Rows = tuple[int, int]
+"""First row and the one after the last."""
 
 
 class SpectralNorms:
@@ -33,7 +39,8 @@ class SpectralNorms:
     def measure(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Float32 (W_Q norms [np], W_K norms [np], a group's query heads sharing theirs).
 
-        None for layers without core's fused QKV projection (multi-latent attention).
+        None for layers without core's fused QKV projection (multi-latent attention). Collective
+        over the tensor-parallel group if that has more ranks than there are key/value heads.
         """
         found = split_qkv(self.site.attention)
         if found is None:
@@ -45,19 +52,82 @@ class SpectralNorms:
 
 
 def split_qkv(attention: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(W_Q [np, d, c], W_K [ng, d, c]) of a self-attention module, or None."""
+    """(W_Q [np, d, c], W_K [ng, d, c]) of a self-attention module, or None.
+
+    Collective where `SpectralNorms.measure` is; None on all ranks of the group or on none.
+    """
     linear = getattr(attention, "linear_qkv", None)
     weight = getattr(linear, "weight", None)
     heads = getattr(attention, "num_attention_heads_per_partition", None)
     groups = getattr(attention, "num_query_groups_per_partition", None)
     if weight is None or not heads or not groups or weight.dim() != 2:
         return None
-    per_group = heads // groups
+    weight, per_group = weight.detach(), heads // groups
     d = attention.hidden_size_per_attention_head
+    size, kv_heads = getattr(attention, "world_size", 1), _kv_heads(attention)
+    if kv_heads is not None and kv_heads < size:
+        # Here core's numbers of this partition are those of a whole group.
+        if weight.shape[0] * size != kv_heads * (per_group + 2) * d:
+            return None
+        group = attention.pg_collection.tp
+        return _gathered(weight, heads=per_group * kv_heads, groups=kv_heads, d=d, group=group)
     if weight.shape[0] != groups * (per_group + 2) * d:
         return None  # gated output or another layout: not ours to guess
-    blocks = weight.detach().view(groups, per_group + 2, d, weight.shape[1])
+    blocks = weight.view(groups, per_group + 2, d, weight.shape[1])
     return blocks[:, :per_group].flatten(0, 1), blocks[:, per_group]
+
+
+def _kv_heads(attention: Any) -> int | None:
+    """Key/value heads of the whole layer, where the module says."""
+    return getattr(getattr(attention, "config", None), "num_query_groups", None)
+
+
+def rows_of(rank: int, *, heads: int, groups: int, d: int, size: int) -> list[Rows]:
+    """Rows of the whole fused weight that rank's query heads and their key are; ``heads`` and
+    ``groups`` of the whole layer, fewer groups than ``size`` ranks."""
+    mine, per_group = heads // size, heads // groups
+    group, place = divmod(rank * mine, per_group)
+    base = group * (per_group + 2)
+    blocks = ((base + place, base + place + mine), (base + per_group, base + per_group + 1))
+    return [(first * d, last * d) for first, last in blocks]
+
+
+def overlap(owner: int, reader: int, *, heads: int, groups: int, d: int, size: int) -> list[Rows]:
+    """Rows of owner's share of the weight, counted in it, that reader wants; in order."""
+    share = (heads + 2 * groups) * d // size
+    low, high = owner * share, (owner + 1) * share
+    wanted = rows_of(reader, heads=heads, groups=groups, d=d, size=size)
+    cut = [(max(first, low) - low, min(last, high) - low) for first, last in wanted]
+    return [(first, last) for first, last in cut if first < last]
+
+
+def _gathered(
+    weight: torch.Tensor, *, heads: int, groups: int, d: int, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W_Q [np, d, c], W_K [1, d, c]) of this rank from the shares of all. Collective.
+
+    What goes where follows from the shapes alone: nothing waits for the device.
+    """
+    size, rank = group.size(), group.rank()
+
+    def between(owner: int, reader: int) -> list[Rows]:
+        return overlap(owner, reader, heads=heads, groups=groups, d=d, size=size)
+
+    sends = [between(rank, reader) for reader in range(size)]
+    pieces = [weight[first:last] for rows in sends for first, last in rows]
+    leaving = torch.cat([weight[:0], *pieces])
+    counts = [_count(between(owner, rank)) for owner in range(size)]
+    arriving = leaving.new_empty(sum(counts), weight.shape[1])
+    torch.distributed.all_to_all_single(
+        arriving, leaving, counts, [_count(rows) for rows in sends], group=group
+    )
+    # Owners in rank order and their rows in order: the query heads, then the key.
+    blocks = arriving.view(-1, d, weight.shape[1])
+    return blocks[:-1], blocks[-1:]
+
+
+def _count(rows: list[Rows]) -> int:
+    return sum(last - first for first, last in rows)
 
 
 def _iterate(w: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

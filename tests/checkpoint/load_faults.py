@@ -53,6 +53,23 @@ def failing_load(root: str, *, rank: int, places: list[str]) -> dict[str, Any]:
     return found
 
 
+def failing_request(root: str, *, rank: int) -> str:
+    """A good checkpoint, and one rank that cannot say what it wants of it."""
+    live = Live(config("dp"), root)
+    live.checkpointer.save(Progress(step=1))
+
+    original = content.model_state
+    if live.layout.rank == rank:
+        content.model_state = lambda *_: 1 / 0
+    try:
+        live.checkpointer.load()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        content.model_state = original
+    return ""
+
+
 def overlapping_request(root: str) -> str:
     """A load in which both ranks claim to hold the first copy of every parameter."""
     live = Live(config("dp"), root)

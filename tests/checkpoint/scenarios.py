@@ -324,7 +324,7 @@ def core_alone(root: str, *, optimizer_sharding: str) -> dict[str, Any]:
 
 def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[str, Any]:
     """A good save of step 1, then one of step 2 in which one rank fails."""
-    from megatron_patch.checkpoint import writer
+    from megatron_patch.checkpoint import content, writer
 
     live = Live(config("dp", checkpoint={"async_save": background}), root)
     live.checkpointer.save(Progress(step=1))
@@ -333,9 +333,10 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    original = getattr(writer.Plan, where)
+    owner: Any = writer.Plan if hasattr(writer.Plan, where) else content
+    original = getattr(owner, where)
     if live.layout.rank == rank:
-        setattr(writer.Plan, where, fail)
+        setattr(owner, where, fail)
     try:
         live.checkpointer.save(Progress(step=2))
         live.checkpointer.finalize(blocking=True)
@@ -343,7 +344,7 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     except CheckpointError as error:
         text = f"{type(error).__name__}: {error}"
     finally:
-        setattr(writer.Plan, where, original)
+        setattr(owner, where, original)
     live.checkpointer.save(Progress(step=3))
     live.checkpointer.finalize(blocking=True)
     progress = live.checkpointer.load()

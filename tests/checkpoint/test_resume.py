@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patch.model.config import MoEConfig
+from megatron_patch.model.config import MoEConfig, MTPConfig
 
 pytestmark = pytest.mark.multiprocess
 
@@ -58,7 +58,12 @@ BITWISE = {
         "pp",
         2,
         {"model": {"num_layers": 4}, "parallel": {"virtual_pipeline_model_parallel_size": 2}},
-    )
+    ),
+    "pp, tied embeddings and an extra depth": (
+        "pp",
+        2,
+        {"model": {"tie_embeddings": True, "mtp": MTPConfig()}},
+    ),
 }  # fmt: skip
 
 
@@ -275,7 +280,13 @@ def test_core_alone_does_not_resume_torch_adamw(ranks: Any, tmp_path: Path, shar
 
 @pytest.mark.parametrize(
     "rank, where, background",
-    [(1, "write", False), (1, "write", True), (0, "finish", False), (1, "stage", False)],
+    [
+        (1, "write", False),
+        (1, "write", True),
+        (0, "finish", False),
+        (1, "stage", False),
+        (1, "model_state", False),
+    ],
 )
 def test_one_failing_rank_abandons_the_save_on_all(
     ranks: Any, tmp_path: Path, rank: int, where: str, background: bool
@@ -344,6 +355,15 @@ def test_a_run_that_saved_never_starts_at_step_0_unasked(ranks: Any, tmp_path: P
         "anew": "step None",
     }
     assert {found for found in first.values() if isinstance(found, int)} == {2}
+
+
+def test_one_rank_that_cannot_build_its_request_ends_the_load_on_all(
+    ranks: Any, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "checkpoints")
+    for text in ranks.play("load_faults.failing_request", world=2, root=root, rank=1):
+        assert text.startswith("CheckpointError: step_00000001.attempt-1 cannot be loaded")
+        assert "ZeroDivisionError" in text
 
 
 def test_a_background_save_is_committed_when_the_last_rank_is_done(

@@ -78,6 +78,16 @@ def test_a_window_saves_bytes_of_packs_whose_lengths_are_known():
     assert not verdict(case, found(known))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize("lengths", [(8, 8, 8), (8,)])
+def test_documents_of_one_token_a_chunk(mode, window, lengths):
+    """All chunks that a chunk of one token sees are visible to it as a whole; the rest is not."""
+    case = Case(size=4, mode=mode, layout="thd", lengths=lengths, tail=0, window=window)
+    for known in (None, lengths):
+        assert not verdict(case, found(run(case, document_lengths=known)))
+
+
 def test_bf16_wire_halves_gradients_on_the_way():
     case = Case(size=2, mode="p2p", causal=False, dtype="bf16")
     wide, narrow = run(case), run(dataclasses.replace(case, gradient_wire="bf16"))

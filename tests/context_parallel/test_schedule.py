@@ -86,7 +86,16 @@ def test_spans_cover_what_is_visible(size, chunk, bounds, by_position):
             inside[span.first * chunk : span.last * chunk] = True
             assert not ok[:, ~inside].any()
             if span.mask is Mask.NONE:
-                assert ok[:, inside].all()
+                # Also outside: of a pack the span hands out whole documents (`Packed.span`).
+                assert ok.all()
+
+
+def test_spans_without_a_mask_stay_whole_launches():
+    """No bound at all, in a dense sequence as in a pack of unknown lengths."""
+    for short in (1, 8):
+        plan = schedule(4, 1, Bounds(-1, -1), short=short, long=8, by_position=False)
+        (span,) = plan.spans()
+        assert (span.q, span.first, span.last, span.mask) == (Part.BOTH, 0, 8, Mask.NONE)
 
 
 @given(st.sampled_from([2, 4]), st.integers(1, 6), st.integers(0, 6), BOUNDS)

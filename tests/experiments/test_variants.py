@@ -140,6 +140,18 @@ def test_preconditions(tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
+def test_references_that_cannot_be_used(tmp_path: Path) -> None:
+    """A file of something else, and a place where none can be written."""
+    file = tmp_path / "file"
+    for content in (b"\x80\x04\xff", b"", b"[]", b'{"weights": {}}'):
+        file.write_bytes(content)
+        with pytest.raises(ExperimentError, match="is no fingerprint of a seed"):
+            preconditions.check(fingerprint(), file)
+    with pytest.raises(ExperimentError, match="cannot be written"):
+        preconditions.check(fingerprint(), file / "below")
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_hashes_see_every_bit() -> None:
     x = torch.zeros(4)
     same = [preconditions.hash_tensor(x), preconditions.hash_tensor(x.clone())]

@@ -90,7 +90,7 @@ def test_without_the_check_of_numbers_a_payload_runs(
 
     scripts = tmp_path / "launch"
     scripts.mkdir()
-    for name in ("train.sbatch", "node.sh", "lib.sh"):
+    for name in (render.SCRIPT, *render.PARTS):
         text = (ROOT / "launch" / name).read_text()
         (scripts / name).write_text(text.replace("  require_numbers SLURM", "  : SLURM"))
     monkeypatch.setattr(render, "scripts", lambda: scripts)

@@ -154,8 +154,11 @@ def test_time_limit_while_saving_is_requeued(shims):
 
 def test_refused_requeue_is_an_error(shims):
     (shims.shim / "requeue").write_text("1")
+    (shims.bin / "sleep").write_text("#!/bin/sh\n")  # five minutes of asking again
+    (shims.bin / "sleep").chmod(0o755)
     code, output = shims.drive(STOPPED)
-    assert code == 1 and "scontrol requeue failed" in output
+    assert code == 1 and "scontrol requeue failed; submit again" in output
+    assert shims.requeues() == 60
 
 
 def test_stop_without_a_step_is_a_crash(shims):

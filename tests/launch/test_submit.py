@@ -27,7 +27,7 @@ def test_test_only_comes_before_submitting(launch, shims, capsys):
     assert shims.calls("sbatch") == [["--test-only", script], ["--parsable", script]]
     assert "job 4711: 2 ranks = 2 node(s) x 1" in capsys.readouterr().out
     assert shims.launched.read_text().startswith("4711 ")
-    for name in ("lib.sh", "node.sh", "config.yaml", "job.sbatch"):
+    for name in ("lib.sh", "requeue.sh", "node.sh", "config.yaml", "job.sbatch"):
         assert (shims.run / "launch" / name).is_file()
     # The directory of --output exists: without it the job would die without a word.
     assert (shims.run / "logs").is_dir()

@@ -6,6 +6,8 @@ is not. Tolerance: 3% (the issue asks for 10% on GPUs), wider only where a comme
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import dry_run
 import pytest
 from megatron_cpu import tiny_run
@@ -14,6 +16,7 @@ from test_parameters import CP, GPT2, PP, SP, TP, VP
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.planner import activations, memory, parameters
 from megatron_patch.planner.layout import layout_of
+from megatron_patch.stability.config import StabilityConfig
 from megatron_patch.training.config import RecomputeConfig
 
 SHAPE = {
@@ -119,6 +122,23 @@ SPLIT = {
 }
 
 
+SHARED = {
+    "tp4 sp, 2 kv heads": (4, 2, 0, {}),
+    "tp8 sp, 1 kv head": (8, 1, 0, {}),
+    "tp8 sp, 2 kv heads": (8, 2, 5, {}),
+    "tp4 sp, 2 kv heads, query and key norms": (4, 2, 0, {"qk_layernorm": True}),
+    "tp4 sp, 2 kv heads, no positions": (4, 2, 0, {"position_embedding": "none"}),
+}
+
+
+@pytest.mark.parametrize(("tp", "groups", "rank", "model"), SHARED.values(), ids=SHARED.keys())
+def test_fewer_key_value_heads_than_ranks(tp, groups, rank, model):
+    """Core gathers the whole qkv projection on every rank, and k and v are views of it."""
+    model = {"num_query_groups": groups, **model}
+    measured, planned = compare(model, {TP: tp, **SP}, world=tp, rank=rank)
+    assert planned.dynamic == pytest.approx(measured, rel=0.035)
+
+
 @pytest.mark.parametrize(("parallel", "keys"), SPLIT.values(), ids=SPLIT.keys())
 def test_every_stage(parallel, keys):
     tp, pp = parallel.get(TP, 1), parallel.get(PP, 1)
@@ -167,6 +187,27 @@ def test_the_tile_of_the_reference_is_its_own():
     from stable_attention.reference import blockwise
 
     assert activations.REFERENCE_TILE == blockwise.TILE_BYTES
+
+
+def switching(backend: str, stabilizer: str, guard: str) -> int:
+    """Bytes the plan gives to the attention kernel."""
+    run = tiny_run(
+        SHAPE | {"hidden_size": 512},
+        attention={"backend": backend, "stabilizer": stabilizer},
+        training={"precision": "bf16"},
+    )
+    run = replace(run, stability=StabilityConfig(guard=guard))
+    (stage,) = memory.memory_of(run, layout_of(run, 1, 1), 1024)
+    return stage.kernel
+
+
+@pytest.mark.parametrize("backend", ["stable_flash", "sdpa_flash"])
+def test_a_guard_that_switches_is_planned_for_the_larger_numerics(backend):
+    before = switching(backend, "none", "warn")
+    after = switching("stable_flash", "compensated", "warn")
+    assert switching(backend, "none", "switch") == after > before
+    unfused = switching("mcore_local", "compensated", "warn")
+    assert switching("mcore_local", "compensated", "switch") == unfused > after
 
 
 def test_the_measurement_sees_a_tensor_that_is_kept():

@@ -8,6 +8,7 @@ import pytest
 from megatron_cpu import tiny_run
 from test_parameters import CP, DIST, EP, MOE, PP, SP, TP, VP
 
+from megatron_patch.model.config import MTPConfig
 from megatron_patch.planner import communication, hardware, states
 from megatron_patch.planner.activations import sizes_of
 from megatron_patch.planner.layout import NETWORK, NODE, layout_of
@@ -122,6 +123,44 @@ def test_context_parallel_modes():
     assert communication.cp_per_layer(run, layout, n, "all_gather") == ring
     exchange = communication.cp_per_layer(run, layout, n, "a2a")
     assert exchange == {NODE: 3 / 4 * (2 * keys) * 2 * 2}
+
+
+def test_depths_of_multi_token_prediction_communicate_too():
+    """A depth's attention has the mode of the layer with its number, its experts the last's."""
+    depths = {"mtp": MTPConfig(num_layers=2)}
+    for kinds in ("p2p", ["p2p", "a2a", "all_gather", "p2p"]):
+        parallel = {CP: 2, "cp_comm_type": kinds}
+        run, layout, plain = traffic(parallel, world=2)
+        _, _, more = traffic(parallel, world=2, model=depths)
+        n, micro = sizes_of(run, VOCAB), 16
+        modes = [communication.cp_mode(run, number) for number in (1, 2)]
+        each = [communication.cp_per_layer(run, layout, n, mode)[NODE] for mode in modes]
+        assert sent(more, "cp") - sent(plain, "cp") == pytest.approx(micro * sum(each))
+    _, _, plain = traffic({EP: 4}, world=8, model=MOE)
+    _, _, more = traffic({EP: 4}, world=8, model=MOE | depths)
+    assert sent(more, "ep") / sent(plain, "ep") == 5 / 3  # layers 2, 3, 4 have experts
+    _, _, first = traffic({PP: 2, CP: 2}, world=4, model=depths)
+    _, _, last = traffic({PP: 2, CP: 2}, world=4, model=depths, stage=1)
+    assert sent(last, "cp") == 2 * sent(first, "cp")  # 2 layers and 2 depths
+
+
+def test_a_float32_residual_stream_travels_in_float32():
+    _, _, plain = traffic({PP: 2}, world=2)
+    _, _, wide = traffic({PP: 2}, world=2, model={"fp32_residual_connection": True})
+    assert sent(wide, "pp") == 2 * sent(plain, "pp")
+
+
+def test_ranks_that_share_a_key_value_head():
+    """They gather the whole qkv projection; the ring carries one head of each."""
+    groups = {"num_query_groups": 2}
+    run, layout, _ = traffic({TP: 4, CP: 2, **SP}, world=8, model=groups)
+    n = sizes_of(run, VOCAB)
+    tokens, width = 2 * 128 // 2, (8 + 2 * 2) * 8
+    plain = 10 * 2 * tokens * 64 * 3 / 4
+    gathered = 2 * 2 * tokens * width * 3 / 4  # and the reduce-scatter of its gradient
+    assert communication.tensor_per_layer(run, n) == plain + gathered
+    ring = communication.cp_per_layer(run, layout, n, "p2p")
+    assert ring == {NODE: tokens * (8 + 8) * (2 * 2 + 4)}
 
 
 def test_rates_of_the_table_are_plausible():

@@ -38,6 +38,7 @@ MLA = {"mla": LATENT, "qk_layernorm": True}
 DIRECT = {"mla": MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)}
 MOE = {"moe": MoEConfig(num_experts=4, layer_freq=[0, 1, 1, 1], ffn_hidden_size=48)}
 SHARED = {"moe": MoEConfig(num_experts=4, shared_expert_ffn_hidden_size=16)}
+TIED_MTP = {"mtp": MTPConfig(), "tie_embeddings": True}
 BIASES = {"moe": MoEConfig(num_experts=4), "add_bias_linear": True}
 
 CASES = {
@@ -64,7 +65,10 @@ CASES = {
     "shared expert": (SHARED, {EP: 4}),
     "biases in experts": (BIASES, {EP: 2}),
     "mtp": ({"mtp": MTPConfig(num_layers=2)}, {}),
-    "mtp, tied, pp2 vp2": ({"mtp": MTPConfig(), "tie_embeddings": True}, {PP: 2, VP: 2}),
+    "mtp, tied": (TIED_MTP, {}),
+    "mtp, tied, pp2": (TIED_MTP, {PP: 2}),
+    "mtp, tied, pp2 vp2": (TIED_MTP, {PP: 2, VP: 2}),
+    "mtp, pp2": ({"mtp": MTPConfig()}, {PP: 2}),
     "everything": ({**MLA, **MOE, "mtp": MTPConfig()}, {TP: 2, EP: 2, PP: 2, VP: 2, **SP}),
 }
 

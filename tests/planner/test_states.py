@@ -14,6 +14,7 @@ from test_parameters import (
     MOE,
     PP,
     SP,
+    TIED_MTP,
     TP,
     VOCAB,
     VP,
@@ -28,6 +29,8 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 WHOLE = {DIST: False}
 RUNS = {
     "one rank": (GQA, {}, 1, "bf16"),
+    "fewer kv heads than ranks, dp2": (GQA, {TP: 4, **SP}, 2, "bf16"),
+    "tied embeddings and an extra depth, pp2 dp2": (TIED_MTP, {PP: 2, **OVERLAP}, 2, "bf16"),
     "dp3": (GQA, {}, 3, "bf16"),
     "dp3 fp32": (GQA, {}, 3, "fp32"),
     "dp2 whole": (GPT2, WHOLE, 2, "bf16"),

@@ -265,6 +265,53 @@ def test_states(tmp_path: Path) -> None:
     assert collect(run).state == "finished"
 
 
+@pytest.mark.parametrize("begin", ["resuming after step 400 (1 tokens)",
+                                   "no checkpoint: starting at step 0"])  # fmt: skip
+@pytest.mark.parametrize("end", ["stopped by NonFiniteError: loss is nan at step 500",
+                                 "stopped gracefully after step 500: SIGTERM",
+                                 "stopped by OSError: disk"])  # fmt: skip
+def test_the_state_is_that_of_the_last_attempt(tmp_path: Path, begin: str, end: str) -> None:
+    """An earlier attempt's last line says nothing about one that was killed later."""
+
+    def state(name: str, *said: str) -> str:
+        log = "".join(f"2026-01-01 00:00:00 {line}\n" for line in said)
+        return collect(make_run(tmp_path / name, losses=FLAT, log=log)).state
+
+    assert state("killed", end, begin, "step 900/10000 | loss 4") == "interrupted"
+    alone = state("alone", begin, end)
+    assert alone != "interrupted"
+    assert state("again", "stopped by ValueError: x", begin, end) == alone
+    # A text about resuming is not the beginning of an attempt.
+    assert state("quoted", begin, end, f"warning: {begin}") == alone
+
+
+def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_patch.stability import record
+    from megatron_patch.stability.names import HEAD_METRICS
+    from megatron_patch.stability.warning import Rule
+
+    run = make_run(tmp_path / "run", losses=FLAT)
+    meta = record.make_meta(layers=1, heads=1, interval=50, rule=Rule(), attention="a/none")
+    heads = {name: np.ones((1, 1), np.float32) * 1e-9 for name in HEAD_METRICS}
+    writer = record.Writer(run, meta, start_step=0)
+    for i in range(1, 81):
+        norm = 0.3 if i <= 40 else 0.45  # two smoothed values: danger in the 44th record
+        scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}
+        scalars["switched"] = 2201.0 if i >= 44 else 0.0
+        writer.write(50 * i, scalars=scalars, layers={}, heads=heads)
+    writer.close()
+    taken, add = [], record.History.add
+    monkeypatch.setattr(record.History, "add", lambda *a, **k: (taken.append(1), add(*a, **k))[1])
+    facts = collect(run)
+    page.render(facts)
+    assert len(taken) == 80
+    (found,) = [a for a in verdicts.answers(facts) if a.question == "Early warning"]
+    assert found.grade == "watch" and found.text.startswith("ok at step 4,000")
+    assert "first danger at step 2,200" in found.text and "after step 2,201" in found.text
+
+
 def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     young = tmp_path / "young"
     young.mkdir()

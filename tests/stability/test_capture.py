@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from run_config import run_config
 
 from megatron_patch.stability import capture
-from megatron_patch.stability.capture import Capture
+from megatron_patch.stability.capture import Capture, Capturer, Wanted
+from megatron_patch.stability.observe import Seen
+from megatron_patch.stability.sampling import Geometry
 
 
 def make(**changes: Any) -> Capture:
@@ -92,3 +96,40 @@ def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
     replace(make(), **changes).save(path)
     with pytest.raises(ValueError, match="do not fit together"):
         capture.load(path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp", "expected"),
+    [
+        (8, 2, 4, [[0], [0], [1], [1]]),  # key/value heads are repeated
+        (8, 4, 2, [[0, 1], [2, 3]]),
+        (4, None, 2, [[0, 1], [2, 3]]),
+    ],
+)
+def test_numbers_of_key_heads_are_those_of_the_layer(
+    tmp_path: Path, heads: int, groups: int | None, tp: int, expected: list[list[int]]
+) -> None:
+    run = run_config(model={"num_attention_heads": heads, "num_query_groups": groups})
+    mine, kv = heads // tp, max(1, (groups or heads) // tp)
+    for rank in range(tp):
+        where: Any = SimpleNamespace(tp_rank=rank, dp_rank=0)
+        site: Any = SimpleNamespace(
+            layer=0, name="x", backend="reference", stabilizer="", attention=SimpleNamespace()
+        )
+        q, k = torch.randn(16, 1, mine, 8), torch.randn(16, 1, kv, 8)
+        seen = Seen(
+            site=site,
+            q=q,
+            k=k,
+            v=k,
+            out=q,
+            low=None,
+            max_logits=None,
+            sinks=None,
+            geometry=Geometry(scale=1.0, causal=True),
+            dropout_p=0.0,
+        )
+        Capturer(run, where, tmp_path)._take(3, Wanted(trigger="step", heads={0: ()}), seen, q)
+        found = capture.load(tmp_path / capture.file_name(3, 0, rank))
+        assert found.kv_heads == expected[rank]
+        assert found.heads == list(range(rank * mine, (rank + 1) * mine))

@@ -96,6 +96,34 @@ def test_norms_of_gradients_and_weights() -> None:
         spectral.measure()
 
 
+def test_weights_of_fewer_key_heads_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes say what goes to whom."""
+    sizes: list[Any] = []
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_to_all_single",
+        lambda out, x, counts, sends, *, group: sizes.append((counts, sends)),
+    )
+    attention = SimpleNamespace(
+        # 4 query heads, a key and a value over 2 ranks: the rows of this one are 3 query heads.
+        linear_qkv=SimpleNamespace(
+            weight=torch.empty(3 * D, H * D, device=META, dtype=torch.bfloat16)
+        ),
+        config=SimpleNamespace(num_query_groups=1),
+        world_size=2,
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0, size=lambda: 2)),
+        num_attention_heads_per_partition=H,
+        num_query_groups_per_partition=1,
+        hidden_size_per_attention_head=D,
+    )
+    spectral = SpectralNorms(SimpleNamespace(attention=attention))  # type: ignore[arg-type]
+    with NoCrossing():
+        assert spectral.measure() is not None
+        spectral.measure()
+    # Its own two query heads, and the key of the other rank; a query head for that one.
+    assert sizes == [([2 * D, D], [2 * D, D])] * 2
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_patch.stability import record
 from megatron_patch.stability.names import HEAD_METRICS
-from megatron_patch.stability.warning import Rule
+from megatron_patch.stability.warning import Rule, judge
 
 L, H = 3, 4
 
@@ -224,6 +224,84 @@ def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
     writer.close()
     verdicts = record.read(tmp_path).verdicts(Rule(head_signal=math.inf))
     assert verdicts[0][1].level == "ok" and verdicts[-1][1].level == "danger"
+
+
+GROWING = dict.fromkeys(("used_error_mean", "kappa", "max_logit"), QUIET)
+
+
+def rescued(folder: Path, *, switched_at: int, until: int = 60, odd: int = 0) -> list[str]:
+    """Records of a run that the guard rescues, as the trainer makes them; what it said.
+
+    The gradient norm rises by half at step 300 and stays there. ``switched_at``: steps between the
+    record that shows the danger and the step in which it is read.
+    """
+    writer = record.Writer(folder, meta(), start_step=0)
+    found, switched, said = record.History(Rule()), odd, []
+    for i in range(until):
+        step, norm = 10 * (i + 1), 0.3 if i < 30 else 0.45
+        scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}
+        found.add(step=step, scalars=scalars, heads=GROWING)
+        said.append(judge(found.points, found.rule).level)
+        if said[-1] == "danger" and not switched:
+            switched, found = step + switched_at, record.History(Rule())
+        full = dict.fromkeys(HEAD_METRICS, QUIET)
+        extra = {"switched": float(switched), "level": float(said[-1] == "danger")}
+        writer.write(step, scalars=scalars | extra, layers={}, heads=full)
+    writer.close()
+    return said
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_verdicts_start_anew_where_the_guard_switched(tmp_path: Path, later: int) -> None:
+    """What the run said, record by record: one danger, and calm after the rescue."""
+    said = rescued(tmp_path, switched_at=later)
+    assert said.count("danger") == 1 and said[-1] == "ok"
+    found = record.read(tmp_path)
+    assert [verdict.level for _, verdict in found.verdicts()] == said
+    assert [verdict.level for _, verdict in found.verdicts(Rule())] == said
+    assert [step for step, _ in found.verdicts()] == found.steps.tolist()
+    danger = found.verdicts()[said.index("danger")][0]
+    # A resume goes on from there; and no record is lost.
+    assert found.history().points[0].step == danger + 10
+    after = found.history(after=danger + later).points
+    assert [p.step for p in after] == [p.step for p in found.history().points]
+    assert [p.step for p in found.points()] == found.steps.tolist()
+
+
+def test_a_run_that_began_with_switched_numerics(tmp_path: Path) -> None:
+    """Its checkpoint tells of a switch in another run, or after the step it was taken back to."""
+    for switched in (5, 5000):
+        folder = tmp_path / str(switched)
+        said = rescued(folder, switched_at=0, odd=switched)
+        assert said[-1] == "danger"
+        assert [v.level for _, v in record.read(folder).verdicts()] == said
+
+
+def test_head_growth_does_not_look_back_over_a_switch(tmp_path: Path) -> None:
+    described = record.make_meta(
+        layers=L, heads=H, interval=10, rule=Rule(head_steps=20), attention="a/b"
+    )
+    writer = record.Writer(tmp_path, described, start_step=0)
+    for i in range(6):
+        full = {name: norms(odd=1.5**i).get(name, QUIET) for name in HEAD_METRICS}
+        switched = {"switched": 31.0 if i >= 2 else 0.0}
+        writer.write(10 * (i + 1), scalars=SCALARS | switched, layers={}, heads=full)
+    writer.close()
+    grown = [p.head_growth for p in record.read(tmp_path).points()]
+    np.testing.assert_allclose(grown, [np.nan, np.nan, 2.25, np.nan, np.nan, 2.25], rtol=1e-6)
+
+
+def test_judging_all_records_costs_each_record_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Medians are most of it: 1,000,000 steps took a quarter of an hour."""
+    import statistics
+
+    rescued(tmp_path, switched_at=1, until=200)
+    calls, median = [], statistics.median
+    monkeypatch.setattr(statistics, "median", lambda x: (calls.append(1), median(x))[1])
+    assert len(record.read(tmp_path).verdicts()) == 200
+    assert len(calls) <= 200
 
 
 def test_worst_heads() -> None:

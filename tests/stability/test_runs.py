@@ -51,6 +51,9 @@ LATENT = ["model.num_query_groups=null", "model.mla.kv_lora_rank=8", "model.mla.
           "logging.tensorboard=true"]  # fmt: skip
 SINKS = ["model.softmax_type=learnable", "model.window=[7,0]", "model.window_skip_freq=2",
          "model.attention_dropout=0.1"]  # fmt: skip
+# One key/value head: both tensor-parallel ranks hold it, and rank 0 captures nothing.
+MULTI_QUERY = ["model.num_query_groups=1", "stability.capture_steps=[3]",
+               "stability.capture_layers=[0]", "stability.capture_heads=[3]"]  # fmt: skip
 EXPERTS = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32",
            "model.moe.aux_loss_coeff=0.0"]  # fmt: skip
 
@@ -82,6 +85,7 @@ def run_all(folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]]) 
 
 # Run directories are relative to the ranks' working directory.
 BEGIN, BEGIN_WHOLE = "checkpoint.load_from=runs/start", "checkpoint.load_from=runs/start_whole"
+BEGIN_MQA = "checkpoint.load_from=runs/start_mqa"
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,8 @@ def single(folder: Path, corpus: Path) -> Path:
         run("local", BEGIN, *WATCH, "attention.backend=mcore_local"),
         run("latent", *ONE_STEP, *LATENT),
         run("sinks", *ONE_STEP, *SINKS),
+        run("start_mqa", *two_of_three, *MULTI_QUERY),
+        run("mqa", BEGIN_MQA, *WATCH, *MULTI_QUERY),
     ])  # fmt: skip
     assert all(r[0]["code"] == 0 for r in results.values())
     return folder / "runs"
@@ -117,6 +123,8 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("dp2_whole", BEGIN_WHOLE, *WATCH, WHOLE),
         run("cp2", BEGIN, *WATCH, "parallel.context_parallel_size=2", *TAKE),
         run("ep2", *ONE_STEP, *EXPERTS, "parallel.expert_model_parallel_size=2"),
+        run("mqa_tp2", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2"),
+        run("mqa_tp2_sp", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2", f"{SP}=true"),
         run("warn", *SMALL, "stability.guard=warn", **grow),
         run("switch", *SMALL, switch, *SIGNS, **grow),
         run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **grow),
@@ -131,8 +139,8 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pair(two: dict[str, Any], folder: Path) -> Path:
-    layouts = [two[name] for name in two if name[:2] in ("tp", "pp", "dp", "cp", "ep")]
-    assert len(layouts) == 9 and all(rank["code"] == 0 for r in layouts for rank in r)
+    layouts = [two[name] for name in two if name[:2] in ("tp", "pp", "dp", "cp", "ep", "mq")]
+    assert len(layouts) == 11 and all(rank["code"] == 0 for r in layouts for rank in r)
     return folder / "runs"
 
 
@@ -150,7 +158,10 @@ LOOSE = {"delta_error_mean", "delta_error_rms", "delta_error_sign"}
     "name", ["full", "core", "local", "tp2", "tp2_sp", "tp2_whole", "pp2", "pp2_virtual"]
 )
 def test_every_head_of_every_layer_is_told_the_same(pair: Path, name: str) -> None:
-    one, other = told(pair, "one"), told(pair, name)
+    same_heads(told(pair, "one"), told(pair, name))
+
+
+def same_heads(one: Telemetry, other: Telemetry) -> None:
     assert other.heads["max_logit"].shape[1:] == (4, 4)
     for metric in HEAD_METRICS:
         a, b = one.heads[metric][-1], other.heads[metric][-1]
@@ -160,6 +171,25 @@ def test_every_head_of_every_layer_is_told_the_same(pair: Path, name: str) -> No
             np.testing.assert_allclose(b, a, atol=0.15 * float(np.abs(a).max()))
         else:
             np.testing.assert_allclose(b, a, rtol=3e-4, atol=1e-6, err_msg=metric)
+
+
+@pytest.mark.parametrize("name", ["mqa_tp2", "mqa_tp2_sp"])
+def test_fewer_key_heads_than_tensor_parallel_ranks(pair: Path, name: str) -> None:
+    """The early warning's head growth reads these norms: none may be missing."""
+    one, other = told(pair, "mqa"), told(pair, name)
+    assert all(np.isfinite(other.heads[norm][-1]).all() for norm in ("wq_norm", "wk_norm"))
+    same_heads(one, other)
+    np.testing.assert_allclose(
+        other.layers["grad_norm"][-1], one.layers["grad_norm"][-1], rtol=1e-5
+    )
+    whole = capture.load(pair / "mqa" / "captures" / capture.file_name(3, 0, 0))
+    folder = pair / name / "captures"
+    assert [p.name for p in folder.iterdir()] == [capture.file_name(3, 0, 1)]
+    part = capture.load(folder / capture.file_name(3, 0, 1))
+    assert part.heads == whole.heads == [3] and part.kv_heads == whole.kv_heads == [0]
+    assert part.wq_norm is not None and part.wk_norm is not None
+    for x in ("q", "k", "v", "out", "dout", "wq_norm", "wk_norm"):
+        torch.testing.assert_close(getattr(part, x), getattr(whole, x), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "local", "tp2", "tp2_sp", "tp2_whole", "pp2",

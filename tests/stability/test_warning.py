@@ -18,7 +18,9 @@ from megatron_patch.stability.warning import (
     Rule,
     growth,
     judge,
+    smoothed,
     spike_score,
+    verdicts,
 )
 
 INTERVAL = 50
@@ -179,6 +181,55 @@ def test_the_verdict_knows_no_unit_and_only_looks_back(norms: list[float], scale
     assert judge(points, rule) == judge(larger, rule)
     ancient = [Point(step=-10_000, loss=3.0, grad_norm=1e-9, grad_norm_max=1e-9)] * SMOOTH
     assert judge(ancient + points, rule).level == judge(points, rule).level
+
+
+def slow_growth(points: list[Point], rule: Rule) -> list[float]:
+    """The definition: medians over the whole history, and their minimum in the window."""
+    seen = [p for p in points if p.step > rule.settle_steps and math.isfinite(p.grad_norm)]
+    medians = smoothed([p.grad_norm for p in seen])
+    steps = [p.step for p in seen[SMOOTH - 1 :]]
+    found = []
+    for last in range(max(0, len(medians) - CONFIRM), len(medians)):
+        start = steps[last] - rule.reference_steps
+        lowest = min(m for m, s in zip(medians[: last + 1], steps, strict=False) if s >= start)
+        found.append(medians[last] / lowest if lowest > 0 else 1.0)
+    return found
+
+
+def recent(points: list[Point], rule: Rule) -> list[Point]:
+    """As many records as the trainer keeps."""
+    return [p for p in points if p.step >= points[-1].step - rule.reference_steps - 20 * INTERVAL]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    norms=st.lists(
+        st.sampled_from([0.0, 0.2, 0.3, 0.31, 0.4, math.nan]) | st.floats(0.1, 1.0),
+        min_size=1,
+        max_size=120,
+    ),
+    window=st.sampled_from([0, 100, 400, 2000]),
+    settle=st.sampled_from([0, 300]),
+    seed=st.integers(0, 99),
+)
+def test_one_pass_gives_the_verdicts_of_the_definition(
+    norms: list[float], window: int, settle: int, seed: int
+) -> None:
+    rule = Rule(reference_steps=window, settle_steps=settle)
+    random = np.random.default_rng(seed)
+    points = [
+        replace(p, head_growth=float(random.choice([math.nan, 1.0, 1.6, 2.1, 3.0])))
+        for p in history(lambda s: norms[s // INTERVAL - 1], steps=len(norms) * INTERVAL)
+    ]
+    found = list(verdicts(points, rule))
+    assert len(found) == len(points)
+    for i, verdict in enumerate(found):
+        seen = points[: i + 1]
+        assert growth(seen, rule) == slow_growth(seen, rule)
+        assert verdict == judge(seen, rule)
+        # Where the trainer's records are finite it says the same of the few that it keeps.
+        if not math.isnan(sum(p.grad_norm for p in seen[-40:])):
+            assert verdict == judge(recent(seen, rule), rule)
 
 
 def test_spike_score_is_robust() -> None:

@@ -23,6 +23,7 @@ PP, VPP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_mo
 DIST_OPT, EP = "parallel.use_distributed_optimizer", "parallel.expert_model_parallel_size"
 OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
 IN_BF16 = ["training.precision=bf16"]
+TIED_MTP = ["model.tie_embeddings=true", "model.mtp.num_layers=1"]
 MOE = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32", "model.moe.aux_loss_coeff=0.0"]
 
 
@@ -47,6 +48,7 @@ def single(folder: Path, corpus: Path) -> dict[str, dict[int, tuple[str, str]]]:
         "fp32": [],
         "bf16": IN_BF16,
         "moe": MOE,
+        "tied_mtp": TIED_MTP,
         "whole": ["parallel.use_distributed_optimizer=false"],
     }
     runs = []
@@ -115,9 +117,13 @@ def test_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -
     found = check(folder, corpus, 2, {
         "pp2": ("fp32", [f"{PP}=2"]),
         "pp2_virtual": ("fp32", [f"{PP}=2", f"{VPP}=2"]),
+        "pp2_tied_mtp": ("tied_mtp", [f"{PP}=2", *OVERLAP, *TIED_MTP]),
+        "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
     })  # fmt: skip
     assert distance(found["pp2"], single["fp32"], STEPS) < FP32
     assert distance(found["pp2_virtual"], single["fp32"], STEPS) < FP32
+    assert distance(found["pp2_tied_mtp"], single["tied_mtp"], STEPS) < FP32
+    assert distance(found["pp2_virtual_tied_mtp"], single["tied_mtp"], STEPS) < FP32
 
 
 def test_tensor_and_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
