@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -77,3 +78,10 @@ class CheckpointConfig:
                 read_key(self.hmac_key_file)
             except ValueError as error:
                 yield Problem("checkpoint.hmac_key_file", str(error))
+
+
+def checkpoint_directory(run: RunConfig) -> Path:
+    """``checkpoint.directory``, or ``checkpoints`` in the run directory."""
+    if run.checkpoint.directory is not None:
+        return Path(run.checkpoint.directory)
+    return Path(run.run_dir or Path("runs") / run.name) / "checkpoints"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint import optimizer_state, random_state, reshardable
-from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, MismatchError
+from megatron_patch.checkpoint.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    MismatchError,
+    is_passing,
+    no_checkpoint,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-    from megatron_patch.checkpoint.collective import Collective
 
 RNG = "rng_state"
 COMMON = "common_state"
@@ -114,33 +119,72 @@ def add_optimizer(
         )
 
 
-def check_fit(request: dict[str, Any], index: Metadata, ranks: Collective, *, skip: str) -> None:
-    """Compare names and global shapes of what is asked for with what is saved. Collective.
-
-    Args:
-        request: sharded state dict to load into.
-        index: of the checkpoint.
-        ranks: all ranks of the job.
-        skip: regular expression of saved names that need not be asked for.
+def check_options(
+    info: Mapping[str, Any], *, distributed_optimizer: bool, precision: str, layout: dict[str, Any]
+) -> None:
+    """Compare what a manifest says with this run, before a request is built.
 
     Raises:
-        MismatchError: on every rank, naming parameters that differ, are missing or are left over.
+        MismatchError: an option that cannot change on a resume differs.
     """
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    remedy = (
+        "set it back, or start from its weights with checkpoint.load_from and load_weights_only"
+    )
+    if info.get("distributed_optimizer") != distributed_optimizer:
+        raise MismatchError(
+            "it was saved with parallel.use_distributed_optimizer: "
+            f"{str(info.get('distributed_optimizer')).lower()}, this run has "
+            f"{str(distributed_optimizer).lower()}; {remedy}"
+        )
+    if info.get("precision") != precision:
+        raise MismatchError(
+            f"it was saved with training.precision: {info.get('precision')}, this run has "
+            f"{precision}; {remedy}"
+        )
+    before = dict(info.get("layout") or {})
+    changed = [
+        axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != layout[axis]
+    ]
+    if info.get("optimizer_sharding") == "dp_reshardable" and changed:
+        raise MismatchError(
+            "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
+            f"which loads on other data-parallel sizes only, and {', '.join(changed)} changed; "
+            "resume on the old layout, save with fully_reshardable, then change"
+        )
+
+
+def describe(request: dict[str, Any]) -> list[Any]:
+    """What this rank asks for: core's sharded tensors and objects, without their data. Local."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
     from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-    wanted: dict[str, tuple[int, ...] | None] = {}
     sharded, _ = extract_sharded_base(load_preprocess(request)[0])
-    for entry in nested_values(sharded):
-        if isinstance(entry, ShardedTensor):
-            wanted[entry.key] = tuple(entry.global_shape)
-        elif isinstance(entry, ShardedObject):
-            wanted[entry.unique_key] = None
+    return [entry.without_data() for entry in nested_values(sharded)]
+
+
+def check_fit(asked: list[list[Any]], index: Metadata, *, skip: str) -> None:
+    """Compare names and global shapes of what is asked for with what is saved. Reads nothing.
+
+    Args:
+        asked: what `describe` says on every rank.
+        index: of the checkpoint.
+        skip: regular expression of saved names that need not be asked for.
+
+    Raises:
+        MismatchError: naming parameters that differ, are missing or are left over.
+        CheckpointingException: (core's, on the first rank only) the ranks' parts overlap or do not
+            cover a tensor.
+    """
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+
     everything: dict[str, tuple[int, ...] | None] = {}
-    for part in ranks.all_gather(wanted):
-        everything |= part
+    for entry in (entry for part in asked for entry in part):
+        if isinstance(entry, ShardedTensor):
+            everything[entry.key] = tuple(entry.global_shape)
+        elif isinstance(entry, ShardedObject):
+            everything[entry.unique_key] = None
     saved = index.state_dict_metadata
     problems = [
         f"{name}: the model has shape {list(shape)}, the checkpoint {list(_size(saved[name]))}"
@@ -159,6 +203,7 @@ def check_fit(request: dict[str, Any], index: Metadata, ranks: Collective, *, sk
             "the checkpoint does not fit this configuration:\n  "
             + "\n  ".join(problems[:SHOWN] + more)
         )
+    validate_sharding_integrity(asked)
 
 
 def _size(entry: Any) -> tuple[int, ...]:
@@ -166,11 +211,15 @@ def _size(entry: Any) -> tuple[int, ...]:
 
 
 def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, Any]:
-    """Load into ``request`` and return the state dict, reading nothing but data. Collective.
+    """Load into ``request`` and return the state dict, reading nothing but data. Local.
+
+    Core would check the sharding between two of its reads, in a collective: a rank whose first
+    read fails would leave the others in it. `check_fit` has done that.
 
     Raises:
         BadCheckpoint: a shard holds something that is not data.
-        CheckpointError: it cannot be loaded for another reason.
+        CheckpointError: it cannot be loaded for another reason; an UnavailableError where that is
+            the file system or the machine.
     """
     from megatron.core import dist_checkpointing
 
@@ -179,13 +228,14 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
     try:
         with safe_loading(index), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # core and torch about their own future
-            return dist_checkpointing.load(request, str(folder))
+            return dist_checkpointing.load(request, str(folder), validate_access_integrity=False)
     except (Exception, CheckpointException) as error:  # torch's is a BaseException
         cause = _cause(error)
         if isinstance(cause, (BadCheckpoint, CheckpointError)):
             raise cause from None
-        raise CheckpointError(
-            f"{folder.name} cannot be loaded: {type(cause).__name__}: {cause}"
+        raise no_checkpoint(
+            f"{folder.name} cannot be loaded: {type(cause).__name__}: {cause}",
+            passing=is_passing(cause),
         ) from error
 
 

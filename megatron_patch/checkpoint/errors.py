@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_patch.runtime.io_errors import may_pass
+
 
 class CheckpointError(RuntimeError):
     """No good checkpoint where one is required."""
 
     exit_code = 4
+
+
+class UnavailableError(CheckpointError):
+    """The file system or the machine failed, not a checkpoint: the next attempt may succeed."""
+
+    exit_code = 1
 
 
 class SaveError(CheckpointError):
@@ -26,23 +34,65 @@ class MismatchError(CheckpointError, ValueError):
 class BadCheckpoint(Exception):
     """Why one checkpoint directory was refused."""
 
-    def __init__(self, kind: str, why: str, *, damaged: bool = True) -> None:
+    def __init__(self, kind: str, why: str, *, damaged: bool = True, passing: bool = False) -> None:
         """``kind``: a slug for file names (``hash``, ``size`` ...); ``why``: a sentence.
 
         ``damaged`` is False where the directory itself may be fine (an unreadable disk, another
-        key): such a directory is passed over but not moved aside.
+        key): such a directory is passed over but not moved aside. ``passing`` where it may be
+        read the next time, or on another node.
         """
         super().__init__(why)
         self.kind = kind
         self.why = why
         self.damaged = damaged
+        self.passing = passing
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.kind, self.why, self.damaged)
+        return _rebuild, (self.kind, self.why, self.damaged, self.passing)
 
 
-def _rebuild(kind: str, why: str, damaged: bool) -> BadCheckpoint:
-    return BadCheckpoint(kind, why, damaged=damaged)
+def _rebuild(kind: str, why: str, damaged: bool, passing: bool) -> BadCheckpoint:
+    return BadCheckpoint(kind, why, damaged=damaged, passing=passing)
+
+
+MACHINE = ("CUDA error", "out of memory", "can't allocate memory")
+"""In the text of torch's RuntimeErrors that are about the machine."""
+
+
+CHAIN = 16
+"""Exceptions looked at behind one another; a chain may be closed."""
+
+
+def passing_cause(error: BaseException) -> BaseException | None:
+    """What of the machine or the file system failed, in a way that another attempt may not meet.
+
+    Looked for behind ``error`` as well: zipfile says "not a zip file" of a read that failed.
+    """
+    cause: BaseException | None = error
+    for _ in range(CHAIN):
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and may_pass(cause)):
+            return cause
+        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in MACHINE):
+            return cause
+        if cause is not None:
+            cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether another attempt may not meet ``error``."""
+    return passing_cause(error) is not None
+
+
+def unreadable(name: str, error: Exception) -> BadCheckpoint:
+    """A file or directory that could not be read: passed over, and left where it is."""
+    why = f"cannot read {name}: {error}"
+    return BadCheckpoint("unreadable", why, damaged=False, passing=is_passing(error))
+
+
+def no_checkpoint(text: str, *, passing: bool) -> CheckpointError:
+    """The error that ends an attempt: one that is tried again where ``passing``, or for good."""
+    return UnavailableError(text) if passing else CheckpointError(text)
 
 
 def first_problem(problems: Sequence[Exception | None]) -> Exception | None:
@@ -57,7 +107,7 @@ def first_problem(problems: Sequence[Exception | None]) -> Exception | None:
                 f"on rank {rank}: {problem.why}, though the first rank sees it; mount the "
                 "directory of the checkpoints on every node"
             )
-            return BadCheckpoint("unseen", why, damaged=False)
+            return BadCheckpoint("unseen", why, damaged=False, passing=True)
         if problem is not None:
             return problem
     return None

@@ -268,24 +268,26 @@ def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None 
 
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """Hold the run directory's lock, where there is one.
+    """Hold the locks of the run directory and of the store, where there are any.
+
+    The run directory may be elsewhere (``checkpoint.directory``); earlier versions locked only it.
 
     Raises:
-        BusyError: a trainer holds it.
+        BusyError: a trainer holds one.
     """
-    lock = root.parent / ".lock"
-    if not lock.is_file():
-        yield
-        return
-    with lock.open("r+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(
-                f"{root.parent}: a trainer uses this run right now; prune when it has stopped, or "
-                "let it keep fewer with checkpoint.keep_last"
-            ) from None
-        except OSError:  # a file system without locks, as the trainer itself accepts
-            yield
-            return
+    with contextlib.ExitStack() as held:
+        for folder in (root.parent, root):
+            lock = folder / ".lock"
+            if not lock.is_file():
+                continue
+            handle = held.enter_context(lock.open("r+"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BusyError(
+                    f"{folder}: a trainer uses this run right now; prune when it has stopped, or "
+                    "let it keep fewer with checkpoint.keep_last"
+                ) from None
+            except OSError:  # a file system without locks, as the trainer itself accepts
+                continue
         yield

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.checkpoint.errors import BadCheckpoint
+from megatron_patch.checkpoint.errors import BadCheckpoint, unreadable
 
 FORMAT = "megatron-patch-stable checkpoint"
 VERSION = 1
@@ -213,7 +213,7 @@ def open_inside(folder: Path, name: str) -> int:
     except OSError as error:
         if path.is_symlink():
             raise BadCheckpoint("link", f"{name} is a symbolic link") from None
-        raise BadCheckpoint("unreadable", f"cannot read {name}: {error}", damaged=False) from None
+        raise unreadable(name, error) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise BadCheckpoint("kind", f"{name} is not a plain file")
@@ -263,7 +263,7 @@ def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) ->
             return
         found = hash_file(folder, name, sync=False)
     except (OSError, MemoryError) as error:
-        raise BadCheckpoint("unreadable", f"cannot read {name}: {error}", damaged=False) from None
+        raise unreadable(name, error) from None
     if found.size != digest.size:
         raise BadCheckpoint("size", f"{name} has {found.size} bytes, expected {digest.size}")
     if found != digest:

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_patch.checkpoint import content, optimizer_state, random_state, writer
+from megatron_patch.checkpoint import content, last, optimizer_state, random_state, writer
 from megatron_patch.checkpoint.collective import make_collective
+from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.checkpoint.content import Parts
 from megatron_patch.checkpoint.errors import (
     BadCheckpoint,
@@ -35,6 +36,8 @@ from megatron_patch.checkpoint.errors import (
     MismatchError,
     SaveError,
     first_problem,
+    is_passing,
+    no_checkpoint,
 )
 from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
@@ -84,6 +87,8 @@ class Checkpointer:
         *,
         config_text: str = "",
         root: str | Path | None = None,
+        run_dir: Path | None = None,
+        foreign: Callable[[str], str | None] | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Nothing is read or written yet. Collective: makes a gloo group of all ranks.
@@ -97,6 +102,9 @@ class Checkpointer:
             config_text: the resolved configuration as YAML, kept inside every checkpoint.
             root: directory of the checkpoints; default: ``checkpoint.directory`` or
                 ``<run_dir>/checkpoints``.
+            run_dir: remembers the newest checkpoint, see `checkpoint.last`; None: nothing does.
+            foreign: why a checkpoint in ``root`` with this configuration text is another run's and
+                must not be continued; None where it is this run's.
             extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
 
         Raises:
@@ -108,6 +116,7 @@ class Checkpointer:
         )
         self.config_text = config_text
         self._extra = extra
+        self._run_dir, self._foreign = run_dir, foreign
         self.loaded_extra: dict[str, Any] = {}
         options = run.checkpoint
         key = read_key(options.hmac_key_file) if options.hmac_key_file is not None else None
@@ -199,6 +208,11 @@ class Checkpointer:
             raise
         if self.ranks.rank == 0:
             log.info("saved %s", path)
+            self._remember(path, attempt.step)
+
+    def _remember(self, path: Path, step: int) -> None:
+        if self._run_dir is not None and self.ranks.rank == 0:
+            last.remember(self._run_dir, path, step=step, store=self.store.identity)
 
     def _attempted(self, attempt: Attempt, work: Callable[[], Any]) -> Any:
         """Do ``work`` on all ranks; where it fails on one, all abandon the attempt."""
@@ -279,13 +293,16 @@ class Checkpointer:
         The run's own newest good checkpoint is taken, else ``checkpoint.load_from``.
 
         Raises:
-            CheckpointError: checkpoints exist and none is good, or one is required and missing.
-            MismatchError: a good checkpoint does not fit the configuration.
+            CheckpointError: checkpoints exist and none is good, one is required and missing, or
+                the run directory knows of one that is not there.
+            MismatchError: a good checkpoint does not fit the configuration, or is another run's.
         """
         options = self.run.checkpoint
         progress: Progress | None = None
         if options.resume != "never":
-            progress = self._load_newest(self.store, weights_only=False, move_aside=True)
+            progress = self._load_newest(self.store, weights_only=False, own=True)
+            if progress is None:
+                self._refuse_to_forget()
         if progress is None and options.resume == "required":
             raise CheckpointError(
                 f"checkpoint.resume is required, and there is no checkpoint in {self.store.root}"
@@ -310,7 +327,7 @@ class Checkpointer:
         Raises:
             CheckpointError: none is good.
         """
-        progress = self._load_newest(self.store, weights_only=False, move_aside=True)
+        progress = self._load_newest(self.store, weights_only=False, own=True)
         if progress is None:
             raise CheckpointError(f"there is no checkpoint in {self.store.root}")
         return progress
@@ -322,30 +339,48 @@ class Checkpointer:
             store = self._open(path.parent)
             try:
                 found = store.check(path)
-                progress = self._apply(found, weights_only)
+                progress = self._apply(found, weights_only, own=False)
             except BadCheckpoint as bad:
-                raise CheckpointError(f"checkpoint.load_from {path}: {bad.why}") from None
+                raise no_checkpoint(
+                    f"checkpoint.load_from {path}: {bad.why}", passing=bad.passing
+                ) from None
         else:
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            progress = self._load_newest(
-                self._open(root), weights_only=weights_only, move_aside=False
-            )
+            progress = self._load_newest(self._open(root), weights_only=weights_only, own=False)
             if progress is None:
                 raise CheckpointError(f"checkpoint.load_from: there is no checkpoint in {root}")
         return None if weights_only else progress
 
     def _load_newest(
-        self, store: CheckpointStore, *, weights_only: bool, move_aside: bool
+        self, store: CheckpointStore, *, weights_only: bool, own: bool
     ) -> Progress | None:
+        """From the run's own store (damaged ones are moved aside), or from another run's."""
         progress: list[Progress] = []
 
         def accept(found: Found) -> None:
-            progress[:] = [self._apply(found, weights_only)]
+            progress[:] = [self._apply(found, weights_only, own=own)]
 
-        found = store.find(move_aside=move_aside, accept=accept)
-        return progress[0] if found is not None else None
+        found = store.find(move_aside=own, accept=accept)
+        if found is None:
+            return None
+        if own:
+            self._remember(found.path, found.manifest.step)
+        return progress[0]
 
-    def _apply(self, found: Found, weights_only: bool) -> Progress:
+    def _refuse_to_forget(self) -> None:
+        """Do not start a run anew whose checkpoints are not where they were. Collective.
+
+        Raises:
+            CheckpointError: its directory knows of a checkpoint.
+        """
+        problem: CheckpointError | None = None
+        if self._run_dir is not None and self.ranks.rank == 0:
+            problem = last.refusal(self._run_dir, self.store.root)
+        problem = self.ranks.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+    def _apply(self, found: Found, weights_only: bool, *, own: bool) -> Progress:
         """Load a verified checkpoint into the live objects. Collective.
 
         Raises:
@@ -363,10 +398,14 @@ class Checkpointer:
             )
             request = self._together(found, lambda: self._request(found, weights_only, same_layout))
             skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
-            content.check_fit(request, index, self.ranks, skip=skip)
+            mine = self._together(found, lambda: content.describe(request))
+            asked = self.ranks.all_gather(mine)
+            self._together(found, lambda: content.check_fit(asked, index, skip=skip))
         except MismatchError as error:
             raise MismatchError(f"{found.path.name}: {error}") from None
         loaded = self._together(found, lambda: content.read(request, found.path, index))
+        if own:
+            self._together(found, lambda: self._check_run(found, str(loaded["run"]["config"])))
         return self._together(found, lambda: self._put(loaded, weights_only, same_layout))
 
     def _together(self, found: Found, work: Callable[[], Any]) -> Any:
@@ -379,39 +418,29 @@ class Checkpointer:
             problem = caught
         except Exception as caught:
             log.debug("loading %s failed", found.path, exc_info=True)
-            problem = CheckpointError(f"{found.path.name} cannot be loaded: {describe(caught)}")
+            problem = no_checkpoint(
+                f"{found.path.name} cannot be loaded: {describe(caught)}",
+                passing=is_passing(caught),
+            )
         refusal = first_problem(self.ranks.all_gather(problem))
         if refusal is not None:
             raise refusal
         return result
 
+    def _check_run(self, found: Found, config_text: str) -> None:
+        """That a checkpoint of the own store is this run's: two runs may name one directory."""
+        why = self._foreign(config_text) if self._foreign is not None and config_text else None
+        if why is not None:
+            raise MismatchError(f"{found.path}: {why}")
+
     def _check_options(self, found: Found, weights_only: bool) -> None:
         """What must agree before a request can be built."""
-        info = found.manifest.info
-        if weights_only:
-            return
-        if info.get("distributed_optimizer") != self.parts.distributed_optimizer:
-            raise MismatchError(
-                "it was saved with parallel.use_distributed_optimizer: "
-                f"{str(info.get('distributed_optimizer')).lower()}, this run has "
-                f"{str(self.parts.distributed_optimizer).lower()}; set it back, or start from its "
-                "weights with checkpoint.load_from and load_weights_only"
-            )
-        if info.get("precision") != self.run.training.precision:
-            raise MismatchError(
-                f"it was saved with training.precision: {info.get('precision')}, this run has "
-                f"{self.run.training.precision}; set it back, or start from its weights with "
-                "checkpoint.load_from and load_weights_only"
-            )
-        before, now = dict(info.get("layout") or {}), self._shape()
-        changed = [
-            axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != now[axis]
-        ]
-        if info.get("optimizer_sharding") == "dp_reshardable" and changed:
-            raise MismatchError(
-                "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
-                f"which loads on other data-parallel sizes only, and {', '.join(changed)} changed; "
-                "resume on the old layout, save with fully_reshardable, then change"
+        if not weights_only:
+            content.check_options(
+                found.manifest.info,
+                distributed_optimizer=self.parts.distributed_optimizer,
+                precision=self.run.training.precision,
+                layout=self._shape(),
             )
 
     def _request(self, found: Found, weights_only: bool, same_layout: bool) -> dict[str, Any]:
@@ -452,10 +481,3 @@ class Checkpointer:
     def _say(self, text: str, *args: Any) -> None:
         if self.ranks.rank == 0:
             log.warning(text, *args)
-
-
-def checkpoint_directory(run: RunConfig) -> Path:
-    """``checkpoint.directory``, or ``checkpoints`` in the run directory."""
-    if run.checkpoint.directory is not None:
-        return Path(run.checkpoint.directory)
-    return Path(run.run_dir or Path("runs") / run.name) / "checkpoints"

@@ -105,10 +105,11 @@ def read_metadata(folder: str | Path, sizes: Mapping[str, int] | None = None) ->
     path = folder / METADATA
     if path.stat().st_size > MAX_METADATA_BYTES:
         raise BadCheckpoint("metadata", f"{METADATA} is larger than {MAX_METADATA_BYTES} bytes")
+    # From memory: a declared length beyond the end is then an error, not an allocation.
+    data = path.read_bytes()
     before = {cls: dict(vars(cls)) for cls in ALLOWED.values() if isinstance(cls, type)}
     try:
-        # From memory: a declared length beyond the end is then an error, not an allocation.
-        found = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+        found = _IndexUnpickler(io.BytesIO(data)).load()
     except BadCheckpoint:
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from megatron_patch.checkpoint.errors import BadCheckpoint
+from megatron_patch.checkpoint.errors import BadCheckpoint, passing_cause
 from megatron_patch.checkpoint.safe_metadata import DTYPES, read_metadata
 
 MAX_PICKLE_BYTES = 1 << 28  # of the structure around tensors; tensors lie in records of their own
@@ -150,6 +150,9 @@ def inspect_archive(stream: Any, length: int) -> None:
     except BadCheckpoint:
         raise
     except Exception as error:
+        cause = passing_cause(error)
+        if isinstance(cause, OSError):  # the disk's fault, for which nothing is moved aside
+            raise cause from None
         raise BadCheckpoint("hostile", f"it was refused: {error}") from None
 
 

@@ -37,6 +37,9 @@ from megatron_patch.checkpoint.errors import (
     CheckpointError,
     SaveError,
     first_problem,
+    is_passing,
+    no_checkpoint,
+    unreadable,
 )
 from megatron_patch.checkpoint.files import (
     check_listing,
@@ -294,7 +297,8 @@ class CheckpointStore:
         BadCheckpoint.
 
         Raises:
-            CheckpointError: there are checkpoints and none of these is good.
+            CheckpointError: there are checkpoints and none of these is good; an UnavailableError
+                where all of them only could not be read this time.
         """
         found_here: Branch = self._on_first_rank(
             self._candidates, f"cannot list {self.root}", error=CheckpointError
@@ -326,7 +330,10 @@ class CheckpointStore:
                     )
             return found
         if refused or found_here.other:
-            raise CheckpointError(self._none_good(refused, found_here.other))
+            raise no_checkpoint(
+                self._none_good(refused, found_here.other),
+                passing=bool(refused) and all(why.passing for _, why in refused),
+            )
         self._parent = None
         return None
 
@@ -437,7 +444,7 @@ class CheckpointStore:
         except BadCheckpoint as bad:
             return bad
         except OSError as error:
-            return BadCheckpoint("unreadable", f"cannot read {path.name}: {error}", damaged=False)
+            return unreadable(path.name, error)
         return manifest
 
     def _read_manifest(self, path: Path) -> Manifest:
@@ -469,14 +476,16 @@ class CheckpointStore:
         error: type[CheckpointError] = SaveError,
     ) -> Any:
         """Do ``work`` on rank 0 and give its result, or its error, to every rank."""
-        result: tuple[Any, str | None] = (None, None)
+        result: tuple[Any, str | None, bool] = (None, None, False)
         if self.ranks.rank == 0:
             try:
-                result = (work(), None)
+                result = (work(), None, False)
             except Exception as caught:
-                result = (None, describe(caught))
-        value, problem = self.ranks.broadcast(result)
+                result = (None, describe(caught), is_passing(caught))
+        value, problem, passing = self.ranks.broadcast(result)
         if problem is not None:
+            if fatal and error is CheckpointError:
+                raise no_checkpoint(f"{failed}: {problem}", passing=passing)
             if fatal:
                 raise error(f"{failed}: {problem}")
             self._say(logging.WARNING, "%s: %s", failed, problem)

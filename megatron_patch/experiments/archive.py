@@ -23,7 +23,7 @@ from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, rea
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"
-LEFT_BEHIND = ("checkpoints", "tensorboard", "wandb")
+LEFT_BEHIND = ("checkpoints", "last_checkpoint.json", "tensorboard", "wandb")
 SHARED = ("experiment.json", "states.json")
 _LARGEST = 1 << 30
 _SLACK = 1 << 16
@@ -70,7 +70,7 @@ def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]
 def _records(experiment: Path) -> Iterator[Path]:
     for folder, inside, names in os.walk(experiment):
         inside[:] = [n for n in inside if n not in LEFT_BEHIND]
-        for name in names:
+        for name in set(names).difference(LEFT_BEHIND):
             path = Path(folder) / name
             if not name.startswith(".") and not name.endswith(".tmp") and not path.is_symlink():
                 yield path

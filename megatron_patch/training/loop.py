@@ -5,13 +5,14 @@
 
 A run ends in one of four ways: at ``train_steps`` (marker FINISHED, exit code 0), gracefully by
 signal or limit (checkpoint, exit code 0, no marker), by the stability guard (checkpoint, exit code
-5), or by an error (its own exit code; nothing is saved).
+5), or by an error (its own exit code; no save is begun).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.faults import hang, ledger
@@ -24,7 +25,12 @@ from megatron_patch.training import startup
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.rundir import RunDirectory, mark_finished, run_directory
+from megatron_patch.training.rundir import (
+    RunDirectory,
+    another_run,
+    mark_finished,
+    run_directory,
+)
 from megatron_patch.training.saver import Position, Saver
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
 from megatron_patch.training.step import StepResult, fetch, train_step
@@ -45,7 +51,8 @@ def train(loaded: Loaded) -> int:
     Raises:
         ConfigError, DataError, BackendError: exit code 2.
         NonFiniteError: exit code 3.
-        CheckpointError: exit code 4 (no good checkpoint where one is required).
+        CheckpointError: exit code 4 (no good checkpoint where one is required); an
+            UnavailableError, 1, where it could not be read this time.
         StabilityStop: exit code 5, after a checkpoint (``stability.guard: stop``).
         RewindsUsedUp: exit code 7 (``faults.spike``).
         SameStepError: exit code 8, one step crashed every attempt (where the launcher asks).
@@ -68,7 +75,7 @@ def train(loaded: Loaded) -> int:
         ledger.record_error(run_directory(run), layout.rank, error)
         # Elsewhere other ranks may be inside a collective: leaving the groups together is not
         # possible, and the launcher ends them.
-        if layout.world_size == 1 or isinstance(error, TOGETHER):
+        if _raised_together(error, layout):
             setup.destroy()
         raise
     finally:
@@ -76,6 +83,10 @@ def train(loaded: Loaded) -> int:
             watcher.stop()
         stop.restore()
     return 0
+
+
+def _raised_together(error: BaseException, layout: Layout) -> bool:
+    return layout.world_size == 1 or isinstance(error, TOGETHER)
 
 
 def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
@@ -94,7 +105,12 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
         for note in directory.notes if directory is not None else []:
             monitor.say(note)
         parts = _Training(loaded, layout, stop=stop, monitor=monitor, directory=directory)
-        parts.run_to_end()
+        try:
+            parts.run_to_end()
+        except Exception as error:
+            if _raised_together(error, layout):
+                parts.commit_last_save()
+            raise
     except BaseException as error:
         monitor.note(f"stopped by {type(error).__name__}: {error}")
         raise
@@ -139,6 +155,7 @@ class _Training:
         self.faults = s.faults = startup.watch_faults(s, self.loaders, monitor)
         checkpointer = Checkpointer(
             run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml(),
+            run_dir=run_directory(run), foreign=partial(another_run, loaded=loaded),
             extra=self.faults.state,
         )  # fmt: skip
         startup.check_host_memory(checkpointer, monitor)
@@ -185,6 +202,19 @@ class _Training:
                 consumed_tokens=self.position.consumed_tokens,
             )
         self.monitor.say(f"finished: {self.position.step:,} steps")
+
+    def commit_last_save(self) -> None:
+        """Commit what is being saved in the background before an error ends the run. Collective.
+
+        It is a good checkpoint of an earlier step; uncommitted, the next start would discard it.
+        """
+        if not self.saver.saving:
+            return
+        PULSE.enter("save")
+        try:
+            self.saver.finish()
+        except Exception as error:  # the one that ends the run is the one to tell
+            self.monitor.say(f"warning: the last background save is lost: {error}")
 
     def _resume(self) -> None:
         """Take over the newest good checkpoint, where there is one.

@@ -13,12 +13,14 @@ import logging
 import os
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
+from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.config.problem import DEFAULT, Problem
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.io_errors import may_pass
@@ -79,6 +81,11 @@ def run_directory(run: RunConfig) -> Path:
     return Path(run.run_dir) if run.run_dir else Path("runs") / run.name
 
 
+def lies_outside(run: RunConfig) -> bool:
+    """Whether the checkpoints are not in the run directory, by their name or through a link."""
+    return not checkpoint_directory(run).resolve().is_relative_to(run_directory(run).resolve())
+
+
 class RunDirectoryLost(RuntimeError):
     """The run directory was deleted or replaced while the run was training."""
 
@@ -93,6 +100,7 @@ class RunDirectory:
     notes: list[str]
     finished: bool
     _lock: IO[str] | None
+    _store_lock: IO[str] | None = None
 
     def check_still_there(self) -> None:
         """Notice that somebody deleted, moved or replaced the directory under the run.
@@ -114,10 +122,30 @@ class RunDirectory:
             )
 
     def close(self) -> None:
-        """Let other processes have the directory."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Let other processes have the directory, and that of the checkpoints."""
+        for lock in (self._store_lock, self._lock):
+            if lock is not None:
+                lock.close()
+        self._store_lock = self._lock = None
+
+    def take_store(self, run: RunConfig) -> list[Problem]:
+        """Lock the directory of the checkpoints too, which other runs may name; what is against it.
+
+        It is not made where the run has saved already: then it is not mounted, and that is said
+        when the checkpoint is looked for.
+        """
+        root = checkpoint_directory(run)
+        key = "checkpoint.directory"
+        try:
+            if not root.exists() and (self.path / last.FILE).exists():
+                return []
+            root.mkdir(parents=True, exist_ok=True)
+            self._store_lock, problem = _lock(root, self.notes)
+        except OSError as error:
+            where = error.filename or root
+            text = f"{root}: cannot be used ({error.strerror}: {where})"
+            return [Problem(key, text, may_pass=may_pass(error))]
+        return [] if problem is None else [replace(problem, path=key)]
 
 
 def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | None, list[Problem]]:
@@ -191,9 +219,9 @@ def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]
 def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
     """Whether what is in the directory belongs to this run."""
     run = loaded.config
-    checkpoints = Path(run.checkpoint.directory or path / "checkpoints")
+    checkpoints = checkpoint_directory(run)
     trained = (path / "metrics.csv").exists() or (
-        checkpoints.is_dir() and any(checkpoints.iterdir())
+        checkpoints.is_dir() and any(_is_content(p.name) for p in checkpoints.iterdir())
     )
     if not trained:
         return []
@@ -219,7 +247,7 @@ def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
                 "back, or delete it if you are sure that the settings are the same",
             )
         ]
-    refused = [c for c in changed if not (_may_change(c[0]) or _came_with_an_update(c, loaded))]
+    refused = _refused(changed, loaded)
     notes += [
         f"configuration changed since the last attempt: {key}: {old} -> {new}"
         for key, old, new in changed
@@ -230,6 +258,30 @@ def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
         Problem(key, f"{new}, but the run in {path} was started with {old}; {advice}")
         for key, old, new in refused
     ]
+
+
+def _is_content(name: str) -> bool:
+    """Whether a file tells of training; every start leaves the others."""
+    return name != LOCK and not name.startswith(TOKEN)
+
+
+def another_run(saved: str, loaded: Loaded) -> str | None:
+    """Why a checkpoint saved with the configuration ``saved`` is not this run's, by the same rule.
+
+    The run directory's own copy cannot tell: a new one may name an old ``checkpoint.directory``.
+    """
+    refused = _refused(differences(saved, loaded.dump_yaml()), loaded)
+    if not refused:
+        return None
+    listed = "".join(f"\n  {key}: {new}, but it was saved with {old}" for key, old, new in refused)
+    return (
+        f"another run's checkpoint, by its settings:{listed}\nuse another checkpoint.directory "
+        "for a new run, and checkpoint.load_from to start it from this one"
+    )
+
+
+def _refused(changed: list[tuple[str, str, str]], loaded: Loaded) -> list[tuple[str, str, str]]:
+    return [c for c in changed if not (_may_change(c[0]) or _came_with_an_update(c, loaded))]
 
 
 def _may_change(key: str) -> bool:

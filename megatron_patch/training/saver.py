@@ -66,7 +66,8 @@ class Saver:
         return self._checkpointer.loaded_extra
 
     def can_rewind(self, step: int) -> bool:
-        """Whether there is a checkpoint of at most ``step``."""
+        """Whether there is a checkpoint of at most ``step``; a background save counts if ready."""
+        self.poll()
         return self._checkpointer.store.newest_at(step) is not None
 
     def rewind(self, step: int, plan: Callable[[int], None]) -> Position:
@@ -104,6 +105,14 @@ class Saver:
         """Commit a background save that is ready."""
         if self._checkpointer.saving:
             self._attempt(lambda: self._checkpointer.finalize(blocking=False), self._saved)
+
+    def finish(self) -> None:
+        """Commit a background save, waiting for its writers.
+
+        Raises:
+            SaveError: it was abandoned.
+        """
+        self._checkpointer.finalize(blocking=True)
 
     def _attempt(self, work: object, step: int | None) -> None:
         assert callable(work)

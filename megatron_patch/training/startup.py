@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
@@ -22,6 +23,7 @@ from megatron_patch.training.rundir import (
     RunDirectory,
     check_data,
     leave_token,
+    lies_outside,
     open_run,
     run_directory,
     sees_token,
@@ -87,33 +89,53 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
         ConfigError: the directory belongs to another run or cannot be used.
     """
     directory: RunDirectory | None = None
-    verdict: list[Any] = [[], False, None]
+    run = loaded.config
+    verdict: list[Any] = [[], False, {}]
     if layout.print_rank:
         axes = ("tp", "pp", "cp", "dp", "ep")
         sizes = {axis: getattr(layout, f"{axis}_size") for axis in axes}
         report = {"world_size": layout.world_size, **sizes, **environment.report()}
         directory, problems = open_run(loaded, report)
-        token = None
+        tokens: dict[str, Path] = {}
         if directory is not None:
-            try:
-                token = leave_token(directory.path)
-            except OSError as error:
-                text = f"{directory.path}: {error.strerror}"
-                problems = [Problem("run_dir", text, may_pass=may_pass(error))]
-        verdict = [problems, directory is not None and directory.finished, token]
+            if not directory.finished:
+                problems = directory.take_store(run)
+            if not problems:
+                tokens, problems = _leave_tokens(run, directory)
+        verdict = [problems, directory is not None and directory.finished, tokens]
     torch.distributed.broadcast_object_list(verdict, src=0)
-    problems, finished, token = verdict
-    problems = problems or _one_directory(run_directory(loaded.config), token, layout)
+    problems, finished, tokens = verdict
+    for key, token in tokens.items():
+        path = run_directory(run) if key == "run_dir" else checkpoint_directory(run)
+        problems += _one_directory(key, path, token, layout)
     if problems:
         if directory is not None:
             directory.close()
         raise ConfigError(problems)
     if directory is None and finished:
-        return RunDirectory(run_directory(loaded.config), notes=[], finished=True, _lock=None)
+        return RunDirectory(run_directory(run), notes=[], finished=True, _lock=None)
     return directory
 
 
-def _one_directory(path: Path, token: Path, layout: Layout) -> list[Problem]:
+def _leave_tokens(run: RunConfig, directory: RunDirectory) -> tuple[dict[str, Path], list[Problem]]:
+    """Files that the other nodes look for, by the key that names the directory; and what failed."""
+    places = {"run_dir": directory.path}
+    checkpoints = checkpoint_directory(run)
+    if not directory.finished and checkpoints.is_dir() and lies_outside(run):
+        places["checkpoint.directory"] = checkpoints
+    tokens: dict[str, Path] = {}
+    for key, path in places.items():
+        try:
+            tokens[key] = leave_token(path)
+        except OSError as error:
+            for left in tokens.values():
+                left.unlink(missing_ok=True)
+            problem = Problem(key, f"{path}: {error.strerror}", may_pass=may_pass(error))
+            return {}, [problem]
+    return tokens, []
+
+
+def _one_directory(key: str, path: Path, token: Path, layout: Layout) -> list[Problem]:
     """What speaks against every node having the first rank's directory. Collective.
 
     A node without the shared mount would start from scratch, or write checkpoints and logs where no
@@ -131,7 +153,7 @@ def _one_directory(path: Path, token: Path, layout: Layout) -> list[Problem]:
         return []
     return [
         Problem(
-            "run_dir",
+            key,
             f"is not one directory on all nodes: what rank 0 wrote into {token.parent} on its node "
             f"is not seen by {', '.join(missing)}; mount the shared file system on every node, "
             "rank 0's included, and start in the same working directory or give an absolute path",

@@ -352,25 +352,6 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     return {"text": text, "progress": progress.as_dict()}
 
 
-def failing_load(root: str, *, rank: int) -> str:
-    """A good checkpoint, and one rank that cannot say what it wants of it."""
-    from megatron_patch.checkpoint import content
-
-    live = Live(config("dp"), root)
-    live.checkpointer.save(Progress(step=1))
-
-    original = content.model_state
-    if live.layout.rank == rank:
-        content.model_state = lambda *_: 1 / 0
-    try:
-        live.checkpointer.load()
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        content.model_state = original
-    return ""
-
-
 def killed_while_saving(root: str, *, rank: int, phase: str) -> None:
     """One rank dies by SIGKILL in a phase of a save of step 2."""
     import os

@@ -307,10 +307,61 @@ def test_one_failing_rank_abandons_the_save_on_all(
     ]
 
 
+READS = {"metadata.json": "metadata.json", "common state": "1", "shards": "2"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_io_error_of_one_rank_ends_the_load_on_all(
+    ranks: Any, tmp_path: Path, rank: int
+) -> None:
+    """At once and with the true cause: no rank is left in a collective of Megatron-Core's."""
+    root = str(tmp_path / "checkpoints")
+    found = ranks.play(
+        "load_faults.failing_load", world=2, root=root, rank=rank, places=list(READS.values())
+    )
+    for place in READS.values():
+        texts = [answer[place]["text"] for answer in found]
+        assert texts[0] == texts[1] and "[Errno 5] Input/output error" in texts[0], texts
+        assert texts[0].startswith("UnavailableError, exit code 1: "), "a restart is worth a try"
+        assert all(answer[place]["seconds"] < 25 for answer in found)
+    assert [answer["nowhere"]["text"] for answer in found] == ["step 1", "step 1"]
+
+
+def test_a_request_whose_parts_overlap_is_refused_before_anything_is_read(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """What core checks between its reads, and here is checked before them."""
+    for text in ranks.play(
+        "load_faults.overlapping_request", world=2, root=str(tmp_path / "checkpoints")
+    ):
+        assert "Invalid access pattern" in text or "Duplicate ShardedObject" in text
+
+
+def test_a_run_that_saved_never_starts_at_step_0_unasked(ranks: Any, tmp_path: Path) -> None:
+    """And what remembers its newest checkpoint refuses nothing else."""
+    root = tmp_path / "run" / "checkpoints"
+    first, second = ranks.play("load_faults.forgotten", world=2, root=str(root))
+    assert first == second
+    texts = {name: found for name, found in first.items() if isinstance(found, str)}
+    assert "last_checkpoint.json says that step 2 was" in texts.pop("not mounted")
+    assert "another run's: name: checkpoint-test" in texts.pop("foreign")
+    assert texts == {
+        "new": "step None",
+        "rewound": "step 2",
+        "pruned": "step 2",
+        "back": "step 2",
+        "without the file": "step 2",
+        "never": "step None",
+        "anew": "step None",
+    }
+    assert {found for found in first.values() if isinstance(found, int)} == {2}
+
+
 def test_one_rank_that_cannot_build_its_request_ends_the_load_on_all(
     ranks: Any, tmp_path: Path
 ) -> None:
-    for text in ranks.play("failing_load", world=2, root=str(tmp_path / "checkpoints"), rank=1):
+    root = str(tmp_path / "checkpoints")
+    for text in ranks.play("load_faults.failing_request", world=2, root=root, rank=1):
         assert text.startswith("CheckpointError: step_00000001.attempt-1 cannot be loaded")
         assert "ZeroDivisionError" in text
 

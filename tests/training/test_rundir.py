@@ -246,7 +246,8 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, 
 sizes = {f"{axis}_size": 1 for axis in ("tp", "pp", "cp", "dp", "ep")}
 layout = SimpleNamespace(rank=rank, local_rank=0, world_size=2, print_rank=rank == 0, **sizes)
 try:
-    directory = startup.take_directory(load("tiny.yaml", ["run_dir=" + sys.argv[3]]), layout)
+    loaded = load("tiny.yaml", ("run_dir=" + sys.argv[3]).split())
+    directory = startup.take_directory(loaded, layout)
     print("taken" if directory is not None else "given")
 except ConfigError as error:
     print(error)
@@ -279,6 +280,17 @@ def test_two_directories_are_refused_on_both_nodes(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     said = play(tmp_path, "run", "other", patience=0.5)
     assert said[0] == said[1] and "not one directory on all nodes" in said[0]
+    assert "(rank 1): " + str(tmp_path / "other") in said[0]
+    assert not list(tmp_path.glob("*/" + rundir.TOKEN + "*"))
+
+
+@pytest.mark.multiprocess
+def test_checkpoints_outside_the_run_directory_must_be_shared_too(tmp_path: Path) -> None:
+    """A node that lacks the file system of the checkpoints, and has that of the run."""
+    (tmp_path / "other").mkdir()
+    runs = ("run checkpoint.directory=shared", "run checkpoint.directory=other")
+    said = play(tmp_path, *runs, patience=0.5)
+    assert said[0] == said[1] and "checkpoint.directory: is not one directory on all" in said[0]
     assert "(rank 1): " + str(tmp_path / "other") in said[0]
     assert not list(tmp_path.glob("*/" + rundir.TOKEN + "*"))
 

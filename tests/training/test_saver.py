@@ -17,6 +17,10 @@ class Disk:
         self.full, self.background, self.saving = False, background, False
         self.saved: list[int] = []
         self._step = 0
+        self.store = self
+
+    def newest_at(self, step: int) -> int | None:
+        return max((saved for saved in self.saved if saved <= step), default=None)
 
     def save(self, progress: Progress) -> None:
         self.finalize(blocking=True)
@@ -97,6 +101,16 @@ def test_the_last_save_must_succeed() -> None:
     disk.full = True
     with pytest.raises(SaveError):
         saver.save_last(Position(5))
+
+
+def test_a_background_save_that_is_ready_is_something_to_go_back_to() -> None:
+    """The only checkpoint there is may be written in full and not be committed yet."""
+    saver, disk, _ = make(background=True)
+    saver.save(Position(5))
+    assert disk.saving and not disk.saved
+    assert not saver.can_rewind(4) and disk.saved == [5]
+    saver.save(Position(6))
+    assert saver.can_rewind(6) and disk.saved == [5, 6]
 
 
 def test_position_survives_a_checkpoint() -> None:

@@ -42,14 +42,15 @@ def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         run("broken", DETERMINISTIC),
         run("nan", DETERMINISTIC, every, nan=nan),
         run("nan", DETERMINISTIC, every),
+        run("nan_async", every, "checkpoint.async_save=true", nan=nan),
         run("nan_whole", "parallel.use_distributed_optimizer=false", nan=nan),
         # The reduction runs during the backward pass: the fault is planted after it, on all ranks.
         run("nan_overlap", "parallel.overlap_grad_reduce=true", nan=nan | {"rank": None}),
         run("nan_ignored", "training.check_finite=false", nan=nan),
     ]
     results = run_ranks(folder, corpus, 2, runs)
-    names = ["whole", "stopped", "resumed", "nan", "after nan", "nan_whole", "nan_overlap",
-             "nan_ignored"]  # fmt: skip
+    names = ["whole", "stopped", "resumed", "nan", "after nan", "nan_async", "nan_whole",
+             "nan_overlap", "nan_ignored"]  # fmt: skip
     return dict(zip(names, results, strict=True))
 
 
@@ -98,6 +99,16 @@ def test_after_a_nan_the_run_continues_from_the_checkpoint_before_it(
     assert figures(folder / "runs" / "nan") == figures(folder / "runs" / "whole")
 
 
+def test_a_background_save_is_committed_when_all_ranks_stop_by_an_error(
+    two: Any, folder: Path
+) -> None:
+    """Saved after step 2, when training was in order; the NaN comes in step 3."""
+    assert [r["code"] for r in two["nan_async"]] == [3, 3]
+    saved = folder / "runs" / "nan_async" / "checkpoints"
+    assert (saved / "step_00000002.attempt-1").is_dir()
+    assert (saved / "latest").read_text() == "step_00000002.attempt-1\n"
+
+
 def test_the_rank_is_named_without_the_distributed_optimizer_too(two: Any) -> None:
     """There the reduction leaves the NaN on every rank."""
     text = two["nan_whole"][0]["error"]
@@ -130,6 +141,7 @@ def one(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "checkpoint.interval=1",
         "checkpoint.optimizer_sharding=dp_reshardable",
     ]
+    saved = "checkpoint.directory=runs/saved/checkpoints"
     plan = {
         "noisy": run("noisy", *noisy),
         "noisy stopped": run("noisy_broken", *noisy, "training.exit_at_step=3"),
@@ -146,6 +158,10 @@ def one(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "gentle": run("gentle", *GENTLE, "optimizer.clip_grad=0.05"),
         "fast again": run("other_clip", "training.exit_at_step=3"),
         "other clip": run("other_clip", *GENTLE),
+        "saved": run("saved", "training.exit_at_step=2"),
+        "not mounted": run("saved", "checkpoint.directory=elsewhere"),
+        "not its own": run("second", "training.seed=9", saved),
+        "renamed": run("third", saved),
     }
     results = run_ranks(folder, corpus, 1, list(plan.values()))
     return dict(zip(plan, results, strict=True))
@@ -193,12 +209,27 @@ def test_time_limit_and_signals_stop_gracefully_with_a_checkpoint(one: Any, fold
 
 def test_a_signal_during_start_up_stops_before_the_first_step(one: Any, folder: Path) -> None:
     assert (one["early"][0]["code"], one["early"][0]["step"]) == (0, 0)
-    assert not (folder / "runs" / "early" / "checkpoints").exists()
+    assert not list((folder / "runs" / "early" / "checkpoints").glob("step_*"))
 
 
 def test_a_run_that_trained_nothing_saves_nothing(one: Any, folder: Path) -> None:
     saved = sorted((folder / "runs" / "noisy_broken" / "checkpoints").glob("step_*"))
     assert [path.name.split(".")[1] for path in saved] == ["attempt-1"] * len(saved)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(one: Any, folder: Path) -> None:
+    """As where ``checkpoint.directory`` is not mounted: it is empty, and no new run's."""
+    (result,) = one["not mounted"]
+    assert result["code"] == 4 and "last_checkpoint.json says that step 2 " in result["error"]
+    assert str(folder / "runs" / "saved" / "checkpoints" / "step_00000002") in result["error"]
+    assert not (folder / "elsewhere").exists()
+
+
+def test_another_run_s_checkpoints_are_not_continued(one: Any) -> None:
+    """Found by what the checkpoint says: the new run directory knows nothing of the old run."""
+    (result,) = one["not its own"]
+    assert result["code"] == 2 and "training.seed: 9, but it was saved with" in result["error"]
+    assert one["renamed"][0]["code"] == 0 and one["renamed"][0]["step"] == 5
 
 
 def test_errors_have_their_exit_codes(one: Any) -> None:

@@ -1,0 +1,55 @@
+"""What a run directory remembers of its newest checkpoint: ``<run_dir>/last_checkpoint.json``.
+
+An empty directory of checkpoints is what a new run has, and also what a run has whose file system
+is not mounted. This file tells them apart. It is written after the commit, so it may name an older
+checkpoint than the newest one, and never one that was not complete. Only that it exists counts:
+which checkpoint is loaded is found out in the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_patch.checkpoint.errors import CheckpointError, is_passing, no_checkpoint
+from megatron_patch.checkpoint.files import describe, sync_directory, write_file
+
+FILE = "last_checkpoint.json"
+
+log = logging.getLogger(__name__)
+
+
+def remember(run_dir: Path, path: Path, *, step: int, store: Callable[[], str]) -> None:
+    """Note a complete checkpoint. A failure is logged: the checkpoint counts without it."""
+    draft = run_dir / (FILE + ".tmp")
+    try:
+        facts = {"step": step, "store": store(), "path": os.path.abspath(path)}
+        write_file(draft, (json.dumps(facts) + "\n").encode())
+        os.replace(draft, run_dir / FILE)
+        sync_directory(run_dir)
+    except OSError as error:
+        log.warning("checkpoint %s is complete, but %s: %s", path.name, FILE, describe(error))
+
+
+def refusal(run_dir: Path, root: Path) -> CheckpointError | None:
+    """Why a run whose store ``root`` is empty must not start at step 0; None: it is a new run."""
+    file = run_dir / FILE
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return no_checkpoint(f"cannot read {file}: {describe(error)}", passing=is_passing(error))
+    try:
+        facts = json.loads(text)
+        saved = f"step {int(facts['step']):,} was saved as {str(facts['path'])[:500]}"
+    except (ValueError, KeyError, TypeError):
+        saved = "checkpoints were saved (the file is damaged and does not tell where)"
+    return CheckpointError(
+        f"there is no checkpoint in {os.path.abspath(root)}, but {file} says that {saved}: mount "
+        "or put back the directory, or say in checkpoint.directory where it is now; to start anew "
+        f"from step 0, delete {file}"
+    )

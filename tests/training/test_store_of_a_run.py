@@ -1,0 +1,170 @@
+"""The directory of the checkpoints: one run at a time, one run at all, and never forgotten."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patch.checkpoint import inspect, last
+from megatron_patch.checkpoint.errors import CheckpointError
+from megatron_patch.config import load
+from megatron_patch.training import rundir
+
+CONFIG = """
+name: tiny
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32}
+training: {device: cpu, precision: fp32, train_steps: 20, global_batch_size: 8, micro_batch_size: 2}
+optimizer: {lr: 1.0e-3}
+data: {blend: [{path: tiny}], tokenizer: {kind: bytes}}
+attention: {backend: reference}
+"""
+STORE = "checkpoint.directory=shared"
+
+
+@pytest.fixture
+def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Opens a run directory and takes its store: (directory, problems)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+
+    def start(*overrides: str) -> tuple[rundir.RunDirectory, list[Any]]:
+        loaded = load(tmp_path / "tiny.yaml", list(overrides))
+        directory, problems = rundir.open_run(loaded, {})
+        assert directory is not None and not problems
+        return directory, directory.take_store(loaded.config)
+
+    return start
+
+
+def test_two_runs_cannot_save_into_one_directory(open_run: Any, tmp_path: Path) -> None:
+    """The second one would delete what the first one is saving."""
+    first, problems = open_run("run_dir=a", STORE)
+    assert not problems
+    second, problems = open_run("run_dir=b", STORE)
+    assert [p.path for p in problems] == ["checkpoint.directory"]
+    assert "another process is training here" in problems[0].message
+    busy = pytest.raises(inspect.BusyError, match="a trainer uses this run")
+    with busy, inspect.alone(tmp_path / "shared"):
+        pass
+    first.close()
+    third, problems = open_run("run_dir=a", STORE)
+    assert not problems
+    third.close()
+    second.close()
+    with inspect.alone(tmp_path / "shared"):
+        pass
+
+
+def test_another_run_s_own_checkpoints_are_locked_as_well(open_run: Any) -> None:
+    first, problems = open_run("run_dir=a")
+    assert not problems
+    second, problems = open_run("run_dir=b", "checkpoint.directory=a/checkpoints")
+    assert [p.path for p in problems] == ["checkpoint.directory"]
+    first.close()
+    second.close()
+
+
+def test_a_file_system_without_locks_is_noted(
+    open_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(rundir.fcntl, "flock", refuse)
+    directory, problems = open_run("run_dir=a", STORE)
+    assert not problems and "shared: this file system has no locks" in directory.notes[-1]
+    directory.close()
+
+
+def test_a_directory_that_cannot_be_made_is_a_problem(open_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "shared").touch()
+    directory, problems = open_run("run_dir=a", "checkpoint.directory=shared/x")
+    assert [p.path for p in problems] == ["checkpoint.directory"]
+    directory.close()
+
+
+def test_the_lock_is_no_trace_of_training(open_run: Any) -> None:
+    """A run that never took a step may still be changed, and resume: never may be given again."""
+    for overrides in ([], ["model.num_layers=4"], ["checkpoint.resume=never"]):
+        directory, problems = open_run("run_dir=a", STORE, *overrides)
+        assert not problems
+        directory.close()
+
+
+def test_a_directory_that_is_not_mounted_is_not_made(open_run: Any, tmp_path: Path) -> None:
+    """Made, it would hide that it is missing, and fill the disk below the mount point."""
+    (tmp_path / "a").mkdir()
+    last.remember(tmp_path / "a", tmp_path / "shared" / "x", step=3, store=lambda: "0" * 32)
+    directory, problems = open_run("run_dir=a", STORE)
+    assert not problems and not (tmp_path / "shared").exists()
+    directory.close()
+
+
+def test_checkpoints_lie_outside_by_name_or_by_link(open_run: Any, tmp_path: Path) -> None:
+    def outside(*overrides: str) -> bool:
+        loaded = load(tmp_path / "tiny.yaml", ["run_dir=a", *overrides])
+        return rundir.lies_outside(loaded.config)
+
+    assert not outside() and not outside("checkpoint.directory=a/deep/er")
+    assert outside(STORE)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints").symlink_to(tmp_path / "far")
+    assert outside()
+
+
+def test_whose_checkpoint_it_is_follows_the_rule_of_the_run_directory(
+    open_run: Any, tmp_path: Path
+) -> None:
+    def loaded(*overrides: str) -> Any:
+        return load(tmp_path / "tiny.yaml", list(overrides))
+
+    saved = loaded("run_dir=a").dump_yaml()
+    same = ("run_dir=b", "name=other", "training.train_steps=90", STORE)
+    assert rundir.another_run(saved, loaded(*same)) is None
+    why = rundir.another_run(saved, loaded("training.seed=7", "optimizer.lr=0.5"))
+    assert why is not None and "optimizer.lr: 0.5, but it was saved with 0.001" in why
+    assert "training.seed: 7" in why and "checkpoint.load_from" in why
+    older = "\n".join(x for x in saved.splitlines() if not x.strip().startswith("weight_decay:"))
+    assert rundir.another_run(older, loaded()) is None, "a key that came with an update"
+
+
+class TestLastCheckpoint:
+    def test_a_new_run_has_none(self, tmp_path: Path) -> None:
+        assert last.refusal(tmp_path, tmp_path / "checkpoints") is None
+
+    def test_both_directories_and_the_remedy_are_named(self, tmp_path: Path) -> None:
+        last.remember(tmp_path, Path("/data/ck/step_7"), step=7000, store=lambda: "0" * 32)
+        error = last.refusal(tmp_path, tmp_path / "checkpoints")
+        assert isinstance(error, CheckpointError) and error.exit_code == 4
+        for words in ("step 7,000", "/data/ck/step_7", f"in {tmp_path / 'checkpoints'}",
+                      f"delete {tmp_path / last.FILE}"):  # fmt: skip
+            assert words in str(error)
+        assert [p.name for p in tmp_path.iterdir()] == [last.FILE]
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x", "path": 1}'])
+    def test_a_damaged_file_still_says_that_something_was_saved(
+        self, tmp_path: Path, text: str
+    ) -> None:
+        (tmp_path / last.FILE).write_text(text)
+        assert "is damaged" in str(last.refusal(tmp_path, tmp_path / "checkpoints"))
+
+    def test_a_file_that_cannot_be_read_now_is_tried_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: object) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        error = last.refusal(tmp_path, tmp_path)
+        assert error is not None and error.exit_code == 1
+
+    def test_a_full_disk_does_not_cost_the_checkpoint(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        last.remember(tmp_path / "none", Path("/data/step_7"), step=7, store=lambda: "0" * 32)
+        assert "step_7 is complete, but last_checkpoint.json" in caplog.text
