@@ -140,6 +140,8 @@ class RunDirectory:
             if not root.exists() and (self.path / last.FILE).exists():
                 return []
             root.mkdir(parents=True, exist_ok=True)
+            if root.samefile(self.path):
+                return []  # one directory, one lock
             self._store_lock, problem = _lock(root, self.notes)
         except OSError as error:
             where = error.filename or root

@@ -168,3 +168,10 @@ class TestLastCheckpoint:
     ) -> None:
         last.remember(tmp_path / "none", Path("/data/step_7"), step=7, store=lambda: "0" * 32)
         assert "step_7 is complete, but last_checkpoint.json" in caplog.text
+
+
+def test_checkpoints_may_lie_in_the_run_directory_itself(open_run: Any) -> None:
+    """It has one lock, and this process holds it already."""
+    directory, problems = open_run("run_dir=a", "checkpoint.directory=a")
+    directory.close()
+    assert not problems
