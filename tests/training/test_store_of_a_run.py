@@ -126,8 +126,8 @@ def test_whose_checkpoint_it_is_follows_the_rule_of_the_run_directory(
     saved = loaded("run_dir=a").dump_yaml()
     same = ("run_dir=b", "name=other", "training.train_steps=90", STORE)
     assert rundir.another_run(saved, loaded(*same)) is None
-    why = rundir.another_run(saved, loaded("training.seed=7", "optimizer.lr=0.5"))
-    assert why is not None and "optimizer.lr: 0.5, but it was saved with 0.001" in why
+    why = rundir.another_run(saved, loaded("training.seed=7", "optimizer.weight_decay=0.5"))
+    assert why is not None and "optimizer.weight_decay: 0.5, but it was saved with" in why
     assert "training.seed: 7" in why and "checkpoint.load_from" in why
     older = "\n".join(x for x in saved.splitlines() if not x.strip().startswith("weight_decay:"))
     assert rundir.another_run(older, loaded()) is None, "a key that came with an update"
