@@ -162,20 +162,7 @@ def attention_forward(
             sequences in a batch of several rows (not seen inside a compiled model), a paged
             cache, ``output_attentions``, arguments that only some models' attention takes.
     """
-    for name in ("cache", "output_attentions", *_OF_OTHER_ATTENTIONS):
-        given = kwargs.get(name)
-        if given is not None and given is not False:
-            raise AttentionArgumentError(
-                name, "set", "None or False", "Use attn_implementation='eager' or 'sdpa' for it."
-            )
-    if attention_mask is not None:
-        raise AttentionArgumentError(
-            "attention_mask",
-            f"a tensor of shape {tuple(attention_mask.shape)}",
-            "None",
-            "Pack sequences without padding (DataCollatorWithFlattening) or pad on the right and "
-            "leave the mask out; arbitrary masks are not supported.",
-        )
+    _check_arguments(attention_mask, kwargs)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     reach = None if sliding_window is None else sliding_window - 1
     options: dict = {
@@ -214,6 +201,23 @@ def attention_forward(
     )
     assert isinstance(out, torch.Tensor)
     return out[None], None
+
+
+def _check_arguments(attention_mask: torch.Tensor | None, kwargs: dict) -> None:
+    for name in ("cache", "output_attentions", *_OF_OTHER_ATTENTIONS):
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            raise AttentionArgumentError(
+                name, "set", "None or False", "Use attn_implementation='eager' or 'sdpa' for it."
+            )
+    if attention_mask is not None:
+        raise AttentionArgumentError(
+            "attention_mask",
+            f"a tensor of shape {tuple(attention_mask.shape)}",
+            "None",
+            "Pack sequences without padding (DataCollatorWithFlattening) or pad on the right and "
+            "leave the mask out; arbitrary masks are not supported.",
+        )
 
 
 # Biases, the keys a sparse attention chose, sinks of every token: no kernel here knows them. The

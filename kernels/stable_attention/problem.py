@@ -144,19 +144,26 @@ def shape(layout: str, *, batch: int, length: int, heads: int, d: int) -> tuple[
 
 def tokens_are_close(x: torch.Tensor, layout: str) -> bool:
     """Whether 32-bit offsets inside a tile reach all its rows (where it starts is 64-bit)."""
-    step, length = strides(x, layout)[1], dims(x, layout)[1]
+    return _reached(strides(x, layout)[1], dims(x, layout)[1])
+
+
+def _reached(step: int, length: int) -> bool:
     return step * MAX_TILE_ROWS < MAX_TILE_EXTENT or step * (length - 1) < MAX_TILE_EXTENT
+
+
+def _check_step(name: str, step: int, length: int) -> None:
+    _require(
+        _reached(step, length),
+        f"{name}'s stride from token to token",
+        lambda: step,
+        f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
+        "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
+    )
 
 
 def check_token_stride(name: str, x: torch.Tensor, layout: str) -> None:
     """Raise `AttentionArgumentError` unless `tokens_are_close`."""
-    _require(
-        tokens_are_close(x, layout),
-        f"{name}'s stride from token to token",
-        lambda: strides(x, layout)[1],
-        f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
-        "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
-    )
+    _check_step(name, strides(x, layout)[1], dims(x, layout)[1])
 
 
 def readable(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -391,13 +398,7 @@ def describe(
         for name, value in (("max_seqlen_q", sq), ("max_seqlen_k", sk)):
             _require(value >= 0, name, value, ">= 0", "It bounds the longest sequence.")
     token = dv if layout == "bhsd" else heads * dv * (batch if layout == "sbhd" else 1)
-    _require(
-        token * MAX_TILE_ROWS < MAX_TILE_EXTENT or token * (lq - 1) < MAX_TILE_EXTENT,
-        "the output's stride from token to token",
-        lambda: token,
-        f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
-        "Cut the batch.",
-    )
+    _check_step("the output", token, lq)
     for name, value in (("length of q", lq), ("length of k", lk)):
         _require(value <= MAX_LENGTH, name, value, f"<= {MAX_LENGTH}", "Cut it in chunks.")
     real_scale = d**-0.5 if scale is None else float(scale)
