@@ -38,7 +38,7 @@ def shares(root: str, *, changes: dict[str, Any]) -> dict[str, Any]:
             live.checkpointer.parts, run.checkpoint.optimizer_sharding, live.checkpointer.ranks
         )
     written: list[tuple[str, torch.Tensor]] = []
-    stage, build = writer.Plan.stage, content.build
+    stage, add = writer.Plan.stage, content.add_optimizer
 
     def stage_and_count(self: Any, *, copy: bool) -> None:
         stage(self, copy=copy)
@@ -47,14 +47,13 @@ def shares(root: str, *, changes: dict[str, Any]) -> dict[str, Any]:
 
     requested: list[torch.Tensor] = []
 
-    def build_and_count(*args: Any, **kwargs: Any) -> Any:
-        state = build(*args, **kwargs)
+    def add_and_count(state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        add(state, *args, **kwargs)
         requested[:] = _requested(state)
-        return state
 
     with mock.patch.object(writer.Plan, "stage", stage_and_count):
         live.checkpointer.save(Progress(step=1))
-    with mock.patch.object(content, "build", build_and_count):
+    with mock.patch.object(content, "add_optimizer", add_and_count):
         live.checkpointer.load()
     sizes = [p.numel() for chunk in live.chunks for p in chunk.parameters()]
     return {
