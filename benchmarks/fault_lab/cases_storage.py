@@ -75,6 +75,8 @@ def read_only(which: str, *, step: int | None) -> Callable[[Scene], Outcome]:
         scene.keep["mounted"] = path
 
         def act(attempt: Running) -> None:
+            # A mount of its own: one in which a lock file is open for writing stays writable.
+            mount("--bind", str(path), str(path))
             mount("-o", "remount,ro,bind", str(path))
             attempt.mark(f"{which} is read-only")
 
