@@ -184,7 +184,7 @@ def restart(result: dict[str, Any]) -> str:
     rows = [
         ["killed", f"rank {killed['rank']} of {result['gpus']}, step {killed['step']}, "
                    f"{killed['place']}; a checkpoint every {result['checkpoint_interval']} steps"],
-        ["said", f"`{job['told']}`"],
+        ["said", f"`{job['told']}`" if job["told"] else "nothing that names the rank"],
         ["starts of the ranks", f"{job['starts']}, in the same job; exit code {job['code']}"],
         ["from the kill to the end of the run", f"{job['seconds_after_the_kill']:.0f} s "
          f"(the undisturbed run took {result['unbroken']['seconds']:.0f} s)"],
@@ -204,6 +204,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "fault-table": ("fault_table", fault_table, "fault_table.py --state DIR"),
         "sigkill-soak": ("sigkill_soak", sigkill_soak, "sigkill_soak.py --state DIR"),
         "fault-bounds": ("fault_bounds", fault_bounds, "fault_bounds.py"),
+        "restart-2": ("restart_2gpu", restart, "restart_on_gpus.py --gpus 2"),
         "restart-4": ("restart_4gpu", restart, "restart_on_gpus.py --gpus 4"),
         "restart-8": ("restart_8gpu", restart, "restart_on_gpus.py --gpus 8"),
         "injections": ("security_table", injections, "security_table.py"),

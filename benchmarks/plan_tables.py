@@ -30,6 +30,8 @@ def memory(result: dict[str, Any]) -> str:
     head = ["model", "layout", "GPUs", "planned GiB", "measured GiB", "ratio", "reserved, ratio"]
     good = len(result["cases"]) - len(result["off"])
     held = f"{good} of {len(result['cases'])} cases within {result['tolerance']:.0%}."
+    if result["missing"]:
+        held += f" {result['missing']} more cases were not reached."
     return "\n".join([origin(result), held, "", table(head, rows)])
 
 

@@ -271,15 +271,31 @@ meaning() {
   esac
 }
 
-# Ranks that ended with an error, the first one first, with the end of its log.
-print_failures() {
-  local lines first log file rank silent=()
+# Ranks without an exit code: KILLED, and WAITING where TERM had come before. torchrun sends it to the
+# others when a rank has died; one that waits for it inside a collective cannot answer, and is killed
+# 30 s later. Where TERM had reached all of them, nobody can tell them apart.
+sort_silent() {
+  local rank name
+  KILLED=() WAITING=()
   for ((rank = 0; rank < SLURM_NNODES * RANKS_PER_NODE; rank++)); do
-    printf -v file '%s/exit/%05d' "$ATTEMPT_DIR" "$rank"
-    if [[ ! -f $file ]]; then
-      silent+=("$rank")
+    printf -v name '%05d' "$rank"
+    if [[ -f $ATTEMPT_DIR/exit/$name ]]; then
+      continue
+    elif [[ -f $ATTEMPT_DIR/asked/$name ]]; then
+      WAITING+=("$rank")
+    else
+      KILLED+=("$rank")
     fi
   done
+  if ((${#KILLED[@]} == 0)); then
+    KILLED=("${WAITING[@]}") WAITING=()
+  fi
+}
+
+# Ranks that ended with an error, the first one first, with the end of its log.
+print_failures() {
+  local lines first='' log file
+  sort_silent
   lines=$(for file in "$ATTEMPT_DIR"/exit/[0-9]*; do
     [[ -f $file && $file != *.tmp ]] || continue
     read -r code when reason <"$file" || true
@@ -288,19 +304,21 @@ print_failures() {
     fi
   done | sort -n | sed -n 1,8p) # not head: what it leaves unread would end sort, and with it this job
   echo
-  if ((${#silent[@]} == SLURM_NNODES * RANKS_PER_NODE)); then
+  if ((${#KILLED[@]} == SLURM_NNODES * RANKS_PER_NODE)); then
     echo "No rank left an exit code: killed from outside, or Python did not start."
-  elif ((${#silent[@]})); then
-    echo "Ranks that were killed (they left no exit code; look here first): ${silent[*]:0:32}"
+  elif ((${#KILLED[@]})); then
+    echo "Ranks that were killed (they left no exit code; look here first): ${KILLED[*]:0:32}"
   fi
-  if [[ -z $lines ]]; then
-    return
+  if ((${#WAITING[@]})); then
+    echo "Ranks that waited for others until they were ended: ${WAITING[*]:0:32}"
   fi
-  echo "Ranks that ended with an error, the first one first (time, rank, exit code, reason):"
-  echo "$lines"
-  read -r _ first _ <<<"$lines"
-  if ((${#silent[@]})); then
-    printf -v first '%05d' "${silent[0]}"
+  if [[ -n $lines ]]; then
+    echo "Ranks that ended with an error, the first one first (time, rank, exit code, reason):"
+    echo "$lines"
+    read -r _ first _ <<<"$lines"
+  fi
+  if ((${#KILLED[@]})); then
+    printf -v first '%05d' "${KILLED[0]}"
   fi
   log=$ATTEMPT_DIR/rank_$first.log
   if [[ -f $log ]]; then
@@ -312,16 +330,13 @@ print_failures() {
 
 # Ranks that were killed could not write into the crash ledger themselves.
 note_killed() {
-  local rank file noted=0
-  for ((rank = 0; rank < SLURM_NNODES * RANKS_PER_NODE && noted < 16; rank++)); do
-    printf -v file '%s/exit/%05d' "$ATTEMPT_DIR" "$rank"
-    if [[ ! -f $file ]]; then
-      noted=$((noted + 1))
-      printf '{"utc": "%(%FT%TZ)T", "job": "%s", "attempt": "%s.0", "step": %s, "phase": "?", ' \
-        -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$RUN_DIR/crashes.jsonl" || return 1
-      printf '"rank": %s, "host": "?", "exit_code": null, "error": "%s", "traceback": ""}\n' \
-        "$rank" "killed: it left no exit code" >>"$RUN_DIR/crashes.jsonl" || return 1
-    fi
+  local rank
+  sort_silent
+  for rank in "${KILLED[@]:0:16}"; do
+    printf '{"utc": "%(%FT%TZ)T", "job": "%s", "attempt": "%s.0", "step": %s, "phase": "?", ' \
+      -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$RUN_DIR/crashes.jsonl" || return 1
+    printf '"rank": %s, "host": "?", "exit_code": null, "error": "%s", "traceback": ""}\n' \
+      "$rank" "killed: it left no exit code" >>"$RUN_DIR/crashes.jsonl" || return 1
   done
 }
 

@@ -2,7 +2,8 @@
 
 torchrun turns every failure into its own exit code 1, so the rank's own code is left in a file,
 where the batch script finds it: ``$MEGATRON_PATCH_ATTEMPT_DIR/exit/00003`` holds
-``CODE UNIX_TIME REASON``. A rank that was killed leaves none.
+``CODE UNIX_TIME REASON``. A rank that was killed leaves none, and neither does one that waits for
+it inside a collective until torchrun kills it, too: ``asked/00003`` says that TERM had come before.
 
 ``PROGRAM`` is a module (``megatron_patch``: the trainer) or a ``.py`` file (tests put a stand-in
 there); it runs as ``__main__`` with the remaining arguments.
@@ -10,12 +11,14 @@ there); it runs as ``__main__`` with the remaining arguments.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
 import signal
 import stat
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -47,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     # end a rank that has not installed its own handler; USR1 stays ignored until the trainer
     # listens, and is sent again until the rank is gone.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _note_term(attempt / "asked" / f"{rank:05d}")
     _redirect(attempt / f"rank_{rank:05d}.log")
     code, reason = _settled(attempt / "exit") or _run(arguments[0], arguments[1:])
     sys.stdout.flush()
@@ -87,6 +91,27 @@ def _told() -> str:
         return ""
     # The first line of a list says how many there are.
     return " ".join(line.strip() for line in common.told[-1].splitlines()[:2])
+
+
+def _note_term(path: Path) -> None:
+    """Let a thread leave ``path`` when TERM reaches a handler of this process. Main thread only.
+
+    A handler itself does not run while the main thread waits for a GPU; the byte that the
+    interpreter writes at once does arrive.
+    """
+    come, go = os.pipe()
+    os.set_blocking(go, False)
+    signal.set_wakeup_fd(go, warn_on_full_buffer=False)
+    # What happens to a forked reader of data is no news of this rank.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def listen() -> None:
+        while signal.SIGTERM not in os.read(come, 64):
+            pass
+        with contextlib.suppress(OSError):
+            _leave(path, f"{time.time():.3f}\n")
+
+    threading.Thread(target=listen, name="note-term", daemon=True).start()
 
 
 def _settled(folder: Path) -> tuple[int, str] | None:

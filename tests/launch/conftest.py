@@ -25,6 +25,7 @@ env >"$SHIM/env.{name}.$n"
 """
 SRUN = """\
 leave() { echo "$2 100.$1 reason of rank $1" >"$ATTEMPT_DIR/exit/0000$1"; }
+asked() { mkdir -p "$ATTEMPT_DIR/asked"; echo 99 >"$ATTEMPT_DIR/asked/0000$1"; }
 step() { echo "$1" >"$ATTEMPT_DIR/step"; }
 finish() { step 100; leave 0 0; leave 1 0; echo '{"step": 100}' >"$RUN/FINISHED"; }
 source "$SHIM/scenario.$n"

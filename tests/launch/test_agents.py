@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,3 +138,60 @@ def test_an_exit_code_does_not_wait_for_threads(tmp_path):
     done = subprocess.run(command, env=environment, check=False, timeout=500)
     assert done.returncode == 2
     assert (tmp_path / "exit" / "00000").read_text().startswith("2 ")
+
+
+WAITS = """
+import ctypes, os, sys, time
+from pathlib import Path
+from megatron_patch.training.signals import StopFlags
+StopFlags().install()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+Path(sys.argv[1]).write_text(str(child))
+mutex = ctypes.create_string_buffer(128)
+for _ in range(2):  # locked twice: never returns, and signals do not interrupt it
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@contextlib.contextmanager
+def waiting_rank(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A rank that waits in C for ever, as in a collective of a dead peer, and its forked child."""
+    (folder / "program.py").write_text(WAITS)
+    environment = os.environ | {"RANK": "0", "MEGATRON_PATCH_ATTEMPT_DIR": str(folder)}
+    command = [sys.executable, "-m", "megatron_patch.launcher.rank", str(folder / "program.py")]
+    process = subprocess.Popen([*command, str(folder / "ready")], env=environment)
+    child = 0
+    try:
+        wait_for(lambda: (folder / "ready").exists() and (folder / "ready").read_text())
+        child = int((folder / "ready").read_text())
+        yield process, child
+    finally:
+        for pid in filter(None, (child, process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_that_cannot_answer_leaves_word_of_term(tmp_path: Path) -> None:
+    """torchrun sends TERM to the others when a rank dies: they are not the ones that died."""
+    with waiting_rank(tmp_path) as (process, _):
+        assert not (tmp_path / "asked").exists()
+        process.send_signal(signal.SIGTERM)
+        wait_for((tmp_path / "asked" / "00000").exists)
+        assert process.poll() is None and not (tmp_path / "exit").exists()
+
+
+def test_term_of_a_forked_reader_is_not_the_ranks(tmp_path: Path) -> None:
+    with waiting_rank(tmp_path) as (process, child):
+        os.kill(child, signal.SIGTERM)
+        time.sleep(1.0)
+        assert not (tmp_path / "asked").exists() and process.poll() is None

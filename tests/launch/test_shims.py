@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 
@@ -75,6 +76,20 @@ def test_crash_before_any_rank_spoke(shims):
 def test_killed_rank_is_named_before_those_it_took_along(shims):
     code, output = shims.drive("step 7; leave 0 1; exit 1", "finish")
     assert code == 0 and "(they left no exit code; look here first): 1\n" in output
+
+
+def test_killed_rank_is_told_from_one_that_waited_for_it(shims):
+    """With NCCL the others wait inside a collective until torchrun kills them, too."""
+    code, output = shims.drive("step 7; asked 0; exit 1", "finish")
+    assert code == 0 and "(they left no exit code; look here first): 1\n" in output
+    assert "Ranks that waited for others until they were ended: 0\n" in output
+    ledger = (shims.run / "crashes.jsonl").read_text().splitlines()
+    assert [json.loads(line)["rank"] for line in ledger] == [1]
+
+
+def test_where_term_reached_all_nobody_is_told_apart(shims):
+    code, output = shims.drive("step 7; asked 0; asked 1; exit 1", "finish")
+    assert code == 0 and "No rank left an exit code" in output
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])
