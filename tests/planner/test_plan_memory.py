@@ -101,7 +101,12 @@ def test_table_shows_the_worst_rank():
         {"model": "m", "layout": "CP2", "ranks": 2, "error": "no"},
     ]
     result = {"machine": {"cpu": "x", "gpu": "G"}, "versions": {}, "commit": "0" * 40}
-    result |= {"utc": "2026-01-01T00:00:00Z", "cases": cases, "off": ["m DP2", "m CP2"], "missing": 0}
+    result |= {
+        "utc": "2026-01-01T00:00:00Z",
+        "cases": cases,
+        "off": ["m DP2", "m CP2"],
+        "missing": 0,
+    }
     text = plan_tables.memory(result | {"tolerance": 0.1})
     assert "| m | DP2 | 2 | 1.00 | 2.00 | 0.500 | 1.000 |" in text
     assert "did not run" in text
