@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     loaded = load(args.config, args.overrides)
-    from megatron_patch.launcher import preflight
+    from megatron_patch.launcher import preflight, verdict
 
     out = Path(args.out)
     if not args.compare:
         preflight.measure(loaded.config, out)
-    return 0 if args.node else preflight.compare(loaded.config, out, args.expect)
+    return 0 if args.node else verdict.compare(loaded.config, out, args.expect)

@@ -16,7 +16,7 @@ import pytest
 from run_config import run_config
 
 from megatron_patch.faults import ledger
-from megatron_patch.launcher import preflight, rank
+from megatron_patch.launcher import rank, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 CRASH = "step 7; leave 1 1; exit 143"  # rank 0 was killed
@@ -109,10 +109,10 @@ def test_preflight_refuses_nvrx_that_is_not_installed():
     run = run_config(cluster={"agent": "nvrx"})
     nodes = [{"node": "n1", "versions": {"nvidia-resiliency-ext": "0.4.1"}},
              {"node": "n2", "versions": {"nvidia-resiliency-ext": None}}]  # fmt: skip
-    good, bad = preflight._check_agent(run, nodes)
+    good, bad = verdict._check_agent(run, nodes)
     assert good.passed and not bad.passed and bad.node == "n2"
     assert "pip install nvidia-resiliency-ext" in bad.text
-    assert list(preflight._check_agent(run_config(), nodes)) == []
+    assert list(verdict._check_agent(run_config(), nodes)) == []
 
 
 def test_the_ledger_line_of_the_shell_is_json(shims):

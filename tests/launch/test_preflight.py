@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from launch_cases import loaded
 
-from megatron_patch.launcher import preflight
+from megatron_patch.launcher import preflight, verdict
 from megatron_patch.launcher.preflight import SharedDirectoryError
 from megatron_patch.launcher.probe import ALL_PAIRS, meetings
 
@@ -74,7 +74,7 @@ def judge(
     rates = {r["node"]: 400.0 for r in reports} if rates is None else rates
     (out / "links.json").write_text(json.dumps(links(rates, pairs)))
     stream = io.StringIO()
-    code = preflight.compare(run, out, list(expected), stream)
+    code = verdict.compare(run, out, list(expected), stream)
     bad = out / "bad_nodes"
     return code, stream.getvalue(), bad.read_text().split() if bad.exists() else []
 
@@ -138,7 +138,7 @@ def test_slow_links_inside_a_node_name_it(tmp_path):
     rows[1]["gb_per_s"] = 100.0
     (tmp_path / "out" / "links.json").write_text(json.dumps(rows))
     stream = io.StringIO()
-    assert preflight.compare(loaded(tmp_path).config, tmp_path / "out", [], stream) == 1
+    assert verdict.compare(loaded(tmp_path).config, tmp_path / "out", [], stream) == 1
     assert "n1               GPU 0: 100 GB/s all-reduce inside a node" in stream.getvalue()
     assert (tmp_path / "out" / "bad_nodes").read_text() == "n1\n"
 
@@ -197,14 +197,14 @@ def test_what_all_nodes_lack_excludes_none(tmp_path):
         tmp_path, [healthy(n) for n in range(3)], sets=("cluster.preflight.min_free_gb=5000",)
     )
     assert code == 1 and bad == [] and "every node failed" in table
-    assert (tmp_path / "out" / preflight.EVERY_NODE).read_text() == "n0\nn1\nn2\n"
+    assert (tmp_path / "out" / verdict.EVERY_NODE).read_text() == "n0\nn1\nn2\n"
 
 
 def test_silence_of_all_nodes_may_be_retried(tmp_path):
     """No node is excluded, but nobody has measured anything that a retry would meet again."""
     code, table, bad = judge(tmp_path, [], expected=("n0", "n1"))
     assert code == 1 and bad == [] and "every node failed" in table
-    assert not (tmp_path / "out" / preflight.EVERY_NODE).exists()
+    assert not (tmp_path / "out" / verdict.EVERY_NODE).exists()
 
 
 def test_silent_node_is_named(tmp_path):
@@ -216,7 +216,7 @@ def test_silent_node_is_named(tmp_path):
 def test_no_report_at_all(tmp_path, expected):
     run = loaded(tmp_path, device="cpu").config
     stream = io.StringIO()
-    assert preflight.compare(run, tmp_path / "out", list(expected), stream) == 1
+    assert verdict.compare(run, tmp_path / "out", list(expected), stream) == 1
     table = stream.getvalue()
     assert table.count("FAILED") == max(len(expected), 1) == table.count(" wrote ")
     assert "no node is excluded" in table and not (tmp_path / "out" / "bad_nodes").exists()
@@ -233,7 +233,7 @@ def test_damaged_report_fails_its_node(tmp_path, text):
         (tmp_path / "out" / f"n{index}.json").write_text(json.dumps(healthy(index)))
     (tmp_path / "out" / "links.json").write_text(json.dumps(links({"n0": 4.0, "n1": 4, "n2": 4})))
     stream = io.StringIO()
-    assert preflight.compare(run, tmp_path / "out", ["n0", "n1", "n2"], stream) == 1
+    assert verdict.compare(run, tmp_path / "out", ["n0", "n1", "n2"], stream) == 1
     assert "report             n1               its report cannot be read" in stream.getvalue()
     assert stream.getvalue().count("FAILED") == 1
     assert (tmp_path / "out" / "bad_nodes").read_text() == "n1\n"
@@ -244,7 +244,7 @@ def test_damaged_links_name_no_node(tmp_path):
     (tmp_path / "n0.json").write_text(json.dumps(healthy(0)))
     (tmp_path / "links.json").write_text('[{"node": "n0", ')
     stream = io.StringIO()
-    assert preflight.compare(run, tmp_path, [], stream) == 1
+    assert verdict.compare(run, tmp_path, [], stream) == 1
     assert "links.json cannot be read" in stream.getvalue()
     assert not (tmp_path / "bad_nodes").exists()
 
@@ -302,7 +302,7 @@ def test_collectives_that_do_not_end_name_no_node(tmp_path):
     run = loaded(tmp_path).config
     (tmp_path / "n0.json").write_text(json.dumps(healthy(0)))
     stream = io.StringIO()
-    assert preflight.compare(run, tmp_path, [], stream) == 1
+    assert verdict.compare(run, tmp_path, [], stream) == 1
     assert "on no node in particular" in stream.getvalue()
     assert not (tmp_path / "bad_nodes").exists()
 
@@ -319,7 +319,7 @@ def test_this_machine(tmp_path):
     facts = preflight.measure(run, out)
     assert facts["versions"]["torch"] and abs(facts["clock_skew"]) < 5
     stream = io.StringIO()
-    assert preflight.compare(run, out, [facts["node"]], stream) == 0
+    assert verdict.compare(run, out, [facts["node"]], stream) == 0
     assert "CPU run" in stream.getvalue() and "no GPU: not measured" in stream.getvalue()
     assert [p.name for p in out.iterdir()] == [f"{facts['node']}.json"]
 
@@ -396,5 +396,5 @@ def test_slow_card_is_measured_as_such(tmp_path):
     # The sleep is most of every time; what this machine adds is within half of it.
     run = loaded(tmp_path, sets=("cluster.preflight.tolerance=0.4",)).config
     stream = io.StringIO()
-    assert preflight.compare(run, tmp_path, [], stream) == 1
+    assert verdict.compare(run, tmp_path, [], stream) == 1
     assert (tmp_path / "bad_nodes").read_text() == "n2\n", stream.getvalue()
