@@ -95,7 +95,8 @@ def _add_target(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--results-dir",
         metavar="DIR",
-        help="also copy the results there, every 90 s and at the end: <name>.json, .png, .csv",
+        help="also copy the results there, every 90 s and at the end: <name>.json, .png, .csv; "
+        "runs that went further in the results lying there are kept",
     )
     part.add_argument(
         "--archives",

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.store import identity, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 
@@ -170,18 +171,11 @@ def _compare(content: dict[str, bytes], out: Path) -> None:
     for name, data in content.items():
         if name.startswith("reference/") and (out / name).exists():
             mine, theirs = json.loads((out / name).read_text()), json.loads(data)
-            if _without_commit(mine) != _without_commit(theirs):
+            if without_commit(mine) != without_commit(theirs):
                 raise ExperimentError(
                     f"{name} differs: the runs were made with other weights, batches, software or "
                     f"device than those in {out}; unpack them into a directory of their own"
                 )
-
-
-def _without_commit(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Runs of other commits can be put beside each other: every run's own is in its record, and
-    the tables name them when they differ. In one invocation they are refused."""
-    environment = {k: v for k, v in fingerprint["environment"].items() if k != "commit"}
-    return fingerprint | {"environment": environment}
 
 
 def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:

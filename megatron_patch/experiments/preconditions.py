@@ -42,6 +42,13 @@ FINGERPRINT_KEYS = {"weights", "batches_sha256", "checked_steps", "environment"}
 SHOWN = 5
 
 
+def without_commit(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Runs of other commits can be put beside each other: every run's own is in its record, and
+    the tables name them when they differ. In one invocation they are refused."""
+    environment = {k: v for k, v in fingerprint["environment"].items() if k != "commit"}
+    return fingerprint | {"environment": environment}
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What runs of one seed must share."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.experiments import archive, results
+from megatron_patch.experiments import archive, earlier, results
 from megatron_patch.experiments.store import Store
 
 COPIES = {"verdicts.json": ".json", "curves.png": ".png", "curves.csv": ".csv"}
@@ -33,12 +33,15 @@ class Target:
 def publish(store: Store, target: Target) -> Iterator[str]:
     """Bring the experiment's results up to date and copy them; yields what was left out.
 
+    Runs that went further in the results which are there already are kept (`earlier`).
+
     Raises:
-        ExperimentError: the small records alone do not fit into the archives.
+        ExperimentError: the small records alone do not fit into the archives, or the results that
+            are there cannot be read or stand beside these.
     """
-    results.write(store)
-    target.folder.mkdir(parents=True, exist_ok=True)
     name = store.experiment.protocol.name
+    results.write(store, earlier.read(target.folder, name))
+    target.folder.mkdir(parents=True, exist_ok=True)
     for source, suffix in COPIES.items():
         path = store.path / "results" / source
         if path.exists():

@@ -7,6 +7,7 @@ the state ``waiting``. The JSON is what docs/stability.md is generated from.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
 import statistics
@@ -14,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.experiments import earlier
+from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, Store
-from megatron_patch.experiments.verdict import Row, begins_with, judge, read_rows, windows
+from megatron_patch.experiments.verdict import Row, Window, begins_with, judge, read_rows, windows
 
 HEAD = (
     "cell",
@@ -36,17 +39,26 @@ SAVED_WINDOWS = 4
 """A continued run is saved if its last windows, so many, all have small gradients."""
 
 
-def write(store: Store) -> dict[str, Any]:
-    """Write ``results/`` of the experiment; returns what verdicts.json holds."""
+def write(store: Store, before: earlier.Earlier | None = None) -> dict[str, Any]:
+    """Write ``results/`` of the experiment; returns what verdicts.json holds.
+
+    ``before``: results whose runs are kept where they went further than those here.
+
+    Raises:
+        ExperimentError: ``before`` cannot stand beside this experiment.
+    """
     folder = store.path / "results"
     folder.mkdir(exist_ok=True)
     rows = {run.id: store.rows(run) for run in store.experiment.runs}
+    size = store.experiment.protocol.explosion.window
+    curves = {name: windows(found, size) for name, found in rows.items()}
     result = collect(store, rows)
+    earlier.join(result, curves, before)
     (folder / "verdicts.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
     (folder / "verdicts.md").write_text(markdown(result))
-    _write_curves(folder / "curves.csv", store, rows)
-    if any(rows.values()):
-        draw(folder / "curves.png", store, rows)
+    _write_curves(folder / "curves.csv", store, curves)
+    if any(curves.values()):
+        draw(folder / "curves.png", store, curves)
     return result
 
 
@@ -83,6 +95,7 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
             for name in ("window", "from_step", "grad_norm", "loss", "stop_after")
         },
         "environment": _environment(store),
+        "fingerprints": _fingerprints(store),
         "runs": runs,
     }
 
@@ -142,6 +155,16 @@ def _environment(store: Store) -> dict[str, Any]:
     return {}
 
 
+def _fingerprints(store: Store) -> dict[str, str]:
+    """By seed: a digest of what its runs shared (weights, batches, software, device)."""
+    found = {}
+    for file in sorted((store.path / "reference").glob("seed_*.json")):
+        shared = without_commit(json.loads(file.read_text()))
+        text = json.dumps(shared, sort_keys=True).encode()
+        found[file.stem.removeprefix("seed_")] = hashlib.sha256(text).hexdigest()
+    return found
+
+
 def _finite(value: Any) -> Any:
     """JSON has no NaN or infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -164,6 +187,8 @@ def markdown(result: dict[str, Any]) -> str:
     missing = [r["run"] for r in result["runs"] if r["state"] == "waiting"]
     if missing:
         lines += ["", f"Never started: {', '.join(missing)}."]
+    if kept := earlier.note(result):
+        lines += ["", kept]
     commits = sorted({str(r["commit"])[:12] for r in result["runs"] if r.get("commit")})
     if len(commits) > 1:
         lines += ["", f"Runs were made with commits {', '.join(commits)}; each has its own."]
@@ -236,23 +261,21 @@ def seed_spread(result: dict[str, Any]) -> str:
     return table(["cell", "seeds", "mean final loss", "largest - smallest"], rows)
 
 
-def _write_curves(path: Path, store: Store, rows: dict[str, list[Row]]) -> None:
+def _write_curves(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
     """One line a window of every run."""
-    size = store.experiment.protocol.explosion.window
     with path.open("w", newline="") as out:
         writer = csv.writer(out)
-        names = ["loss", "grad_norm", "loss_max", "grad_norm_max"]
-        writer.writerow(["run", "cell", "seed", "step", *names])
+        writer.writerow(["run", "cell", "seed", "step", *earlier.FIGURES])
         for run in store.experiment.runs:
-            for w in windows(rows[run.id], size):
-                figures = [f"{getattr(w, name):.6g}" for name in names]
+            for w in curves[run.id]:
+                figures = [f"{getattr(w, name):.6g}" for name in earlier.FIGURES]
                 writer.writerow([run.id, run.cell.name, run.seed, w.step, *figures])
 
 
 _LINES = ("-", "--", ":", "-.")
 
 
-def draw(path: Path, store: Store, rows: dict[str, list[Row]]) -> None:
+def draw(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
     """Loss and gradient norm of all runs: a color a cell, a line style a seed."""
     import matplotlib
 
@@ -264,7 +287,7 @@ def draw(path: Path, store: Store, rows: dict[str, list[Row]]) -> None:
     seeds = list(dict.fromkeys(run.seed for run in store.experiment.runs))
     figure, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
     for run in store.experiment.runs:
-        found = windows(rows[run.id], protocol.explosion.window)
+        found = curves[run.id]
         if not found:
             continue
         style = {

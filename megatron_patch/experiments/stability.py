@@ -6,8 +6,9 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_patch.experiments import plan, publish, results
+from megatron_patch.experiments import earlier, plan, publish, results
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import Experiment, Run, read
 from megatron_patch.experiments.publish import Target
@@ -75,13 +76,14 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
         seconds = None if request.minutes is None else 60 * request.minutes
         for note in store.notes:
             _say(note)
+        _write(request, store)  # what would refuse the results refuses before hours of work
         runner = Runner(store, devices, seconds, steps, set(request.only), say=_say)
         if request.target is not None:
             runner.publish = functools.partial(_publish, store, request.target)
         try:
             runner.run()
         finally:
-            result = results.write(store)
+            result = _write(request, store)
             if request.target is not None:
                 for line in publish.publish(store, request.target):
                     _say(line)
@@ -108,7 +110,7 @@ def show(request: Request) -> int:
         raise ExperimentError(f"{out} is no experiment: it has no experiment.json")
     store = Store(out, experiment)
     try:
-        result = results.write(store)
+        result = _write(request, store)
         if request.target is not None:
             for line in publish.publish(store, request.target):
                 _say(line)
@@ -116,6 +118,13 @@ def show(request: Request) -> int:
     finally:
         store.close()
     return 0
+
+
+def _write(request: Request, store: Store) -> dict[str, Any]:
+    """Results in the experiment's directory, with those kept that are to be published beside."""
+    name = store.experiment.protocol.name
+    before = None if request.target is None else earlier.read(request.target.folder, name)
+    return results.write(store, before)
 
 
 def _publish(store: Store, target: Target) -> None:

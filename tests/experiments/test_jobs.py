@@ -293,3 +293,97 @@ def test_a_killed_run_has_only_its_checkpoint(protocol: Path, tmp_path: Path) ->
     (store.run_dir(run) / "metrics.csv").write_text("step,loss,grad_norm\n" + rows)
     assert (store.last_step(run), store.reached(run)) == (100, 60)
     store.close()
+
+
+def published(folder: Path) -> dict[str, dict]:
+    return {run["run"]: run for run in json.loads((folder / "tiny.json").read_text())["runs"]}
+
+
+def test_results_of_a_machine_that_is_gone_are_kept(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    """Nobody brought its records along: a finished run must not become one never started."""
+    target = Target(folder=tmp_path / "docs")
+    quick["b-s1"] = "explode"
+    first = request(protocol, tmp_path / "machine_1", only=["a-s1", "b-s1"], target=target)
+    assert stability.run(first) == 0
+    before, curves = published(target.folder), (target.folder / "tiny.csv").read_text()
+    shutil.rmtree(tmp_path / "machine_1")
+    rest = request(protocol, tmp_path / "machine_2", only=["a-s2"], target=target)
+    capsys.readouterr()
+    assert stability.run(rest) == 0
+    said = capsys.readouterr().out
+    assert "Kept from earlier results, their records are not here: a-s1, b-s1." in said
+    after = published(target.folder)
+    assert {name: run["state"] for name, run in after.items()} == {
+        "a-s1": "finished", "b-s1": "exploded", "a-s2": "finished",
+    }  # fmt: skip
+    for name in ("a-s1", "b-s1"):
+        assert before[name] == {k: v for k, v in after[name].items() if k != "kept"}
+    assert set(curves.splitlines()) < set((target.folder / "tiny.csv").read_text().splitlines())
+    # Written again, from a directory with nothing in it: still there.
+    (tmp_path / "machine_3").mkdir()
+    empty = Store(tmp_path / "machine_3", read(protocol))
+    empty.save()
+    empty.close()
+    assert stability.show(request(protocol, tmp_path / "machine_3", target=target)) == 0
+    assert {n: r["steps"] for n, r in published(target.folder).items()} == {
+        n: r["steps"] for n, r in after.items()
+    }
+
+
+def test_the_longer_of_two_attempts_counts(
+    protocol: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    target = Target(folder=tmp_path / "docs")
+    for machine, steps in (("1", 60), ("2", 30), ("3", 100)):
+        job = request(protocol, tmp_path / machine, only=["a-s1"], steps=steps, target=target)
+        assert stability.run(job) == 0
+        found = published(target.folder)
+        assert found["a-s1"]["steps"] == max(60, steps)
+        assert ("kept" in found["a-s1"]) == (machine == "2")
+        shorter = [run for run in found.values() if run["state"] == "repeated"]
+        assert [run["steps"] for run in shorter] == ([30] if machine == "2" else [])
+
+
+def another_learning_rate(result: dict) -> None:
+    result["runs"][0]["set"] = ["optimizer.lr=9"]
+
+
+def another_rule(result: dict) -> None:
+    result["explosion"]["loss"] = 9.0
+
+
+def other_weights(result: dict) -> None:
+    result["fingerprints"] = {"1": "0" * 64}
+
+
+@pytest.mark.parametrize("change", [another_learning_rate, another_rule, other_weights])
+def test_results_that_cannot_stand_beside_these_are_refused_before_any_work(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], change: Callable[[dict], None]
+) -> None:
+    target = Target(folder=tmp_path / "docs")
+    assert stability.run(request(protocol, tmp_path / "1", only=["a-s1"], target=target)) == 0
+    file = target.folder / "tiny.json"
+    result = json.loads(file.read_text())
+    change(result)
+    file.write_text(json.dumps(result))
+    reference = tmp_path / "2" / "reference" / "seed_1.json"
+    reference.parent.mkdir(parents=True)
+    reference.write_text(json.dumps({"weights": {}, "environment": {}}))
+    with pytest.raises(ExperimentError, match="another --results-dir"):
+        stability.run(request(protocol, tmp_path / "2", only=["b-s1"], target=target))
+    assert not (tmp_path / "2" / "runs" / "b-s1").exists()
+    assert json.loads(file.read_text()) == result
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"runs": 3, "explosion": {}}', "\xff"])
+def test_what_is_no_result_is_not_overwritten(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], text: str
+) -> None:
+    target = Target(folder=tmp_path / "docs")
+    target.folder.mkdir()
+    (target.folder / "tiny.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ExperimentError, match="would be overwritten"):
+        stability.run(request(protocol, tmp_path / "1", only=["a-s1"], target=target))
+    assert (target.folder / "tiny.json").read_text(encoding="latin-1") == text
