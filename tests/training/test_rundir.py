@@ -9,26 +9,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from minimal_config import TINY
 
 from megatron_patch.config import load
 from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.training import rundir
 
-CONFIG = """
-name: tiny
-model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32}
-training: {device: cpu, precision: fp32, train_steps: 20, global_batch_size: 8, micro_batch_size: 2}
-optimizer: {lr: 1.0e-3}
-data: {blend: [{path: tiny}], tokenizer: {kind: bytes}}
-attention: {backend: reference}
-"""
-
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Loads CONFIG with overrides; the run directory is tmp_path/runs/tiny."""
+    """Loads TINY with overrides; the run directory is tmp_path/runs/tiny."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.yaml").write_text(TINY)
     return lambda *overrides: load(tmp_path / "tiny.yaml", list(overrides))
 
 
@@ -256,7 +248,7 @@ except ConfigError as error:
 
 def play(folder: Path, *directories: str, patience: float) -> list[str]:
     """What each of two nodes says, by the run directory it sees."""
-    (folder / "tiny.yaml").write_text(CONFIG)
+    (folder / "tiny.yaml").write_text(TINY)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(folder / "store"), path, str(patience)],

@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from minimal_config import TINY
 
 from megatron_patch.checkpoint import inspect, last
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.config import load
 from megatron_patch.training import rundir
 
-CONFIG = """
-name: tiny
-model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32}
-training: {device: cpu, precision: fp32, train_steps: 20, global_batch_size: 8, micro_batch_size: 2}
-optimizer: {lr: 1.0e-3}
-data: {blend: [{path: tiny}], tokenizer: {kind: bytes}}
-attention: {backend: reference}
-"""
 STORE = "checkpoint.directory=shared"
 
 
@@ -29,7 +22,7 @@ STORE = "checkpoint.directory=shared"
 def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Opens a run directory and takes its store: (directory, problems)."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.yaml").write_text(TINY)
 
     def start(*overrides: str) -> tuple[rundir.RunDirectory, list[Any]]:
         loaded = load(tmp_path / "tiny.yaml", list(overrides))
