@@ -109,18 +109,18 @@ def _attend(
         **packed,
     }
     seed = dropout_seed_tensor(None, q) if dropout_p > 0 else None
-    result = stable_attention(
+    out, lse = stable_attention(
         q,
         k,
         v,
         dropout_seed=seed,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
+        return_lse=True,
         **options,
     )
-    if isinstance(result, torch.Tensor):
-        return result[..., :dv]
-    out, lse = result[0][..., :dv], result[1]
+    out = out[..., :dv]
+    if not return_attn_probs:
+        return out
     if seed is None:
         return out, lse, None
     with torch.no_grad():
