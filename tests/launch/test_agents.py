@@ -145,11 +145,13 @@ import ctypes, os, sys, time
 from pathlib import Path
 from megatron_patch.training.signals import StopFlags
 StopFlags().install()
-child = os.fork()
-if child == 0:
+ready = Path(sys.argv[1])
+if os.fork() == 0:
+    ready.write_text(str(os.getpid()))  # what a fork does in the child is done
     time.sleep(60)
     os._exit(0)
-Path(sys.argv[1]).write_text(str(child))
+while not ready.exists():
+    time.sleep(0.01)
 mutex = ctypes.create_string_buffer(128)
 for _ in range(2):  # locked twice: never returns, and signals do not interrupt it
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
