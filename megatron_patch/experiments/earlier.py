@@ -59,12 +59,18 @@ def join(result: dict[str, Any], curves: dict[str, list[Window]], earlier: Earli
 
     Raises:
         ExperimentError: the earlier results are of another experiment, or of other weights, batches
-            or software.
+            or software, or have runs that this one has not.
     """
     if earlier is None:
         return
     old = earlier.result
     before = {run["run"]: run for run in old["runs"] if run.get("state") != "repeated"}
+    gone = sorted(n for n, r in before.items() if r["steps"] and not _has(result, n))
+    if gone:
+        raise ExperimentError(
+            f"{earlier.file} has runs that this protocol has not ({', '.join(gone)}), and would be "
+            "overwritten; move it away or name another --results-dir"
+        )
     kept, runs = set(), []
     for entry in result["runs"]:
         had = before.get(entry["run"])
@@ -88,6 +94,10 @@ def join(result: dict[str, Any], curves: dict[str, list[Window]], earlier: Earli
         result["environment"] = old["environment"]
     for seed, digest in old.get("fingerprints", {}).items():
         result["fingerprints"].setdefault(seed, digest)
+
+
+def _has(result: dict[str, Any], run: str) -> bool:
+    return any(entry["run"] == run for entry in result["runs"])
 
 
 def note(result: dict[str, Any]) -> str:

@@ -99,6 +99,8 @@ def _note_term(path: Path) -> None:
     A handler itself does not run while the main thread waits for a GPU; the byte that the
     interpreter writes at once does arrive.
     """
+    with contextlib.suppress(OSError):
+        path.unlink()  # of a start before this one, by an agent that restarts ranks in one attempt
     come, go = os.pipe()
     os.set_blocking(go, False)
     signal.set_wakeup_fd(go, warn_on_full_buffer=False)

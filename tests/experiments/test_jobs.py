@@ -354,11 +354,15 @@ def another_rule(result: dict) -> None:
     result["explosion"]["loss"] = 9.0
 
 
+def a_run_more(result: dict) -> None:
+    result["runs"][-1] |= {"run": "c-s1", "cell": "c", "steps": 7}
+
+
 def other_weights(result: dict) -> None:
     result["fingerprints"] = {"1": "0" * 64}
 
 
-@pytest.mark.parametrize("change", [another_learning_rate, another_rule, other_weights])
+@pytest.mark.parametrize("change", [another_learning_rate, another_rule, a_run_more, other_weights])
 def test_results_that_cannot_stand_beside_these_are_refused_before_any_work(
     protocol: Path, tmp_path: Path, quick: dict[str, str], change: Callable[[dict], None]
 ) -> None:

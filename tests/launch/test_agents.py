@@ -185,8 +185,10 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_a_rank_that_cannot_answer_leaves_word_of_term(tmp_path: Path) -> None:
     """torchrun sends TERM to the others when a rank dies: they are not the ones that died."""
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "asked" / "00000").write_text("99\n")  # the rank before it, in the same attempt
     with waiting_rank(tmp_path) as (process, _):
-        assert not (tmp_path / "asked").exists()
+        assert not (tmp_path / "asked" / "00000").exists()
         process.send_signal(signal.SIGTERM)
         wait_for((tmp_path / "asked" / "00000").exists)
         assert process.poll() is None and not (tmp_path / "exit").exists()

@@ -92,6 +92,17 @@ def test_an_earlier_result_of_something_else_is_refused(tmp_path):
     assert plan_memory.earlier(None) == []
 
 
+def test_an_error_is_what_the_ranks_said():
+    """torchrun's own traceback comes last, and says nothing."""
+    said = 'Traceback (most recent call last):\n  File "x"\nOSError: disk full\n'
+    torchrun = (
+        "Traceback (most recent call last):\n  in main\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nexitcode: 1\n"
+    )
+    assert plan_memory.why(said + torchrun) == said
+    assert plan_memory.why("killed") == "killed"
+
+
 def test_table_shows_the_worst_rank():
     rank = {"planned": 2**30, "planned_reserved": 2**30, "allocated": 2**30, "reserved": 2**30}
     bad = rank | {"allocated": 2 * 2**30}
