@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.experiments import archive, earlier, results
+from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.store import Store
 
 COPIES = {"verdicts.json": ".json", "curves.png": ".png", "curves.csv": ".csv"}
@@ -29,6 +30,22 @@ class Target:
     limit: int = int(15.5 * 2**20)
     """Bytes of one archive at most."""
 
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ExperimentError: it cannot be made, or not written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            reason = "" if os.access(self.folder, os.W_OK) else "no permission"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            raise ExperimentError(
+                f"--results-dir {self.folder}: cannot be written ({reason}); name a directory"
+            )
+
 
 def publish(store: Store, target: Target) -> Iterator[str]:
     """Bring the experiment's results up to date and copy them; yields what was left out.
@@ -40,8 +57,8 @@ def publish(store: Store, target: Target) -> Iterator[str]:
             are there cannot be read or stand beside these.
     """
     name = store.experiment.protocol.name
+    target.make()
     results.write(store, earlier.read(target.folder, name))
-    target.folder.mkdir(parents=True, exist_ok=True)
     for source, suffix in COPIES.items():
         path = store.path / "results" / source
         if path.exists():

@@ -122,8 +122,10 @@ def show(request: Request) -> int:
 
 def _write(request: Request, store: Store) -> dict[str, Any]:
     """Results in the experiment's directory, with those kept that are to be published beside."""
-    name = store.experiment.protocol.name
-    before = None if request.target is None else earlier.read(request.target.folder, name)
+    before = None
+    if request.target is not None:
+        request.target.make()
+        before = earlier.read(request.target.folder, store.experiment.protocol.name)
     return results.write(store, before)
 
 

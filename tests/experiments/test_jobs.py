@@ -391,3 +391,14 @@ def test_what_is_no_result_is_not_overwritten(
     with pytest.raises(ExperimentError, match="would be overwritten"):
         stability.run(request(protocol, tmp_path / "1", only=["a-s1"], target=target))
     assert (target.folder / "tiny.json").read_text(encoding="latin-1") == text
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/nope"])
+def test_a_folder_of_results_that_cannot_be_is_refused_before_any_work(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], folder: str
+) -> None:
+    (tmp_path / "file").touch()
+    target = Target(folder=tmp_path / folder)
+    with pytest.raises(ExperimentError, match="cannot be written"):
+        stability.run(request(protocol, tmp_path / "1", only=["a-s1"], target=target))
+    assert not (tmp_path / "1" / "runs" / "a-s1").exists()
