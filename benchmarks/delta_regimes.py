@@ -78,7 +78,7 @@ def with_float32_output() -> Backend:
     """The best delta there is: our dQ and dK products on a float32 O (reference implementation)."""
     from stable_attention.reference.emulators import Rounding, emulate
 
-    rounding = Rounding(normalizer="rounded", residual="float32")
+    rounding = Rounding(normalizer="rounded", weights="rounded", residual="float32")
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
         n = q.shape[2]

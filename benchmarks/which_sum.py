@@ -43,7 +43,7 @@ def measure(regime: str) -> dict[str, dict[str, float]]:
     mask = torch.ones(N, N, dtype=torch.bool).tril()
     found = {}
     for lse in ("float32", "rounded"):
-        e = emulate(q, k, v, dout, rounding=replace(COMPENSATED, lse=lse), mask=mask)
+        e = emulate(q, k, v, dout, rounding=replace(COMPENSATED, lse=lse, weights=lse), mask=mask)
         found[lse] = {
             "lse": float(f"{float((e.lse.double() - truth.lse.detach()).abs().max()):.3g}"),
             **{

@@ -83,7 +83,8 @@ def stable_attention(
         deterministic: ask for bitwise reproducible gradients, which all present kernels give
             with False too.
         return_lse: also return the float32 log-sum-exp (natural log; includes the sink),
-            [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf.
+            [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf. It costs
+            "compensated" a sum that training does without, and changes nothing else.
         return_max_logits: also return float32 [h], the largest scaled, softcapped, masked logit of
             each head over batch and positions (-inf if it saw none); not differentiable.
         return_residual: also return O's low-order part (its storage, in O's layout; empty for
@@ -126,7 +127,7 @@ def stable_attention(
     )
     _check_device(q)
     check_padded(problem, cu_seqlens_q_padded, cu_seqlens_k_padded, device=q.device)
-    out, lse, low, max_logits = ops.attention(
+    out, lse, low, max_logits, _ = ops.attention(
         q,
         k,
         v,
@@ -152,6 +153,7 @@ def stable_attention(
         eps=eps,
         deterministic=deterministic,
         with_max_logits=return_max_logits,
+        with_lse=return_lse,
     )
     extra = [
         x

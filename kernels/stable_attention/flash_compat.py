@@ -109,18 +109,18 @@ def _attend(
         **packed,
     }
     seed = dropout_seed_tensor(None, q) if dropout_p > 0 else None
-    out, lse = stable_attention(
+    result = stable_attention(
         q,
         k,
         v,
         dropout_seed=seed,
         deterministic=deterministic,
-        return_lse=True,
+        return_lse=return_attn_probs,
         **options,
     )
-    out = out[..., :dv]
-    if not return_attn_probs:
-        return out
+    if isinstance(result, torch.Tensor):
+        return result[..., :dv]
+    out, lse = result[0][..., :dv], result[1]
     if seed is None:
         return out, lse, None
     with torch.no_grad():

@@ -8,8 +8,8 @@ What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
 * O stored in 16 bits is one source of e. "compensated" keeps O_lo = O - O_hi, and delta uses both.
 * The other source: the tensor cores multiply V by P *rounded to 16 bits*, so O is a weighted mean
   only if it is divided by the sum of the same rounded P. Hence two sums:
-      l_rounded   sum of rounded P           normalises O
-      l_fp32      sum of unrounded P         gives LSE, the merge weights and the backward's P
+      l_rounded   sum of rounded P           normalises O and the backward's P
+      l_fp32      sum of unrounded P         gives LSE and the merge weights, where asked for
 * A third, which grows with the key length: tensor cores truncate when they add to a large
   accumulator, a one-sided error of up to 2^-24 of it per 16 keys. "compensated" lets them
   accumulate inside a segment of SEGMENT keys only and adds the segments with rounding to nearest
@@ -89,13 +89,14 @@ def add_row_sum(total, alpha, p):
 @triton.jit
 def softmax_step(
     s, m, l, unit, beta, eps,
-    MASKED: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+    MASKED: tl.constexpr, SUM: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr,
+    BOUND: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a score tile.
 
     Args:
         s: [BM, BN] float32 scores (-inf where masked); m: [BM] running shift; l: float32 sum
-            as in `add_row_sum`.
+            as in `add_row_sum`, left alone unless SUM.
 
     Returns:
         (p float32 [BM, BN], alpha [BM] that rescales what was accumulated, the new m and l).
@@ -105,7 +106,8 @@ def softmax_step(
     shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     p = tl.exp2(s * unit - shift[:, None])
     alpha = tl.exp2(m - shift)
-    l = add_row_sum(l, alpha, p)
+    if SUM:
+        l = add_row_sum(l, alpha, p)
     if PAPER:
         l = l.to(tl.bfloat16).to(tl.float32)
     return p, alpha, m_new, l

@@ -7,8 +7,8 @@ reads a device value. `attention` is the only caller of the forward operator.
 They are registered key by key: ``torch.library.custom_op`` walks the schema in Python on every
 call, which costs 140 us with 25 arguments where this costs 25 (and short sequences take as long).
 
-Shape legend: as in `api`. Saved for the backward: q, k, v, O, LSE, O's low-order part, and the
-small tensors of the call.
+Shape legend: as in `api`. Saved for the backward: q, k, v, O, an LSE (of the rounded P where O is
+divided by their sum), O's low-order part, and the small tensors of the call.
 """
 
 from __future__ import annotations
@@ -91,8 +91,12 @@ def _forward(
     eps: float,
     deterministic: bool,
     with_max_logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(O, LSE, O's low-order part, largest logit of each head); see `api.stable_attention`."""
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(O, LSE, O's low-order part, largest logit of each head, LSE of the rounded P).
+
+    See `api.stable_attention` and `triton.results`: of the two LSE one may be empty.
+    """
     problem = _problem(
         q,
         k,
@@ -124,15 +128,15 @@ def _forward(
         eps=eps,
     )
     result = dispatch.select(problem, q.device).forward(
-        problem, q, k, v, extras=extras, with_max_logits=with_max_logits
+        problem, q, k, v, extras=extras, with_max_logits=with_max_logits, with_lse=with_lse
     )
-    return result.out, result.lse, result.low, result.max_logits
+    return result.out, result.lse, result.low, result.max_logits, result.row_lse
 
 
 def _forward_fake(
     q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, layout, max_seqlen_q, max_seqlen_k,
     scale, window_left, window_right, softcap, dropout_p, batch_offset, head_offset,
-    stabilizer, residual, beta, eps, deterministic, with_max_logits,
+    stabilizer, residual, beta, eps, deterministic, with_max_logits, with_lse,
 ):  # fmt: skip
     problem = _problem(
         q,
@@ -147,8 +151,10 @@ def _forward_fake(
         stabilizer=stabilizer,
         residual=residual,
     )
-    result = allocate(problem, q.device, out_dtype=q.dtype, with_max_logits=with_max_logits)
-    return result.out, result.lse, result.low, result.max_logits
+    result = allocate(
+        problem, q.device, out_dtype=q.dtype, with_max_logits=with_max_logits, with_lse=with_lse
+    )
+    return result.out, result.lse, result.low, result.max_logits, result.row_lse
 
 
 def _backward(
@@ -247,7 +253,7 @@ backward_op = _define("backward", _backward, _backward_fake)
 _TENSORS = 9
 _SCALARS = slice(9, 21)
 _DETERMINISTIC = 23
-_ARGUMENTS = 25
+_ARGUMENTS = 26
 
 
 class _Attention(torch.autograd.Function):
@@ -256,15 +262,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, low, max_logits = forward_op(*inputs)
-        ctx.save_for_backward(*inputs[:_TENSORS], out, lse, low)
+            out, lse, low, max_logits, row_lse = forward_op(*inputs)
+        # By the shape, so that a call without rows is told, too: of (0,) one has one dimension.
+        own_rows = row_lse.dim() > 1
+        ctx.save_for_backward(*inputs[:_TENSORS], out, row_lse if own_rows else lse, low)
         ctx.scalars = (*inputs[_SCALARS], inputs[_DETERMINISTIC])
-        ctx.mark_non_differentiable(low, max_logits)
+        ctx.mark_non_differentiable(low, max_logits, row_lse)
         ctx.set_materialize_grads(False)
-        return out, lse, low, max_logits
+        return out, lse, low, max_logits, row_lse
 
     @staticmethod
-    def backward(ctx, dout, dlse, _dlow, _dmax):
+    def backward(ctx, dout, dlse, _dlow, _dmax, _drows):
         q, k, v, sinks, *rest, out, lse, low = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * _ARGUMENTS
@@ -324,7 +332,7 @@ def attention(
     *small: torch.Tensor | None,
     layout: str,
     **options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`forward_op` with keywords; ``small`` is cu_q, cu_k, start_q, start_k, seed."""
     return forward_op(q, k, v, sinks, *small, layout=layout, **options)
 

@@ -192,8 +192,11 @@ def _emulate(
     )
 
 
-def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
-    """Forward and backward of ``stable_attention``; outputs NaN-filled, inside guard bands."""
+def run_ours(case: Case, given: Inputs, *, poison: bool = True, return_lse: bool = True) -> Results:
+    """Forward and backward of ``stable_attention``; outputs NaN-filled, inside guard bands.
+
+    Without ``return_lse``, as in training, ``lse`` is empty.
+    """
     from stable_attention import stable_attention
 
     q, k, v = (_leaf(x) for x in (given.q, given.k, given.v))
@@ -206,7 +209,7 @@ def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
         if case.layout == "thd":
             named["max_seqlen_q"], named["max_seqlen_k"] = (max(n) for n in case.lengths)
         with forward_path(case.path):
-            out, lse, top = stable_attention(
+            out, *lse, top = stable_attention(
                 q,
                 k,
                 v,
@@ -214,13 +217,13 @@ def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
                 residual=case.residual,
                 deterministic=bool(case.deterministic),
                 allow_broken=case.stabilizer == "paper_bf16",
-                return_lse=True,
+                return_lse=return_lse,
                 return_max_logits=True,
                 **named,
             )
             outputs, cotangents = [out], [given.dout]
-            if given.dlse is not None:
-                outputs.append(lse)
+            if given.dlse is not None and return_lse:
+                outputs += lse
                 cotangents.append(given.dlse)
             leaves = [q, k, v] + ([sinks] if isinstance(sinks, torch.Tensor) else [])
             grads = torch.autograd.grad(outputs, leaves, cotangents)
@@ -228,7 +231,17 @@ def run_ours(case: Case, given: Inputs, *, poison: bool = True) -> Results:
         if poison:
             memory.__exit__(None, None, None)
     memory.check()
-    return Results(out.detach(), lse.detach(), top.detach(), *grads)
+    shown = lse[0].detach() if lse else out.new_empty(0)
+    return Results(out.detach(), shown, top.detach(), *grads)
+
+
+def changed_without_lse(case: Case, given: Inputs, asked: Results) -> list[str]:
+    """Tensors with other bits where LSE is not asked for, as in training; LSE itself aside."""
+    if given.dlse is not None:
+        return []
+    plain = run_ours(case, given, return_lse=False).named()
+    same = {name: torch.equal(x, plain[name]) for name, x in asked.named().items() if name != "lse"}
+    return [name for name, equal in same.items() if not equal]
 
 
 def _terms(case: Case, given: Inputs) -> dict[str, float]:
@@ -409,8 +422,13 @@ def _sink_noise(case: Case, given: Inputs, truth: Results) -> float:
 def check_case(case: Case, device: str = DEVICE, *, poison: bool = True) -> Report:
     """Run a case and judge it; exceptions of the run become problems of the report."""
     given = make_inputs(case, device)
+    changed: list[str] = []
     try:
         ours = run_ours(case, given, poison=poison)
+        if case.seed % 3 == 0:
+            changed = changed_without_lse(case, given, ours)
     except Exception as error:
         return Report(case, [f"{type(error).__name__}: {error}"])
-    return compare(case, given, ours)
+    report = compare(case, given, ours)
+    report.problems += [f"{name}: other bits where LSE is not asked for" for name in changed]
+    return report

@@ -34,9 +34,10 @@ for d, dv, right, stabilizer, dropout in (
     extras = Extras(seed=torch.empty(2, dtype=torch.int64, device="meta"))
     q, k, v, g = (torch.empty(2, 4096, 8, w, dtype=p.dtype, device="meta") for w in (d, d, dv, dv))
     with aot.capture(arch) as launches:
-        r = forward(p, q, k, v, extras=extras)
-        delta, _ = preprocess(p, g, r.out, low=r.low, lse=r.lse, dlse=None, extras=extras)
-        backward(p, g, q, k, v, lse=r.lse, delta=delta, extras=extras)
+        r = forward(p, q, k, v, extras=extras, with_lse=False)  # as in training
+        lse = r.row_lse if r.row_lse.dim() > 1 else r.lse
+        delta, _ = preprocess(p, g, r.out, low=r.low, lse=lse, dlse=None, extras=extras)
+        backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
     for launch in launches:
         x = aot.compile_launch(launch, arch)
         rows.append(dict(kernel=x.name, d=d, dv=dv, dropout=dropout, registers=x.registers,

@@ -38,6 +38,7 @@ def op_arguments(q, k, v, sinks=None, **changes):
         "eps": 1e-3,
         "deterministic": True,
         "with_max_logits": True,
+        "with_lse": True,
     }
     return (q, k, v, sinks, None, None, None, None, None, *(named | changes).values())
 

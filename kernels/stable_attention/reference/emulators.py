@@ -34,7 +34,9 @@ class Rounding:
     normalizer: str = "float32"
     """O is divided by the sum of the "float32" or of the "rounded" P."""
     lse: str = "float32"
-    """LSE, and with it P of the backward, from the "float32" or from the "rounded" sum."""
+    """LSE from the "float32" or from the "rounded" sum."""
+    weights: str = "float32"
+    """P of the backward is divided by the "float32" or by the "rounded" sum."""
     residual: str | None = None
     """Low-order part of O that delta sees: None, "bf16", "int8" or "float32"."""
     shift: str = "max"
@@ -52,7 +54,7 @@ FLASH4 = Rounding(shift="lagging")
 PAPER = Rounding(scores=True, accumulator=True)
 PAPER_DYNAMIC_MAX = Rounding(scores=True, accumulator=True, shift="dynamic", clamp=1e-10)
 DYNAMIC_MAX = Rounding(shift="dynamic")
-COMPENSATED = Rounding(normalizer="rounded", residual="bf16")
+COMPENSATED = Rounding(normalizer="rounded", weights="rounded", residual="bf16")
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,16 @@ def emulate(
     o = o_bar / l.masked_fill(l == 0, 1.0) * gain
     out = o.to(rounding.dtype)
     low = low_order_part(o, out, rounding.residual)
-    kept_sum = l if rounding.accumulator else l_rounded if rounding.lse == "rounded" else l32
-    lse = (m + torch.log(kept_sum)).masked_fill(kept_sum == 0, -math.inf)[..., 0]
+    sums = {"float32": l32, "rounded": l_rounded}
+
+    def log_sum_exp(of: str) -> torch.Tensor:
+        kept = l if rounding.accumulator else sums[of]
+        return (m + torch.log(kept)).masked_fill(kept == 0, -math.inf)[..., 0]
+
+    lse, row_lse = log_sum_exp(rounding.lse), log_sum_exp(rounding.weights)
     delta = (dout * (out.float() + low)).sum(-1)
     less = delta if dlse is None else (delta - dlse).masked_fill(lse == -math.inf, 0.0)
-    p_back = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    p_back = torch.exp(s - row_lse.masked_fill(row_lse == -math.inf, 0.0)[..., None])
     used, dp = p_back, torch.matmul(dout, v.mT)
     if keep is not None:
         used, dp = p_back * keep, dp * keep * gain

@@ -3,7 +3,8 @@
 Shape legend: B batch, H query heads, HK key/value heads, BM x BN tile of queries x keys,
 D / DV head dims (BD / BDV padded, see `parts`), T packed tokens.
 q, k, v tiles, acc and part are tuples of one or two tensors along the head dim (`parts`).
-LSE is [B, H, sq], or [H, T] for packed sequences; float32, natural log.
+LSE is [B, H, sq], or [H, T] for packed sequences; float32, natural log. So is the LSE of the
+rounded P, from which the backward makes P where O is divided by that sum.
 
 Dataflow: one program owns BM query rows of one head. It visits the tiles that touch the edge of the
 visible band with a mask and all others without one: in two loops, or in one with a branch.
@@ -83,8 +84,8 @@ def _weights(
     seed, batch_id, head_id, q_pos, k_pos, threshold,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr,
-    BOUND: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, DYNAMIC: tl.constexpr,
+    PAPER: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """Softmax step of raw scores; ``edge`` decides on the mask where MASKED is AT_EDGE.
 
@@ -101,7 +102,7 @@ def _weights(
     if DYNAMIC:
         # The shift is no longer the maximum, which the caller may want.
         top = tl.maximum(top, tl.max(s, 1) * unit)
-    p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, DYNAMIC, PAPER, BOUND)
+    p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, SUM, DYNAMIC, PAPER, BOUND)
     p = p.to(DTYPE)
     weights = p
     if DROPOUT:
@@ -120,8 +121,8 @@ def _late_step(
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
-    DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, ROUNDED: tl.constexpr,
+    EARLY: tl.constexpr, DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the product of the tile before (part, l_part), then start that of the tile at n."""
     acc = add_late_parts(acc, part, alpha)
@@ -130,10 +131,12 @@ def _late_step(
     p, weights, alpha, m, l, top = _weights(
         s, m, l, top, edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
-        DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, DYNAMIC, False, BOUND,
+        DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
+        SUM, DYNAMIC, False, BOUND,
     )  # fmt: skip
     if EARLY:
-        l = pinned(l)
+        if SUM:
+            l = pinned(l)
         if ROUNDED:
             l_part = pinned(tl.dot(p, ones))
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, False, TMA)
@@ -151,8 +154,8 @@ def _forward_step(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
-    DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, ROUNDED: tl.constexpr,
+    EARLY: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tile that starts at n into (acc, m, l, l_acc).
@@ -164,10 +167,11 @@ def _forward_step(
         s, m, l, top, True, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
         q[0].dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-        DYNAMIC, PAPER, BOUND,
+        SUM, DYNAMIC, PAPER, BOUND,
     )  # fmt: skip
     if EARLY:
-        l = pinned(l)
+        if SUM:
+            l = pinned(l)
         if ROUNDED:
             l_acc = pinned(accumulate(l_acc, alpha, p, ones, False))
         acc = rescale_parts(acc, alpha)
@@ -204,7 +208,7 @@ def _store_output(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def forward_kernel(
     q_ptr, q_tail, k_ptr, k_tail, v_ptr, v_tail, o_ptr, o_tail, low_ptr, low_tail,
-    lse_ptr, max_ptr, sink_ptr, seed_ptr,
+    lse_ptr, row_ptr, max_ptr, sink_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
@@ -216,7 +220,8 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_MAX: tl.constexpr,
-    ROUNDED: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr, EARLY: tl.constexpr,
+    SUM: tl.constexpr, ROUNDED: tl.constexpr, HAS_ROW: tl.constexpr,
+    SEGMENT: tl.constexpr, ONES: tl.constexpr, EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr, Q_TMA: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -235,7 +240,7 @@ def forward_kernel(
     q_ptr = part_sources(
         q_ptr, q_tail, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, BD, Q_TMA
     )
-    lse_ptr += b64 * stride_lb + h64 * stride_lh + start_q
+    row = b64 * stride_lb + h64 * stride_lh + start_q
 
     off_q = part_offsets(stride_qs, BM, BD)
     k_ptr = part_sources(
@@ -276,7 +281,7 @@ def forward_kernel(
                 n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     # Masked tiles may leave rows without a key (m = -inf); an unmasked tile ends that.
     if SEGMENT == BN:
@@ -295,7 +300,7 @@ def forward_kernel(
                 unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 q[0].dtype, BM, BN, BDV, DV, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, EARLY, DYNAMIC, BOUND, TMA,
+                CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, BOUND, TMA,
             )  # fmt: skip
         acc = add_late_parts(acc, part, alpha)
         l_acc = add_late(l_acc, l_part, alpha)
@@ -306,7 +311,7 @@ def forward_kernel(
                 full_lo + t * BN, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+                CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
             )  # fmt: skip
     else:
         for g in range(0, tl.cdiv(full_hi - full_lo, SEGMENT)):
@@ -321,7 +326,7 @@ def forward_kernel(
                     n0 + t * BN, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
                     BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+                    CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
                 )  # fmt: skip
             acc = add_segment_parts(acc, part, m_before, m)
             l_acc = add_segment(l_acc, l_part, m_before, m)
@@ -358,7 +363,10 @@ def forward_kernel(
             acc[1], o_ptr[1], low_ptr[1], m0, stride_os, sq,
             q[0].dtype, BM, REST, DV - C1, HAS_LOW, TMA, C1,
         )  # fmt: skip
-    tl.store(lse_ptr + rows, log_sum_exp(m, l), mask=row_ok)
+    if SUM:
+        tl.store(lse_ptr + row + rows, log_sum_exp(m, l), mask=row_ok)
+    if HAS_ROW:
+        tl.store(row_ptr + row + rows, log_sum_exp(m, l_rounded), mask=row_ok)
 
 
 def _segment(stabilizer: Stabilizer, tile: configs.Tile) -> int:
@@ -377,6 +385,7 @@ def forward(
     extras: Extras,
     out_dtype: torch.dtype | None = None,
     with_max_logits: bool = False,
+    with_lse: bool = True,
     config: configs.Tile | None = None,
 ) -> ForwardResult:
     """Launch the forward kernel.
@@ -384,10 +393,15 @@ def forward(
     Args:
         extras: sinks, offsets, positions, seed and the other tensors that are not q, k, v.
         out_dtype: q's dtype (default), or float32 for partial outputs that will be merged.
+        with_lse: LSE is wanted; without it, what needs it all the same still makes it.
         config: tile sizes; None looks them up in `configs`.
     """
     result = allocate(
-        problem, q.device, out_dtype=out_dtype or q.dtype, with_max_logits=with_max_logits
+        problem,
+        q.device,
+        out_dtype=out_dtype or q.dtype,
+        with_max_logits=with_max_logits,
+        with_lse=with_lse,
     )
     if problem.sq == 0 or problem.batch == 0 or q.numel() == 0:
         return result
@@ -396,7 +410,7 @@ def forward(
     tiles = triton.cdiv(problem.sq, tile.bm)
     lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
     bound = DYNAMIC_BOUND_FP16 if q.dtype == torch.float16 else DYNAMIC_BOUND_BF16
-    low = result.low if result.low.numel() else None
+    low, lse, row = (x if x.numel() else None for x in (result.low, result.lse, result.row_lse))
     queries: tuple[object, ...] = (q, None)
     q_tma = POINTERS.value
     if tile.query_tma:
@@ -406,7 +420,7 @@ def forward(
     )
     forward_kernel[(tiles * problem.heads, problem.batch)](
         *queries, *tensors,
-        result.lse,
+        lse, row,
         result.max_logits if with_max_logits else None,
         extras.sinks if problem.has_sinks else None,
         extras.seed if problem.dropout_p > 0 else None,
@@ -422,7 +436,9 @@ def forward(
         HAS_SINK=problem.has_sinks,
         HAS_LOW=low is not None,
         HAS_MAX=with_max_logits,
+        SUM=lse is not None,
         ROUNDED=stabilizer.rounded_normalizer,
+        HAS_ROW=row is not None,
         SEGMENT=_segment(stabilizer, tile),
         # The failing emulation has one order of summation.
         ONES=8 if stabilizer.paper else tile.ones,

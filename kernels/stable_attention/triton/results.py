@@ -19,14 +19,26 @@ class ForwardResult:
 
     out: torch.Tensor
     lse: torch.Tensor
+    """From the sum of the unrounded P; empty where nobody asked for it or needs it."""
+    row_lse: torch.Tensor
+    """From the sum of the rounded P where O is divided by that, for P of the backward; else empty.
+    """
     low: torch.Tensor
     max_logits: torch.Tensor
 
 
 def allocate(
-    problem: Problem, device: torch.device, *, out_dtype: torch.dtype, with_max_logits: bool
+    problem: Problem,
+    device: torch.device,
+    *,
+    out_dtype: torch.dtype,
+    with_max_logits: bool,
+    with_lse: bool,
 ) -> ForwardResult:
-    """Output tensors; packed ones are prefilled, since tokens may belong to no sequence."""
+    """Output tensors; packed ones are prefilled, since tokens may belong to no sequence.
+
+    Partial outputs (float32) are merged by LSE, and their backward uses the LSE of all parts.
+    """
     stabilizer = KNOWN[problem.stabilizer]
     full = shape(
         problem.layout,
@@ -40,16 +52,23 @@ def allocate(
     low_shape = full if keeps else (0,)
     max_shape = (problem.heads,) if with_max_logits else (0,)
     max_logits = torch.full(max_shape, -torch.inf, dtype=torch.float32, device=device)
-    if problem.varlen:
-        return ForwardResult(
-            torch.zeros(full, dtype=out_dtype, device=device),
-            torch.full((problem.heads, problem.tq), -torch.inf, dtype=torch.float32, device=device),
-            torch.zeros(low_shape, dtype=low_dtype, device=device),
-            max_logits,
-        )
+    own_rows = stabilizer.rounded_normalizer and out_dtype != torch.float32
+    rows = (problem.heads, problem.tq)
+    if not problem.varlen:
+        rows = (problem.batch, problem.heads, problem.sq)  # type: ignore[assignment]
+
+    def prefilled(size: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
+        if problem.varlen:
+            return torch.full(size, value, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def lse(wanted: bool) -> torch.Tensor:
+        return prefilled(rows if wanted else (0,), -torch.inf, torch.float32)
+
     return ForwardResult(
-        torch.empty(full, dtype=out_dtype, device=device),
-        torch.empty((problem.batch, problem.heads, problem.sq), dtype=torch.float32, device=device),
-        torch.empty(low_shape, dtype=low_dtype, device=device),
+        prefilled(full, 0, out_dtype),
+        lse(with_lse or not own_rows),
+        lse(own_rows),
+        prefilled(low_shape, 0, low_dtype),
         max_logits,
     )
