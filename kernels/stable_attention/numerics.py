@@ -69,6 +69,25 @@ def row_shift(s, m, unit, beta, eps, DYNAMIC: tl.constexpr, BOUND: tl.constexpr)
 
 
 @triton.jit
+def over_lanes(x):
+    """x [BM] as [BM, 4]: one for each lane that holds part of a tensor-core tile's row. Costs
+    nothing: the broadcast goes to the columns of such a tile, and each lane keeps one of its own.
+    """
+    wide = tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], 8]), [x.shape[0], 4, 2])
+    return tl.max(wide, 2)
+
+
+@triton.jit
+def one_a_lane(x):
+    """[BM, 4] of x [BM, 8 or 16], whose columns are equal: one register of those a lane holds."""
+    BM: tl.constexpr = x.shape[0]
+    if x.shape[1] == 16:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [BM, 2, 8]), [0, 2, 1]))
+    x, _ = tl.split(tl.reshape(x, [BM, 4, 2]))
+    return x
+
+
+@triton.jit
 def add_row_sum(total, alpha, p):
     """total * alpha + row sums of p [BM, BN], on the float32 pipes; alpha [BM].
 
@@ -77,10 +96,8 @@ def add_row_sum(total, alpha, p):
     """
     if len(total.shape) == 2:
         BM: tl.constexpr = p.shape[0]
-        # Broadcast to the columns of one thread and back: alpha without an exchange of lanes.
-        wide = tl.reshape(tl.broadcast_to(alpha[:, None], [BM, 8]), [BM, 4, 2])
         lanes = tl.sum(tl.reshape(p, [BM, p.shape[1] // 8, 4, 2]), 3)
-        total = total * tl.max(wide, 2) + tl.sum(lanes, 1)
+        total = total * over_lanes(alpha) + tl.sum(lanes, 1)
     else:
         total = total * alpha + tl.sum(p, 1)
     return total
@@ -138,6 +155,12 @@ def add_segment(total, part, m_before, m):
 def add_late(total, part, alpha):
     """total rescaled by a tile's alpha plus that tile's product; [BM, *] float32, rounded once."""
     return total * alpha[:, None] + part
+
+
+@triton.jit
+def add_late_sum(total, part, alpha):
+    """`add_late` of row sums: total [BM, 4], part a product [BM, 8 or 16] of equal columns."""
+    return total * over_lanes(alpha) + one_a_lane(part)
 
 
 @triton.jit

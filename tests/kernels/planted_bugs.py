@@ -118,11 +118,11 @@ BUGS = (
         "acc = tl.dot(p, v, acc * alpha[:, None]).to(tl.bfloat16).to(tl.float32)", CAUSAL),
     Bug("1.6 % output bias", FORWARD, "inverse(l_rounded) * keep_scale)",
         "inverse(l_rounded) * keep_scale * 1.016)", FULL),
-    Bug("l rounded to bf16", NUMERICS, "total = total * tl.max(wide, 2) + tl.sum(lanes, 1)",
-        "total = (total * tl.max(wide, 2) + tl.sum(lanes, 1)).to(tl.bfloat16).to(tl.float32)",
+    Bug("l rounded to bf16", NUMERICS, "total = total * over_lanes(alpha) + tl.sum(lanes, 1)",
+        "total = (total * over_lanes(alpha) + tl.sum(lanes, 1)).to(tl.bfloat16).to(tl.float32)",
         FULL),
     # --- online softmax
-    Bug("l not rescaled", NUMERICS, "total * tl.max(wide, 2) + tl.sum(lanes, 1)",
+    Bug("l not rescaled", NUMERICS, "total * over_lanes(alpha) + tl.sum(lanes, 1)",
         "total + tl.sum(lanes, 1)", FULL),
     Bug("low-order part of the unrounded O", NUMERICS, "return rounded, widen(rounded)",
         "return rounded, p", "low-order part, bf16"),
@@ -146,9 +146,11 @@ BUGS = (
         "acc = part", SEGMENTS),
     Bug("O not rescaled when a tile joins late", NUMERICS, "total * alpha[:, None] + part",
         "total + part", LATE),
+    Bug("l_rounded not rescaled when a tile joins late", NUMERICS,
+        "total * over_lanes(alpha) + one_a_lane(part)", "total + one_a_lane(part)", LATE),
     Bug("last tile's product left out", FORWARD, "        acc = add_late_parts(acc, part, alpha)\n"
         "        l_acc = add_late", "        l_acc = add_late", LATE),
-    Bug("last tile's sum left out", FORWARD, "        l_acc = add_late(l_acc, l_part, alpha)\n"
+    Bug("last tile's sum left out", FORWARD, "        l_acc = add_late_sum(l_acc, l_part, alpha)\n"
         "    elif", "        pass\n    elif", LATE),
     Bug("first tile from the end skipped", FORWARD, "n = end - BN - t * BN",
         "n = end - 2 * BN - t * BN", REVERSE),

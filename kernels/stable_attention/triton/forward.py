@@ -22,11 +22,12 @@ from stable_attention.numerics import (
     DYNAMIC_BOUND_FP16,
     LN2,
     accumulate,
-    add_late,
+    add_late_sum,
     add_segment,
     add_sink,
     inverse,
     log_sum_exp,
+    one_a_lane,
     pinned,
     residual_encode,
     round_and_widen,
@@ -124,10 +125,13 @@ def _late_step(
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, ROUNDED: tl.constexpr,
     EARLY: tl.constexpr, DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of the tile before (part, l_part), then start that of the tile at n."""
+    """Add the product of the tile before (part, l_part), then start that of the tile at n.
+
+    l_acc [BM, 4] sums the rounded P, if ROUNDED; its columns are equal, as those of l_part are.
+    """
     acc = add_late_parts(acc, part, alpha)
     if ROUNDED:
-        l_acc = add_late(l_acc, l_part, alpha)
+        l_acc = add_late_sum(l_acc, l_part, alpha)
     p, weights, alpha, m, l, top = _weights(
         s, m, l, top, edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
         seed, batch_id, head_id, q_pos, k_pos, threshold,
@@ -195,11 +199,13 @@ def _store_output(
     """Write O [BM, BDV] (the part at COLUMN), and rounded to DTYPE also its low-order part."""
     if HAS_LOW:
         hi, wide = round_and_widen(o, DTYPE)
-        store_tile(o_ptr, hi, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
+        # Both, then both stores: nothing is computed between them, while a descriptor's is waited
+        # for.
         if TMA:
             low = residual_encode(o, hi, wide, low_ptr[0].dtype)
         else:
             low = residual_encode(o, hi, wide, low_ptr.dtype.element_ty)
+        store_tile(o_ptr, hi, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
         store_tile(low_ptr, low, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
     else:
         store_tile(o_ptr, o, m0, stride, sq, BM, BDV, DV, TMA, COLUMN)
@@ -289,6 +295,7 @@ def forward_kernel(
         # accumulating product needs the multiplication by alpha, in the shadow of the next softmax
         # and not between a softmax and its product.
         part = zero_parts(BM, BDV)
+        l_acc = one_a_lane(l_acc)
         l_part = tl.zeros([BM, ONES], tl.float32)
         alpha = tl.full([BM], 1.0, tl.float32)
         for t in range(0, (end - begin) // BN):
@@ -303,7 +310,7 @@ def forward_kernel(
                 CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, BOUND, TMA,
             )  # fmt: skip
         acc = add_late_parts(acc, part, alpha)
-        l_acc = add_late(l_acc, l_part, alpha)
+        l_acc = add_late_sum(l_acc, l_part, alpha)
     elif SEGMENT == 0:
         for t in range(0, (full_hi - full_lo) // BN):
             acc, m, l, l_acc, top = _forward_step(
@@ -342,6 +349,11 @@ def forward_kernel(
     if HAS_SINK:
         alpha, m, l, l_rounded = add_sink(tl.load(sink_ptr + h), m, l, l_rounded)
         acc = scale_parts(acc, alpha)
+    # Before O, whose descriptor's store is waited for.
+    if SUM:
+        tl.store(lse_ptr + row + rows, log_sum_exp(m, l), mask=row_ok)
+    if HAS_ROW:
+        tl.store(row_ptr + row + rows, log_sum_exp(m, l_rounded), mask=row_ok)
     acc = scale_parts(acc, inverse(l_rounded) * keep_scale)
     o_ptr = part_sources(
         o_ptr, o_tail, b, h, start_q, sq, stride_ob, stride_os, stride_oh, BDV, TMA
@@ -363,10 +375,6 @@ def forward_kernel(
             acc[1], o_ptr[1], low_ptr[1], m0, stride_os, sq,
             q[0].dtype, BM, REST, DV - C1, HAS_LOW, TMA, C1,
         )  # fmt: skip
-    if SUM:
-        tl.store(lse_ptr + row + rows, log_sum_exp(m, l), mask=row_ok)
-    if HAS_ROW:
-        tl.store(row_ptr + row + rows, log_sum_exp(m, l_rounded), mask=row_ok)
 
 
 def _segment(stabilizer: Stabilizer, tile: configs.Tile) -> int:
