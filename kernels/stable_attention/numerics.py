@@ -260,18 +260,24 @@ def pinned(x):
 
 
 @triton.jit
-def half_ulp(hi):
-    """Half the spacing of hi's 16-bit format at hi, from hi's own exponent: nothing is stored.
+def half_ulp(hi, wide):
+    """(half the spacing of hi's 16-bit format at hi, its reciprocal); wide is hi as float32.
 
+    Powers of two made from hi's own exponent: nothing is stored, and no element costs a division.
     The low-order part of O lies within +-half_ulp(O_hi), so int8 spends all its codes there.
     """
-    exponent = widen(hi).to(tl.int32, bitcast=True) & 0x7F800000
-    power = exponent.to(tl.float32, bitcast=True)
+    bits = wide.to(tl.int32, bitcast=True) & 0x7F800000
     if hi.dtype == tl.bfloat16:
         # 8 significand bits; the floor of 2^-112 keeps 127 / half_ulp finite.
-        return tl.maximum(power, 1.925929944387236e-34) * 0.00390625
-    # 11 significand bits; below 2^-14 fp16 spacing is constant.
-    return tl.maximum(power, 6.103515625e-05) * 0.00048828125
+        bits = tl.maximum(bits, 15 << 23)
+        digits = 256.0
+    else:
+        # 11 significand bits; below 2^-14 fp16 spacing is constant.
+        bits = tl.maximum(bits, 113 << 23)
+        digits = 2048.0
+    power = bits.to(tl.float32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    return power * (1.0 / digits), inverse * digits
 
 
 @triton.jit
@@ -282,10 +288,12 @@ def residual_encode(o, hi, wide, LOW_DTYPE: tl.constexpr):
     """
     low = o - wide
     if LOW_DTYPE == tl.int8:  # noqa: SIM300
-        code = low * (127.0 / half_ulp(hi))
-        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-        # floor(x + 1/2): a cast alone would truncate, a bias towards zero.
-        return tl.floor(code + 0.5).to(tl.int8)
+        _, inverse = half_ulp(hi, wide)
+        # Added to 1.5 * 2^23, a code is rounded to nearest (a cast would truncate, a bias towards
+        # zero) and lies in the lowest bits, in two's complement: no slow conversion, and no bound
+        # needed, because |low| <= half_ulp. Where O overflows low is inf or NaN, and the code 0.
+        code = low * (127.0 * inverse) + 12582912.0
+        return code.to(tl.int32, bitcast=True).to(tl.int8)
     return low.to(LOW_DTYPE)
 
 
@@ -293,7 +301,8 @@ def residual_encode(o, hi, wide, LOW_DTYPE: tl.constexpr):
 def residual_decode(low, hi):
     """The float32 low-order part from its storage."""
     if low.dtype == tl.int8:
-        return low.to(tl.float32) * (half_ulp(hi) * (1.0 / 127.0))
+        half, _ = half_ulp(hi, widen(hi))
+        return low.to(tl.float32) * (half * (1.0 / 127.0))
     return low.to(tl.float32)
 
 
