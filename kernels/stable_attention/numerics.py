@@ -35,9 +35,9 @@ DYNAMIC_BOUND_BF16 = tl.constexpr(60.0)
 DYNAMIC_BOUND_FP16 = tl.constexpr(4.0)
 
 
-# How far, in log2 units, a tile's maximum may lie below the running one and still be its shift. What
-# weighs less than 2^-8 of a row's largest weight does not show in the row's rounding; and what was
-# accumulated, which then is up to 2^8 times what it would be, has room for that.
+# How far, in log2 units, a tile's maximum may lie below the running one and still be its shift.
+# Weights below 2^-8 of a row's largest do not show in the row's rounding; and what was accumulated,
+# which then is up to 2^8 times what it would be, has room for that.
 OWN_SHIFT_BOUND = tl.constexpr(8.0)
 
 

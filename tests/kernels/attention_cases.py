@@ -62,8 +62,8 @@ class Case:
     """plain, fused (q, k, v are views of one tensor), strided (dO is a view), expanded (K, V)."""
     values: str = "gauss"
     """gauss, outlier (K has a huge channel), positive (all of one sign), repeat (equal keys),
-    below and above (every score near -160 or +160 at d = 32, so LSE is too), tall (three keys' scores
-    are near 160 and all others near 0)."""
+    below and above (every score near -160 or +160 at d = 32, so LSE is too), tall (the scores of
+    three keys are near 160, all others near 0)."""
     gain: float = 1.0
     path: str = ""
     """How the forward kernel sums up tiles (a name of `PATHS`), or "tma": all kernels load through
