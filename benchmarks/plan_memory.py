@@ -8,8 +8,8 @@ torch's peak allocated and reserved memory beside the plan's figures for its pip
 that need fewer GPUs than there are run side by side, each on GPUs of its own. The vocabulary is
 bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes
 ``docs/results/plan_memory_<gpus>gpu.json`` after every case; with ``--resume FILE`` cases that an
-earlier result of the same commit, GPU and versions has are not run again. Exit code 1 if a peak is
-more than 10% off or a case did not run.
+earlier result of the same GPU and versions has are not run again, if the plan still says the same.
+Exit code 1 if a peak is more than 10% off or a case did not run.
 """
 
 from __future__ import annotations
@@ -302,18 +302,40 @@ def play(
     return [rows[name] for name in names]
 
 
-def earlier(path: str | None) -> list[dict[str, Any]]:
-    """Rows of an earlier result that may stand beside new ones."""
+def earlier(path: str | None, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of an earlier result that may stand beside new ones.
+
+    Measured on the same GPU and versions, and planned then as this tree plans them: what another
+    commit measured, and names, is still the figure to hold the plan against.
+    """
     if path is None:
         return []
+    now = machine.describe()
     try:
         old = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        rows, commit = list(old["cases"]), str(old["commit"])
+    except (OSError, ValueError, KeyError) as error:
         raise SystemExit(f"--resume {path}: not a result of this script: {error}") from None
-    why = machine.same_origin(old, machine.describe())
+    why = machine.same_origin(old | {"commit": now["commit"]}, now)
     if why:
         raise SystemExit(f"--resume {path}: {why}")
-    return list(old["cases"])
+    kept = []
+    for row in rows:
+        if "error" in row or planned_now(row, args) != [r["planned"] for r in row["by_rank"]]:
+            continue
+        by = row.get("commit", commit)
+        kept.append(row if by == now["commit"] else row | {"commit": by})
+    return kept
+
+
+def planned_now(row: dict[str, Any], args: argparse.Namespace) -> list[int]:
+    """What this tree plans for each rank of an earlier row's case; [] where it has no such case."""
+    name = f"{row['model']} {row['layout']}"
+    case = next((case for case in CASES if case.name == name), None)
+    if case is None:
+        return []
+    stages, block = planned(overrides(case, args, Path(args.work)), case.ranks, args.gpu)
+    return [stages[rank // block].allocated for rank in range(case.ranks)]
 
 
 def prepare(dataset: Path) -> None:
@@ -356,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(rows)
         print(f"{len(rows)} of {len(cases)}: {json.dumps(row)[:400]}", flush=True)
 
-    rows = play(cases, args, earlier(args.resume), say)
+    rows = play(cases, args, earlier(args.resume, args), say)
     bad, path = off(rows), write(rows)
     if args.device == "cpu":
         print(f"{len(rows) - len(bad)} of {len(rows)} ran; no memory to compare; {path.name}")

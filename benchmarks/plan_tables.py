@@ -32,6 +32,11 @@ def memory(result: dict[str, Any]) -> str:
     held = f"{good} of {len(result['cases'])} cases within {result['tolerance']:.0%}."
     if result["missing"]:
         held += f" {result['missing']} more cases were not reached."
+    for commit in sorted({case["commit"] for case in result["cases"] if "commit" in case}):
+        names = [
+            f"{c['model']} {c['layout']}" for c in result["cases"] if c.get("commit") == commit
+        ]
+        held += f" At commit {commit}: {'; '.join(names)}."
     return "\n".join([origin(result), held, "", table(head, rows)])
 
 

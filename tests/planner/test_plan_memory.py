@@ -12,7 +12,10 @@ import pytest
 
 plan_memory = benchmark_scripts.load("plan_memory")
 plan_tables = benchmark_scripts.load("plan_tables")
-ARGUMENTS = argparse.Namespace(device="cuda", backend="stable_flash", dataset="data/x", gpu="h200")
+ARGUMENTS = argparse.Namespace(
+    device="cuda", backend="stable_flash", dataset="data/x", gpu="h200", work="runs/x"
+)
+CP2 = next(case for case in plan_memory.CASES if case.name == "llama_8b_8_layers CP2")
 
 
 @pytest.mark.parametrize("case", plan_memory.CASES, ids=[case.name for case in plan_memory.CASES])
@@ -50,7 +53,7 @@ def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
         return argparse.Namespace(returncode=0)
 
     monkeypatch.setattr(plan_memory.subprocess, "run", torchrun)
-    args = argparse.Namespace(**vars(ARGUMENTS), work=str(tmp_path))
+    args = argparse.Namespace(**vars(ARGUMENTS) | {"work": str(tmp_path)})
     case = plan_memory.Case("llama_1b", "PP2", 2, {plan_memory.PP: 2})
     row = plan_memory.measure(case, args, [1, 3])
     assert [r["stage"] for r in row["by_rank"]] == [0, 1]
@@ -83,13 +86,33 @@ def test_cases_run_side_by_side_on_gpus_of_their_own(monkeypatch):
 
 def test_an_earlier_result_of_something_else_is_refused(tmp_path):
     path = tmp_path / "old.json"
-    path.write_text(json.dumps(plan_memory.machine.describe() | {"commit": "0" * 40, "cases": []}))
-    with pytest.raises(SystemExit, match="other kernel sources"):
-        plan_memory.earlier(str(path))
-    path.write_text("no JSON")
-    with pytest.raises(SystemExit, match="not a result"):
-        plan_memory.earlier(str(path))
-    assert plan_memory.earlier(None) == []
+    old = plan_memory.machine.describe() | {"cases": []}
+    path.write_text(json.dumps(old | {"machine": old["machine"] | {"gpu": "another"}}))
+    with pytest.raises(SystemExit, match="other GPU"):
+        plan_memory.earlier(str(path), ARGUMENTS)
+    for text in ("no JSON", "{}"):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="not a result"):
+            plan_memory.earlier(str(path), ARGUMENTS)
+    assert plan_memory.earlier(None, ARGUMENTS) == []
+
+
+def test_an_earlier_row_is_kept_while_the_plan_says_the_same(tmp_path):
+    """Rows of another commit name it; a row that would be planned otherwise now is run again."""
+    sets = plan_memory.overrides(CP2, ARGUMENTS, Path("runs/x"))
+    stages, _ = plan_memory.planned(sets, 2, "h200")
+    same = {"model": CP2.model, "layout": CP2.layout, "ranks": 2}
+    same["by_rank"] = [{"planned": stages[0].allocated, "ratio": 1.0}] * 2
+    moved = {"model": "llama_1b", "layout": "DP2", "ranks": 2}
+    moved["by_rank"] = [{"planned": 1, "ratio": 1.0}] * 2
+    gone = {"model": "no", "layout": "such case", "ranks": 1, "by_rank": [{"planned": 1}]}
+    broken = {"model": "moe", "layout": "EP2", "ranks": 2, "error": "no"}
+    old = plan_memory.machine.describe() | {"cases": [same, moved, gone, broken]}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    assert plan_memory.earlier(str(path), ARGUMENTS) == [same]
+    path.write_text(json.dumps(old | {"commit": "0" * 40}))
+    assert plan_memory.earlier(str(path), ARGUMENTS) == [same | {"commit": "0" * 40}]
 
 
 def test_an_error_is_what_the_ranks_said():
@@ -119,6 +142,9 @@ def test_table_shows_the_worst_rank():
         "missing": 0,
     }
     text = plan_tables.memory(result | {"tolerance": 0.1})
+    assert "At commit" not in text
+    cases[0]["commit"] = "abc"
+    assert "At commit abc: m DP2." in plan_tables.memory(result | {"tolerance": 0.1})
     assert "| m | DP2 | 2 | 1.00 | 2.00 | 0.500 | 1.000 |" in text
     assert "did not run" in text
     assert "0 of 2 cases within 10%" in text
