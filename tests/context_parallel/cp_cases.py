@@ -275,7 +275,8 @@ def complaints(case: Case, found: dict, exact: dict, whole: dict) -> list[str]:
         if error > allowed:
             wrong.append(f"RMS error of {name} is {error:.3g}, allowed {allowed:.3g}")
         error = _largest(mine - true, _ulp(true, found[name].dtype))
-        allowed = MAX_RATIO * float((theirs - true).abs().max()) + 8 * floor
+        ratio *= MAX_RATIO / RMS_RATIO
+        allowed = ratio * float((theirs - true).abs().max()) + 8 * floor
         if error > allowed:
             wrong.append(f"maximum error of {name} is {error:.3g}, allowed {allowed:.3g}")
     if not torch.allclose(
