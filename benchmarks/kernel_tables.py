@@ -7,6 +7,7 @@ that are not the tree's, host time inside intervals, a run that was cut short.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from table_text import origin, table
 SHAPES = 39
 """Shapes of the grid of benchmarks/attention.py; a test compares."""
 PEERS = ("SDPA-cuDNN", "SDPA-flash", "FlexAttention")
+NAMED = 6
+"""Intervals that a page names; of more it gives the number."""
 
 
 @functools.cache
@@ -66,8 +69,19 @@ def _queueing(result: dict[str, Any]) -> list[str]:
             "keys) include the 0.35 to 0.4 ms that Python spent on a call."
         ]
     limit = result.get("queued_ms", 0.0)
-    slow = [f"{shape}: {name}" for shape, name, cell in timed if cell.get("host", 0.0) > limit > 0]
-    return [f"Intervals that contain host time: {'; '.join(slow)}."] if slow else []
+    slow = [x for x in timed if x[2].get("host", 0.0) > limit > 0]
+    if not slow:
+        return []
+    if len(slow) <= NAMED:
+        names = "; ".join(f"{shape}: {name}" for shape, name, _ in slow)
+        return [f"Intervals that contain host time: {names}."]
+    longest = max(cell["host"] for _, _, cell in slow)
+    whose = collections.Counter(name for _, name, _ in slow).most_common()
+    return [
+        f"A slow host: {len(slow)} of {len(timed)} calls took it longer than the {limit:.2f} ms of "
+        f"queued work that an interval waits behind (up to {longest:.2f} ms), and their intervals "
+        f"may contain host time: {', '.join(f'{name} {count}' for name, count in whose)}."
+    ]
 
 
 def speed_table(result: dict[str, Any]) -> str:

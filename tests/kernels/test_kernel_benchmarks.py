@@ -178,6 +178,9 @@ def test_speed_page_says_what_the_file_does_not_vouch_for() -> None:
     assert "| forward, d 128 | 1 | 0.98 | 1.96 | - | 1.00 | 1.02 | 1.02 |" in text
     result["rows"][0]["peers"]["none"]["host"] = 2.0
     assert "Intervals that contain host time" in kernel_tables.speed_table(result)
+    many = [{**result["rows"][0], "s": s} for s in range(1024, 1024 * 9, 1024)]
+    text = kernel_tables.speed_table(result | {"rows": many})
+    assert "A slow host: 8 of" in text and "up to 2.00 ms" in text and "time: none 8." in text
     assert "have changed since" in kernel_tables.speed_table(result | {"kernels": "x"})
     assert "| 386 | - | 259" not in kernel_tables.memory_table(result)
     assert "**missed**" in kernel_tables.goal_table(result)
