@@ -313,28 +313,31 @@ def earlier(path: str | None, args: argparse.Namespace) -> list[dict[str, Any]]:
     now = machine.describe()
     try:
         old = json.loads(Path(path).read_text())
-        rows, commit = list(old["cases"]), str(old["commit"])
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"--resume {path}: not a result of this script: {error}") from None
-    why = machine.same_origin(old | {"commit": now["commit"]}, now)
+        why = machine.same_origin(old | {"commit": now["commit"]}, now)
+        same = [
+            {"commit": old["commit"]} | row
+            for row in old["cases"]
+            if "error" not in row
+            and planned_now(row, args) == [r["planned"] for r in row["by_rank"]]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--resume {path}: not a result of this script: {error!r}") from None
     if why:
         raise SystemExit(f"--resume {path}: {why}")
-    kept = []
-    for row in rows:
-        if "error" in row or planned_now(row, args) != [r["planned"] for r in row["by_rank"]]:
-            continue
-        by = row.get("commit", commit)
-        kept.append(row if by == now["commit"] else row | {"commit": by})
-    return kept
+    # A row names its commit where that is not the result's.
+    return [{k: v for k, v in row.items() if (k, v) != ("commit", now["commit"])} for row in same]
 
 
 def planned_now(row: dict[str, Any], args: argparse.Namespace) -> list[int]:
-    """What this tree plans for each rank of an earlier row's case; [] where it has no such case."""
+    """What this tree plans for each rank of an earlier row's case; [] where it has none to plan."""
     name = f"{row['model']} {row['layout']}"
     case = next((case for case in CASES if case.name == name), None)
     if case is None:
         return []
-    stages, block = planned(overrides(case, args, Path(args.work)), case.ranks, args.gpu)
+    try:
+        stages, block = planned(overrides(case, args, Path(args.work)), case.ranks, args.gpu)
+    except ValueError:
+        return []
     return [stages[rank // block].allocated for rank in range(case.ranks)]
 
 
@@ -364,6 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.worker:
         return worker(args.set, Path(args.worker))
+    known = earlier(args.resume, args)
     prepare(Path(args.dataset))
     wanted = args.only or [name for name in MODELS if name != "tiny"]
     cases = [case for case in CASES if case.ranks <= args.gpus and case.model in wanted]
@@ -378,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(rows)
         print(f"{len(rows)} of {len(cases)}: {json.dumps(row)[:400]}", flush=True)
 
-    rows = play(cases, args, earlier(args.resume, args), say)
+    rows = play(cases, args, known, say)
     bad, path = off(rows), write(rows)
     if args.device == "cpu":
         print(f"{len(rows) - len(bad)} of {len(rows)} ran; no memory to compare; {path.name}")

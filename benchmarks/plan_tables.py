@@ -36,7 +36,7 @@ def memory(result: dict[str, Any]) -> str:
         names = [
             f"{c['model']} {c['layout']}" for c in result["cases"] if c.get("commit") == commit
         ]
-        held += f" At commit {commit}: {'; '.join(names)}."
+        held += f" At commit {commit[:12]}: {'; '.join(names)}."
     return "\n".join([origin(result), held, "", table(head, rows)])
 
 

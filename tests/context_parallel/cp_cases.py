@@ -6,6 +6,7 @@ d, dv head dims.
 The rule of the verdict: against float64, the error of the cut run is at most 1.1 times (RMS) and
 1.5 times (maximum) that of the uncut run of the same backend, plus `FLOOR` of the truth's RMS: sums
 in another order differ by a few roundings of the accumulation type, however small the uncut error.
+For the maximum, an element less than one spacing of its type from the truth counts as right.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_an_earlier_result_of_something_else_is_refused(tmp_path):
     path.write_text(json.dumps(old | {"machine": old["machine"] | {"gpu": "another"}}))
     with pytest.raises(SystemExit, match="other GPU"):
         plan_memory.earlier(str(path), ARGUMENTS)
-    for text in ("no JSON", "{}"):
+    for text in ("no JSON", "{}", "[]", "3", json.dumps({"cases": [], "commit": "x"})):
         path.write_text(text)
         with pytest.raises(SystemExit, match="not a result"):
             plan_memory.earlier(str(path), ARGUMENTS)
