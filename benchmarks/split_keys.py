@@ -1,11 +1,11 @@
-"""How much closer O is when the keys are split between programs, each with a maximum of its own.
+"""How much closer O is when every tile of keys has a maximum of its own.
 
     python benchmarks/split_keys.py [--out docs/results]
 
-FlashAttention-2 splits the keys of small problems. A piece's largest weight is exactly 1 and is not
-rounded, so more pieces mean less rounding of P. Simulated in float64 but for P and O, which are
-rounded to BF16 (any machine, seconds): one running maximum over tiles of 64 keys, and pieces of 64
-keys. Writes ``split_keys.json`` for docs/numerics.md.
+A tile's largest weight is then exactly 1 and is not rounded (`numerics.row_shift`).
+FlashAttention-2 has that in the pieces into which it splits the keys of small problems. Simulated
+in float64 but for P and O, which are rounded to BF16 (any machine, seconds): one running maximum
+over tiles of 64 keys, and one a tile. Writes ``split_keys.json`` for docs/numerics.md.
 
 Shape legend: q, k, v [h, s, d]; scores [h, s, keys of a tile].
 """

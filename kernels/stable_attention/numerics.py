@@ -16,7 +16,8 @@ What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
   (`add_segment`); a segment of one tile costs nothing more than the rescaling (`add_late`).
 
 Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so
-that one fused multiply-add and exp2 make a probability. Row statistics m are in log2 units.
+that one fused multiply-add and exp2 make a probability. Row statistics m (the shift that p and what
+is accumulated have) and top (the largest score so far) are in log2 units.
 
 Shape legend: BM query rows, BN key columns of a tile, DV value head dim.
 """
@@ -32,6 +33,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 # largest P of the row stays >= 2^-bound. fp16 has no exponents below 2^-24, BF16 reaches 2^-126.
 DYNAMIC_BOUND_BF16 = tl.constexpr(60.0)
 DYNAMIC_BOUND_FP16 = tl.constexpr(4.0)
+
+
+# How far, in log2 units, a tile's maximum may lie below the running one and still be its shift.
+# Weights below 2^-8 of a row's largest do not show in the row's rounding; and what was accumulated,
+# which then is up to 2^8 times what it would be, has room for that.
+OWN_SHIFT_BOUND = tl.constexpr(8.0)
 
 
 @triton.jit
@@ -52,20 +59,34 @@ def round_scores(s, PAPER: tl.constexpr):
 
 
 @triton.jit
-def row_shift(s, m, unit, beta, eps, DYNAMIC: tl.constexpr, BOUND: tl.constexpr):
-    """New running shift of each row in log2 units: the maximum, or the paper's dynamic maximum.
+def row_shift(
+    s, m, top, unit, beta, eps,
+    DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """(shift of each row for a tile of scores, running maximum with it), in log2 units.
 
-    Algorithm 1 of arXiv 2510.04212 moves the shift away from a maximum that repeats, so that no P
-    is exactly 1. There it may underflow a whole row (l = 0, NaN); here it exceeds the true maximum
-    by at most BOUND, which is the documented difference.
+    The shift is the tile's own maximum, if that is within OWN_SHIFT_BOUND of the running maximum
+    ``top``: the largest P of a row is exactly 1, and not rounded, in every tile and not only in the
+    one that holds the row's maximum (docs/numerics.md). It may fall from tile to tile, and alpha
+    then exceeds 1.
+
+    Under DYNAMIC it is the dynamic maximum: Algorithm 1 of arXiv 2510.04212 moves the shift away
+    from a maximum that repeats, so that no P is exactly 1. There it may underflow a whole row
+    (l = 0, NaN); here it exceeds the true maximum by at most BOUND, the documented difference.
+    Under PAPER, the running maximum of ordinary kernels.
     """
     r = tl.max(s, 1) * unit
+    new_top = tl.maximum(top, r)
     if DYNAMIC:
         near = tl.sum((s * unit >= (r - eps * LOG2E)[:, None]).to(tl.int32), 1)
         moved = tl.where(r > 0, r * beta, 0.0)
         moved = tl.minimum(tl.maximum(moved, r), r + BOUND)
         r = tl.where((near > 1) & (r > -float("inf")), moved, r)
-    return tl.maximum(m, r)
+        return tl.maximum(m, r), new_top
+    elif PAPER:
+        return new_top, new_top
+    else:
+        return tl.maximum(r, top - OWN_SHIFT_BOUND), new_top
 
 
 @triton.jit
@@ -105,20 +126,20 @@ def add_row_sum(total, alpha, p):
 
 @triton.jit
 def softmax_step(
-    s, m, l, unit, beta, eps,
+    s, m, l, top, unit, beta, eps,
     MASKED: tl.constexpr, SUM: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a score tile.
 
     Args:
-        s: [BM, BN] float32 scores (-inf where masked); m: [BM] running shift; l: float32 sum
-            as in `add_row_sum`, left alone unless SUM.
+        s: [BM, BN] float32 scores (-inf where masked); m: [BM] shift so far; l: float32 sum
+            as in `add_row_sum`, left alone unless SUM; top: [BM] running maximum.
 
     Returns:
-        (p float32 [BM, BN], alpha [BM] that rescales what was accumulated, the new m and l).
+        (p float32 [BM, BN], alpha [BM] that rescales what was accumulated, the new m, l and top).
     """
-    m_new = row_shift(s, m, unit, beta, eps, DYNAMIC, BOUND)
+    m_new, top = row_shift(s, m, top, unit, beta, eps, DYNAMIC, PAPER, BOUND)
     # A row that has seen no key yet has m = -inf; -inf - -inf would be NaN.
     shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     p = tl.exp2(s * unit - shift[:, None])
@@ -127,7 +148,7 @@ def softmax_step(
         l = add_row_sum(l, alpha, p)
     if PAPER:
         l = l.to(tl.bfloat16).to(tl.float32)
-    return p, alpha, m_new, l
+    return p, alpha, m_new, l, top
 
 
 @triton.jit
@@ -239,18 +260,24 @@ def pinned(x):
 
 
 @triton.jit
-def half_ulp(hi):
-    """Half the spacing of hi's 16-bit format at hi, from hi's own exponent: nothing is stored.
+def half_ulp(hi, wide):
+    """(half the spacing of hi's 16-bit format at hi, its reciprocal); wide is hi as float32.
 
+    Powers of two made from hi's own exponent: nothing is stored, and no element costs a division.
     The low-order part of O lies within +-half_ulp(O_hi), so int8 spends all its codes there.
     """
-    exponent = widen(hi).to(tl.int32, bitcast=True) & 0x7F800000
-    power = exponent.to(tl.float32, bitcast=True)
+    bits = wide.to(tl.int32, bitcast=True) & 0x7F800000
     if hi.dtype == tl.bfloat16:
         # 8 significand bits; the floor of 2^-112 keeps 127 / half_ulp finite.
-        return tl.maximum(power, 1.925929944387236e-34) * 0.00390625
-    # 11 significand bits; below 2^-14 fp16 spacing is constant.
-    return tl.maximum(power, 6.103515625e-05) * 0.00048828125
+        bits = tl.maximum(bits, 15 << 23)
+        digits = 256.0
+    else:
+        # 11 significand bits; below 2^-14 fp16 spacing is constant.
+        bits = tl.maximum(bits, 113 << 23)
+        digits = 2048.0
+    power = bits.to(tl.float32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    return power * (1.0 / digits), inverse * digits
 
 
 @triton.jit
@@ -261,10 +288,12 @@ def residual_encode(o, hi, wide, LOW_DTYPE: tl.constexpr):
     """
     low = o - wide
     if LOW_DTYPE == tl.int8:  # noqa: SIM300
-        code = low * (127.0 / half_ulp(hi))
-        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-        # floor(x + 1/2): a cast alone would truncate, a bias towards zero.
-        return tl.floor(code + 0.5).to(tl.int8)
+        _, inverse = half_ulp(hi, wide)
+        # Added to 1.5 * 2^23, a code is rounded to nearest (a cast would truncate, a bias towards
+        # zero) and lies in the lowest bits, in two's complement: no slow conversion, and no bound
+        # needed, because |low| <= half_ulp. Where O overflows low is inf or NaN, and the code 0.
+        code = low * (127.0 * inverse) + 12582912.0
+        return code.to(tl.int32, bitcast=True).to(tl.int8)
     return low.to(LOW_DTYPE)
 
 
@@ -272,7 +301,8 @@ def residual_encode(o, hi, wide, LOW_DTYPE: tl.constexpr):
 def residual_decode(low, hi):
     """The float32 low-order part from its storage."""
     if low.dtype == tl.int8:
-        return low.to(tl.float32) * (half_ulp(hi) * (1.0 / 127.0))
+        half, _ = half_ulp(hi, widen(hi))
+        return low.to(tl.float32) * (half * (1.0 / 127.0))
     return low.to(tl.float32)
 
 

@@ -62,7 +62,8 @@ class Case:
     """plain, fused (q, k, v are views of one tensor), strided (dO is a view), expanded (K, V)."""
     values: str = "gauss"
     """gauss, outlier (K has a huge channel), positive (all of one sign), repeat (equal keys),
-    below and above (every score near -160 or +160 at d = 32, so LSE is too)."""
+    below and above (every score near -160 or +160 at d = 32, so LSE is too), tall (the scores of
+    three keys are near 160, all others near 0)."""
     gain: float = 1.0
     path: str = ""
     """How the forward kernel sums up tiles (a name of `PATHS`), or "tma": all kernels load through
@@ -221,6 +222,10 @@ def make_inputs(case: Case, device: str = DEVICE) -> Inputs:
     if case.values in ("below", "above"):
         q[..., 0] += 30.0
         k[..., 0] += 30.0 if case.values == "above" else -30.0
+    if case.values == "tall":
+        # Three keys hundreds of powers of two above all that follow.
+        q[..., 0] += 30.0
+        k.movedim(TOKENS[case.layout], 0)[:3, ..., 0] += 30.0
     if case.values == "repeat":
         k[:] = k[..., :1, :] if case.layout != "thd" else k[:1]
     tensors = _place(case, [x.to(device).to(dtype) for x in (q, k, v, dout)])
@@ -232,6 +237,9 @@ def make_inputs(case: Case, device: str = DEVICE) -> Inputs:
         lse_shape = (case.hq, sq) if case.layout == "thd" else (case.b, case.hq, sq)
         dlse = torch.randn(lse_shape, generator=gen).to(device)
     return Inputs(*tensors, dlse, sinks, **cu)
+
+
+TOKENS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
 
 def _place(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

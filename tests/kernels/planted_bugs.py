@@ -92,6 +92,7 @@ SPLIT_TMA = "layout=thd lens_q=9,37 lens_k=9,37 causal=1 d=72 dv=160 path=tma"
 SPLIT_NARROW = "sq=20 sk=36 left=13 d=136 dv=72 memory=strided"
 MLA = "sq=40 sk=70 causal=1 d=192 dv=128"
 GROUPED = "ffpa-301 grouped dK and dV accumulate in float32"
+TALL = "sq=33 sk=130 d=32 hq=1 hk=1 values=tall"
 EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
 BELOW = "FA-1947 P of masked positions not zeroed"
 
@@ -108,10 +109,10 @@ BUGS = (
         "log_sum_exp(m, l_rounded), mask=row_ok", CAUSAL),
     Bug("low-order part with the wrong sign", NUMERICS, "low = o - wide\n",
         "low = wide - o\n", "low-order part, bf16"),
-    Bug("int8 codes truncated", NUMERICS, "tl.floor(code + 0.5).to(tl.int8)",
-        "code.to(tl.int8)", "low-order part, int8"),
-    Bug("int8 codes decoded with a whole ulp", NUMERICS, "(half_ulp(hi) * (1.0 / 127.0))",
-        "(half_ulp(hi) * (2.0 / 127.0))", "saturated sink, int8"),
+    Bug("int8 codes truncated", NUMERICS, "low * (127.0 * inverse) + 12582912.0",
+        "tl.floor(low * (127.0 * inverse)) + 12582912.0", "low-order part, int8"),
+    Bug("int8 codes decoded with a whole ulp", NUMERICS, "(half * (1.0 / 127.0))",
+        "(half * (2.0 / 127.0))", "saturated sink, int8"),
     Bug("scores rounded to bf16", NUMERICS, "    if PAPER:\n        s = s.to(tl.bfloat16)",
         "    if True:\n        s = s.to(tl.bfloat16)", CAUSAL),
     Bug("accumulator rounded to bf16", NUMERICS, "acc = tl.dot(p, v, acc * alpha[:, None])",
@@ -160,7 +161,12 @@ BUGS = (
         "(n < full_lo) | (n >= full_hi), n", "(n >= full_hi), n", TMA_PACKED),
     Bug("late l sums the dropped P", FORWARD, "        l_part = tl.dot(p, ones)",
         "        l_part = tl.dot(weights, ones)", LATE_DROPOUT),
-    Bug("running maximum forgotten", NUMERICS, "return tl.maximum(m, r)", "return r", FULL),
+    Bug("running maximum forgotten", NUMERICS, "new_top = tl.maximum(top, r)", "new_top = r", FULL),
+    Bug("one running maximum for all tiles", NUMERICS,
+        "return tl.maximum(r, top - OWN_SHIFT_BOUND), new_top", "return new_top, new_top",
+        "a shift of its own"),
+    Bug("shift falls without bound", NUMERICS, "return tl.maximum(r, top - OWN_SHIFT_BOUND)",
+        "return r", TALL),
     Bug("rows without keys divide by zero", NUMERICS,
         "return tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)", "return 1.0 / l", EMPTY_ROWS),
     Bug("empty row's maximum subtracted", NUMERICS,

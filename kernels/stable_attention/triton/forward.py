@@ -100,10 +100,9 @@ def _weights(
             s = hide(s, rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
     elif MASKED:
         s = hide(s, rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
-    if DYNAMIC:
-        # The shift is no longer the maximum, which the caller may want.
-        top = tl.maximum(top, tl.max(s, 1) * unit)
-    p, alpha, m, l = softmax_step(s, m, l, unit, beta, eps, MASKED, SUM, DYNAMIC, PAPER, BOUND)
+    p, alpha, m, l, top = softmax_step(
+        s, m, l, top, unit, beta, eps, MASKED, SUM, DYNAMIC, PAPER, BOUND
+    )
     p = p.to(DTYPE)
     weights = p
     if DROPOUT:
@@ -341,7 +340,7 @@ def forward_kernel(
     rows = m0 + tl.arange(0, BM)
     row_ok = rows < sq
     if HAS_MAX:
-        seen = tl.where(row_ok, top if DYNAMIC else m, -float("inf"))
+        seen = tl.where(row_ok, top, -float("inf"))
         tl.atomic_max(max_ptr + h, tl.max(seen, 0) * LN2, sem="relaxed")
     if not PAPER:
         l = tl.sum(l, 1)
