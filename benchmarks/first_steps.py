@@ -22,6 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
+from megatron_patch.experiments.runner import visible_devices
+
 RUNS = (
     ("sdpa_cudnn", "sdpa_cudnn"),
     ("sdpa_cudnn again", "sdpa_cudnn"),
@@ -54,7 +56,7 @@ def train(args: argparse.Namespace, label: str, backend: str, devices: list[int]
     command += ["--config", args.config]
     for key, value in keys.items():
         command += ["--set", f"{key}={value}"]
-    visible = ",".join(map(str, devices))
+    visible = visible_devices(devices)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "2"}
     log = Path(args.work) / f"{slug}.log"
     with log.open("w") as out:

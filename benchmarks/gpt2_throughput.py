@@ -22,6 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
+from megatron_patch.experiments.runner import visible_devices
+
 HERE = Path(__file__).parent
 CONTEXT = 1024
 
@@ -29,7 +31,7 @@ CONTEXT = 1024
 def torchrun(args: argparse.Namespace, gpus: int, arguments: list[str], log: Path) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(gpus), *arguments]
-    visible = ",".join(str(args.first_device + i) for i in range(gpus))
+    visible = visible_devices([args.first_device + i for i in range(gpus)])
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4"}
     with log.open("w") as out:
         return subprocess.run(command, stdout=out, stderr=out, env=environment).returncode

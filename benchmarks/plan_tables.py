@@ -11,15 +11,28 @@ GIB = 2**30
 COUNTS = (1, 2, 4, 8)
 
 
+def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every stage the rank with the highest peak: the one that a plan must hold for.
+
+    They differ where experts are not given the same number of tokens.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for rank in by_rank:
+        best = found.setdefault(rank["stage"], rank)
+        if (rank["allocated"] or 0) > (best["allocated"] or 0):
+            found[rank["stage"]] = rank
+    return list(found.values())
+
+
 def memory(result: dict[str, Any]) -> str:
-    """A row a case: the rank whose peak the plan misses most."""
+    """A row a case: of its stages' fullest ranks the one that the plan misses most."""
     rows = []
     for case in result["cases"]:
         name = [case["model"], case["layout"], str(case["ranks"])]
         if "error" in case:
             rows.append([*name, "-", "-", "did not run", "-"])
             continue
-        ranks = case["by_rank"]
+        ranks = fullest(case["by_rank"])
         if any(r["ratio"] is None for r in ranks):
             rows.append([*name, f"{ranks[0]['planned'] / GIB:.2f}", "-", "not measured", "-"])
             continue
@@ -32,11 +45,13 @@ def memory(result: dict[str, Any]) -> str:
     held = f"{good} of {len(result['cases'])} cases within {result['tolerance']:.0%}."
     if result["missing"]:
         held += f" {result['missing']} more cases were not reached."
+    if "planned_at" in result:
+        held += f" Planned at commit {result['planned_at'][:12]}."
     for commit in sorted({case["commit"] for case in result["cases"] if "commit" in case}):
         names = [
             f"{c['model']} {c['layout']}" for c in result["cases"] if c.get("commit") == commit
         ]
-        held += f" At commit {commit[:12]}: {'; '.join(names)}."
+        held += f" Measured at commit {commit[:12]}: {'; '.join(names)}."
     return "\n".join([origin(result), held, "", table(head, rows)])
 
 

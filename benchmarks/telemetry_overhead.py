@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
+from megatron_patch.experiments.runner import visible_devices
 from megatron_patch.stability.config import StabilityConfig
 
 INTERVAL = StabilityConfig().interval
@@ -132,6 +133,7 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
         f"training.device={args.device}",
         f"training.train_steps={steps + 1}",
         f"training.exit_at_step={steps}",
+        f"optimizer.warmup_steps={steps // 2}",  # must end before the run does
         "training.eval_interval=null",
         "checkpoint.interval=null",
         f"logging.interval={INTERVAL}",
@@ -146,7 +148,7 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
     command += ["--nproc-per-node", str(gpus), __file__, "--worker", str(out)]
     command += ["--config", args.config, "--rounds", str(args.rounds)]
     command += [part for key in keys for part in ("--set", key)]
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    visible = {"CUDA_VISIBLE_DEVICES": visible_devices(list(range(gpus)))}
     environment = os.environ | (visible if args.device == "cuda" else {})
     with log.open("w") as stream:
         code = subprocess.run(command, stdout=stream, stderr=stream, env=environment).returncode

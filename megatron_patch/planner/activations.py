@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FLOAT, INT64 = 4, 8
 REFERENCE_TILE = 32 * 2**20
 """Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
+UNBALANCED = 1.5
+"""Tokens of the fullest expert-parallel rank over its share, averaged over layers, that memory is
+planned for. A router starts unbalanced, and a run must not end there: docs/planning.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +273,9 @@ class Activations:
         ]
 
     def experts(self, moe: MoEConfig) -> list[Saved]:
-        """Router, permuted tokens, experts under balanced routing, shared expert."""
+        """Router, permuted tokens, experts of the fullest rank, shared expert."""
         n = self.n
-        given = self.expert_tokens(moe)
+        given = self.most_tokens(moe)
         width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
         found = [Saved("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts, "mlp")]
         found.append(Saved("tokens sent to experts", n.w * given * n.h, "mlp"))
@@ -287,8 +290,13 @@ class Activations:
         return self.run.parallel.expert_tensor_parallel_size or self.n.tp
 
     def expert_tokens(self, moe: MoEConfig) -> int:
-        """N: tokens the experts of one rank are given together, if the router balances them."""
+        """N: tokens the experts of one rank are given together if the router balances them."""
         return self.n.S * moe.top_k * self.etp
+
+    def most_tokens(self, moe: MoEConfig) -> int:
+        """`expert_tokens` of the fullest rank; a rank that holds all experts is given no more."""
+        ranks = self.run.parallel.expert_model_parallel_size
+        return int(self.expert_tokens(moe) * min(UNBALANCED, ranks))
 
     # --- what else is alive in the backward pass ----------------------------------------------
 
@@ -382,7 +390,7 @@ class Activations:
         """Experts one after the other; the scaling by probabilities is done in float32."""
         n = self.n
         local = moe.num_experts // self.run.parallel.expert_model_parallel_size
-        given = self.expert_tokens(moe)
+        given = self.most_tokens(moe)
         width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
         unit = given // local * width
         again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
@@ -431,13 +439,18 @@ class Activations:
         return found + self.head()
 
     def head_moments(self) -> list[Moment]:
-        """Logits: in the compute type and in float32 together, forward and backward alike."""
+        """Logits: in the compute type and in float32 together, forward and backward alike.
+
+        Compiled, the gradient is not made in the softmax's own memory: autograd's graph may not
+        write into what was saved, so there is a second one in float32.
+        """
         n = self.n
         logits = n.w * n.T * n.vocab
         weight = n.w * n.vocab * n.h
         softmax = FLOAT * n.T * n.vocab
+        second = softmax if self.fused else 0
         return [
-            Moment("cross entropy: logits", logits + n.gathered, softmax),
+            Moment("cross entropy: logits", logits + n.gathered + second, softmax),
             Moment("output projection: gradients", logits + weight + n.w * n.T * n.h + n.gathered),
             Moment("final norm", 2 * n.hidden, n.hidden + n.stream),
         ]

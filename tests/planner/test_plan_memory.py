@@ -32,12 +32,45 @@ def test_every_number_of_gpus_has_cases_of_several_kinds():
 
 
 def test_off_names_errors_and_large_differences():
-    def row(ratio):
-        return {"model": "m", "layout": str(ratio), "by_rank": [{"ratio": ratio}]}
+    def row(ratio, allocated=1):
+        rank = {"stage": 0, "allocated": allocated, "ratio": ratio}
+        return {"model": "m", "layout": str(ratio), "by_rank": [rank]}
 
     broken = {"model": "m", "layout": "x", "error": "out of memory"}
     found = plan_memory.off([row(1.05), row(0.85), row(1.2), row(None), broken])
     assert found == ["m 0.85", "m 1.2", "m x"]
+
+
+def test_a_stage_is_judged_by_its_fullest_rank():
+    """Of ranks that are given different numbers of tokens, memory must suffice for one."""
+    ranks = [
+        {"stage": stage, "allocated": size, "ratio": 100 / size}
+        for stage, size in ((0, 80), (0, 95), (0, 70), (1, 120))
+    ]
+    assert plan_tables.fullest(ranks) == [ranks[1], ranks[3]]
+    case = {"model": "m", "layout": "EP3"}
+    assert plan_memory.off([case | {"by_rank": ranks[:3]}]) == []
+    assert plan_memory.off([case | {"by_rank": ranks}]) == ["m EP3"]
+
+
+def test_peaks_are_held_against_another_plan(tmp_path, capsys):
+    """``--replan``: what was measured stays, what is planned is this tree's."""
+    row = {"model": CP2.model, "layout": CP2.layout, "ranks": 2}
+    row["by_rank"] = [{"stage": 0, "planned": 1, "ratio": 1.0, "allocated": 10, "reserved": 11}] * 2
+    row["by_rank"] = [r | {"used": 12} for r in row["by_rank"]]
+    broken = {"model": "moe", "layout": "EP2", "ranks": 2, "error": "no"}
+    path = tmp_path / "plan_memory_2gpu.json"
+    path.write_text(json.dumps({"commit": "then", "cases": [row, broken]}))
+    assert plan_memory.main(["--replan", str(path)]) == 1
+    found = json.loads(path.read_text())
+    stages, _ = plan_memory.planned(
+        plan_memory.overrides(CP2, ARGUMENTS, Path("runs/x")), 2, "h200"
+    )
+    rank = found["cases"][0]["by_rank"][1]
+    assert (rank["allocated"], rank["reserved"], rank["used"]) == (10, 11, 12)
+    assert rank["ratio"] == rank["planned"] / 10 == stages[0].allocated / 10
+    assert found["commit"] == "then" and found["planned_at"] != "then"
+    assert found["off"] == [CP2.name, "moe EP2"] and CP2.name in capsys.readouterr().out
 
 
 def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
@@ -128,6 +161,7 @@ def test_an_error_is_what_the_ranks_said():
 
 def test_table_shows_the_worst_rank():
     rank = {"planned": 2**30, "planned_reserved": 2**30, "allocated": 2**30, "reserved": 2**30}
+    rank |= {"stage": 0}
     bad = rank | {"allocated": 2 * 2**30}
     cases = [
         {"model": "m", "layout": "DP2", "ranks": 2}
@@ -142,9 +176,9 @@ def test_table_shows_the_worst_rank():
         "missing": 0,
     }
     text = plan_tables.memory(result | {"tolerance": 0.1})
-    assert "At commit" not in text
+    assert "at commit" not in text
     cases[0]["commit"] = "abc"
-    assert "At commit abc: m DP2." in plan_tables.memory(result | {"tolerance": 0.1})
+    assert "Measured at commit abc: m DP2." in plan_tables.memory(result | {"tolerance": 0.1})
     assert "| m | DP2 | 2 | 1.00 | 2.00 | 0.500 | 1.000 |" in text
     assert "did not run" in text
     assert "0 of 2 cases within 10%" in text
