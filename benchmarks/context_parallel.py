@@ -15,10 +15,14 @@ the minutes that are left makes room for what does.
 
 TFLOP/s count 4 h s^2 d operations forward, half of that under a causal mask, and 2.5 times as many
 backward, divided by time and ranks. ``of_kernel`` divides by the TFLOP/s of the same kernel on one
-GPU with the same work: one sequence of s / sqrt(ranks) tokens. Times are the slowest rank's median
-of CUDA-event intervals; ``exposed_ms`` is the time in which NCCL's kernels ran and nothing else did
-(one profiled pass), ``no_transfer_ms`` the time with transfers left out. Outputs and gradients of
-short sequences are compared with attention over the whole sequence before anything is timed.
+GPU with the same work: one sequence of s / sqrt(ranks) tokens, once while the other GPUs are idle
+("kernel"), and once while all of them do the same ("kernel, every GPU": no transfer, the slowest
+counts). Times are the slowest rank's median of CUDA-event intervals. One pass that all ranks begin
+together is profiled: ``exposed_ms`` is the time in which NCCL's kernels ran and nothing else did,
+``kernels_ms`` what took how long on the first rank. ``no_transfer_ms`` is the time with transfers
+left out; what is computed on then is whatever memory held, which may take less power. Outputs and
+gradients of short sequences are compared with attention over the whole sequence before anything is
+timed.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ import torch.nn.functional as F
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "kernels"), str(HERE.parent)]  # not installed? fine
 import cp_peers
+import cp_profile
 import cp_tables
 import machine
 
@@ -54,13 +59,14 @@ PASSES = 8  # of forward and backward, profile and pass without transfers includ
 SLOW = 350e12  # operations a second of a slow system, with compilation left out
 BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever holds them
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
-KERNEL = "kernel"
+KERNEL, BUSY = "kernel", "kernel, every GPU"
 GATHER = "all-gather + SDPA"
-# Rotation, and whether key/value heads stay grouped or are repeated first.
+# Rotation, whether key/value heads stay grouped or are repeated first, and SDPA's backend.
 RINGS = {
-    "torch, allgather": ("allgather", True),
-    "torch, alltoall": ("alltoall", True),
-    "torch, allgather, heads repeated": ("allgather", False),
+    "torch, allgather": ("allgather", True, "cudnn"),
+    "torch, alltoall": ("alltoall", True, "cudnn"),
+    "torch, allgather, heads repeated": ("allgather", False, "cudnn"),
+    "torch, allgather, flash": ("allgather", False, "flash"),
 }
 
 
@@ -98,7 +104,9 @@ def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
             for ranks in sorted((n for n in args.ranks if n <= world), reverse=True):
                 systems = [KERNEL] if ranks == 1 else _systems(ranks, mask, args.problem)
                 causal = mask == "causal"
-                wanted = [Cell(KERNEL, 1, cp_tables.same_work(tokens, ranks, BLOCK), causal)]
+                share = cp_tables.same_work(tokens, ranks, BLOCK)
+                wanted = [Cell(KERNEL, 1, share, causal)]
+                wanted += [Cell(BUSY, ranks, share, causal)] if ranks > 1 else []
                 wanted += [Cell(name, ranks, tokens, causal) for name in systems]
                 for cell in wanted:
                     if cell not in seen:
@@ -121,7 +129,8 @@ def seconds_needed(cell: Cell, problem: Problem) -> float:
     if problem.dtype is not torch.bfloat16:  # the smoke test
         return 0.0
     work = cp_tables.flops(asdict(problem), cell.tokens, cell.causal)
-    return 8.0 + PASSES * work / cell.ranks / SLOW
+    work /= 1 if cell.system == BUSY else cell.ranks
+    return 8.0 + PASSES * work / SLOW
 
 
 class Bench:
@@ -149,6 +158,8 @@ class Bench:
         if self.cuda:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = wait
+            if self.args.max_ctas:
+                options.config.max_ctas = self.args.max_ctas
         return dist.new_group(list(ranks), timeout=wait, pg_options=options)
 
     def _two_levels(self, n: int, wait: timedelta) -> tuple[Any, Any]:
@@ -175,7 +186,7 @@ class Bench:
     def system(self, cell: Cell, *, transfers: bool = True) -> Iterator[cp_peers.Attention]:
         """The cell's attention over [s / ranks, 1, heads, d]."""
         group = self.groups[cell.ranks]
-        if cell.system == KERNEL and self.cuda:
+        if cell.system in (KERNEL, BUSY) and self.cuda:
             from stable_attention import stable_attention
 
             def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -185,12 +196,13 @@ class Bench:
                 return out.transpose(0, 1)
 
             yield kernel
-        elif cell.system in OURS or cell.system == KERNEL:
-            options: dict[str, Any] = {"mode": "p2p" if cell.system == KERNEL else cell.system}
+        elif cell.system in (*OURS, KERNEL, BUSY):
+            alone = cell.system in (KERNEL, BUSY)
+            options: dict[str, Any] = {"mode": "p2p" if alone else cell.system}
             if cell.system == "a2a+p2p":
                 options["hierarchical"] = self.levels[cell.ranks]
             options |= {
-                "group": group,
+                "group": self.groups[1] if alone else group,
                 "causal": cell.causal,
                 "backend": "stable_flash" if self.cuda else "reference",
                 "transfers": transfers,
@@ -204,17 +216,22 @@ class Bench:
                 lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, block)
             )
         else:
-            rotate, grouped = RINGS[cell.system]
-            with cp_peers.torch_ring(group, cell.tokens, rotate=rotate, grouped=grouped) as attend:
+            rotate, grouped, kernel_of = RINGS[cell.system]
+            ring = cp_peers.torch_ring(
+                group, cell.tokens, rotate=rotate, grouped=grouped, backend=kernel_of
+            )
+            with ring as attend:
                 yield _heads_first(attend)
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Times, memory and errors of a cell, as this rank sees them."""
-        q, k, v, dout = self.inputs(cell.tokens, cell.ranks, self.rank)
+        busy = cell.system == BUSY
+        place = (1, 0) if busy else (cell.ranks, self.rank)
+        q, k, v, dout = self.inputs(cell.tokens, *place)
         found: dict[str, Any] = {}
         with self.system(cell) as attend:
             step = _Step(attend, (q, k, v), dout)
-            if cell.tokens <= self.args.check_up_to:
+            if cell.tokens <= self.args.check_up_to and not busy:
                 found |= self.errors(cell, step)
             if self.cuda:
                 torch.cuda.empty_cache()
@@ -224,8 +241,8 @@ class Bench:
             if self.cuda:
                 found["peak_mib"] = round((torch.cuda.max_memory_allocated() - base) / 2**20, 1)
             found["forward_ms"] = self.interval(cell.ranks, step.forward)
-            if self.cuda and cell.ranks > 1:
-                found |= profile(step.both)
+            if self.cuda and cell.ranks > 1 and not busy:
+                found |= cp_profile.profile(step.both, lambda: dist.barrier(self.hosts[cell.ranks]))
         if cell.system in OURS:
             with self.system(cell, transfers=False) as attend:
                 step = _Step(attend, (q, k, v), dout)
@@ -301,27 +318,6 @@ def _heads_first(attend: cp_peers.Attention) -> cp_peers.Attention:
     return run
 
 
-def profile(run: Callable[[], object]) -> dict[str, float]:
-    """Time NCCL's kernels took in one pass of ``run``, and how much of it nothing else covered."""
-    from torch.autograd import DeviceType
-
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        run()
-        torch.cuda.synchronize()
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in trace.events() or []:
-        # Collectives also leave named ranges ("nccl:...") among the kernels.
-        if event.device_type != DeviceType.CUDA or event.name.startswith("nccl:"):
-            continue
-        span = (event.time_range.start, event.time_range.end)
-        spans["nccl" in event.name.lower()].append(span)
-    if not spans[True]:
-        return {}  # nothing was seen of NCCL: no figure rather than 0
-    total, alone = cp_tables.exposed(spans[True], spans[False])
-    return {"transfer_ms": round(total / 1e3, 4), "exposed_ms": round(alone / 1e3, 4)}
-
-
 # Figures of two runs belong into one file if these are equal.
 SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sources": lambda r: r.get("sources"),
@@ -329,6 +325,7 @@ SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
     "torch": lambda r: r["versions"].get("torch"),
     "triton": lambda r: r["versions"].get("triton"),
     "problem": lambda r: r.get("problem"),
+    "max_ctas": lambda r: r.get("max_ctas"),
 }
 
 
@@ -342,6 +339,7 @@ class Record:
             **origin,
             "problem": asdict(args.problem) | {"dtype": str(args.problem.dtype)},
             "block": BLOCK,
+            "max_ctas": args.max_ctas,
             "complete": False,
             "cells": {},
         }
@@ -359,7 +357,10 @@ class Record:
 
     def done(self, cell: Cell, *, retry: bool) -> bool:
         found = self.content["cells"].get(cell.key)
-        return found is not None and not (retry and "error" in found)
+        if found is None or (retry and "error" in found):
+            return False
+        # Passes that ranks did not begin together were profiled once: their transfers mean little.
+        return "exposed_ms" not in found or cp_tables.IN_STEP in found
 
     def put(self, cell: Cell, figures: dict[str, Any]) -> None:
         self.content["cells"][cell.key] = {**asdict(cell), **figures}
@@ -373,11 +374,17 @@ class Record:
 
 
 def slowest(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest figure of all ranks, rounded errors included; or the first error."""
+    """The largest figure of all ranks, rounded errors included; or the first error.
+
+    What is no figure is the first rank's.
+    """
     for part in parts:
         if "error" in part:
             return {"error": part["error"]}
-    return {name: max(part[name] for part in parts) for name in parts[0]}
+    return {
+        name: value if isinstance(value, dict) else max(part[name] for part in parts)
+        for name, value in parts[0].items()
+    }
 
 
 def run(bench: Bench, record: Record | None) -> None:
@@ -444,6 +451,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget-ms", type=float, default=1000.0, help="per figure of a cell")
     parser.add_argument("--check-up-to", type=int, default=8192, help="tokens of compared outputs")
     parser.add_argument("--timeout-minutes", type=float, default=3.0, help="of a collective")
+    parser.add_argument("--max-ctas", type=int, help="thread blocks of a transfer, at most")
     parser.add_argument("--retry", action="store_true", help="measure cells that failed again")
     parser.add_argument("--smoke", action="store_true", help="tiny, on CPUs: proves the script")
     parser.add_argument("--out", type=Path, default=None)
@@ -484,7 +492,8 @@ def proven(result: dict[str, Any]) -> bool:
     """Whether every system a CPU can run computed attention over the whole sequence."""
     good = True
     for key, cell in result["cells"].items():
-        if cell["system"] in RINGS:  # PyTorch's prototype has no kernel for CPUs
+        # PyTorch's prototype has no kernel for CPUs; the other is the first one again.
+        if cell["system"] in (*RINGS, BUSY):
             continue
         errors = [cell.get(f"error_{x}", math.inf) for x in ("out", "dq", "dk", "dv")]
         if not max(errors) < 1e-5:

@@ -198,7 +198,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextlib.contextmanager
 def torch_ring(
-    group: dist.ProcessGroup, tokens: int, *, rotate: str, grouped: bool
+    group: dist.ProcessGroup, tokens: int, *, rotate: str, grouped: bool, backend: str
 ) -> Iterator[Attention]:
     """PyTorch's context parallelism as causal attention over zigzag shards; valid in the block.
 
@@ -207,6 +207,7 @@ def torch_ring(
         tokens: s.
         rotate: ``allgather`` or ``alltoall``, how keys and values move.
         grouped: hand over g key/value heads; False repeats them to h, for kernels that want it.
+        backend: ``cudnn`` or ``flash``, of SDPA.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -216,7 +217,9 @@ def torch_ring(
     set_rotate_method(rotate)
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
-    kernel = SDPBackend.CUDNN_ATTENTION if cuda else SDPBackend.FLASH_ATTENTION
+    kernel = SDPBackend.FLASH_ATTENTION
+    if cuda and backend == "cudnn":
+        kernel = SDPBackend.CUDNN_ATTENTION
     # It cuts the tensors named here; ours are cut already, so it gets one that nobody reads.
     unread = torch.zeros(1, tokens, device=device)
     mesh = DeviceMesh.from_group(group, device)

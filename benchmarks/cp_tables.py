@@ -19,8 +19,13 @@ SYSTEMS = (
     "torch, allgather",
     "torch, alltoall",
     "torch, allgather, heads repeated",
+    "torch, allgather, flash",
 )
 GOAL = 0.90
+WRONG = 0.05
+"""Relative RMS error from which an output is not that of attention."""
+IN_STEP = "kernels_ms"
+"""A cell that has this profiled a pass which all ranks began together."""
 
 
 def union(spans: list[Span]) -> list[Span]:
@@ -76,17 +81,21 @@ class Speeds:
     def speed(self, system: str, ranks: int, tokens: int, causal: bool = True) -> float | None:
         """TFLOP/s per GPU of forward and backward, None where it was not measured."""
         ms = self.cell(system, ranks, tokens, causal).get("total_ms")
-        return None if ms is None else flops(self.problem, tokens, causal) / ranks / ms / 1e9
+        shared = 1 if system == "kernel, every GPU" else ranks
+        return None if ms is None else flops(self.problem, tokens, causal) / shared / ms / 1e9
 
-    def of_kernel(self, system: str, ranks: int, tokens: int, causal: bool = True) -> float | None:
-        """Speed over that of the same kernel on one GPU with the same work."""
+    def of_kernel(
+        self, system: str, ranks: int, tokens: int, causal: bool = True, *, every: bool = False
+    ) -> float | None:
+        """Speed over that of the same kernel with the same work, on one GPU or on ``every``."""
         mine = self.speed(system, ranks, tokens, causal)
-        alone = self.speed("kernel", 1, same_work(tokens, ranks, self.block), causal)
+        kernel = ("kernel, every GPU", ranks) if every else ("kernel", 1)
+        alone = self.speed(*kernel, same_work(tokens, ranks, self.block), causal)
         return None if mine is None or alone is None else mine / alone
 
     def places(self, causal: bool = True) -> list[tuple[int, int]]:
         """(ranks, tokens) at which anything parallel was measured, in order."""
-        found = {(n, s) for system, n, s, c in self.cells if n > 1 and c == causal}
+        found = {(n, s) for x, n, s, c in self.cells if n > 1 and c == causal and x in SYSTEMS}
         return sorted(found, key=lambda p: (-p[0], p[1]))
 
 
@@ -106,13 +115,16 @@ def speed(result: dict[str, Any]) -> str:
     rows = []
     for ranks, tokens in speeds.places():
         one = speeds.speed("kernel", 1, same_work(tokens, ranks, speeds.block))
-        row = [f"{thousand(tokens)}, {ranks} GPUs", "-" if one is None else f"{one:.0f}"]
+        every = speeds.speed("kernel, every GPU", ranks, same_work(tokens, ranks, speeds.block))
+        row = [f"{thousand(tokens)}, {ranks} GPUs"]
+        row += ["-" if rate is None else f"{rate:.0f}" for rate in (one, every)]
         for system in systems:
             rate, share = (f(system, ranks, tokens) for f in (speeds.speed, speeds.of_kernel))
             row.append("-" if rate is None else f"{rate:.0f}" + _in_brackets(share))
         rows.append(row)
-    lines = [origin(result), "", table(["tokens", "one GPU", *systems], rows), "", _goal(speeds)]
-    lines += _failures(result)
+    head = ["tokens", "one GPU", "every GPU", *systems]
+    lines = [origin(result), "", table(head, rows), "", _goal(speeds)]
+    lines += [*_failures(result), *_wrong(result)]
     if not result["complete"]:
         lines.append("The run was stopped before its end.")
     return "\n".join(lines)
@@ -131,6 +143,19 @@ def _failures(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _wrong(result: dict[str, Any]) -> list[str]:
+    """Systems whose output is not that of attention over the whole sequence."""
+    where: dict[str, list[str]] = {}
+    for cell in result["cells"].values():
+        if cell.get("error_out", 0.0) > WRONG:
+            place = f"{cell['error_out']:.2f} on {cell['ranks']} GPUs"
+            where.setdefault(cell["system"], []).append(place)
+    return [
+        f"Wrong where it was checked (relative RMS error of O): {system}, {', '.join(places)}."
+        for system, places in sorted(where.items())
+    ]
+
+
 def _in_brackets(share: float | None) -> str:
     return "" if share is None else f" ({share:.2f})"
 
@@ -143,7 +168,9 @@ def _goal(speeds: Speeds) -> str:
     ranks = max(known)
     verdict = "met" if known[ranks] >= GOAL else "not met"
     text = f"p2p at 128k on {ranks} GPUs: {known[ranks]:.3f} of the kernel; goal {GOAL:.2f}"
-    return f"{text}, {verdict}." if ranks == 8 else f"{text} (set for 8 GPUs), {verdict} here."
+    text = f"{text}, {verdict}." if ranks == 8 else f"{text} (set for 8 GPUs), {verdict} here."
+    every = speeds.of_kernel("p2p", ranks, 131072, every=True)
+    return text if every is None else f"{text} Of the kernel on every GPU at once: {every:.3f}."
 
 
 def cost(result: dict[str, Any]) -> str:
@@ -156,7 +183,8 @@ def cost(result: dict[str, Any]) -> str:
         for system in systems:
             cell = speeds.cell(system, ranks, tokens)
             ms, mib = cell.get("exposed_ms"), cell.get("peak_mib")
-            row.append("-" if ms is None or mib is None else f"{ms:.2f}; {mib:,.0f}")
+            known = f"{ms:.2f}" if ms is not None and IN_STEP in cell else "-"
+            row.append("-" if mib is None else f"{known}; {mib:,.0f}")
         rows.append(row)
     return "\n".join([origin(result), "", table(["tokens", *systems], rows)])
 

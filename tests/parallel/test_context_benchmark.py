@@ -52,12 +52,14 @@ def test_the_plan(bench: Any) -> None:
     )
     plan = list(bench.cells(args, 4))
     assert len({cell.key for cell in plan}) == len(plan)
-    assert [plan[0].system, plan[1].key] == ["kernel", "p2p, 4 ranks, 131072 tokens, causal"]
+    assert [plan[0].system, plan[1].system] == ["kernel", "kernel, every GPU"]
+    assert plan[1].tokens == plan[0].tokens and plan[1].ranks == 4
+    assert plan[2].key == "p2p, 4 ranks, 131072 tokens, causal"
     assert {cell.ranks for cell in plan} == {1, 2, 4}
     hierarchical = [cell.ranks for cell in plan if cell.system == "a2a+p2p"]
     assert set(hierarchical) == {4}  # two levels of at least two
     # Every parallel cell has the one-GPU kernel with its share of the work beside it.
-    for cell in plan:
+    for cell in (cell for cell in plan if cell.system != "kernel, every GPU"):
         alone = bench.cp_tables.same_work(cell.tokens, cell.ranks, bench.BLOCK)
         assert any(c.system == "kernel" and c.tokens == alone for c in plan)
         work = cell.tokens**2 / cell.ranks
@@ -67,7 +69,7 @@ def test_the_plan(bench: Any) -> None:
 
 
 def record(bench: Any, path: Path) -> Any:
-    return bench.Record(path, Namespace(problem=bench.Problem(), retry=False))
+    return bench.Record(path, Namespace(problem=bench.Problem(), retry=False, max_ctas=None))
 
 
 def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again(
@@ -83,10 +85,30 @@ def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again
     assert "error" in new.content["cells"][second.key]
     assert [new.done(cell, retry=True) for cell in (first, second)] == [True, False]
     text = json.loads(path.read_text())
+    path.write_text(json.dumps(text | {"max_ctas": 4}))
+    assert not record(bench, path).done(first, retry=False)
     path.write_text(json.dumps(text | {"commit": "another"}))  # of the same sources
     assert record(bench, path).done(first, retry=False)
     path.write_text(json.dumps(text | {"sources": "others"}))
     assert not record(bench, path).done(first, retry=False)
+
+
+def test_a_pass_that_ranks_did_not_begin_together_is_measured_again(
+    bench: Any, tmp_path: Path
+) -> None:
+    cell = bench.Cell("p2p", 2, 1, True)
+    some = record(bench, tmp_path / "r.json")
+    some.put(cell, {"total_ms": 1.0, "exposed_ms": 900.0})
+    assert not some.done(cell, retry=False)
+    some.put(cell, {"total_ms": 1.0, "exposed_ms": 0.9, "kernels_ms": {"dq_kernel": 0.5}})
+    assert some.done(cell, retry=False)
+
+
+def test_of_several_ranks_the_slowest_counts(bench: Any) -> None:
+    first = {"total_ms": 1.0, "kernels_ms": {"dq_kernel": 0.5}}
+    second = {"total_ms": 2.0, "kernels_ms": {"dkdv_kernel": 0.7}}
+    assert bench.slowest([first, second]) == first | {"total_ms": 2.0}
+    assert bench.slowest([first, {"error": "no"}]) == {"error": "no"}
 
 
 def test_a_run_elsewhere_continues_the_result_in_the_repository(
@@ -123,16 +145,21 @@ def test_tables(bench: Any, tables: Any, tmp_path: Path) -> None:
         "problem": {"heads": 32, "kv_heads": 8, "d": 128}, "block": bench.BLOCK,
         "complete": False,
         "cells": cell("kernel", 1, alone, total_ms=100.0)
-        | cell("p2p", 8, 131072, total_ms=110.0, exposed_ms=3.25, peak_mib=1234.5)
+        | cell("kernel, every GPU", 8, alone, total_ms=104.5)
+        | cell("p2p", 8, 131072, total_ms=110.0, exposed_ms=3.25, peak_mib=1234.5, kernels_ms={})
+        | cell("all_gather", 8, 131072, total_ms=120.0, exposed_ms=900.0, peak_mib=5.0)
+        | cell("torch, allgather", 8, 8192, total_ms=1.0, error_out=0.5)
         | cell("a2a", 8, 131072, error="RuntimeError: out of memory"),
     }  # fmt: skip
     text = tables.speed(result)
     rate = 3.5 * 2 * 32 * 128 * alone**2 / 0.1 / 1e12
-    assert f"| 128k, 8 GPUs | {rate:.0f} |" in text
+    assert f"| 128k, 8 GPUs | {rate:.0f} | {rate / 1.045:.0f} |" in text
+    assert "Of the kernel on every GPU at once: 0.950." in text
+    assert "(relative RMS error of O): torch, allgather, 0.50 on 8 GPUs." in text
     assert "p2p at 128k on 8 GPUs: 0.909 of the kernel; goal 0.90, met." in text
     assert "Not measured: a2a at 128k on 8: RuntimeError: out of memory" in text
     assert "stopped before its end" in text
-    assert "3.25; 1,234" in tables.cost(result)
+    assert "| 3.25; 1,234 | -; 5 |" in tables.cost(result)  # 900 ms: ranks that waited
     tables.plot(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
