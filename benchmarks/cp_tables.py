@@ -194,12 +194,13 @@ def long_context(result: dict[str, Any]) -> str:
     rows = []
     for run in result["runs"]:
         if "error" in run:
-            rows.append([run["mode"], str(run["gpus"]), "failed", "-", "-"])
+            rows.append([run["mode"], str(run["gpus"]), "failed", *"----"])
             continue
         mfu = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
-        memory = f"{run['memory_gib']:.1f}"
-        rows.append([run["mode"], str(run["gpus"]), f"{run['tokens_per_s']:,.0f}", mfu, memory])
-    head = ["mode", "GPUs", "tokens/s", "MFU", "memory of a GPU, GiB"]
+        speed, expected = (f"{run[f'{x}tokens_per_s']:,.0f}" for x in ("", "planned_"))
+        memory, room = (f"{run[f'{x}memory_gib']:.2f}" for x in ("", "planned_"))
+        rows.append([run["mode"], str(run["gpus"]), speed, expected, mfu, memory, room])
+    head = ["mode", "GPUs", "tokens/s", "planned", "MFU", "memory of a GPU, GiB", "planned"]
     shape = f"`{result['config']}`, {thousand(result['seq_length'])} tokens."
     return "\n".join([f"{origin(result)} {shape}", "", table(head, rows)])
 
