@@ -186,7 +186,13 @@ def cost(result: dict[str, Any]) -> str:
             known = f"{ms:.2f}" if ms is not None and IN_STEP in cell else "-"
             row.append("-" if mib is None else f"{known}; {mib:,.0f}")
         rows.append(row)
-    return "\n".join([origin(result), "", table(["tokens", *systems], rows)])
+    lines = [origin(result), "", table(["tokens", *systems], rows)]
+    if any("exposed_ms" in cell and IN_STEP not in cell for cell in result["cells"].values()):
+        lines += [
+            "",
+            "-: the ranks did not begin the profiled pass together; to be measured again.",
+        ]
+    return "\n".join(lines)
 
 
 def long_context(result: dict[str, Any]) -> str:
