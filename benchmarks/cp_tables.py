@@ -123,11 +123,18 @@ def speed(result: dict[str, Any]) -> str:
             row.append("-" if rate is None else f"{rate:.0f}" + _in_brackets(share))
         rows.append(row)
     head = ["tokens", "one GPU", "every GPU", *systems]
-    lines = [origin(result), "", table(head, rows), "", _goal(speeds)]
+    lines = [origin(result) + _changed(result), "", table(head, rows), "", _goal(speeds)]
     lines += [*_failures(result), *_wrong(result)]
     if not result["complete"]:
         lines.append("The run was stopped before its end.")
     return "\n".join(lines)
+
+
+def _changed(result: dict[str, Any]) -> str:
+    """Kernels and context parallelism are other ones now; a result that does not say is taken."""
+    if result.get("sources") in (None, sources()):
+        return ""
+    return " **The code has changed since**: read these figures as those of the commit named."
 
 
 def _failures(result: dict[str, Any]) -> list[str]:
@@ -186,7 +193,7 @@ def cost(result: dict[str, Any]) -> str:
             known = f"{ms:.2f}" if ms is not None and IN_STEP in cell else "-"
             row.append("-" if mib is None else f"{known}; {mib:,.0f}")
         rows.append(row)
-    lines = [origin(result), "", table(["tokens", *systems], rows)]
+    lines = [origin(result) + _changed(result), "", table(["tokens", *systems], rows)]
     if any("exposed_ms" in cell and IN_STEP not in cell for cell in result["cells"].values()):
         lines += [
             "",

@@ -13,7 +13,7 @@ of context-parallel sizes that the machine at hand does not have.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,20 +35,24 @@ class Exchange:
 
     def __init__(self) -> None:
         self.turn = threading.Condition()
-        self.boxes: dict[tuple[Any, int, int], deque[torch.Tensor]] = {}
+        self.boxes: dict[tuple[Any, ...], deque[torch.Tensor]] = {}
         self.failed = False
 
-    def put(self, key: tuple[Any, int, int], x: torch.Tensor) -> None:
-        """Leave a copy; the caller holds the turn."""
+    def put(self, key: tuple[Any, ...], x: torch.Tensor) -> None:
+        """Leave a copy under (group, from, to, ...); the caller holds the turn."""
         self.boxes.setdefault(key, deque()).append(x.clone())
         self.turn.notify_all()
 
-    def get(self, key: tuple[Any, int, int]) -> torch.Tensor:
+    def get(self, key: tuple[Any, ...]) -> torch.Tensor:
         """Take what was left, giving way until it is there."""
         there = self.turn.wait_for(lambda: self.failed or self.boxes.get(key), TURN_SECONDS)
         if self.failed or not there:
             raise RuntimeError(f"nothing came from rank {key[1]} to rank {key[2]} of {key[0]}")
-        return self.boxes[key].popleft()
+        box = self.boxes[key]
+        found = box.popleft()
+        if not box:
+            del self.boxes[key]
+        return found
 
 
 class _Receipt:
@@ -60,12 +64,17 @@ class _Receipt:
 
 
 class ThreadCommunicator:
-    """A `Communicator` between the threads of one process; ``name`` tells groups apart."""
+    """A `Communicator` between the threads of one process; ``name`` tells groups apart.
+
+    What one rank sends another is matched in the order in which both started it, as by NCCL and
+    gloo, whatever the order in which it is waited for.
+    """
 
     def __init__(self, exchange: Exchange, name: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.sent = 0
         self._exchange, self._name = exchange, name
+        self._started: Counter[tuple[int, int]] = Counter()
 
     def exchange(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], what: str
@@ -76,35 +85,47 @@ class ThreadCommunicator:
         for peer, x in sends:
             assert x.is_contiguous()
             self.sent += x.nbytes
-            self._exchange.put((self._name, self.rank, peer), x)
+            self._exchange.put(self._key(self.rank, peer), x)
+        keys = [self._key(peer, self.rank) for peer, _ in receives]
 
         def arrive() -> None:
-            for peer, x in receives:
-                x.copy_(self._take(peer, x))
+            for key, (_, x) in zip(keys, receives, strict=True):
+                x.copy_(self._take(key, x))
 
         return _Receipt(arrive)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Ticket:
         """See `Communicator`."""
-        for peer in range(self.size):
-            self._exchange.put((self._name, self.rank, peer), x)
+        keys = self._swap(x)
         self.sent += (self.size - 1) * x.nbytes
 
         def arrive() -> None:
-            for peer in range(self.size):
-                out[peer].copy_(self._take(peer, out[peer]))
+            for key, part in zip(keys, out, strict=True):
+                part.copy_(self._take(key, part))
 
         return _Receipt(arrive)
 
     def maximum(self, x: torch.Tensor) -> None:
         """See `Communicator`."""
-        for peer in range(self.size):
-            self._exchange.put((self._name, self.rank, peer), x)
-        for peer in range(self.size):
-            torch.maximum(x, self._take(peer, x), out=x)
+        for key in self._swap(x):
+            torch.maximum(x, self._take(key, x), out=x)
 
-    def _take(self, peer: int, like: torch.Tensor) -> torch.Tensor:
-        x = self._exchange.get((self._name, peer, self.rank))
+    def _key(self, source: int, reader: int) -> tuple[Any, ...]:
+        """Place of the next hand-over from one rank to another."""
+        self._started[source, reader] += 1
+        return self._name, source, reader, self._started[source, reader]
+
+    def _swap(self, x: torch.Tensor) -> list[tuple[Any, ...]]:
+        """Hand ``x`` to every rank; where theirs will lie, by rank."""
+        keys = []
+        for peer in range(self.size):
+            mine = self._key(self.rank, peer)
+            self._exchange.put(mine, x)
+            keys.append(mine if peer == self.rank else self._key(peer, self.rank))
+        return keys
+
+    def _take(self, key: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
+        x = self._exchange.get(key)
         # Both ends derive shapes from the schedule alone: a difference is a bug in it.
         assert x.shape == like.shape and x.dtype == like.dtype, (x.shape, like.shape, x.dtype)
         return x

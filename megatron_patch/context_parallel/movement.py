@@ -8,11 +8,13 @@ once for every `Block` that the schedule knows, in an order that is the same fro
 is sent to whom follows from the schedule alone, so that both ends agree without asking.
 
 Transfers of the next block are started before the current one is computed, and gradients travel
-while the next block is computed.
+while the next block is computed. A block of the ring holds the keys of two ranks where no mask
+tells them apart.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,8 +22,11 @@ import torch
 
 from megatron_patch.context_parallel.communicator import Communicator, Ticket, Transfer
 from megatron_patch.context_parallel.schedule import Mask, Part, Schedule
-from megatron_patch.context_parallel.tokens import Tokens, View
+from megatron_patch.context_parallel.tokens import Dense, Tokens, View
 
+TOGETHER = 2
+"""Steps of the ring whose keys are computed on at once where nothing is masked. A launch costs its
+tail, a merge of O and a pass over dQ; a block more costs the memory of two on their way."""
 Launch = tuple[View, View, Mask]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -74,12 +79,24 @@ class Alone:
         return dk, dv
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A block that is there, or nothing to compute; the steps that brought it, and its rows."""
+
+    block: Block | None
+    steps: tuple[tuple[int, slice], ...]
+
+
 @dataclass(slots=True)
 class Ring:
     """p2p: in step i every rank sends to the i-th rank after it and receives from the i-th before.
 
     Keys go straight from their owner to a reader and only the chunks that reader's queries see, so
     that a window or a causal mask saves bytes; a rank that is not concerned sits the step out.
+
+    Steps come in groups, the same for all ranks: transfers of a group start together, those of keys
+    before the group before is computed, those of gradients after its own. How much of a group a
+    rank computes at once is its own affair.
     """
 
     tokens: Tokens
@@ -90,16 +107,17 @@ class Ring:
 
     def forward(self, k: torch.Tensor, v: torch.Tensor, compute: Forward) -> None:
         """Compute every block this rank's queries see."""
-        for _, block in self._arrivals(k, v, "forward"):
-            if block is not None:
-                compute(block)
+        for arrival in self._arrivals(k, v, "forward"):
+            if arrival.block is not None:
+                compute(arrival.block)
 
     def backward(self, k: torch.Tensor, v: torch.Tensor, compute: Backward) -> Pair:
         """(dK, dV) of this rank's own keys, summed over all ranks in a fixed order."""
         dk, dv = accumulator(k), accumulator(v)
-        home: tuple[Ticket, Pair, Part] | None = None
-        for step, block in self._arrivals(k, v, "backward"):
-            if step == 0:
+        home: list[tuple[Ticket, Pair, Part] | None] = []
+        for arrival in self._arrivals(k, v, "backward"):
+            block = arrival.block
+            if not arrival.steps:
                 assert block is not None
                 compute(block, dk, dv)
                 continue
@@ -107,16 +125,19 @@ class Ring:
             if block is not None:
                 grads = accumulator(block.k), accumulator(block.v)
                 compute(block, *grads)
-            later = self._send_home(step, grads, k, v)
-            self._add(home, dk, dv)
+            later = []
+            for step, rows in arrival.steps:
+                share = None if grads is None else (grads[0][rows], grads[1][rows])
+                later.append(self._send_home(step, share, k, v))
+            for one in home:
+                self._add(one, dk, dv)
             home = later
-        self._add(home, dk, dv)
+        for one in home:
+            self._add(one, dk, dv)
         return dk, dv
 
-    def _arrivals(
-        self, k: torch.Tensor, v: torch.Tensor, what: str
-    ) -> Iterator[tuple[int, Block | None]]:
-        """(step, block or None) of every step; step 0 is this rank's own."""
+    def _arrivals(self, k: torch.Tensor, v: torch.Tensor, what: str) -> Iterator[Arrival]:
+        """Everything to compute, this rank's own keys (no steps) first."""
         ready: dict[Part, Pair] = {}
 
         def outgoing(part: Part) -> Pair:
@@ -124,44 +145,76 @@ class Ring:
                 ready[part] = self.tokens.take(k, part), self.tokens.take(v, part)
             return ready[part]
 
-        def post(step: int) -> tuple[Ticket | None, Block | None]:
-            reader, source = self._partners(step)
-            sends: list[Transfer] = []
-            receives: list[Transfer] = []
-            part = self.plan.needs(reader, me)
-            if part is not None:
-                sends = [(reader, x) for x in outgoing(part)]
-            part = self.plan.needs(me, source)
-            block = None
-            if part is not None:
-                rows = self.tokens.rows_of(part)
-                k_in, v_in = (x.new_empty(rows, *x.shape[1:]) for x in (k, v))
-                receives = [(source, k_in), (source, v_in)]
-                block = self._block(source, part, k_in, v_in)
-            text = f"keys and values of p2p step {step} of {self.comm.size - 1}, {what}"
-            return self.comm.exchange(sends, receives, text), block
+        def post(run: list[int]) -> tuple[list[Ticket], Arrival]:
+            part = self.plan.needs(me, self._partners(run[0])[1])
+            rows = 0 if part is None else self.tokens.rows_of(part)
+            k_in, v_in = (x.new_empty(rows * len(run), *x.shape[1:]) for x in (k, v))
+            places = [(step, slice(i * rows, (i + 1) * rows)) for i, step in enumerate(run)]
+            tickets = []
+            for step, at in places:
+                reader, source = self._partners(step)
+                wanted = self.plan.needs(reader, me)
+                sends = [] if wanted is None else [(reader, x) for x in outgoing(wanted)]
+                receives = [] if part is None else [(source, k_in[at]), (source, v_in[at])]
+                text = f"keys and values of p2p step {step} of {self.comm.size - 1}, {what}"
+                tickets.append(self.comm.exchange(sends, receives, text))
+            block = None if part is None else self._block(run, part, k_in, v_in)
+            return [ticket for ticket in tickets if ticket is not None], Arrival(block, (*places,))
 
-        me, size = self.comm.rank, self.comm.size
-        coming = post(1)
-        yield 0, self._block(me, Part.BOTH, k, v)
-        for step in range(1, size):
-            (ticket, block), coming = coming, post(step + 1) if step + 1 < size else (None, None)
-            if ticket is not None:
-                ticket.wait()
-            yield step, block
+        me = self.comm.rank
+        groups = self._groups()
+        coming = [post(run) for run in groups[0]]
+        yield Arrival(self._own(k, v), ())
+        for number in range(len(groups)):
+            here, coming = coming, []
+            if number + 1 < len(groups):
+                coming = [post(run) for run in groups[number + 1]]
+            for tickets, arrival in here:
+                for ticket in tickets:
+                    ticket.wait()
+                yield arrival
+
+    def _groups(self) -> list[list[list[int]]]:
+        """Runs of steps that this rank computes on at once, in the groups of all ranks."""
+        size = self.comm.size
+        wide = TOGETHER if isinstance(self.tokens, Dense) and self.plan.unmasked else 1
+        groups = [list(range(i, min(i + wide, size))) for i in range(1, size, wide)]
+        return [self._runs(group) for group in groups]
+
+    def _runs(self, group: list[int]) -> list[list[int]]:
+        """Neighbouring steps stay together if the same queries see the same part of their keys."""
+        runs = [group[:1]]
+        for before, step in itertools.pairwise(group):
+            one, two = (self.plan.pairs(self._partners(x)[1]) for x in (before, step))
+            if one == two:
+                runs[-1].append(step)
+            else:
+                runs.append([step])
+        return runs
 
     def _partners(self, step: int) -> tuple[int, int]:
         """(who reads this rank's keys in a step, whose keys this rank reads)."""
         me, size = self.comm.rank, self.comm.size
         return (me + step) % size, (me - step) % size
 
-    def _block(self, source: int, part: Part, k: torch.Tensor, v: torch.Tensor) -> Block:
-        tokens, me = self.tokens, self.plan.rank
-        place = tokens.local if part is Part.BOTH else tokens.alone
-        launches = tuple(
-            (tokens.local(me, pair.q), place(source, pair.k), pair.mask)
-            for pair in self.plan.pairs(source)
-        )
+    def _own(self, k: torch.Tensor, v: torch.Tensor) -> Block:
+        return self._block([0], Part.BOTH, k, v)
+
+    def _block(self, run: list[int], part: Part, k: torch.Tensor, v: torch.Tensor) -> Block:
+        """Keys ``part`` of the ranks that the steps of ``run`` (0 is this one) come from."""
+        tokens, me, source = self.tokens, self.plan.rank, self._partners(run[0])[1]
+        pairs = self.plan.pairs(source)
+        if len(run) > 1:
+            assert isinstance(tokens, Dense)
+            launches: tuple[Launch, ...] = tuple(
+                (tokens.local(me, pair.q), tokens.side_by_side(k.shape[0]), Mask.NONE)
+                for pair in pairs
+            )
+        else:
+            place = tokens.local if part is Part.BOTH else tokens.alone
+            launches = tuple(
+                (tokens.local(me, pair.q), place(source, pair.k), pair.mask) for pair in pairs
+            )
         return Block(k, v, slice(0, k.shape[-2]), launches)
 
     def _send_home(

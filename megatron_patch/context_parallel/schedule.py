@@ -92,6 +92,11 @@ class Schedule:
     long: int
     by_position: bool
 
+    @property
+    def unmasked(self) -> bool:
+        """Whether every launch on another rank's keys is free of masks, for all ranks alike."""
+        return self.bounds.left < 0 and self.bounds.right in (-1, 0) and not self.by_position
+
     def sees(self, query_chunk: int, key_chunk: int) -> tuple[bool, bool]:
         """(some pair, every pair) of two chunks is visible."""
         some, every = [], []

@@ -94,6 +94,10 @@ class Dense:
         """A chunk in a buffer of its own, as `take` makes it."""
         return View(rows=slice(0, self.chunk), position=self.local(rank, part).position)
 
+    def side_by_side(self, rows: int) -> View:
+        """Keys of several ranks in one buffer, all of them seen: positions do not matter."""
+        return View(rows=slice(0, rows), position=0)
+
     def span(self, first: int, last: int) -> View:
         """Chunks [first, last) of the whole sequence in order."""
         # A rank alone may hold an odd number of tokens.

@@ -317,11 +317,9 @@ class Activations:
                 "attention kernel: dO, dQ, dK, dV, delta",
                 n.stream
                 + out
-                + query
-                + keys
+                + (self.travelers() or query + keys)
                 + FLOAT * n.T * n.q
                 + again
-                + self.travelers()
                 + score_bytes(self.run, n),
                 freed,
             )
@@ -338,14 +336,27 @@ class Activations:
         return moments
 
     def travelers(self) -> int:
-        """Under context parallelism: float32 dQ, dK, dV, and two blocks of keys on their way."""
+        """Under context parallelism: gradients, and keys and values of other ranks; 0 without.
+
+        p2p counts, in float32, dQ and this rank's dK and dV; of two blocks dK and dV that were
+        made, are on their way, or came for this rank (half of its keys); and the keys of two blocks
+        and of the next two. Few ranks never have all of that at once. The other modes count their
+        16-bit gradients and the float32 ones of what they gathered as well.
+        """
         n, ranks = self.n, self.run.parallel.context_parallel_size
         if ranks == 1:
             return 0
-        keys = n.T * n.g * (n.d + n.dv)
+        query, keys = n.T * n.q * n.d, n.T * n.g * (n.d + n.dv)
         kinds = self.run.parallel.cp_comm_type
-        gathered = ranks if "all_gather" in (kinds if isinstance(kinds, list) else [kinds]) else 2
-        return FLOAT * n.T * n.q * n.d + gathered * (n.w + FLOAT) * keys
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        found = [0]
+        if {"p2p", "a2a+p2p"} & {*kinds}:
+            blocks, keys_of = (1, 1) if ranks == 2 else (4, 1) if ranks <= 4 else (5, 4)
+            found.append(((1 + blocks) * FLOAT + keys_of * n.w) * keys)
+        if {"a2a", "all_gather"} & {*kinds}:
+            gathered = ranks if "all_gather" in kinds else 2
+            found.append(n.w * (query + keys) + gathered * (n.w + FLOAT) * keys)
+        return FLOAT * query + max(found)
 
     def feed_forward_moments(self, number: int) -> list[Moment]:
         moe = self.model.moe

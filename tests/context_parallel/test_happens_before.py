@@ -79,13 +79,26 @@ def test_all_gather_brings_the_next_heads_while_it_computes(monkeypatch):
 
 
 def test_a_rank_launches_as_few_kernels_as_the_mask_allows(monkeypatch):
-    """One a step of the ring, forward and backward; two a group of heads that were gathered."""
-    for mode, launches in (("p2p", 4), ("all_gather", 4), ("a2a", 1)):
-        with recorded(monkeypatch) as devices:
-            run(Case(size=4, mode=mode), primitives=Watched(primitives, devices))
-        for device in devices:
-            names = [k.name for k in device.kernels]
-            assert names == ["chunk_forward"] * launches + ["chunk_backward"] * launches, mode
+    """One for two steps of the ring whose keys the same queries see, forward and backward; two a
+    group of heads that were gathered."""
+    ring = {4: [3, 4, 3, 3], 8: [5, 6, 5, 6, 5, 6, 5, 5]}  # odd ranks change sides within a group
+    gathered, heads = {4: [4] * 4}, {4: [1] * 4}
+    for mode, wanted in (("p2p", ring), ("all_gather", gathered), ("a2a", heads)):
+        for size, launches in wanted.items():
+            with recorded(monkeypatch) as devices:
+                run(Case(size=size, mode=mode, s=8 * size), primitives=Watched(primitives, devices))
+            for device, count in zip(devices, launches, strict=True):
+                names = [k.name for k in device.kernels]
+                assert names == ["chunk_forward"] * count + ["chunk_backward"] * count, mode
+
+
+@pytest.mark.parametrize("keys", [{"window": (20, 0)}, {"dropout_p": 0.2}, {"layout": "thd"}])
+def test_masks_and_packs_keep_steps_apart(keys, monkeypatch):
+    """What a launch cannot tell apart by position or document is not put into one."""
+    with recorded(monkeypatch) as devices:
+        run(Case(size=4, mode="p2p", **keys), primitives=Watched(primitives, devices))
+    for device in devices:
+        assert sum(k.name == "chunk_forward" for k in device.kernels) >= 4
 
 
 # ------------------------------------------------------------------- planted bugs
@@ -154,7 +167,7 @@ def _one_buffer_for_all_keys(patch):
     ],
 )
 def test_a_missing_wait_is_found(plant, says, monkeypatch):
-    case = Case(size=4, mode="p2p", causal=False)
+    case = Case(size=8, mode="p2p", s=64, causal=False)
     with recorded(monkeypatch) as devices, monkeypatch.context() as patch:
         plant(patch)
         run(case, make_inputs(case))

@@ -206,15 +206,17 @@ def gradients_of_the_last_step_are_lost(patch):
 
     def backward(self, k, v, compute):
         dk, dv = movement.accumulator(k), movement.accumulator(v)
-        for step, block in self._arrivals(k, v, "backward"):
-            if step == 0:
+        for arrival in self._arrivals(k, v, "backward"):
+            block = arrival.block
+            if not arrival.steps:
                 compute(block, dk, dv)
                 continue
             grads = movement.accumulator(block.k), movement.accumulator(block.v)
             compute(block, *grads)
-            home = self._send_home(step, grads, k, v)
-            if step + 1 < self.comm.size:
-                self._add(home, dk, dv)
+            for step, rows in arrival.steps:
+                home = self._send_home(step, (grads[0][rows], grads[1][rows]), k, v)
+                if step + 1 < self.comm.size:
+                    self._add(home, dk, dv)
         return dk, dv
 
     patch.setattr(Ring, "backward", backward)
@@ -300,6 +302,24 @@ def max_logits_of_one_rank_only(patch):
     from megatron_patch.context_parallel.emulate import ThreadCommunicator
 
     patch.setattr(ThreadCommunicator, "maximum", lambda self, x: None)
+
+
+@bug(change(causal=False))
+def gradients_of_two_steps_change_places(patch):
+    real = Ring._arrivals
+
+    def arrivals(self, k, v, what):
+        for arrival in real(self, k, v, what):
+            rows = [at for _, at in arrival.steps]
+            steps = zip((step for step, _ in arrival.steps), reversed(rows), strict=True)
+            yield dataclasses.replace(arrival, steps=tuple(steps))
+
+    patch.setattr(Ring, "_arrivals", arrivals)
+
+
+@bug(P2P)
+def steps_of_which_other_queries_see_the_keys_are_joined(patch):
+    patch.setattr(Ring, "_runs", lambda self, group: [group])
 
 
 @bug(P2P)

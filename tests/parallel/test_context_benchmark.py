@@ -160,6 +160,10 @@ def test_tables(bench: Any, tables: Any, tmp_path: Path) -> None:
     assert "Not measured: a2a at 128k on 8: RuntimeError: out of memory" in text
     assert "stopped before its end" in text
     assert "| 3.25; 1,234 | -; 5 |" in tables.cost(result)  # 900 ms: ranks that waited
+    assert "changed since" not in text
+    for sources, other in ((tables.sources(), False), ("others", True)):
+        assert ("changed since" in tables.speed(result | {"sources": sources})) == other
+        assert ("changed since" in tables.cost(result | {"sources": sources})) == other
     tables.plot(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

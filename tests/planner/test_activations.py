@@ -153,6 +153,8 @@ def test_every_stage(parallel, keys):
 
 SEQUENCE = {
     "p2p": ({CP: 2}, {}),
+    "p2p, 4 ranks": ({CP: 4}, {}),
+    "p2p, 8 ranks": ({CP: 8}, {}),
     "all_gather, 4 ranks": ({CP: 4, "cp_comm_type": "all_gather"}, {}),
     "a2a": ({CP: 2, "cp_comm_type": "a2a"}, {}),
     "p2p, tp2 sp": ({TP: 2, CP: 2, **SP}, {}),
@@ -166,6 +168,15 @@ def test_context_parallel(parallel, keys):
     world = parallel[CP] * parallel.get(TP, 1)
     measured, planned = compare({}, parallel, world=world, **keys)
     assert planned.dynamic == pytest.approx(measured, rel=0.035)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_where_the_ring_is_the_peak(ranks):
+    """One layer, a narrow MLP and as many key/value heads as query heads."""
+    model = {"num_layers": 1, "num_query_groups": 8, "ffn_hidden_size": 256, "seq_length": 8192}
+    measured, planned = compare(model, {CP: ranks}, world=ranks, vocab=64)
+    assert planned.moment.startswith("attention kernel")
+    assert planned.dynamic == pytest.approx(measured, rel=0.06)
 
 
 def test_latent_attention_under_tensor_parallelism():
