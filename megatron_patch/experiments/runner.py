@@ -391,7 +391,7 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
 def visible_devices(seats: list[int]) -> str:
     """CUDA_VISIBLE_DEVICES of a run: its seats among the devices this process may use."""
     mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return ",".join(mine[seat] if seat < len(mine) else str(seat) for seat in seats)
+    return ",".join(mine[seat] if mine else str(seat) for seat in seats)
 
 
 def _on_cpu(run: Run, store: Store) -> bool:

@@ -49,7 +49,13 @@ def run(request: Request) -> int:
             "fixed beforehand; write another one for a longer experiment"
         )
     _check_only(experiment, request.only)
-    gpus = request.gpus if request.gpus is not None else _gpus(experiment)
+    there = _gpus(experiment)
+    gpus = (there or 1) if request.gpus is None else request.gpus
+    if there is not None and gpus > there and not request.dry_run:
+        raise ExperimentError(
+            f"--gpus {gpus}: this process may use {there} (CUDA_VISIBLE_DEVICES counts); leave "
+            "--gpus out to use all of them"
+        )
     needed = max(experiment.gpus_of(r) for r in experiment.runs if _picked(r, request.only))
     if gpus < needed:
         raise ExperimentError(
@@ -163,13 +169,13 @@ def _forget_failures(store: Store) -> None:
     store.save()
 
 
-def _gpus(experiment: Experiment) -> int:
-    """GPUs of this machine; 1 for protocols of CPU runs."""
+def _gpus(experiment: Experiment) -> int | None:
+    """GPUs this process may use; None for protocols of CPU runs."""
     from megatron_patch.experiments.protocol import trainer_config
 
     first = trainer_config(experiment.config, experiment.runs[0], steps=experiment.protocol.steps)
     if first.config.training.device == "cpu":
-        return 1
+        return None
     import torch
 
     return torch.cuda.device_count()

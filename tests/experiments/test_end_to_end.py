@@ -68,7 +68,9 @@ def _refused(out: Path, corpus: Path, capsys: pytest.CaptureFixture) -> None:
     assert not (run_dir / "metrics.csv").exists()
 
 
-def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_user_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ["experiment", "stability", "--config", str(SMOKE)]
     assert app.run([*command, "--only", "nothing", "--dry-run"]) == 2
     assert "has no such cell" in capsys.readouterr().err
@@ -81,3 +83,7 @@ def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["experiment", "stability", "--config", str(many), "--gpus", "1", "--dry-run"]
     assert app.run(arguments) == 2
     assert "1 GPU(s) for runs of 2" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert app.run([*arguments[:-2], "8", "--out", str(tmp_path / "x")]) == 2
+    assert "--gpus 8: this process may use 4 (" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()  # nothing is begun on a GPU of somebody else
