@@ -77,7 +77,7 @@ def graph_cases(size: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("features", SETS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_emulated_ranks_on_one_gpu(size, features):
     wrong = judge(cases(size, features))
     assert not wrong, "\n".join(wrong)
