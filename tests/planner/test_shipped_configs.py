@@ -16,6 +16,8 @@ NODES = sorted((CONFIGS / "nodes").glob("*.yaml"))
 LARGE = {"llama_8b_128k_1n", "llama_70b_8k_2n", "llama_70b_128k_2n"}
 IDS = {"gpt2": 50257, "llama": 128256}
 WANTED = {
+    "gpt2_124m": {1, 2, 8, 16, 64},
+    "gpt2_350m": {1, 2, 8, 16, 64},
     "gpt2_1p5b": {1, 2, 8, 16, 64},
     "llama_8b_8k": {1, 2, 8, 16, 64},
     "llama_8b_128k": {1, 2, 8, 16, 64},
