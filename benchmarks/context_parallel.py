@@ -106,7 +106,8 @@ def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
                 causal = mask == "causal"
                 share = cp_tables.same_work(tokens, ranks, BLOCK)
                 wanted = [Cell(KERNEL, 1, share, causal)]
-                wanted += [Cell(BUSY, ranks, share, causal)] if ranks > 1 else []
+                if ranks > 1 and not smoke(args.problem):
+                    wanted.append(Cell(BUSY, ranks, share, causal))
                 wanted += [Cell(name, ranks, tokens, causal) for name in systems]
                 for cell in wanted:
                     if cell not in seen:
@@ -124,9 +125,14 @@ def _systems(ranks: int, mask: str, problem: Problem) -> list[str]:
     return [name for name in names if name not in left_out]
 
 
+def smoke(problem: Problem) -> bool:
+    """Whether this is the test on CPUs."""
+    return problem.dtype is not torch.bfloat16
+
+
 def seconds_needed(cell: Cell, problem: Problem) -> float:
     """What a cell takes at least, so that none is begun that cannot end in time."""
-    if problem.dtype is not torch.bfloat16:  # the smoke test
+    if smoke(problem):
         return 0.0
     work = cp_tables.flops(asdict(problem), cell.tokens, cell.causal)
     work /= 1 if cell.system == BUSY else cell.ranks
@@ -196,13 +202,12 @@ class Bench:
                 return out.transpose(0, 1)
 
             yield kernel
-        elif cell.system in (*OURS, KERNEL, BUSY):
-            alone = cell.system in (KERNEL, BUSY)
-            options: dict[str, Any] = {"mode": "p2p" if alone else cell.system}
+        elif cell.system in OURS or cell.system == KERNEL:
+            options: dict[str, Any] = {"mode": "p2p" if cell.system == KERNEL else cell.system}
             if cell.system == "a2a+p2p":
                 options["hierarchical"] = self.levels[cell.ranks]
             options |= {
-                "group": self.groups[1] if alone else group,
+                "group": group,
                 "causal": cell.causal,
                 "backend": "stable_flash" if self.cuda else "reference",
                 "transfers": transfers,
@@ -492,8 +497,7 @@ def proven(result: dict[str, Any]) -> bool:
     """Whether every system a CPU can run computed attention over the whole sequence."""
     good = True
     for key, cell in result["cells"].items():
-        # PyTorch's prototype has no kernel for CPUs; the other is the first one again.
-        if cell["system"] in (*RINGS, BUSY):
+        if cell["system"] in RINGS:  # PyTorch's prototype has no kernel for CPUs
             continue
         errors = [cell.get(f"error_{x}", math.inf) for x in ("out", "dq", "dk", "dv")]
         if not max(errors) < 1e-5:
