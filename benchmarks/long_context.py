@@ -89,7 +89,7 @@ def train(args: argparse.Namespace, mode: str) -> dict[str, object]:
 
 def replan(args: argparse.Namespace) -> int:
     """Write what the planner of this tree says beside the figures of a result."""
-    result = json.loads(args.replan.read_text())
+    result = machine.read_result(args.replan, "--replan")
     args.seq_length, args.gpus = result["seq_length"], result["runs"][0]["gpus"]
     for row in (row for row in result["runs"] if "error" not in row):
         row |= planned(args, row["mode"])

@@ -141,6 +141,17 @@ def describe() -> dict[str, Any]:
     }
 
 
+def read_result(path: Path, option: str) -> dict[str, Any]:
+    """A result file that ``option`` names; SystemExit with the reason if it is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{option} {path}: not a result: {error}") from None
+    if not isinstance(found, dict) or "commit" not in found:
+        raise SystemExit(f"{option} {path}: not a result: it names no commit")
+    return found
+
+
 def write_result(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
     """Write ``<folder or docs/results>/<name>.json`` with ``describe()`` beside the figures."""
     target = (folder or RESULTS) / f"{name}.json"

@@ -350,7 +350,7 @@ def planned_now(row: dict[str, Any], args: argparse.Namespace) -> list[int]:
 
 def replan(path: Path, args: argparse.Namespace) -> int:
     """Hold the peaks of a result against what this tree plans, and write it back."""
-    result = json.loads(path.read_text())
+    result = machine.read_result(path, "--replan")
     for row in result["cases"]:
         case = next(case for case in CASES if case.name == f"{row['model']} {row['layout']}")
         if "error" in row:

@@ -73,6 +73,15 @@ def test_peaks_are_held_against_another_plan(tmp_path, capsys):
     assert found["off"] == [CP2.name, "moe EP2"] and CP2.name in capsys.readouterr().out
 
 
+def test_what_is_no_result_is_not_planned_again(tmp_path):
+    for text in ("no JSON", "[]", "{}"):
+        (tmp_path / "r.json").write_text(text)
+        with pytest.raises(SystemExit, match="not a result"):
+            plan_memory.main(["--replan", str(tmp_path / "r.json")])
+    with pytest.raises(SystemExit, match="No such file"):
+        plan_memory.main(["--replan", str(tmp_path / "none.json")])
+
+
 def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
     """With a stand-in for torchrun that writes what two ranks would have."""
 
