@@ -217,7 +217,7 @@ class Bench:
             block: Any = cp_peers.CpuKernel
             if self.cuda:
                 block = cp_peers.cudnn_kernel(self.device, self.problem.d)
-            yield _heads_first(
+            yield cp_peers.heads_first(
                 lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, block)
             )
         else:
@@ -226,7 +226,7 @@ class Bench:
                 group, cell.tokens, rotate=rotate, grouped=grouped, backend=kernel_of
             )
             with ring as attend:
-                yield _heads_first(attend)
+                yield cp_peers.heads_first(attend)
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Times, memory and errors of a cell, as this rank sees them."""
@@ -235,7 +235,7 @@ class Bench:
         q, k, v, dout = self.inputs(cell.tokens, *place)
         found: dict[str, Any] = {}
         with self.system(cell) as attend:
-            step = _Step(attend, (q, k, v), dout)
+            step = cp_peers.Step(attend, (q, k, v), dout)
             if cell.tokens <= self.args.check_up_to and not busy:
                 found |= self.errors(cell, step)
             if self.cuda:
@@ -250,11 +250,11 @@ class Bench:
                 found |= cp_profile.profile(step.both, lambda: dist.barrier(self.hosts[cell.ranks]))
         if cell.system in OURS:
             with self.system(cell, transfers=False) as attend:
-                step = _Step(attend, (q, k, v), dout)
+                step = cp_peers.Step(attend, (q, k, v), dout)
                 found["no_transfer_ms"] = self.interval(cell.ranks, step.both)
         return found
 
-    def errors(self, cell: Cell, step: _Step) -> dict[str, float]:
+    def errors(self, cell: Cell, step: cp_peers.Step) -> dict[str, float]:
         """Relative RMS distance of output and gradients to attention over the whole sequence."""
         q, k, v, dout = self.inputs(cell.tokens, 1, 0)
 
@@ -262,7 +262,7 @@ class Bench:
             k, v = (cp_peers.repeat_heads(x, q) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
 
-        expected = _Step(_heads_first(whole), (q, k, v), dout).results()
+        expected = cp_peers.Step(cp_peers.heads_first(whole), (q, k, v), dout).results()
         mine = [shard(x, rank=self.rank, size=cell.ranks, dim=0).float() for x in expected]
         return {
             f"error_{name}": float((a.float() - b).norm() / b.norm())
@@ -291,36 +291,6 @@ class Bench:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Attention and its backward pass over one rank's inputs."""
-
-    attend: cp_peers.Attention
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    dout: torch.Tensor
-
-    def forward(self) -> torch.Tensor:
-        return self.attend(*self.qkv)
-
-    def both(self) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(self.forward(), self.qkv, self.dout)
-
-    def results(self) -> list[torch.Tensor]:
-        """Output, dq, dk, dv."""
-        out = self.forward()
-        return [out.detach(), *torch.autograd.grad(out, self.qkv, self.dout)]
-
-
-def _heads_first(attend: cp_peers.Attention) -> cp_peers.Attention:
-    """Attention over [s, b, heads, d] by one over [b, heads, s, d]."""
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        return attend(q, k, v).permute(2, 0, 1, 3)
-
-    return run
 
 
 # Figures of two runs belong into one file if these are equal.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -238,3 +239,33 @@ def torch_ring(
             failed = error  # torch 2.11 restores SDPA on the ordinary way out only
     if failed is not None:
         raise failed
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attention and its backward pass over one rank's inputs."""
+
+    attend: Attention
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    dout: torch.Tensor
+
+    def forward(self) -> torch.Tensor:
+        return self.attend(*self.qkv)
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self.qkv, self.dout)
+
+    def results(self) -> list[torch.Tensor]:
+        """Output, dq, dk, dv."""
+        out = self.forward()
+        return [out.detach(), *torch.autograd.grad(out, self.qkv, self.dout)]
+
+
+def heads_first(attend: Attention) -> Attention:
+    """Attention over [s, b, heads, d] by one over [b, heads, s, d]."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return attend(q, k, v).permute(2, 0, 1, 3)
+
+    return run

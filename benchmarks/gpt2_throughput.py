@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
-from megatron_patch.experiments.runner import visible_devices
+from megatron_patch.runtime.devices import visible_devices
 
 HERE = Path(__file__).parent
 CONTEXT = 1024

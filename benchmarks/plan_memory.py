@@ -227,7 +227,7 @@ class Seats:
 
 def measure(case: Case, args: argparse.Namespace, devices: list[int]) -> dict[str, Any]:
     """Run one case on these GPUs and compare; an ``error`` where it did not run."""
-    from megatron_patch.experiments.runner import visible_devices
+    from megatron_patch.runtime.devices import visible_devices
 
     folder = Path(args.work) / case.name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
@@ -325,7 +325,8 @@ def earlier(path: str | None, args: argparse.Namespace) -> list[dict[str, Any]]:
             {"commit": old["commit"]} | row
             for row in old["cases"]
             if "error" not in row
-            and planned_now(row, args) == [r["planned"] for r in row["by_rank"]]
+            and [s.allocated for s in planned_now(row, args)]
+            == [r["planned"] for r in row["by_rank"]]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"--resume {path}: not a result of this script: {error!r}") from None
@@ -335,8 +336,8 @@ def earlier(path: str | None, args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if (k, v) != ("commit", now["commit"])} for row in same]
 
 
-def planned_now(row: dict[str, Any], args: argparse.Namespace) -> list[int]:
-    """What this tree plans for each rank of an earlier row's case; [] where it has none to plan."""
+def planned_now(row: dict[str, Any], args: argparse.Namespace) -> list[Any]:
+    """This tree's plan of each rank of an earlier row's case; [] where it has none to plan."""
     name = f"{row['model']} {row['layout']}"
     case = next((case for case in CASES if case.name == name), None)
     if case is None:
@@ -345,20 +346,19 @@ def planned_now(row: dict[str, Any], args: argparse.Namespace) -> list[int]:
         stages, block = planned(overrides(case, args, Path(args.work)), case.ranks, args.gpu)
     except ValueError:
         return []
-    return [stages[rank // block].allocated for rank in range(case.ranks)]
+    return [stages[rank // block] for rank in range(case.ranks)]
 
 
 def replan(path: Path, args: argparse.Namespace) -> int:
     """Hold the peaks of a result against what this tree plans, and write it back."""
     result = machine.read_result(path, "--replan")
-    for row in result["cases"]:
-        case = next(case for case in CASES if case.name == f"{row['model']} {row['layout']}")
-        if "error" in row:
-            continue
-        stages, block = planned(overrides(case, args, Path(args.work)), case.ranks, args.gpu)
+    for row in (row for row in result["cases"] if "error" not in row):
+        stages = planned_now(row, args)
+        if not stages:
+            raise SystemExit(f"--replan {path}: {row['model']} {row['layout']} cannot be planned")
         row["by_rank"] = [
-            compare({key: old[key] for key in MEASURED}, stages[rank // block])
-            for rank, old in enumerate(row["by_rank"])
+            compare({key: old[key] for key in MEASURED}, stage)
+            for old, stage in zip(row["by_rank"], stages, strict=True)
         ]
     result |= {"off": off(result["cases"]), "planned_at": machine.commit()}
     path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")

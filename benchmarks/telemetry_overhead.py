@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
-from megatron_patch.experiments.runner import visible_devices
+from megatron_patch.runtime.devices import visible_devices
 from megatron_patch.stability.config import StabilityConfig
 
 INTERVAL = StabilityConfig().interval

@@ -38,6 +38,7 @@ from megatron_patch.experiments.store import (
 from megatron_patch.experiments.verdict import judge
 from megatron_patch.monitor.metrics import duration
 from megatron_patch.runtime import lifeline
+from megatron_patch.runtime.devices import visible_devices
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
 
 POLL_SECONDS = 0.5
@@ -386,12 +387,6 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
     if left != float("inf"):
         keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
     return command + [part for key in keys for part in ("--set", key)]
-
-
-def visible_devices(seats: list[int]) -> str:
-    """CUDA_VISIBLE_DEVICES of a run: its seats among the devices this process may use."""
-    mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return ",".join(mine[seat] if mine else str(seat) for seat in seats)
 
 
 def _on_cpu(run: Run, store: Store) -> bool:

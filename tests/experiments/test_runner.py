@@ -224,6 +224,8 @@ def test_seats_are_counted_among_the_visible_devices(monkeypatch: pytest.MonkeyP
     assert runner.visible_devices([0, 3]) == "0,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc,6")
     assert runner.visible_devices([1, 2]) == "GPU-abc,6"
+    with pytest.raises(ValueError, match="number 3 of 3 in CUDA_VISIBLE_DEVICES=4,GPU-abc,6"):
+        runner.visible_devices([0, 3])
 
 
 TORCHRUN = """\

@@ -18,7 +18,7 @@ from megatron_cpu import single_rank, tiny_run
 from test_parameters import CP, GPT2, PP, SP, TP, VP
 
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
-from megatron_patch.planner import activations, memory, parameters
+from megatron_patch.planner import activations, kernel_memory, memory, parameters
 from megatron_patch.planner.layout import layout_of
 from megatron_patch.stability.config import StabilityConfig
 from megatron_patch.training.config import RecomputeConfig
@@ -249,7 +249,7 @@ def test_recomputed_up_projection():
 def test_the_tile_of_the_reference_is_its_own():
     from stable_attention.reference import blockwise
 
-    assert activations.REFERENCE_TILE == blockwise.TILE_BYTES
+    assert kernel_memory.REFERENCE_TILE == blockwise.TILE_BYTES
 
 
 def switching(backend: str, stabilizer: str, guard: str) -> int:

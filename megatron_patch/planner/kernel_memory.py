@@ -1,0 +1,64 @@
+"""What an attention backend keeps for its backward pass, and works on in it.
+
+Shape legend: as in `activations`, whose `Sizes` the functions take.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_patch.stability.guard import TARGET
+
+if TYPE_CHECKING:
+    from megatron_patch.config.root import RunConfig
+    from megatron_patch.planner.activations import Sizes
+
+FLOAT = 4
+REFERENCE_TILE = 32 * 2**20
+"""Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
+
+
+def kernel_bytes(run: RunConfig, n: Sizes) -> int:
+    """Bytes the attention backend keeps for the backward beside q, k and v, O included.
+
+    With ``stability.guard: switch`` the larger of before and after the switch: it comes in the
+    middle of a run, which must not end there for lack of memory.
+    """
+    attention = run.attention
+    residual = "bf16" if attention.residual == "default" else attention.residual
+    now = _kept(run, n, attention.backend, stabilizer=attention.stabilizer, residual=residual)
+    if run.stability.guard != "switch":
+        return now
+    backend, options = TARGET
+    kept = residual if attention.backend == backend else "bf16"
+    return max(now, _kept(run, n, backend, stabilizer=options["stabilizer"], residual=kept))
+
+
+def _kept(run: RunConfig, n: Sizes, backend: str, *, stabilizer: str, residual: str) -> int:
+    """`kernel_bytes` of one backend.
+
+    ``stable_flash`` states it itself (`stable_attention.stabilizers`); the vendors' flash kernels
+    keep O and LSE; the unfused backends keep score matrices.
+    """
+    heads = n.T * n.q
+    if backend == "stable_flash":
+        from stable_attention.stabilizers import STABILIZERS
+
+        return heads * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
+    plain = heads * (n.w * n.dv + FLOAT)
+    keys = n.s * run.parallel.context_parallel_size
+    if backend == "mcore_local":
+        return plain + heads * keys * (3 * n.w)
+    if backend == "reference":
+        return plain + heads * n.dv * FLOAT  # O in float32 as well
+    return plain
+
+
+def score_bytes(run: RunConfig, n: Sizes) -> int:
+    """Score matrices an unfused backend works on in its backward pass, beside what it saved."""
+    scores = n.T * n.q * n.s * run.parallel.context_parallel_size
+    if run.attention.backend == "mcore_local":
+        return 4 * n.w * scores
+    if run.attention.backend == "reference":  # in tiles, between float32 copies of q, k, v, O
+        return 5 * min(FLOAT * scores, REFERENCE_TILE) + 6 * FLOAT * n.T * n.q * n.d
+    return 0
