@@ -22,7 +22,6 @@ _judged: dict[str, list[str]] = {}
 
 def _start(path: list[str]) -> None:
     sys.path[:] = path
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.simplefilter("ignore")
 
 
@@ -46,6 +45,9 @@ def judge(cases: Iterable[Case]) -> list[str]:
     new = [case for case in cases if str(case) not in _judged]
     if new:
         workers = max(1, min(PROCESSES, (os.cpu_count() or 2) - 2, len(new)))
+        # Before they start: finding `_start` imports torch, whose threads are counted then. With one
+        # for every core in every process, all waiting actively, nothing else on the machine moves.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(
             workers, mp_context=context, initializer=_start, initargs=(list(sys.path),)
