@@ -214,7 +214,8 @@ def main() -> int:
         print(f"{gpus} process(es): {json.dumps(summary(times))}", flush=True)
         figures = {
             "config": args.config,
-            "keys": args.set,
+            # Where data lies is no part of what is measured, and paths are nobody's business.
+            "keys": [key for key in args.set if not key.startswith("data.")],
             "interval": INTERVAL,
             "rounds": args.rounds,
             "by_processes": found,
