@@ -92,7 +92,8 @@ class Protocol:
     save_seconds: float = 90.0
     """Time kept free at the end of a time budget for saving and leaving."""
     steps_per_second: float | None = None
-    """Expected speed of one run, for the plan that --dry-run prints; null: unknown."""
+    """Expected speed of one run, for the plan that --dry-run prints; null: unknown. With another number
+    of GPUs a run (--gpus-per-run) it is taken to grow in proportion."""
     explosion: ExplosionConfig = field(default_factory=ExplosionConfig)
     """When a run counts as exploded."""
     cells: list[CellConfig]
@@ -218,7 +219,10 @@ def read(
 
     protocol: Protocol = load(path, root=Protocol).config  # type: ignore[assignment]
     if gpus_per_run is not None:
-        protocol = replace(protocol, gpus_per_run=gpus_per_run)
+        speed = protocol.steps_per_second
+        if speed is not None:  # measured with the protocol's; near enough for a plan
+            speed *= gpus_per_run / protocol.gpus_per_run
+        protocol = replace(protocol, gpus_per_run=gpus_per_run, steps_per_second=speed)
     config = Path(path).parent / protocol.config
     common = (*protocol.set, *(overrides or []))
     seeds = list(dict.fromkeys(s for c in protocol.cells for s in (c.seeds or protocol.seeds)))
