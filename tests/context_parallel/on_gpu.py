@@ -45,8 +45,8 @@ def judge(cases: Iterable[Case]) -> list[str]:
     new = [case for case in cases if str(case) not in _judged]
     if new:
         workers = max(1, min(PROCESSES, (os.cpu_count() or 2) - 2, len(new)))
-        # Before they start: finding `_start` imports torch, whose threads are counted then. With one
-        # for every core in every process, all waiting actively, nothing else on the machine moves.
+        # Before they start: finding `_start` imports torch, which counts its threads then. One for
+        # every core in every process, all waiting actively, leaves no core for anything else.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(
