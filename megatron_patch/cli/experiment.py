@@ -101,7 +101,7 @@ def _add_target(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--archives",
         metavar="N",
-        type=int,
+        type=_count,
         default=0,
         help="with --results-dir: and at most N archives of the records, as 'pack' writes them",
     )
@@ -169,15 +169,25 @@ def _add_pack(parts: Subparsers) -> None:
     unpack.set_defaults(run=run_unpack)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+def _count(text: str, at_least: int = 0) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least {at_least}")
     return value
 
 
+def _positive(text: str) -> int:
+    return _count(text, at_least=1)
+
+
 def _amount(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:  # not a number is neither
         raise argparse.ArgumentTypeError(f"{text}: must be a number above 0, e.g. 15.5")
     return value

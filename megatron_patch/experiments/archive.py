@@ -18,8 +18,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
-from megatron_patch.experiments.store import identity, set_aside
+from megatron_patch.experiments.store import job_of, same_run, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 
 FORMAT = "megatron-patch experiment 1"
@@ -31,7 +32,9 @@ _SLACK = 1 << 16
 
 
 def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]:
-    """Write ``<to>/<name>.<n>.zip``; yields what was written and what was left out.
+    """Write ``<to>/<name>.<job>.<n>.zip``; yields what was written and what was left out.
+
+    ``job`` is this directory's own: archives of several jobs may lie in one folder.
 
     Args:
         experiment: directory of an experiment.
@@ -40,11 +43,13 @@ def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]
         limit: bytes of one archive at most.
 
     Raises:
-        ExperimentError: no experiment there, or its small records alone do not fit.
+        ExperimentError: no experiment there, its small records alone do not fit, or ``to`` cannot
+            be written.
     """
     if not (experiment / "experiment.json").is_file():
         raise ExperimentError(f"{experiment} is no experiment: it has no experiment.json")
-    name = json.loads((experiment / "experiment.json").read_text())["name"]
+    fixed = read_json(experiment / "experiment.json")
+    name, job = str(fixed.get("name")), job_of(fixed)
     bins: list[list[tuple[Path, bytes]]] = [[] for _ in range(files)]
     room = [limit - _SLACK] * files
     left_out = []
@@ -59,10 +64,10 @@ def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]
             raise ExperimentError(f"{path} does not fit into {files} files of {limit:,} bytes")
         else:
             left_out.append((path.relative_to(experiment), len(data)))
-    to.mkdir(parents=True, exist_ok=True)
+    make_folder(to, "--to")
     for index, content in enumerate(b for b in bins if b):
-        target = to / f"{name}.{index}.zip"
-        _write(target, name, content)
+        target = to / f"{name}.{job}.{index}.zip"
+        _write(target, {"experiment": name, "job": job}, content)
         yield f"{target}: {len(content)} files, {target.stat().st_size:,} bytes"
     for relative, size in left_out:
         yield f"left out, no room: {relative} ({size:,} bytes)"
@@ -87,12 +92,12 @@ def _rank(path: Path, experiment: Path) -> int:
     return 1 if parts[0] == "logs" or path.suffix == ".log" else 0
 
 
-def _write(target: Path, name: str, content: list[tuple[Path, bytes]]) -> None:
+def _write(target: Path, names: dict[str, str], content: list[tuple[Path, bytes]]) -> None:
     files = {
         relative.as_posix(): {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
         for relative, data in content
     }
-    manifest = {"format": FORMAT, "experiment": name, "files": files}
+    manifest = {"format": FORMAT, **names, "files": files}
     draft = target.with_suffix(".tmp")
     with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
@@ -102,29 +107,44 @@ def _write(target: Path, name: str, content: list[tuple[Path, bytes]]) -> None:
 
 
 def unpack(archives: list[Path], out: Path) -> Iterator[str]:
-    """Merge archives into ``out``; yields what was taken and what was not.
+    """Merge archives, of one job or several, into ``out``; yields what was taken and what was not.
 
     Raises:
         ExperimentError: a damaged or foreign archive, or one of another experiment or machine
-            than ``out`` holds. Nothing has been changed then.
+            than ``out`` or the other archives hold. Nothing has been changed then.
     """
-    content: dict[str, bytes] = {}
+    jobs: dict[str, dict[str, bytes]] = {}
     names = set()
     for path in archives:
-        name, files = _read(path)
+        name, job, files = _read(path)
         names.add(name)
-        content |= files
+        jobs.setdefault(job, {}).update(files)
     if len(names) != 1:
         raise ExperimentError(f"archives of different experiments: {', '.join(sorted(names))}")
-    for needed in SHARED:
-        if needed not in content:
-            raise ExperimentError(f"{needed} is missing: give all archives of one 'pack'")
-    _compare(content, out)
-    yield from _merge(content, out)
+    seen = _shared_files(out)
+    for content in jobs.values():
+        for needed in SHARED:
+            if needed not in content:
+                raise ExperimentError(f"{needed} is missing: give all archives of one 'pack'")
+        _compare(content, seen, out)
+        seen = {n: d for n, d in content.items() if _is_shared(n)} | seen
+    make_folder(out, "--out")
+    for content in jobs.values():
+        yield from _merge(content, out)
 
 
-def _read(path: Path) -> tuple[str, dict[str, bytes]]:
-    """(experiment, {path: content}) of one archive, every byte checked."""
+def _is_shared(name: str) -> bool:
+    return name == "experiment.json" or name.startswith("reference/")
+
+
+def _shared_files(out: Path) -> dict[str, bytes]:
+    """What all runs of the experiment in ``out`` share; empty without one."""
+    paths = [out / "experiment.json", *sorted((out / "reference").glob("*.json"))]
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if p.is_file()}
+
+
+def _read(path: Path) -> tuple[str, str, dict[str, bytes]]:
+    """(experiment, job, {path: content}) of one archive, every byte checked."""
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(_member(archive, MANIFEST, limit=1 << 24))
@@ -137,7 +157,8 @@ def _read(path: Path) -> tuple[str, dict[str, bytes]]:
                 if hashlib.sha256(data).hexdigest() != facts["sha256"]:
                     raise ExperimentError(f"{path}: {name} is damaged (its hash differs)")
                 found[name] = data
-            return str(manifest["experiment"]), found
+            # Before jobs had names, all archives of one call were of one job.
+            return str(manifest["experiment"]), str(manifest.get("job", "")), found
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ExperimentError):
             raise
@@ -159,30 +180,40 @@ def _check_name(path: Path, name: str) -> None:
         raise ExperimentError(f"{path}: refuses to write to {name!r}")
 
 
-def _compare(content: dict[str, bytes], out: Path) -> None:
-    """Refuse to mix experiments or software."""
-    if (out / "experiment.json").exists():
-        here = json.loads((out / "experiment.json").read_text())
-        there = json.loads(content["experiment.json"])
+def _parse(name: str, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ExperimentError(f"{name} is damaged ({error}), here or in the archive") from error
+    if not isinstance(found, dict):
+        raise ExperimentError(f"{name} is damaged (no mapping), here or in the archive")
+    return found
+
+
+def _compare(content: dict[str, bytes], seen: dict[str, bytes], out: Path) -> None:
+    """Refuse to mix experiments or software: ``seen`` is what is there, or came before."""
+    _parse("states.json", content["states.json"])
+    there = _parse("experiment.json", content["experiment.json"])
+    if "experiment.json" in seen:
+        here = _parse("experiment.json", seen["experiment.json"])
         same = here["name"] == there["name"] and here["explosion"] == there["explosion"]
         shared = here["runs"].keys() & there["runs"].keys()
-        if not same or any(identity(here["runs"][n]) != identity(there["runs"][n]) for n in shared):
+        if not same or not all(same_run(here["runs"][n], there["runs"][n]) for n in shared):
             raise ExperimentError(f"{out} holds another experiment or another version of it")
-    for name, data in content.items():
-        if name.startswith("reference/") and (out / name).exists():
-            mine, theirs = json.loads((out / name).read_text()), json.loads(data)
-            if without_commit(mine) != without_commit(theirs):
-                raise ExperimentError(
-                    f"{name} differs: the runs were made with other weights, batches, software or "
-                    f"device than those in {out}; unpack them into a directory of their own"
-                )
+    for name in content.keys() & seen.keys() - {"experiment.json"}:
+        mine, theirs = _parse(name, seen[name]), _parse(name, content[name])
+        if without_commit(mine) != without_commit(theirs):
+            raise ExperimentError(
+                f"{name} differs: the runs were made with other weights, batches, software or "
+                f"device than those in {out}; unpack them into a directory of their own"
+            )
 
 
 def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
     new = not (out / "experiment.json").exists()
-    theirs: dict[str, Any] = json.loads(content["states.json"])
+    theirs = _parse("states.json", content["states.json"])
     here = out / "states.json"
-    states: dict[str, Any] = json.loads(here.read_text()) if here.exists() else {}
+    states = read_json(here) if here.exists() else {}
     runs = {name.split("/")[1] for name in content if name.startswith("runs/")}
     taken = set()
     for run in sorted(runs):
@@ -211,10 +242,9 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
             target = out / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-    out.mkdir(parents=True, exist_ok=True)
     for run, state in theirs.items():
         states.setdefault(run, state)
-    here.write_text(json.dumps(states, indent=1, sort_keys=True) + "\n")
+    write_json(here, states)
     if not new:
         _add_runs(content, out)
 
@@ -222,9 +252,9 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
 def _add_runs(content: dict[str, bytes], out: Path) -> None:
     """Runs that the archive's protocol has and ours has not."""
     file = out / "experiment.json"
-    here = json.loads(file.read_text())
-    here["runs"] = json.loads(content["experiment.json"])["runs"] | here["runs"]
-    file.write_text(json.dumps(here, indent=1, sort_keys=True) + "\n")
+    here = read_json(file)
+    here["runs"] = _parse(file.name, content[file.name])["runs"] | here["runs"]
+    write_json(file, here)
 
 
 def _write_beside(content: dict[str, bytes], run: str, out: Path) -> Path:

@@ -1,8 +1,9 @@
 """Copies of an experiment's results in one flat folder, which may outlive the machine.
 
 ``<name>.json``, ``.png`` and ``.csv`` are what the documentation's tables and plots are made from;
-``<name>.<n>.zip`` are the records themselves (`archive.pack`), for ``experiment unpack`` elsewhere.
-Each file is replaced whole: a reader, or a copy made in between, never sees half of one.
+``<name>.<job>.<n>.zip`` are the records themselves (`archive.pack`), for ``experiment unpack``
+elsewhere; several jobs may bring theirs into one folder. Each file is replaced whole: a reader, or
+a copy made in between, never sees half of one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.experiments import archive, earlier, results
-from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.store import Store
+from megatron_patch.experiments.files import make_folder, read_json
+from megatron_patch.experiments.store import Store, job_of
 
 COPIES = {"verdicts.json": ".json", "curves.png": ".png", "curves.csv": ".csv"}
 
@@ -36,15 +37,7 @@ class Target:
         Raises:
             ExperimentError: it cannot be made, or not written.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            reason = "" if os.access(self.folder, os.W_OK) else "no permission"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if reason:
-            raise ExperimentError(
-                f"--results-dir {self.folder}: cannot be written ({reason}); name a directory"
-            )
+        make_folder(self.folder, "--results-dir")
 
 
 def publish(store: Store, target: Target) -> Iterator[str]:
@@ -67,7 +60,8 @@ def publish(store: Store, target: Target) -> Iterator[str]:
             os.replace(draft, target.folder / f"{name}{suffix}")
     if target.archives:
         store.save()
-        before = set(target.folder.glob(f"{name}.*.zip"))
+        job = job_of(read_json(store.path / "experiment.json"))
+        before = set(target.folder.glob(f"{name}.{job}.*.zip"))
         for line in archive.pack(
             store.path, target.folder, files=target.archives, limit=target.limit
         ):

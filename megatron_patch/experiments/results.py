@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.experiments import earlier
+from megatron_patch.experiments.files import read_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, Store
@@ -141,7 +142,7 @@ def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
 def _commit(run_dir: Path) -> str | None:
     """Commit of the source a run was made with; None before its first step."""
     try:
-        facts = json.loads((run_dir / "experiment.json").read_text())
+        facts = read_json(run_dir / "experiment.json")
     except FileNotFoundError:
         return None
     found = facts.get("environment", {}).get("commit")
@@ -151,7 +152,7 @@ def _commit(run_dir: Path) -> str | None:
 def _environment(store: Store) -> dict[str, Any]:
     """Software and device that all runs shared; empty before the first run."""
     for file in sorted((store.path / "reference").glob("seed_*.json")):
-        return json.loads(file.read_text())["environment"]
+        return dict(read_json(file)["environment"])
     return {}
 
 
@@ -159,7 +160,7 @@ def _fingerprints(store: Store) -> dict[str, str]:
     """By seed: a digest of what its runs shared (weights, batches, software, device)."""
     found = {}
     for file in sorted((store.path / "reference").glob("seed_*.json")):
-        shared = without_commit(json.loads(file.read_text()))
+        shared = without_commit(read_json(file))
         text = json.dumps(shared, sort_keys=True).encode()
         found[file.stem.removeprefix("seed_")] = hashlib.sha256(text).hexdigest()
     return found
@@ -184,7 +185,11 @@ def markdown(result: dict[str, Any]) -> str:
     cut = [f"{r['run']} at {r['steps']:,}" for r in result["runs"] if r["state"] == "paused"]
     if cut:
         lines += ["", f"Cut off by the end of their time: {', '.join(cut)}."]
-    missing = [r["run"] for r in result["runs"] if r["state"] == "waiting"]
+    waiting = [r for r in result["runs"] if r["state"] == "waiting"]
+    lost = [f"{r['run']} at {r['steps']:,}" for r in waiting if r["steps"]]
+    if lost:
+        lines += ["", f"Ended before they could save, to be started again: {', '.join(lost)}."]
+    missing = [r["run"] for r in waiting if not r["steps"]]
     if missing:
         lines += ["", f"Never started: {', '.join(missing)}."]
     if kept := earlier.note(result):

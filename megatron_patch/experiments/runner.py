@@ -40,6 +40,7 @@ from megatron_patch.monitor.metrics import duration
 from megatron_patch.runtime import lifeline
 from megatron_patch.runtime.devices import visible_devices
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
+from megatron_patch.training.rundir import is_taken
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -136,6 +137,10 @@ class Runner:
                 if self._hopeless(run, queue):
                     queue.remove(run)
                 continue
+            if is_taken(self.store.run_dir(run)):
+                queue.remove(run)
+                self.say(f"{run.id} is not started: another process trains in its directory")
+                continue
             seats = self._seats(free, self.store.experiment.gpus_of(run))
             if seats:
                 queue.remove(run)
@@ -218,9 +223,10 @@ class Runner:
             # The trainer would continue the records of steps that it repeats.
             set_aside(store.run_dir(run))
         with log.open("ab") as out:
-            # Its own session: a stop reaches the whole group, and ours does not reach it.
+            # Its own session: a stop reaches the whole group, and ours does not reach it. Tied to
+            # us all the same: killed, we must not leave it training on GPUs that look free.
             process = subprocess.Popen(
-                command,
+                lifeline.tied(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.experiments import earlier, plan, publish, results
+from megatron_patch.experiments import earlier, plan, publish, results, unrecorded
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import Experiment, Run, read
 from megatron_patch.experiments.publish import Target
@@ -80,7 +80,7 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
             _forget_failures(store)
         devices = [gpu for gpu in range(gpus) for _ in range(protocol.runs_per_gpu)]
         seconds = None if request.minutes is None else 60 * request.minutes
-        for note in store.notes:
+        for note in [*store.notes, *unrecorded.catch_up(store)]:
             _say(note)
         _write(request, store)  # what would refuse the results refuses before hours of work
         runner = Runner(store, devices, seconds, steps, set(request.only), say=_say)
@@ -116,6 +116,8 @@ def show(request: Request) -> int:
         raise ExperimentError(f"{out} is no experiment: it has no experiment.json")
     store = Store(out, experiment)
     try:
+        for note in unrecorded.catch_up(store):
+            _say(note)
         result = _write(request, store)
         if request.target is not None:
             for line in publish.publish(store, request.target):

@@ -10,8 +10,8 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import re
+import secrets
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from megatron_patch.checkpoint.shelf import Shelf, key_of
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.files import damaged, make_folder, read_json, write_json
 from megatron_patch.experiments.protocol import Experiment, Run, trainer_config
 from megatron_patch.experiments.verdict import Row, read_rows
 
@@ -49,13 +50,14 @@ class Store:
         """Take the directory.
 
         Raises:
-            ExperimentError: another process uses it, or it holds a different experiment.
+            ExperimentError: another process uses it, it holds a different experiment or a damaged
+                one, or it cannot be written.
         """
         self.path, self.experiment = path, experiment
         self._rows: dict[str, tuple[tuple[int, int, int], list[Row]]] = {}
         self.notes: list[str] = []
         """What the caller should tell: a file system without locks."""
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path, "--out")
         self._lock = _lock(path, self.notes)
         try:
             self._claim()
@@ -117,16 +119,18 @@ class Store:
     def save(self) -> None:
         """Write states.json."""
         tree = {name: dataclasses.asdict(state) for name, state in self.states.items()}
-        _write(self.path / "states.json", tree)
+        write_json(self.path / "states.json", tree)
 
     def _claim(self) -> None:
         """Write what is fixed, or compare with what was."""
         file = self.path / "experiment.json"
         mine = _fixed(self.experiment)
         if not file.exists():
-            _write(file, mine | {"utc": _utc()})
+            write_json(file, mine | {"utc": _utc(), "job": secrets.token_hex(4)})
             return
-        there = json.loads(file.read_text())
+        there = read_json(file)
+        if missing := sorted({"name", "runs", *_RULES} - there.keys()):
+            raise ExperimentError(f"{file} is of no experiment: it has no {', '.join(missing)}")
         if there["name"] != mine["name"]:
             raise ExperimentError(
                 f"{self.path} holds the experiment {there['name']!r}, not {mine['name']!r}: use "
@@ -137,7 +141,7 @@ class Store:
         ]
         for name, run in mine["runs"].items():
             before = there["runs"].get(name)
-            if before is not None and identity(before) != identity(run):
+            if before is not None and not same_run(before, run):
                 changed.append(f"run {name}: {before} -> {run}")
         started = [n for n, state in self._read_states().items() if state.attempts]
         changed += [f"run {n}: taken out, but it was started" for n in started
@@ -153,12 +157,15 @@ class Store:
         if added:
             there["runs"] |= added
             there.setdefault("added", []).append({"utc": _utc(), "runs": sorted(added)})
-            _write(file, there)
+            write_json(file, there)
 
     def _read_states(self) -> dict[str, State]:
         file = self.path / "states.json"
-        tree = json.loads(file.read_text()) if file.exists() else {}
-        found = {name: State(**entry) for name, entry in tree.items()}
+        tree = read_json(file) if file.exists() else {}
+        try:
+            found = {name: State(**entry) for name, entry in tree.items()}
+        except TypeError as error:
+            raise damaged(file, str(error)) from error
         return {run.id: State() for run in self.experiment.runs} | found
 
 
@@ -171,13 +178,24 @@ def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int,
     return None
 
 
-def identity(run: dict[str, Any]) -> dict[str, Any]:
-    """What makes a run in experiment.json the run it is: all but where its data lie.
+def same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two entries of experiment.json are of one run: all but where the data lie.
 
-    Paths differ between machines; the hash of the batches says whether the data are the same.
+    Paths differ between machines; the hash of the batches says whether the data are the same. What
+    only one of them has is of a later version, and says nothing about the other.
     """
-    kept = [text for text in run["set"] if not _DATA_PATH.match(text)]
-    return run | {"set": kept}
+    return all(_kept(one, key) == _kept(other, key) for key in one.keys() & other.keys())
+
+
+def _kept(run: dict[str, Any], key: str) -> Any:
+    value = run[key]
+    return [text for text in value if not _DATA_PATH.match(text)] if key == "set" else value
+
+
+def job_of(tree: dict[str, Any]) -> str:
+    """A short name for the directory an experiment.json is of: two jobs' archives do not mix."""
+    made = str(tree.get("utc", ""))
+    return str(tree.get("job") or hashlib.sha256(made.encode()).hexdigest()[:8])
 
 
 def set_aside(path: Path) -> Path:
@@ -211,6 +229,7 @@ def _fixed(experiment: Experiment) -> dict[str, Any]:
                 "set": list(run.overrides),
                 "from": [run.base, run.cell.before, run.cell.follow],
                 "recipe": recipe(experiment, run),
+                "reactions": reactions(experiment, run),
             }
             for run in experiment.runs
         },
@@ -231,6 +250,24 @@ def recipe(experiment: Experiment, run: Run) -> str:
         "attention": dataclasses.asdict(config.attention),
         "training": {name: training[name] for name in _TRAINED},
     }
+    return _digest(tree)
+
+
+def reactions(experiment: Experiment, run: Run) -> str:
+    """SHA-256 of what may change a run on its way: the guard with its rule, and spikes.
+
+    A guard that only warns changes nothing, and its thresholds may be another's.
+    """
+    config = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+    watched = dataclasses.asdict(config.stability)
+    acts = config.stability.guard in ("switch", "stop")
+    rule = {n: v for n, v in watched.items() if acts and not n.startswith("capture")}
+    return _digest(
+        {"stability": rule | {"acts": acts}, "spike": dataclasses.asdict(config.faults.spike)}
+    )
+
+
+def _digest(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -250,12 +287,6 @@ def _lock(path: Path, notes: list[str]) -> IO[str]:
             "only one invocation uses the directory at a time"
         )
     return handle
-
-
-def _write(path: Path, tree: dict[str, Any]) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n")
-    os.replace(draft, path)
 
 
 def _utc() -> str:

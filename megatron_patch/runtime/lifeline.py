@@ -20,10 +20,13 @@ ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
 """Set by ``launch/``: where this attempt leaves its logs and exit codes."""
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies: no orphan holds GPUs or ports."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent dies: no orphan holds GPUs or ports.
+
+    ``parent``: its process id, where this process may be too late to see it alive.
+    """
     if sys.platform == "linux":
-        parent = os.getppid()
+        parent = os.getppid() if parent is None else parent
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died in between
             os.kill(os.getpid(), signal.SIGKILL)
@@ -33,6 +36,15 @@ def die_with_launcher() -> None:
     """`die_with_parent` in a rank that torchrun started; nothing in any other process."""
     if LAUNCHED in os.environ:
         die_with_parent()
+
+
+def tied(command: list[str]) -> list[str]:
+    """``command`` (an absolute program first), to be started so that it dies with its starter.
+
+    For programs that are not ours, such as torchrun. Start it from a thread that lives as long as
+    the process: the kernel watches the thread.
+    """
+    return [sys.executable, "-m", "megatron_patch.runtime.lifeline", str(os.getpid()), *command]
 
 
 def children(pid: int) -> list[int]:
@@ -64,3 +76,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     for pid in below:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))  # outlasts the exec
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -126,6 +126,7 @@ class Stability:
         self._writer: record.Writer | None = None
         self.history = record.History(self.rule)
         self.switched_at = 0
+        self._switch_due = False
         self.stop_reason: str | None = None
         self._triggered: set[str] = set()
         self.verdict: Verdict | None = None
@@ -140,7 +141,9 @@ class Stability:
             BackendError: the switch cannot be repeated in this configuration.
         """
         self.switched_at = switched_at
-        if switched_at:
+        if switched_at > step:
+            self._switch_due = True  # decided when the run stopped, one step ahead: see `last`
+        elif switched_at:
             self._switch_again()
         if not self.options.enabled:
             return
@@ -201,6 +204,9 @@ class Stability:
         for path in self.capturer.saved:
             self.monitor.say(f"captured {path.name}")
         self.capturer.saved = []
+        if self._switch_due and step >= self.switched_at:
+            self._switch_due = False
+            self._switch_again()
         if not self.options.enabled:
             return
         self._note(result)
@@ -255,6 +261,13 @@ class Stability:
         return host
 
     # ------------------------------------------------------------------- read
+
+    def last(self, step: int) -> None:
+        """The attempt ends after ``step``: take in what is on its way, as the step after would.
+
+        So a switch comes after the same step whether the run was stopped here or not.
+        """
+        self.flush(step + 1)
 
     def flush(self, now: int) -> None:
         """Take in the record on its way, if there is one, after step ``now``; on all ranks."""

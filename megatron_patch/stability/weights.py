@@ -22,7 +22,9 @@ import torch
 
 from megatron_patch.stability.observe import Site
 
-FIRST, LATER = 8, 2  # iterations at the first observation and at later ones
+FIRST, LATER = 32, 2
+"""Iterations at the first observation of an attempt and at later ones. No checkpoint has the
+vectors: the first must come near what an uninterrupted run has by then, or the rule sees growth."""
 Rows = tuple[int, int]
 """First row and the one after the last."""
 

@@ -250,7 +250,7 @@ class _Training:
                     reason = self._step(self.position.step + 1)
                 except RewindWanted as wanted:
                     self._rewind(wanted.spike)
-            self.stability.flush(self.position.step)
+            self.stability.last(self.position.step)
             self.position.switched_at = self.stability.switched_at
         finally:
             self._close_batches()
@@ -293,7 +293,8 @@ class _Training:
         self.stability = self.session.stability = startup.watch_stability(
             self.session, self.monitor
         )
-        self.position.switched_at = max(self.position.switched_at, switched_at)
+        at = max(self.position.switched_at, switched_at)
+        self.position.switched_at = min(at, max(1, self.position.step))  # in force from here on
         self.stability.start(self.position.step, switched_at=self.position.switched_at)
         self.recorder.restart()
         self._batches = self._read()

@@ -191,6 +191,18 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
     return RunDirectory(path, notes, finished, lock), []
 
 
+def is_taken(path: Path) -> bool:
+    """Whether a living process of this machine trains in the run directory ``path``."""
+    try:
+        with (path / LOCK).open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such run yet, or no locks
+        return False
+    return False
+
+
 def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]:
     """An exclusive lock for as long as this process lives.
 

@@ -12,6 +12,7 @@ import pytest
 from megatron_patch.experiments import archive
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.publish import Target, publish
 from megatron_patch.experiments.store import Store
 
 SMALL = 1 << 20
@@ -38,12 +39,18 @@ def make(out: Path, protocol: Path, steps: dict[str, int], *, noise: int = 0) ->
     return out
 
 
+def only(folder: Path) -> Path:
+    """The one archive in a folder: experiment, job, number."""
+    (path,) = folder.glob("tiny.*.0.zip")
+    return path
+
+
 def test_round_trip(protocol: Path, tmp_path: Path) -> None:
     source = make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7})
     said = list(archive.pack(source, tmp_path / "zip", files=8, limit=SMALL))
-    assert len(said) == 1 and "tiny.0.zip" in said[0]
+    assert len(said) == 1 and only(tmp_path / "zip").name in said[0]
     target = tmp_path / "b"
-    assert list(archive.unpack([tmp_path / "zip" / "tiny.0.zip"], target)) == [
+    assert list(archive.unpack([only(tmp_path / "zip")], target)) == [
         "a-s1: taken, to step 5",
         "b-s1: taken, to step 7",
     ]
@@ -61,7 +68,7 @@ def test_merging_keeps_what_went_further(protocol: Path, tmp_path: Path) -> None
     first = make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7})
     list(archive.pack(first, tmp_path / "zip", files=8, limit=SMALL))
     target = make(tmp_path / "b", protocol, {"a-s1": 9, "b-s1": 2})
-    said = list(archive.unpack([tmp_path / "zip" / "tiny.0.zip"], target))
+    said = list(archive.unpack([only(tmp_path / "zip")], target))
     assert said == ["a-s1: kept what is here (step 9; the archive has 5)", "b-s1: taken, to step 7"]
     assert len((target / "runs/a-s1/metrics.csv").read_text().splitlines()) == 10
     assert len((target / "runs/b-s1/metrics.csv").read_text().splitlines()) == 8
@@ -102,7 +109,7 @@ def rewrite(path: Path, change: dict[str, bytes], manifest: dict | None = None) 
 def test_damaged_and_hostile_archives(protocol: Path, tmp_path: Path) -> None:
     source = make(tmp_path / "a", protocol, {"a-s1": 5})
     list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
-    good = tmp_path / "zip" / "tiny.0.zip"
+    good = only(tmp_path / "zip")
     target = tmp_path / "b"
 
     def refused(path: Path, message: str) -> None:
@@ -126,7 +133,7 @@ def test_damaged_and_hostile_archives(protocol: Path, tmp_path: Path) -> None:
 def test_other_experiments_and_machines_are_not_mixed(protocol: Path, tmp_path: Path) -> None:
     source = make(tmp_path / "a", protocol, {"a-s1": 5})
     list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
-    good = tmp_path / "zip" / "tiny.0.zip"
+    good = only(tmp_path / "zip")
     target = make(tmp_path / "b", protocol, {"b-s1": 2})
     (target / "reference" / "seed_1.json").write_text('{"environment": {"gpu": "A100"}}')
     with pytest.raises(ExperimentError, match=r"seed_1.json differs"):
@@ -135,3 +142,40 @@ def test_other_experiments_and_machines_are_not_mixed(protocol: Path, tmp_path: 
     other = make(tmp_path / "c", protocol, {"b-s1": 2})
     with pytest.raises(ExperimentError, match="another experiment"):
         list(archive.unpack([good], other))
+
+
+def test_two_jobs_bring_their_records_into_one_folder(protocol: Path, tmp_path: Path) -> None:
+    """Each replaces its own archives and leaves the other's; one call unpacks all of them."""
+    folder = tmp_path / "copies"
+    for name, run in (("a", "a-s1"), ("b", "b-s1"), ("a", "a-s1")):
+        store = Store(make(tmp_path / name, protocol, {run: 5}), read(protocol))
+        list(publish(store, Target(folder=folder, archives=2)))
+        store.close()
+    found = sorted(folder.glob("*.zip"))
+    assert len(found) == 2
+    list(archive.unpack(found, tmp_path / "home"))
+    store = Store(tmp_path / "home", read(protocol))
+    assert {store.states[run].state for run in ("a-s1", "b-s1")} == {"paused"}
+    assert [store.last_step(run) for run in store.experiment.runs] == [5, 5, 0]
+    store.close()
+    # Of two jobs that do not belong together nothing is taken.
+    facts = '{"environment": {"gpu": "A100"}}'
+    (tmp_path / "b" / "reference" / "seed_1.json").write_text(facts)
+    store = Store(tmp_path / "b", read(protocol))
+    list(archive.pack(store.path, folder, files=2, limit=SMALL))
+    store.close()
+    with pytest.raises(ExperimentError, match=r"seed_1.json differs"):
+        list(archive.unpack(found, tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_target_that_is_a_file_is_refused(protocol: Path, tmp_path: Path) -> None:
+    source = make(tmp_path / "a", protocol, {"a-s1": 5})
+    list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+    (tmp_path / "file").touch()
+    with pytest.raises(ExperimentError, match=r"--to .*cannot be written"):
+        list(archive.pack(source, tmp_path / "file", files=1, limit=SMALL))
+    with pytest.raises(ExperimentError, match=r"--out .*cannot be written"):
+        list(archive.unpack([only(tmp_path / "zip")], tmp_path / "file"))
+    with pytest.raises(ExperimentError, match=r"--out .*cannot be written"):
+        Store(tmp_path / "file", read(protocol))

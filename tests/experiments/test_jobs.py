@@ -53,18 +53,16 @@ def test_jobs_on_machines_that_are_lost(
     target = Target(folder=copied / "1", archives=2)
     quick["pause"] = "0.05"
     target.folder.mkdir(parents=True)
-    (target.folder / "tiny.5.zip").write_bytes(b"of a time when there was more")
     first = request(protocol, machine, minutes=3.0 / 60, only=["a-s1", "b-s1"], target=target)
     assert stability.run(first) == 0
     said = capsys.readouterr().out
     assert "| a | 1 | paused | 0 |" in said and "Never started: a-s2" in said
     assert "Cut off by the end of their time" in said and "not by" in said
-    assert sorted(p.name for p in target.folder.iterdir()) == [
-        "tiny.0.zip",
-        "tiny.csv",
-        "tiny.json",
-        "tiny.png",
-    ]
+    job = json.loads((machine / "experiment.json").read_text())["job"]
+    assert sorted(p.name for p in target.folder.iterdir()) == sorted(
+        [f"tiny.{job}.0.zip", "tiny.csv", "tiny.json", "tiny.png"]
+    )
+    (target.folder / f"tiny.{job}.5.zip").write_bytes(b"of a time when there was more")
     cut = json.loads((target.folder / "tiny.json").read_text())
     steps = {run["run"]: run["steps"] for run in cut["runs"]}
     assert 0 < steps["a-s1"] < 100 and steps["a-s2"] == 0
@@ -130,7 +128,7 @@ def test_records_of_other_commits_can_be_merged_and_say_so(protocol: Path, tmp_p
         (ends[name] / "reference").mkdir()
         (ends[name] / "reference" / "seed_1.json").write_text(facts)
         list(archive.pack(ends[name], tmp_path / f"zip_{name}", files=1, limit=1 << 20))
-    list(archive.unpack([tmp_path / "zip_a" / "tiny.0.zip"], ends["b"]))
+    list(archive.unpack(list((tmp_path / "zip_a").glob("*.zip")), ends["b"]))
     store = Store(ends["b"], read(protocol))
     found = results.collect(store, {r.id: store.rows(r) for r in store.experiment.runs})
     store.close()
@@ -189,9 +187,24 @@ def test_what_is_trained_cannot_change_behind_the_protocol(protocol: Path, tmp_p
     own.write_text(source.read_text())
     protocol.write_text(protocol.read_text().replace(config, f"config: {own.name}"))
     Store(tmp_path / "out", read(protocol)).close()
-    own.write_text(own.read_text().replace("lr: 1.0e-3", "lr: 2.0e-3"))
+    good = own.read_text()
+    own.write_text(good.replace("lr: 1.0e-3", "lr: 2.0e-3"))
     with pytest.raises(ExperimentError, match="--out"):
         Store(tmp_path / "out", read(protocol))
+    for section in ("stability:\n  guard: stop\n", "faults:\n  spike:\n    action: skip\n"):
+        own.write_text(good + section)
+        with pytest.raises(ExperimentError, match="--out"):
+            Store(tmp_path / "out", read(protocol))
+    own.write_text(good + "stability:\n  danger_growth: 1.4\n")  # nothing acts on it
+    Store(tmp_path / "out", read(protocol)).close()
+    # What was written before a fact was kept says nothing about it.
+    file = tmp_path / "out" / "experiment.json"
+    old = json.loads(file.read_text())
+    for run in old["runs"].values():
+        del run["reactions"]
+    file.write_text(json.dumps(old))
+    own.write_text(good + "stability:\n  guard: stop\n")
+    Store(tmp_path / "out", read(protocol)).close()
 
 
 RESCUE = """\

@@ -1,0 +1,64 @@
+"""The small JSON files of an experiment: damage has an answer, and writing is all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.experiments.errors import ExperimentError
+
+REMEDIES = {
+    "states.json": "move it away: what its runs have come to is read from their directories then",
+    "experiment.json": "restore it from an archive ('experiment unpack'), or use another --out",
+}
+OTHERWISE = "restore it from an archive ('experiment unpack'), or move it away"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a file.
+
+    Raises:
+        ExperimentError: the file is not one, with what to do.
+        FileNotFoundError: there is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise damaged(path, str(error)) from error
+    if not isinstance(found, dict):
+        raise damaged(path, f"a {type(found).__name__} where a mapping should be")
+    return found
+
+
+def damaged(path: Path, why: str) -> ExperimentError:
+    """The error for a file that is not what it should be, with what to do."""
+    return ExperimentError(f"{path} is damaged ({why}): {REMEDIES.get(path.name, OTHERWISE)}")
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Replace a file by a mapping: durable before the old content is gone."""
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("w", encoding="utf-8") as out:
+        out.write(json.dumps(tree, indent=1, sort_keys=True) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(draft, path)
+
+
+def make_folder(path: Path, option: str) -> None:
+    """Create a directory to write into.
+
+    Raises:
+        ExperimentError: it cannot be made, or not written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(path, os.W_OK) else "no permission"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise ExperimentError(f"{option} {path}: cannot be written ({reason}); name a directory")
