@@ -129,11 +129,13 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("switch", *SMALL, switch, *SIGNS, **grow),
         run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **grow),
         run("again", *SMALL, switch, *SIGNS, **grow),
+        run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **grow),
+        run("edge", *SMALL, switch, *SIGNS, **grow),
         run("stop", *SMALL, *FAST, "stability.guard=stop", **grow),
     ]
     results = training_ranks.run_ranks(folder, corpus, 2, runs)
     names = [r["set"][0].removeprefix("name=") for r in runs]
-    names[names.index("again")] = "paused"
+    names[names.index("again")], names[names.index("edge")] = "paused", "edge_paused"
     return dict(zip(names, results, strict=True))
 
 
@@ -359,6 +361,20 @@ def test_a_resume_keeps_the_switch_and_repeats_every_bit(two: Any, folder: Path)
             np.testing.assert_array_equal(a.heads[metric], b.heads[metric], err_msg=metric)
     for name, values in a.scalars.items():
         np.testing.assert_array_equal(values, b.scalars[name], err_msg=name)
+
+
+def test_a_stop_at_the_record_of_danger_switches_where_the_run_would_have(
+    two: Any, folder: Path
+) -> None:
+    """The record is read as the run ends, and the switch still comes after the step after it."""
+    runs = folder / "runs"
+    assert [r["step"] for r in two["edge_paused"]] == [SWITCHED - 1] * 2
+    assert figures(runs / "edge") == figures(runs / "switch")
+    assert [r["weights"] for r in two["edge"]] == [r["weights"] for r in two["switch"]]
+    log = (runs / "edge" / "train.log").read_text()
+    assert f"it switched after step {SWITCHED}; stabilizer compensated since then" in log
+    a, b = record.read(runs / "edge"), record.read(runs / "switch")
+    np.testing.assert_array_equal(a.scalars["switched"], b.scalars["switched"])
 
 
 def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
