@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernel_goals import DEFAULT, OURS, PASSES, geometric_mean, goals, speed, title
-from machine import sources_digest
+from machine import device_digest, sources_digest
 from table_text import origin, table
 
 SHAPES = 39
@@ -24,24 +24,29 @@ NAMED = 6
 
 
 @functools.cache
-def _this_tree() -> str:
-    return sources_digest()
+def _this_tree() -> tuple[str, str]:
+    return sources_digest(), device_digest()
 
 
 def state(result: dict[str, Any]) -> str:
     """Origin, and whether the kernels measured are those of this tree."""
-    known = result.get("kernels")
+    known, (whole, device) = result.get("kernels"), _this_tree()
     if known is None:
         said = (
             "The file does not say which kernel sources ran (it predates that): read these figures "
             "as those of the commit named, not of the present kernels."
         )
-    elif known != _this_tree():
+    elif known == whole:
+        said = "The kernels measured are those of this tree."
+    elif result.get("device") == device:
+        said = (
+            "The kernels measured are those of this tree; what checks a call's arguments on the "
+            "host before it has changed since."
+        )
+    else:
         said = (
             "**The kernels have changed since**: read these figures as those of the commit named."
         )
-    else:
-        said = "The kernels measured are those of this tree."
     return f"{origin(result)} {said}"
 
 

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import time
 import tokenize
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 # Parts of the library whose edits change neither results nor speed of a call.
 BESIDE_THE_KERNELS = ("reference/", "aot.py", "hf.py", "probes.py")
+# What runs on the device, and what chooses and launches it. The rest checks arguments and wires
+# operators: its edits may cost or save host time, and nothing that a kernel computes.
+ON_THE_DEVICE = (
+    "triton/", "numerics.py", "philox.py", "stabilizers.py", "configs.py", "configs.json",
+    "dispatch.py",
+)  # fmt: skip
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy")
 
 
@@ -63,12 +70,21 @@ def _code(text: str) -> str:
 
 
 def sources_digest(root: Path = ROOT) -> str:
-    """Digest of what the kernels compute: their code and tile table, not their comments."""
+    """Digest of the kernels and the host code of a call, not of their comments."""
+    return _digest(root, lambda name: not name.startswith(BESIDE_THE_KERNELS))
+
+
+def device_digest(root: Path = ROOT) -> str:
+    """Digest of `ON_THE_DEVICE` alone."""
+    return _digest(root, lambda name: name.startswith(ON_THE_DEVICE))
+
+
+def _digest(root: Path, counts: Callable[[str], bool]) -> str:
     folder = root / "kernels" / "stable_attention"
     joined = hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
         name = path.relative_to(folder).as_posix()
-        if name.startswith(BESIDE_THE_KERNELS):
+        if not counts(name):
             continue
         text = path.read_text()
         joined.update(name.encode() + b"\x00")
@@ -93,8 +109,8 @@ def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def describe_kernels() -> dict[str, Any]:
-    """`describe`, with the digest of the kernel sources."""
-    return describe() | {"kernels": sources_digest()}
+    """`describe`, with the digests of the kernel sources."""
+    return describe() | {"kernels": sources_digest(), "device": device_digest()}
 
 
 def versions() -> dict[str, str]:

@@ -182,6 +182,8 @@ def test_speed_page_says_what_the_file_does_not_vouch_for() -> None:
     text = kernel_tables.speed_table(result | {"rows": many})
     assert "A slow host: 8 of" in text and "up to 2.00 ms" in text and "time: none 8." in text
     assert "have changed since" in kernel_tables.speed_table(result | {"kernels": "x"})
+    host = {"kernels": "x", "device": machine.device_digest()}
+    assert "those of this tree; what checks" in kernel_tables.speed_table(result | host)
     assert "| 386 | - | 259" not in kernel_tables.memory_table(result)
     assert "**missed**" in kernel_tables.goal_table(result)
 
@@ -199,8 +201,15 @@ def test_digest_is_of_the_code_alone(tmp_path: Path) -> None:
     plain = digest('"""Doc."""\n\ndef f():\n    """Doc."""\n    return 1\n')
     assert digest('def f():\n    """Other."""\n\n    return 1  # why\n') == plain
     assert digest("def f():\n    return 2\n") != plain
+    before = machine.device_digest(tmp_path)
     tiles.write_text("[]")
     assert digest('def f():\n    """Other."""\n\n    return 1  # why\n') != plain
+    kernels = machine.device_digest(tmp_path)
+    assert kernels != before
+    assert digest("def f():\n    return 3\n") and machine.device_digest(tmp_path) == kernels
+    (folder / "triton").mkdir()
+    (folder / "triton" / "forward.py").write_text("x = 1\n")
+    assert machine.device_digest(tmp_path) != kernels
 
 
 FAKE_TOOL = """#!/bin/sh
