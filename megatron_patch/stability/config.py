@@ -86,6 +86,8 @@ class StabilityConfig:
                     f"watch_{kind} {watch} and danger_{kind} {danger}: need "
                     f"1 < watch_{kind} <= danger_{kind}",
                 )
+        if not self.head_logit >= 0:
+            yield Problem("stability.head_logit", f"{self.head_logit}: must be at least 0")
         yield from self._guard(run)
         yield from self._captures(run)
 
