@@ -33,6 +33,9 @@ _EVENT = re.compile(
 _START = re.compile(r"^\S+ \S+ (?:resuming after step|no checkpoint: starting)")
 """What every attempt says before its first step."""
 
+_NOT_FINITE = re.compile(r"stopped by NonFiniteError: step (?P<step>\d+): (?P<what>loss|gradients)")
+"""How `training.finite` begins the message of the step that was not taken."""
+
 
 class ReportError(ValueError):
     """There is no run where a report was asked for."""
@@ -48,6 +51,19 @@ class Event:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A step whose loss or gradients were not finite, where the run ended before the update."""
+
+    step: int
+    what: str
+    """``loss`` or ``gradients``."""
+
+    def __str__(self) -> str:
+        verb = "is" if self.what == "loss" else "are"
+        return f"step {self.step:,}, whose {self.what} {verb} not finite"
+
+
 @dataclass(slots=True)
 class RunFacts:
     """Everything the page shows."""
@@ -58,6 +74,8 @@ class RunFacts:
     """finished, running, stopped, failed, non-finite or interrupted."""
     why: str
     """The state in a sentence."""
+    broken: Broken | None = None
+    """The step that ended the run; no row of metrics.csv has it."""
     columns: dict[str, list[float]] = field(default_factory=dict)
     """metrics.csv; NaN where a cell is empty."""
     config: list[tuple[str, str, str]] = field(default_factory=list)
@@ -250,7 +268,9 @@ def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:
         return "finished", f"finished after step {finished.get('step', last)}"
     end = _end(log)
     if "stopped by NonFiniteError" in end:
-        return "non-finite", f"stopped at a loss or gradient that is not finite, after step {last}"
+        facts.broken = _broken(end)
+        where = facts.broken or f"a loss or gradient that is not finite, after step {last}"
+        return "non-finite", f"stopped at {where}"
     if "stopped gracefully" in end:
         return "stopped", f"stopped after step {last} of {total}; the same command continues it"
     if "stopped by " in end:
@@ -268,6 +288,12 @@ def _end(log: str) -> str:
         elif "stopped" in line:
             found = line
     return found
+
+
+def _broken(end: str) -> Broken | None:
+    """Where a run ended that was not finite; None if the line does not say it in our words."""
+    found = _NOT_FINITE.search(end)
+    return Broken(int(found["step"]), found["what"]) if found else None
 
 
 def _locked(run_dir: Path) -> bool:

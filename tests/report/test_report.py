@@ -265,6 +265,35 @@ def test_states(tmp_path: Path) -> None:
     assert collect(run).state == "finished"
 
 
+def graded(run: Path) -> dict[str, tuple[str, str]]:
+    """The answers at the top of the page: (grade, text) by question."""
+    return {a.question: (a.grade, a.text) for a in verdicts.answers(collect(run))}
+
+
+@pytest.mark.parametrize(("what", "verb"), [("loss", "is"), ("gradients", "are")])
+def test_a_run_that_ended_not_finite_is_good_in_nothing_that_says_so(
+    tmp_path: Path, what: str, verb: str
+) -> None:
+    """The step that ended it is in no row of metrics.csv: only the log knows it."""
+    end = f"stopped by NonFiniteError: step 1121: {what} not finite; stopped before the update"
+    run = make_run(tmp_path / "run", losses=FLAT, log=f"2026-01-01 00:00:00 {end}\n")
+    found = graded(run)
+    for question in ("State", "Loss", "Steps not finite"):
+        grade, text = found[question]
+        assert grade == "bad" and f"step 1,121, whose {what} {verb} not finite" in text, question
+    assert found["Steps not finite"][1].startswith("1, ") and "4.0000 before" in found["Loss"][1]
+    # Before the first row, and in words that this version does not know.
+    young = make_run(tmp_path / "young", losses=[], log="2026-01-01 00:00:00 stopped by "
+                     "NonFiniteError: something else\n")  # fmt: skip
+    found = graded(young)
+    assert found["Loss"][0] == found["Steps not finite"][0] == "bad"
+
+
+def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", losses=[*FLAT[:70], math.inf, *FLAT[71:]])
+    assert graded(run)["Loss"] == ("bad", "not finite at step 71")
+
+
 @pytest.mark.parametrize("begin", ["resuming after step 400 (1 tokens)",
                                    "no checkpoint: starting at step 0"])  # fmt: skip
 @pytest.mark.parametrize("end", ["stopped by NonFiniteError: loss is nan at step 500",
@@ -330,7 +359,7 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     facts = collect(young)
     assert facts.steps == [1, 2, 3] and math.isnan(facts.column("loss")[1])
     said = " ".join(checked(page.render(facts)).text)
-    assert "config.yaml could not be read" in said and "not a number at step" in said
+    assert "config.yaml could not be read" in said and "not finite at step 2" in said
     assert app.run(["report", str(tmp_path / "nowhere")]) == 2
 
 
