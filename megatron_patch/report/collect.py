@@ -71,7 +71,7 @@ class RunFacts:
     path: Path
     name: str
     state: str
-    """finished, running, stopped, failed, non-finite or interrupted."""
+    """finished, running, stopped, guarded, failed, non-finite or interrupted."""
     why: str
     """The state in a sentence."""
     broken: Broken | None = None
@@ -271,6 +271,9 @@ def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:
         facts.broken = _broken(end)
         where = facts.broken or f"a loss or gradient that is not finite, after step {last}"
         return "non-finite", f"stopped at {where}"
+    if "stopped by StabilityStop" in end:
+        said = end.partition("stopped by StabilityStop: ")[2]
+        return "guarded", f"stopped by the stability guard (exit code 5): {said[:400] or '?'}"
     if "stopped gracefully" in end:
         return "stopped", f"stopped after step {last} of {total}; the same command continues it"
     if "stopped by " in end:

@@ -19,6 +19,7 @@ _STATES = {
     "running": GOOD,
     "stopped": FAIR,
     "interrupted": FAIR,
+    "guarded": BAD,  # in danger, and the same command would stop again
     "failed": BAD,
     "non-finite": BAD,
 }

@@ -251,12 +251,16 @@ def test_states(tmp_path: Path) -> None:
     ends = {
         "stopped": "stopped gracefully after step 5: received SIGTERM; the same command continues",
         "non-finite": "stopped by NonFiniteError: step 6: loss not finite",
+        "guarded": "stopped by StabilityStop: stability.guard stopped the run after step 6, saved",
         "failed": "stopped by OSError: disk",
         "interrupted": "step 5/10 | loss 4",
     }
     for state, line in ends.items():
         run = make_run(tmp_path / state, losses=FLAT, log=f"2026-01-01 00:00:00 {line}\n")
         assert collect(run).state == state
+    why = collect(tmp_path / "guarded").why
+    assert "stability guard (exit code 5): stability.guard stopped the run after step 6" in why
+    assert "error" not in why and graded(tmp_path / "guarded")["State"] == ("bad", why)
     # A run in progress holds its lock; FINISHED of an earlier, shorter attempt does not end it.
     (run / "FINISHED").write_text('{"step": 5}')
     with (run / ".lock").open("w") as handle:
@@ -298,6 +302,7 @@ def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path: Path) ->
                                    "no checkpoint: starting at step 0"])  # fmt: skip
 @pytest.mark.parametrize("end", ["stopped by NonFiniteError: loss is nan at step 500",
                                  "stopped gracefully after step 500: SIGTERM",
+                                 "stopped by StabilityStop: danger",
                                  "stopped by OSError: disk"])  # fmt: skip
 def test_the_state_is_that_of_the_last_attempt(tmp_path: Path, begin: str, end: str) -> None:
     """An earlier attempt's last line says nothing about one that was killed later."""
