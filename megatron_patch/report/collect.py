@@ -120,8 +120,7 @@ def collect(run_dir: Path) -> RunFacts:
     facts.config = list(_config(run_dir, facts.notes))
     facts.name = facts.value("name", facts.name)
     environment = _json(run_dir / "environment.json", facts.notes)
-    attempts = environment.get("attempts", [])
-    facts.attempts = [a for a in attempts if isinstance(a, dict)]
+    facts.attempts = _attempts(environment, facts.notes)
     facts.experiment = _json(run_dir / "experiment.json", facts.notes)
     log = _tail(run_dir / "train.log")
     facts.events = list(_logged(log))[-MAX_EVENTS:] + list(_recorded(run_dir, facts.notes))
@@ -194,7 +193,22 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         notes.append(f"{path.name} could not be read")
         return {}
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        notes.append(f"{path.name} holds no JSON object but a {type(tree).__name__}")
+        return {}
+    return tree
+
+
+def _attempts(environment: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
+    """The attempts of environment.json that are told in a way that can be shown."""
+    attempts = environment.get("attempts", [])
+    if not isinstance(attempts, list):
+        notes.append(f"environment.json: attempts is no list but a {type(attempts).__name__}")
+        return []
+    found = [a for a in attempts if isinstance(a, dict)]
+    if len(found) < len(attempts):
+        notes.append(f"environment.json: {len(attempts) - len(found)} attempt(s) are no objects")
+    return found
 
 
 def _tail(path: Path) -> str:
@@ -316,12 +330,18 @@ def _telemetry(run_dir: Path, facts: RunFacts) -> None:
 
     try:
         found = record.read(run_dir)
+        judged = found.judged  # kept for the page; here because it reads the rest of meta.json
     except FileNotFoundError:
         facts.telemetry_problem = "This run recorded no stability telemetry (stability.enabled)."
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         facts.telemetry_problem = f"The stability telemetry could not be read: {error}"
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        facts.telemetry_problem = (
+            "The stability telemetry could not be read: meta.json is not as this version writes it "
+            f"({type(error).__name__}: {error})"
+        )
     else:
-        if len(found.steps):
+        if judged:
             facts.telemetry = found
         else:
             facts.telemetry_problem = "The stability telemetry holds no record yet."

@@ -10,6 +10,7 @@ import subprocess
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -366,6 +367,52 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     said = " ".join(checked(page.render(facts)).text)
     assert "config.yaml could not be read" in said and "not finite at step 2" in said
     assert app.run(["report", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda meta: [meta], "holds no JSON object but a list"),
+        (lambda meta: meta | {"rule": {"magic": 1.0}}, "rule has magic, which this version does"),
+        (lambda meta: meta | {"rule": None}, "rule holds no object but a NoneType"),
+        (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
+        (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "TypeError"),
+        (lambda meta: meta | {"scalars": None}, "TypeError"),
+        (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
+        (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "KeyError"),
+    ],
+)
+def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said: str) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
+    file = run / "stability" / "meta.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    assert app.run(["report", str(run)]) == 0
+    found = " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
+    assert "The stability telemetry could not be read" in found and said in found
+
+
+@pytest.mark.parametrize("name", ["environment.json", "experiment.json", "FINISHED"])
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', "3"])
+def test_files_that_hold_no_object_are_a_note(tmp_path: Path, name: str, content: str) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT)
+    (run / name).write_text(content)
+    assert any(note.startswith(f"{name} holds no JSON object") for note in collect(run).notes)
+    assert app.run(["report", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("attempts", "note"),
+    [
+        (None, "attempts is no list but a NoneType"),
+        ({}, "attempts is no list but a dict"),
+        ([3, {"torch": "2.13"}], "1 attempt(s) are no objects"),
+    ],
+)
+def test_attempts_that_are_none(tmp_path: Path, attempts: object, note: str) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT)
+    (run / "environment.json").write_text(json.dumps({"attempts": attempts}))
+    assert app.run(["report", str(run)]) == 0
+    assert note in " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
 
 
 def test_spikes_survive_thinning() -> None:
