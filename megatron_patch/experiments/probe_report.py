@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,29 @@ def run(request: Request) -> int:
     if request.out is not None:
         write(result, request.out)
         print(f"{request.out / 'probe.json'}, probe.md, probe.png")
-    return 0 if all(any("rms" in c for c in o["backends"].values()) for o in found) else 1
+    return 1 if _tell_unjudged(found) else 0
+
+
+def _tell_unjudged(found: list[dict[str, Any]]) -> bool:
+    """Say on stderr which captures no backend has a figure of; whether there are any."""
+    none = [o for o in found if not any(judged(c) for c in o["backends"].values())]
+    for one in none:
+        names = ", ".join(one["backends"])
+        text = f"megatron-patch: {one['file']}: no finite figure of any backend ({names})"
+        print(text, file=sys.stderr, flush=True)
+    return bool(none)
+
+
+def judged(cell: dict[str, Any]) -> bool:
+    """Whether a backend's entry has a figure of its error."""
+    return cell.get("rms") is not None
 
 
 def write(result: dict[str, Any], out: Path) -> None:
     """probe.json, probe.md and probe.png into a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "probe.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
+    (out / "probe.json").write_text(text + "\n")
     (out / "probe.md").write_text("\n".join(markdown(one) for one in result["captures"]))
     draw(result, out / "probe.png")
 
@@ -90,16 +107,16 @@ def markdown(one: dict[str, Any]) -> str:
         f"under {facts['backend']}/{facts['stabilizer']}; rows {facts['skipped_rows']} and later."
     )
     if inputs:
+        kappa, repeated, ones, dead, top = (figure(inputs, n, f) for n, f in _INPUT_FORMS.items())
         lines.append(
-            f"kappa {inputs['kappa']:.3g}; repeated maximum in {inputs['repeated_max']:.2%} of "
-            f"rows, two P that round to 1 in {inputs['two_round_to_one']:.2%}; dead zone "
-            f"{inputs['dead_zone']:.2%} of elements; mean largest P "
-            f"{inputs['top_probability']:.3f}."
+            f"kappa {kappa}; repeated maximum in {repeated} of rows, two P that round to 1 in "
+            f"{ones}; dead zone {dead} of elements; mean largest P {top}."
         )
-    norms = [f"W_{n[1].upper()} {facts[f'{n}_norm_max']:.3g}" for n in ("wq", "wk")
+    norms = [f"W_{n[1].upper()} {figure(facts, f'{n}_norm_max', '{:.3g}')}" for n in ("wq", "wk")
              if f"{n}_norm_max" in facts]  # fmt: skip
     if norms:
         lines.append(f"Largest spectral norm over heads: {', '.join(norms)}.")
+    lines += _why_not_finite(one)
     rows = [[name, *_cells(cell)] for name, cell in one["backends"].items() if "error" not in cell]
     lines += ["", table(HEAD, rows), ""]
     errors = {n: c["error"] for n, c in one["backends"].items() if "error" in c}
@@ -107,18 +124,49 @@ def markdown(one: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_INPUT_FORMS = {
+    "kappa": "{:.3g}",
+    "repeated_max": "{:.2%}",
+    "two_round_to_one": "{:.2%}",
+    "dead_zone": "{:.2%}",
+    "top_probability": "{:.3f}",
+}
+_FORMS = {
+    "mean": "{:+.1e}",
+    "standard_error": "{:.1e}",
+    "t": "{:.1f}",
+    "rms": "{:.1e}",
+    "coherence": "{:.2f}",
+    "dq_error": "{:.2g}",
+    "dq_bias": "{:.2g}",
+    "dk_error": "{:.2g}",
+}
+NOT_FINITE = "not finite"
+
+
+def figure(figures: dict[str, Any], name: str, form: str) -> str:
+    """One figure for people: ``-`` if it was not measured, ``not finite`` if it is null."""
+    if name not in figures:
+        return "-"
+    return NOT_FINITE if figures[name] is None else form.format(figures[name])
+
+
 def _cells(cell: dict[str, Any]) -> list[str]:
-    forms = {
-        "mean": "{:+.1e}",
-        "standard_error": "{:.1e}",
-        "t": "{:.1f}",
-        "rms": "{:.1e}",
-        "coherence": "{:.2f}",
-        "dq_error": "{:.2g}",
-        "dq_bias": "{:.2g}",
-        "dk_error": "{:.2g}",
-    }
-    return [form.format(cell[name]) if name in cell else "-" for name, form in forms.items()]
+    return [figure(cell, name, form) for name, form in _FORMS.items()]
+
+
+def _why_not_finite(one: dict[str, Any]) -> list[str]:
+    """A line about figures that are not finite, where there are any."""
+    odd = one["capture"].get("not_finite", {})
+    if odd:
+        names = ", ".join(f"{count:,} of {name}" for name, count in odd.items())
+        return [f"Values that are not finite in the capture: {names}. What depends on them is "
+                f"{NOT_FINITE!r} here and null in probe.json."]  # fmt: skip
+    cells = {"the inputs": one["inputs"]} | one["backends"]
+    names = ", ".join(name for name, cell in cells.items() if None in cell.values())
+    if names:
+        return [f"Figures of {names} are not finite, though the capture is; null in probe.json."]
+    return []
 
 
 _PANELS = (
@@ -146,7 +194,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     captures = result["captures"]
     names = list(dict.fromkeys(n for one in captures for n in shown(one["backends"])))
-    figure, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 12), sharex=True)
+    canvas, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 12), sharex=True)
     markers = "osD^v<>PX*hd8p"
     for axis, (figure_name, title) in zip(axes, _PANELS, strict=True):
         for index, name in enumerate(names):
@@ -154,8 +202,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 # Beside one another: many backends err by the same.
                 (i + 0.5 * (index / len(names) - 0.5), abs(one["backends"][name][figure_name]))
                 for i, one in enumerate(captures)
-                if figure_name in one["backends"].get(name, {})
-                and one["backends"][name][figure_name] != 0
+                # On a logarithmic axis nothing is 0, and nothing is not finite (None).
+                if one["backends"].get(name, {}).get(figure_name)
             ]
             if points:
                 axis.plot(
@@ -172,8 +220,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     labels = [f"{one['capture']['step']}\nlayer {one['capture']['layer']}" for one in captures]
     axes[-1].set_xticks(range(len(captures)), labels, fontsize="small")
     axes[-1].set_xlabel("captured step")
-    handles = axes[-1].get_legend_handles_labels()  # dQ is measured for every backend
-    figure.legend(*handles, fontsize="small", ncols=4, loc="upper center")
-    figure.tight_layout(rect=(0, 0, 1, 0.92))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    drawn = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    entries = {label: handle for handle, label in drawn}
+    entries = {name: entries[name] for name in names if name in entries}
+    canvas.legend(entries.values(), entries, fontsize="small", ncols=4, loc="upper center")
+    canvas.tight_layout(rect=(0, 0, 1, 0.92))
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_patch.cli import app
 from megatron_patch.experiments import probe_report, probing
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.stability.capture import Capture, file_name
+from stable_attention.probes import BackendResult
 from stable_attention.reference.regimes import make_regime
 
 CPU = torch.device("cpu")
@@ -224,6 +226,60 @@ def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
     assert found["backends"]["broken"] == {"error": "RuntimeError: no kernel"}
     text = probe_report.markdown(found)
     assert "broken: not measured, RuntimeError: no kernel" in text and "| reference |" in text
+
+
+def constants(name: str) -> float:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_a_capture_that_is_not_finite_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """NaN in, and no figure that looks like one out: not in the table, not in the JSON."""
+    one = capture("gauss")
+    one.dout[70, 0, 1, 3] = math.nan
+    one.save(tmp_path / "a.pt")
+    out = tmp_path / "out"
+    command = ["probe", str(tmp_path / "a.pt"), "--backends", "reference,emulated none",
+               "--device", "cpu", "--out", str(out)]  # fmt: skip
+    assert app.run(command) == 1
+    said = capsys.readouterr()
+    assert "a.pt: no finite figure of any backend (reference, emulated none)" in said.err
+    assert said.out.count("Values that are not finite in the capture: 1 of dout.") == 1
+    (row,) = [line for line in said.out.splitlines() if line.startswith("| reference")]
+    assert [c.strip() for c in row.split("|")[2:-1]] == ["not finite"] * 8
+    assert "kappa not finite; repeated maximum in 0.00%" in said.out and "inf;" not in said.out
+    text = (out / "probe.json").read_text()
+    found = json.loads(text, parse_constant=constants)["captures"][0]
+    assert found["capture"]["not_finite"] == {"dout": 1} and found["inputs"]["kappa"] is None
+    cell = found["backends"]["reference"]
+    assert cell["t"] is cell["coherence"] is cell["dq_error"] is None
+    assert cell["lse_error"] is not None  # dO has no part in it
+    assert (out / "probe.png").is_file() and "not finite" in (out / "probe.md").read_text()
+
+
+def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:
+    one = capture("gauss")
+    one.q[70, 0, 1, 3] = math.inf
+    found = probe(one, "reference")
+    assert found["capture"]["not_finite"] == {"q": 1}
+    for name in ("kappa", "repeated_max", "two_round_to_one", "dead_zone", "top_probability"):
+        assert found["inputs"][name] is None, name
+    assert set(found["backends"]["reference"].values()) == {None}
+    # One head has no spread: not a t of 0.
+    assert not {"t", "standard_error"} & set(probe(capture("gauss", heads=1), "reference")
+                                             ["backends"]["reference"])  # fmt: skip
+
+
+def test_a_backend_that_overflows_is_told_from_a_capture_that_is_not_finite() -> None:
+    def overflowing(x: probing.Tensors) -> BackendResult:
+        return BackendResult(out=x.v * math.inf, dq=x.q)
+
+    runners = {"broken": overflowing} | probing.choose("reference", CPU)
+    found = probing.probe_capture(capture("gauss"), runners, device=CPU, skip_rows=8)
+    text = probe_report.markdown(found)
+    assert "Figures of broken are not finite, though the capture is" in text
+    assert found["backends"]["broken"]["rms"] is None and found["backends"]["reference"]["rms"]
 
 
 @pytest.mark.gpu
