@@ -70,8 +70,8 @@ def _tell_unjudged(found: list[dict[str, Any]]) -> bool:
 
 
 def judged(cell: dict[str, Any]) -> bool:
-    """Whether a backend's entry has a figure of its error."""
-    return cell.get("rms") is not None
+    """Whether a backend's entry has a figure of its error; not every backend has a delta."""
+    return any(cell.get(name) is not None for name in ("rms", "dq_error", "dk_error"))
 
 
 def write(result: dict[str, Any], out: Path) -> None:

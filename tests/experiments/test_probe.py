@@ -200,6 +200,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "coherence" in (tmp_path / "p" / "probe.md").read_text()
 
 
+def test_a_backend_without_delta_is_judged_by_its_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    capture("gauss").save(tmp_path / "a.pt")
+    command = ["probe", str(tmp_path / "a.pt"), "--backends", "sdpa_math", "--device", "cpu"]
+    assert app.run(command) == 0
+    said = capsys.readouterr()
+    assert "| sdpa_math |" in said.out and "no finite figure" not in said.err
+
+
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "code.pt").write_bytes(b"not a capture")
     cases = (
