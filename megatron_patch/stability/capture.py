@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
+from megatron_patch.stability import capture_check
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
 from megatron_patch.stability.weights import SpectralNorms
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
 
 FORMAT = 2
+
+
+class CaptureError(ValueError):
+    """A file that is no capture, or one that contradicts itself; the text names it."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,33 +88,26 @@ def load(path: Path | str) -> Capture:
     """A capture file.
 
     Raises:
-        ValueError: not a capture, or shapes that contradict each other.
+        CaptureError: not a capture, or fields of other types, or shapes that contradict each other.
+        OSError: the file cannot be read.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # torch raises many kinds for what is not its own
-        raise ValueError(f"{path} is not a capture: {type(error).__name__}") from None
+        raise CaptureError(f"{path} is not a capture: {type(error).__name__}") from None
     names = {f.name for f in fields(Capture)}
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not a capture of format {FORMAT}")
+    told = content.pop("format", None) if isinstance(content, dict) else None
+    if type(told) is not int or told != FORMAT:
+        raise CaptureError(f"{path} is not a capture of format {FORMAT}")
     if set(content) != names:
-        odd = ", ".join(sorted(set(content) ^ names))
-        raise ValueError(f"{path} is not a capture of format {FORMAT}: {odd}")
-    capture = Capture(**content)
-    s, b, h, _ = capture.q.shape
-    ok = (
-        capture.k.shape[:2] == (s, b)
-        and capture.v.shape[:3] == capture.k.shape[:3]
-        and capture.out.shape == capture.dout.shape == (s, b, h, capture.v.shape[-1])
-        and len(capture.heads) == len(capture.head_to_kv) == h
-        and len(capture.kv_heads) == capture.k.shape[2]
-        and all(0 <= i < capture.k.shape[2] for i in capture.head_to_kv)
-    )
-    if not ok:
-        raise ValueError(f"{path}: tensors and head lists of the capture do not fit together")
-    return capture
+        odd = ", ".join(sorted(map(str, set(content) ^ names)))
+        raise CaptureError(f"{path} is not a capture of format {FORMAT}: {odd}")
+    wrong = capture_check.problem(content)
+    if wrong:
+        raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")
+    return Capture(**content)
 
 
 def file_name(step: int, layer: int, tp_rank: int, trigger: str = "step") -> str:

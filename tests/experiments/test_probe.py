@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -225,6 +226,19 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "stability.capture_steps" in capsys.readouterr().err
     with pytest.raises(ExperimentError, match="attention sinks"):
         probe(capture("gauss", sinks=torch.zeros(2)), "reference")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"q": None}, {"k": torch.zeros(96, 1, 2, 4)}, {"window": []}, {"heads": ["a", "b"]}],
+)
+def test_a_capture_that_contradicts_itself_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, changes: dict
+) -> None:
+    dataclasses.replace(capture("gauss"), **changes).save(tmp_path / "odd.pt")
+    assert app.run(["probe", str(tmp_path / "odd.pt"), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "odd.pt" in said and next(iter(changes)) in said
 
 
 def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:

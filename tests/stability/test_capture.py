@@ -89,6 +89,10 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
         {"head_to_kv": [0, 2]},
         {"dout": torch.zeros(16, 1, 2, 8)},
         {"k": torch.zeros(15, 1, 2, 8)},
+        {"k": torch.zeros(16, 1, 2, 4)},
+        {"v": torch.zeros(16, 1, 1, 4)},
+        {"wq_norm": torch.ones(3)},
+        {"sinks": torch.ones(3)},
     ],
 )
 def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -96,6 +100,45 @@ def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
     replace(make(), **changes).save(path)
     with pytest.raises(ValueError, match="do not fit together"):
         capture.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q": None}, "q is None, expected a tensor of 4 dimensions"),
+        ({"q": torch.zeros(16, 2, 8)}, r"q is a tensor \[16, 2, 8\] of torch.float32, expected"),
+        ({"k": torch.zeros(16, 1, 2, 8, dtype=torch.int64)}, "expected a tensor of 4 .*floating"),
+        ({"k": torch.zeros(16, 1, 2, 8, device="meta")}, "k is a tensor"),
+        ({"v": torch.zeros(16, 1, 2, 4).to_sparse()}, "v is a tensor"),
+        ({"q": torch.zeros(0, 1, 2, 8)}, "not empty"),
+        ({"wq_norm": 3.0}, r"wq_norm is 3.0, expected a floating tensor \[heads\] or None"),
+        ({"heads": ["1", "5"]}, "heads is .*, expected a list of whole numbers from 0"),
+        ({"head_to_kv": [0, -1]}, "head_to_kv is"),
+        ({"kv_heads": 2}, "kv_heads is 2"),
+        ({"window": []}, r"window is \[\], expected None or two whole numbers"),
+        ({"window": [7, 0.5]}, "window is"),
+        ({"step": "100"}, "step is '100', expected a whole number"),
+        ({"layer": True}, "layer is True"),
+        ({"causal": 1}, "causal is 1, expected True or False"),
+        ({"scale": float("nan")}, "scale is nan, expected a finite number above 0"),
+        ({"dropout_p": None}, "dropout_p is None"),
+        ({"run_name": b"x" * 500}, r"run_name is b'x{50,60}\.\.\., expected text"),
+        ({"layout": "bshd"}, "layout is 'bshd', expected 'sbhd'"),
+    ],
+)
+def test_fields_of_other_types(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = tmp_path / "x.pt"
+    replace(make(), **changes).save(path)
+    with pytest.raises(capture.CaptureError, match=rf"x\.pt: .*{said}.*capture again"):
+        capture.load(path)
+
+
+def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    for content in ({"format": torch.ones(2)}, {"format": True}, {"format": capture.FORMAT, 3: 4}):
+        torch.save(content, path)
+        with pytest.raises(capture.CaptureError, match=r"x\.pt is not a capture of format"):
+            capture.load(path)
 
 
 @pytest.mark.parametrize(
