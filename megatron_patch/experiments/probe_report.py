@@ -6,9 +6,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.experiments.results import table
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_patch.experiments.probing import Runner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,17 +28,19 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Probe every capture; 0 if each gave at least one figure.
+    """Probe every capture that can be read; stderr names the others.
+
+    Returns:
+        0 if each has a figure of at least one backend; 1 if one has none; 2 if one was left out.
 
     Raises:
-        ExperimentError: no capture, a file that is none, an unknown backend.
+        ExperimentError: no capture, none that can be read, an unknown backend.
     """
     import torch
 
     from megatron_patch.experiments import probing
     from megatron_patch.experiments.errors import ExperimentError
     from megatron_patch.runtime import environment
-    from megatron_patch.stability import capture as captures
 
     name = request.device
     if name == "auto":
@@ -42,21 +49,66 @@ def run(request: Request) -> int:
         raise ExperimentError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
     device = torch.device(name)
     runners = probing.choose(request.backends, device)
-    found = []
-    for path in probing.files_of(request.captures):
-        try:
-            tensors = captures.load(path)
-        except (ValueError, OSError) as error:
-            raise ExperimentError(f"{error}; captures are what stability.capture_* saves") from None
-        one = probing.probe_capture(tensors, runners, device=device, skip_rows=request.skip_rows)
-        one["file"] = path.name
-        found.append(one)
-        print(markdown(one), flush=True)
-    result = {"captures": found, "device": name, "environment": environment.report()}
+    found, left_out = _probe(request, runners, device)
+    result = {
+        "captures": found,
+        "device": name,
+        "environment": environment.report(),
+        "left_out": left_out,
+    }
     if request.out is not None:
         write(result, request.out)
         print(f"{request.out / 'probe.json'}, probe.md, probe.png")
-    return 1 if _tell_unjudged(found) else 0
+    unjudged = _tell_unjudged(found)
+    if left_out:
+        count = f"{len(left_out)} of {len(found) + len(left_out)} captures left out"
+        _say(f"{count}; they are what stability.capture_* saves")
+        return 2
+    return 1 if unjudged else 0
+
+
+def _probe(
+    request: Request, runners: dict[str, Runner], device: torch.device
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """(what every capture gave, those that gave nothing and why); prints both as they come.
+
+    Raises:
+        ExperimentError: none gave anything.
+    """
+    from megatron_patch.experiments import probing
+    from megatron_patch.experiments.errors import ExperimentError
+    from megatron_patch.stability import capture as captures
+
+    found: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
+    paths = probing.files_of(request.captures)
+    for path in paths:
+        try:
+            one = probing.probe_capture(
+                captures.load(path), runners, device=device, skip_rows=request.skip_rows
+            )
+        except (captures.CaptureError, ExperimentError, OSError) as error:
+            # One damaged file must not take the figures of the others with it.
+            said = str(error) if path.name in str(error) else f"{path}: {error}"
+            left_out.append({"file": path.name, "error": said})
+            if len(paths) == 1:
+                text = f"{said}; captures are what stability.capture_* saves"
+                raise ExperimentError(text) from None
+            _say(said)
+            continue
+        one["file"] = path.name
+        found.append(one)
+        print(markdown(one), flush=True)
+    if not found:
+        raise ExperimentError(
+            f"none of the {len(paths)} captures can be probed; they are what stability.capture_* "
+            "saves"
+        )
+    return found, left_out
+
+
+def _say(text: str) -> None:
+    print(f"megatron-patch: {text}", file=sys.stderr, flush=True)
 
 
 def _tell_unjudged(found: list[dict[str, Any]]) -> bool:
@@ -64,8 +116,7 @@ def _tell_unjudged(found: list[dict[str, Any]]) -> bool:
     none = [o for o in found if not any(judged(c) for c in o["backends"].values())]
     for one in none:
         names = ", ".join(one["backends"])
-        text = f"megatron-patch: {one['file']}: no finite figure of any backend ({names})"
-        print(text, file=sys.stderr, flush=True)
+        _say(f"{one['file']}: no finite figure of any backend ({names})")
     return bool(none)
 
 
@@ -79,7 +130,9 @@ def write(result: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
     (out / "probe.json").write_text(text + "\n")
-    (out / "probe.md").write_text("\n".join(markdown(one) for one in result["captures"]))
+    parts = [markdown(one) for one in result["captures"]]
+    parts += [f"Left out: {one['error']}\n" for one in result["left_out"]]
+    (out / "probe.md").write_text("\n".join(parts))
     draw(result, out / "probe.png")
 
 

@@ -91,12 +91,12 @@ def load(path: Path | str) -> Capture:
         CaptureError: not a capture, or fields of other types, or shapes that contradict each other.
         OSError: the file cannot be read.
     """
+    Path(path).open("rb").close()  # whoever may not read it learns that, and not that it is damaged
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch raises many kinds for what is not its own
-        raise CaptureError(f"{path} is not a capture: {type(error).__name__}") from None
+    except Exception as error:  # torch raises many kinds for what is not its own or was cut off
+        kind = type(error).__name__
+        raise CaptureError(f"{path} is not a capture, or damaged or cut off: {kind}") from None
     names = {f.name for f in fields(Capture)}
     told = content.pop("format", None) if isinstance(content, dict) else None
     if type(told) is not int or told != FORMAT:

@@ -241,6 +241,36 @@ def test_a_capture_that_contradicts_itself_is_one_line(
     assert said.count("\n") == 1 and "odd.pt" in said and next(iter(changes)) in said
 
 
+def test_a_damaged_capture_leaves_the_others_their_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    good, out = capture("gauss"), tmp_path / "out"
+    folder = tmp_path / "captures"
+    for name in ("a", "c", "e"):
+        good.save(folder / f"{name}.pt")
+    (folder / "b.pt").write_bytes((folder / "a.pt").read_bytes()[:5000])
+    dataclasses.replace(good, sinks=torch.zeros(2)).save(folder / "d.pt")
+    (folder / "e.pt").unlink()
+    (folder / "e.pt").mkdir()  # cannot be opened, whoever asks
+    command = ["probe", str(folder), "--backends", "sdpa_math", "--device", "cpu"]
+    assert app.run([*command, "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.out.count("| sdpa_math |") == 2
+    first, second, third, last = said.err.splitlines()
+    assert "b.pt is not a capture, or damaged" in first and "e.pt" in third
+    assert "d.pt: " in second and "attention sinks" in second
+    assert "3 of 5 captures left out" in last
+    result = json.loads((out / "probe.json").read_text())
+    assert [one["file"] for one in result["captures"]] == ["a.pt", "c.pt"]
+    assert [one["file"] for one in result["left_out"]] == ["b.pt", "d.pt", "e.pt"]
+    assert "Left out: " in (out / "probe.md").read_text() and (out / "probe.png").is_file()
+    for name in ("a.pt", "c.pt"):
+        (folder / name).unlink()
+    assert app.run(command) == 2
+    said = capsys.readouterr()
+    assert "none of the 3 captures can be probed" in said.err and "b.pt" in said.err
+
+
 def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
     def broken(_: probing.Tensors):
         raise RuntimeError("no kernel\nand more")
