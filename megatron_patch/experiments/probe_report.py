@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +37,8 @@ def run(request: Request) -> int:
         0 if each has a figure of at least one backend; 1 if one has none; 2 if one was left out.
 
     Raises:
-        ExperimentError: no capture, none that can be read, an unknown backend.
+        ExperimentError: no capture, none that can be read, an unknown backend, ``out`` that cannot
+            be written.
     """
     import torch
 
@@ -49,7 +53,10 @@ def run(request: Request) -> int:
         raise ExperimentError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
     device = torch.device(name)
     runners = probing.choose(request.backends, device)
-    found, left_out = _probe(request, runners, device)
+    paths = probing.files_of(request.captures)
+    if request.out is not None:
+        _claim(request.out)
+    found, left_out = _probe(request, paths, runners, device)
     result = {
         "captures": found,
         "device": name,
@@ -68,7 +75,7 @@ def run(request: Request) -> int:
 
 
 def _probe(
-    request: Request, runners: dict[str, Runner], device: torch.device
+    request: Request, paths: list[Path], runners: dict[str, Runner], device: torch.device
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """(what every capture gave, those that gave nothing and why); prints both as they come.
 
@@ -81,7 +88,6 @@ def _probe(
 
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
-    paths = probing.files_of(request.captures)
     for path in paths:
         try:
             one = probing.probe_capture(
@@ -126,14 +132,47 @@ def judged(cell: dict[str, Any]) -> bool:
 
 
 def write(result: dict[str, Any], out: Path) -> None:
-    """probe.json, probe.md and probe.png into a folder."""
-    out.mkdir(parents=True, exist_ok=True)
+    """probe.json, probe.md and probe.png into a folder.
+
+    Raises:
+        ExperimentError: they cannot be written there.
+    """
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
-    (out / "probe.json").write_text(text + "\n")
     parts = [markdown(one) for one in result["captures"]]
     parts += [f"Left out: {one['error']}\n" for one in result["left_out"]]
-    (out / "probe.md").write_text("\n".join(parts))
-    draw(result, out / "probe.png")
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "probe.json").write_text(text + "\n")
+        (out / "probe.md").write_text("\n".join(parts))
+        draw(result, out / "probe.png")
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Errors of writing below ``out`` as one line."""
+    from megatron_patch.experiments.errors import ExperimentError
+
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or out
+        raise ExperimentError(
+            f"--out {out}: {where} cannot be written ({error.strerror or error}); name a directory "
+            "that you can write, or one that is not there yet"
+        ) from None
+
+
+def _claim(out: Path) -> None:
+    """Find out before the captures are probed, which takes long, that nothing can be written.
+
+    Raises:
+        ExperimentError: nothing can.
+    """
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        # Only trying tells: what the mode bits allow, a file system may refuse.
+        with tempfile.TemporaryFile(dir=out):
+            pass
 
 
 HEAD = (

@@ -271,6 +271,25 @@ def test_a_damaged_capture_leaves_the_others_their_figures(
     assert "none of the 3 captures can be probed" in said.err and "b.pt" in said.err
 
 
+def test_an_out_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    capture("gauss").save(tmp_path / "a.pt")
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    (tmp_path / "busy" / "probe.json").mkdir(parents=True)
+    command = ["probe", str(tmp_path / "a.pt"), "--backends", "sdpa_math", "--device", "cpu"]
+    # A file, below a file, where nobody may write, and where the name of a file is taken.
+    for out in (taken, taken / "below", Path("/proc/probe"), tmp_path / "busy"):
+        assert app.run([*command, "--out", str(out)]) == 2, out
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1 and f"--out {out}: " in said.err
+        assert "cannot be written" in said.err and "name a directory" in said.err
+        # Nothing is computed for a folder that is known to be unfit.
+        assert ("| sdpa_math |" in said.out) == (out.name == "busy")
+    assert taken.read_text() == "mine"
+
+
 def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
     def broken(_: probing.Tensors):
         raise RuntimeError("no kernel\nand more")
