@@ -207,7 +207,9 @@ def markdown(one: dict[str, Any]) -> str:
     norms = [f"W_{n[1].upper()} {figure(facts, f'{n}_norm_max', '{:.3g}')}" for n in ("wq", "wk")
              if f"{n}_norm_max" in facts]  # fmt: skip
     if norms:
-        lines.append(f"Largest spectral norm over heads: {', '.join(norms)}.")
+        # Captures of earlier versions, and results of them, hold what power iteration had found.
+        bound = "" if facts.get("norms_exact") else " (from below: a few power iterations)"
+        lines.append(f"Largest spectral norm over heads{bound}: {', '.join(norms)}.")
     lines += _why_not_finite(one)
     rows = [[name, *_cells(cell)] for name, cell in one["backends"].items() if "error" not in cell]
     lines += ["", table(HEAD, rows), ""]

@@ -351,4 +351,5 @@ def _facts(capture: Capture) -> dict[str, Any]:
         norms = getattr(capture, name)
         if norms is not None:
             facts[f"{name}_max"] = _round(float(norms.max()))
+            facts["norms_exact"] = capture.norms_exact
     return facts

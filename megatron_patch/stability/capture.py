@@ -24,13 +24,15 @@ from megatron_patch.context_parallel import layout
 from megatron_patch.stability import capture_check
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
-from megatron_patch.stability.weights import SpectralNorms
+from megatron_patch.stability.weights import exact_norms
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
 
-FORMAT = 2
+FORMAT = 3
+BEFORE = 2
+"""Read too: its spectral norms are what a few power iterations found, from below."""
 
 
 class CaptureError(ValueError):
@@ -62,6 +64,8 @@ class Capture:
     sinks: torch.Tensor | None  # [h]
     wq_norm: torch.Tensor | None  # float32 [h]
     wk_norm: torch.Tensor | None  # float32 [h]
+    norms_exact: bool
+    """Whether the norms are the largest singular values, or only lower bounds of them."""
     scale: float
     causal: bool
     window: list[int] | None
@@ -99,11 +103,13 @@ def load(path: Path | str) -> Capture:
         raise CaptureError(f"{path} is not a capture, or damaged or cut off: {kind}") from None
     names = {f.name for f in fields(Capture)}
     told = content.pop("format", None) if isinstance(content, dict) else None
-    if type(told) is not int or told != FORMAT:
-        raise CaptureError(f"{path} is not a capture of format {FORMAT}")
+    if type(told) is not int or told not in (BEFORE, FORMAT):
+        raise CaptureError(f"{path} is not a capture of format {FORMAT} or {BEFORE}")
+    if told == BEFORE:
+        content.setdefault("norms_exact", False)
     if set(content) != names:
         odd = ", ".join(sorted(map(str, set(content) ^ names)))
-        raise CaptureError(f"{path} is not a capture of format {FORMAT}: {odd}")
+        raise CaptureError(f"{path} is not a capture of format {told}: {odd}")
     wrong = capture_check.problem(content)
     if wrong:
         raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")
@@ -184,7 +190,7 @@ class Capturer:
         h, kv = seen.q.shape[2], seen.k.shape[2]
         first = self._where.tp_rank * h
         # Before anybody leaves: ranks that save nothing may hold rows of another rank's heads.
-        norms = SpectralNorms(seen.site).measure() if seen.geometry.rank == 0 else None
+        norms = exact_norms(seen.site) if seen.geometry.rank == 0 else None
         asked = wanted.heads[seen.site.layer]
         heads = [i for i in range(h) if not asked or first + i in asked]
         if not heads:
@@ -218,6 +224,7 @@ class Capturer:
             sinks=of_heads(seen.sinks),
             wq_norm=of_heads(None if norms is None else norms[0]),
             wk_norm=of_heads(None if norms is None else norms[1]),
+            norms_exact=True,
             scale=seen.geometry.scale,
             causal=seen.geometry.causal,
             window=None if window is None else list(window),

@@ -34,7 +34,7 @@ def _wrong_types(content: Mapping[str, Any]) -> Iterator[str]:
          "a list of whole numbers from 0"),
         (_TENSORS, lambda x: _is_tensor(x, 4), "a tensor of 4 dimensions, floating, not empty"),
         (_PER_HEAD, lambda x: x is None or _is_tensor(x, 1), "a floating tensor [heads] or None"),
-        (("causal",), lambda x: isinstance(x, bool), "True or False"),
+        (("causal", "norms_exact"), lambda x: isinstance(x, bool), "True or False"),
         (("scale",), lambda x: _is_number(x) and x > 0, "a finite number above 0"),
         (("dropout_p",), lambda x: _is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
         (("window",), _is_window, "None or two whole numbers [left, right], -1 for no limit"),

@@ -44,6 +44,7 @@ def capture(regime: str, *, heads: int = 2, n: int = 96, **changes: object) -> C
         "sinks": None,
         "wq_norm": torch.arange(1.0, heads + 1),
         "wk_norm": None,
+        "norms_exact": True,
         "scale": 0.125,
         "causal": True,
         "window": None,
@@ -329,6 +330,14 @@ def test_a_capture_that_is_not_finite_says_so(
     assert cell["t"] is cell["coherence"] is cell["dq_error"] is None
     assert cell["lse_error"] is not None  # dO has no part in it
     assert (out / "probe.png").is_file() and "not finite" in (out / "probe.md").read_text()
+
+
+def test_norms_that_are_lower_bounds_are_not_shown_as_the_norms() -> None:
+    found = probe(capture("gauss"), "reference")
+    assert found["capture"]["norms_exact"]
+    assert "Largest spectral norm over heads: W_Q 2." in probe_report.markdown(found)
+    found = probe(capture("gauss", norms_exact=False), "reference")
+    assert "over heads (from below: a few power iterations): W_Q 2." in probe_report.markdown(found)
 
 
 def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:
