@@ -82,7 +82,7 @@ def probes(result: dict[str, Any]) -> str:
                 continue
             forms = {"mean": "{:+.1e}", "t": "{:.1f}", "rms": "{:.1e}", "coherence": "{:.2f}",
                      "dq_error": "{:.2g}"}  # fmt: skip
-            found = [f.format(cell[n]) if n in cell else "-" for n, f in forms.items()]
+            found = [probe_report.figure(cell, n, f) for n, f in forms.items()]
             rows.append([where, name, *found])
     head = ["captured at step", "backend", "delta bias", "t", "RMS", "coherence", "dQ error"]
     lines = [_run_origin(result["environment"]), "", table(head, rows)]

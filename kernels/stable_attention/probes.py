@@ -46,13 +46,15 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Bac
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """Errors relative to RMS(delta) unless said otherwise; NaN where a tensor was not given."""
+    """Errors relative to RMS(delta) unless said otherwise; NaN where a tensor was not given, and
+    where something that is not finite went in."""
 
     mean: float
     """Mean of e over rows and heads."""
     standard_error: float
-    """Of ``mean``, clustered by head: rows of a head are not independent."""
+    """Of ``mean``, clustered by head: rows of a head are not independent. NaN for one head."""
     t: float
+    """mean / standard_error; NaN where that is."""
     rms: float
     coherence: float
     """RMS over heads of the head's mean e, over RMS(e); 1 / sqrt(rows) if rows are independent."""
@@ -186,15 +188,20 @@ class _Facts:
         s32 = torch.matmul(q[h, block.rows][:, keep].float(), k[h, block.keys].float().mT) * scale
         s32 = s32.masked_fill(block.scores[:, keep] == -math.inf, -math.inf)
         m32 = s32.amax(-1, keepdim=True)
-        self.repeated[h] += ((s32 == m32).sum(-1) > 1).double().sum(-1)
+        self.repeated[h] += _told((s32 == m32).sum(-1) > 1, top.values).sum(-1)
         rounded = torch.exp(s32 - m32).to(v.dtype)
-        self.round_to_one[h] += ((rounded == 1).sum(-1) > 1).double().sum(-1)
+        self.round_to_one[h] += _told((rounded == 1).sum(-1) > 1, top.values).sum(-1)
         largest = torch.gather(
             v[h, block.keys].double(), 1, top.indices[..., None].expand(-1, -1, v.shape[-1])
         )
         out = block.out[:, keep]
         swallowed = (out.to(v.dtype).double() == largest) & (out != largest)
-        self.dead[h] += swallowed.double().mean(-1).sum(-1)
+        self.dead[h] += _told(swallowed, out).mean(-1).sum(-1)
+
+
+def _told(found: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """A yes or no as float64; NaN where ``of`` is NaN, of which no comparison tells anything."""
+    return found.double().masked_fill(of.isnan(), math.nan)
 
 
 class _Errors:
@@ -220,8 +227,9 @@ class _Errors:
         if self.lse is None:
             return
         gap = self.lse[h, rows][:, keep] - block.lse[:, keep]
-        gap = gap.masked_fill(~torch.isfinite(block.lse[:, keep]), 0.0)
-        self.lse_error = max(self.lse_error, float(gap.abs().max()))
+        gap = gap.masked_fill(block.lse[:, keep] == -math.inf, 0.0)  # rows that see no key
+        # Not max(), which would drop a NaN.
+        self.lse_error = float(gap.abs().max().clamp_min(self.lse_error))
         row_sum = torch.exp(-gap) * e
         self.row_sum[h] += row_sum.sum(-1)
         self.row_sum_square[h] += row_sum.pow(2).sum(-1)
@@ -348,7 +356,7 @@ class _Gradients:
     def errors(self, rows: int, truth: _TrueGradients) -> tuple[float, float, float]:
         """(dQ error, dK error, dQ bias)."""
         dq = dk = bias = math.nan
-        if self.dq is not None and self.size > 0:
+        if self.dq is not None and self.size != 0:
             dq = math.sqrt(self.difference / self.size)
             coherent = float((self.mean_difference / rows).pow(2).sum()) * rows
             bias = math.sqrt(coherent / self.size)
@@ -377,13 +385,13 @@ def _report(facts: _Facts, sums: _Errors, grads: _Gradients, truth: _TrueGradien
     return ProbeReport(
         mean=mean / unit,
         standard_error=se / unit,
-        t=mean / se if se > 0 else 0.0,
+        t=0.0 if se == 0 else mean / se,
         rms=rms / unit,
-        coherence=float(per_head.pow(2).mean().sqrt()) / rms if rms > 0 else 0.0,
+        coherence=0.0 if rms == 0 else float(per_head.pow(2).mean().sqrt()) / rms,
         dscore_row_sum_mean=share(sums.row_sum) / unit if has_lse else math.nan,
         dscore_row_sum_rms=math.sqrt(share(sums.row_sum_square)) / unit if has_lse else math.nan,
         lse_error=sums.lse_error if has_lse else math.nan,
-        kappa=rms_delta / spread if spread > 0 else math.inf,
+        kappa=math.inf if spread == 0 else rms_delta / spread,
         repeated_max=share(facts.repeated),
         two_round_to_one=share(facts.round_to_one),
         dead_zone=share(facts.dead),

@@ -17,6 +17,9 @@ error; and what the tensors are like: kappa, repeated maxima, dead zone, spectra
 
 Without a GPU the kernels are left out and emulations stand for them. Captures are read as plain
 tensors (no code is run from them).
+
+Exit code 0: every capture has a figure of at least one backend; 1: one has none that is finite; 2:
+one cannot be probed (the others are, and written), or the command line is wrong.
 """
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.experiments.results import table
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_patch.experiments.probing import Runner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,17 +31,20 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Probe every capture; 0 if each gave at least one figure.
+    """Probe every capture that can be read; stderr names the others.
+
+    Returns:
+        0 if each has a figure of at least one backend; 1 if one has none; 2 if one was left out.
 
     Raises:
-        ExperimentError: no capture, a file that is none, an unknown backend.
+        ExperimentError: no capture, none that can be read, an unknown backend, ``out`` that cannot
+            be written.
     """
     import torch
 
     from megatron_patch.experiments import probing
     from megatron_patch.experiments.errors import ExperimentError
     from megatron_patch.runtime import environment
-    from megatron_patch.stability import capture as captures
 
     name = request.device
     if name == "auto":
@@ -41,29 +53,126 @@ def run(request: Request) -> int:
         raise ExperimentError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
     device = torch.device(name)
     runners = probing.choose(request.backends, device)
-    found = []
-    for path in probing.files_of(request.captures):
-        try:
-            tensors = captures.load(path)
-        except (ValueError, OSError) as error:
-            raise ExperimentError(f"{error}; captures are what stability.capture_* saves") from None
-        one = probing.probe_capture(tensors, runners, device=device, skip_rows=request.skip_rows)
-        one["file"] = path.name
-        found.append(one)
-        print(markdown(one), flush=True)
-    result = {"captures": found, "device": name, "environment": environment.report()}
+    paths = probing.files_of(request.captures)
+    if request.out is not None:
+        _claim(request.out)
+    found, left_out = _probe(request, paths, runners, device)
+    result = {
+        "captures": found,
+        "device": name,
+        "environment": environment.report(),
+        "left_out": left_out,
+    }
     if request.out is not None:
         write(result, request.out)
         print(f"{request.out / 'probe.json'}, probe.md, probe.png")
-    return 0 if all(any("rms" in c for c in o["backends"].values()) for o in found) else 1
+    unjudged = _tell_unjudged(found)
+    if left_out:
+        count = f"{len(left_out)} of {len(found) + len(left_out)} captures left out"
+        _say(f"{count}; they are what stability.capture_* saves")
+        return 2
+    return 1 if unjudged else 0
+
+
+def _probe(
+    request: Request, paths: list[Path], runners: dict[str, Runner], device: torch.device
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """(what every capture gave, those that gave nothing and why); prints both as they come.
+
+    Raises:
+        ExperimentError: none gave anything.
+    """
+    from megatron_patch.experiments import probing
+    from megatron_patch.experiments.errors import ExperimentError
+    from megatron_patch.stability import capture as captures
+
+    found: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
+    for path in paths:
+        try:
+            one = probing.probe_capture(
+                captures.load(path), runners, device=device, skip_rows=request.skip_rows
+            )
+        except (captures.CaptureError, ExperimentError, OSError) as error:
+            # One damaged file must not take the figures of the others with it.
+            said = str(error) if path.name in str(error) else f"{path}: {error}"
+            left_out.append({"file": path.name, "error": said})
+            if len(paths) == 1:
+                text = f"{said}; captures are what stability.capture_* saves"
+                raise ExperimentError(text) from None
+            _say(said)
+            continue
+        one["file"] = path.name
+        found.append(one)
+        print(markdown(one), flush=True)
+    if not found:
+        raise ExperimentError(
+            f"none of the {len(paths)} captures can be probed; they are what stability.capture_* "
+            "saves"
+        )
+    return found, left_out
+
+
+def _say(text: str) -> None:
+    print(f"megatron-patch: {text}", file=sys.stderr, flush=True)
+
+
+def _tell_unjudged(found: list[dict[str, Any]]) -> bool:
+    """Say on stderr which captures no backend has a figure of; whether there are any."""
+    none = [o for o in found if not any(judged(c) for c in o["backends"].values())]
+    for one in none:
+        names = ", ".join(one["backends"])
+        _say(f"{one['file']}: no finite figure of any backend ({names})")
+    return bool(none)
+
+
+def judged(cell: dict[str, Any]) -> bool:
+    """Whether a backend's entry has a figure of its error; not every backend has a delta."""
+    return any(cell.get(name) is not None for name in ("rms", "dq_error", "dk_error"))
 
 
 def write(result: dict[str, Any], out: Path) -> None:
-    """probe.json, probe.md and probe.png into a folder."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "probe.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    (out / "probe.md").write_text("\n".join(markdown(one) for one in result["captures"]))
-    draw(result, out / "probe.png")
+    """probe.json, probe.md and probe.png into a folder.
+
+    Raises:
+        ExperimentError: they cannot be written there.
+    """
+    text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
+    parts = [markdown(one) for one in result["captures"]]
+    parts += [f"Left out: {one['error']}\n" for one in result["left_out"]]
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "probe.json").write_text(text + "\n")
+        (out / "probe.md").write_text("\n".join(parts))
+        draw(result, out / "probe.png")
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Errors of writing below ``out`` as one line."""
+    from megatron_patch.experiments.errors import ExperimentError
+
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or out
+        raise ExperimentError(
+            f"--out {out}: {where} cannot be written ({error.strerror or error}); name a directory "
+            "that you can write, or one that is not there yet"
+        ) from None
+
+
+def _claim(out: Path) -> None:
+    """Find out before the captures are probed, which takes long, that nothing can be written.
+
+    Raises:
+        ExperimentError: nothing can.
+    """
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        # Only trying tells: what the mode bits allow, a file system may refuse.
+        with tempfile.TemporaryFile(dir=out):
+            pass
 
 
 HEAD = (
@@ -90,16 +199,18 @@ def markdown(one: dict[str, Any]) -> str:
         f"under {facts['backend']}/{facts['stabilizer']}; rows {facts['skipped_rows']} and later."
     )
     if inputs:
+        kappa, repeated, ones, dead, top = (figure(inputs, n, f) for n, f in _INPUT_FORMS.items())
         lines.append(
-            f"kappa {inputs['kappa']:.3g}; repeated maximum in {inputs['repeated_max']:.2%} of "
-            f"rows, two P that round to 1 in {inputs['two_round_to_one']:.2%}; dead zone "
-            f"{inputs['dead_zone']:.2%} of elements; mean largest P "
-            f"{inputs['top_probability']:.3f}."
+            f"kappa {kappa}; repeated maximum in {repeated} of rows, two P that round to 1 in "
+            f"{ones}; dead zone {dead} of elements; mean largest P {top}."
         )
-    norms = [f"W_{n[1].upper()} {facts[f'{n}_norm_max']:.3g}" for n in ("wq", "wk")
+    norms = [f"W_{n[1].upper()} {figure(facts, f'{n}_norm_max', '{:.3g}')}" for n in ("wq", "wk")
              if f"{n}_norm_max" in facts]  # fmt: skip
     if norms:
-        lines.append(f"Largest spectral norm over heads: {', '.join(norms)}.")
+        # Captures of earlier versions, and results of them, hold what power iteration had found.
+        bound = "" if facts.get("norms_exact") else " (from below: a few power iterations)"
+        lines.append(f"Largest spectral norm over heads{bound}: {', '.join(norms)}.")
+    lines += _why_not_finite(one)
     rows = [[name, *_cells(cell)] for name, cell in one["backends"].items() if "error" not in cell]
     lines += ["", table(HEAD, rows), ""]
     errors = {n: c["error"] for n, c in one["backends"].items() if "error" in c}
@@ -107,18 +218,49 @@ def markdown(one: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_INPUT_FORMS = {
+    "kappa": "{:.3g}",
+    "repeated_max": "{:.2%}",
+    "two_round_to_one": "{:.2%}",
+    "dead_zone": "{:.2%}",
+    "top_probability": "{:.3f}",
+}
+_FORMS = {
+    "mean": "{:+.1e}",
+    "standard_error": "{:.1e}",
+    "t": "{:.1f}",
+    "rms": "{:.1e}",
+    "coherence": "{:.2f}",
+    "dq_error": "{:.2g}",
+    "dq_bias": "{:.2g}",
+    "dk_error": "{:.2g}",
+}
+NOT_FINITE = "not finite"
+
+
+def figure(figures: dict[str, Any], name: str, form: str) -> str:
+    """One figure for people: ``-`` if it was not measured, ``not finite`` if it is null."""
+    if name not in figures:
+        return "-"
+    return NOT_FINITE if figures[name] is None else form.format(figures[name])
+
+
 def _cells(cell: dict[str, Any]) -> list[str]:
-    forms = {
-        "mean": "{:+.1e}",
-        "standard_error": "{:.1e}",
-        "t": "{:.1f}",
-        "rms": "{:.1e}",
-        "coherence": "{:.2f}",
-        "dq_error": "{:.2g}",
-        "dq_bias": "{:.2g}",
-        "dk_error": "{:.2g}",
-    }
-    return [form.format(cell[name]) if name in cell else "-" for name, form in forms.items()]
+    return [figure(cell, name, form) for name, form in _FORMS.items()]
+
+
+def _why_not_finite(one: dict[str, Any]) -> list[str]:
+    """A line about figures that are not finite, where there are any."""
+    odd = one["capture"].get("not_finite", {})
+    if odd:
+        names = ", ".join(f"{count:,} of {name}" for name, count in odd.items())
+        return [f"Values that are not finite in the capture: {names}. What depends on them is "
+                f"{NOT_FINITE!r} here and null in probe.json."]  # fmt: skip
+    cells = {"the inputs": one["inputs"]} | one["backends"]
+    names = ", ".join(name for name, cell in cells.items() if None in cell.values())
+    if names:
+        return [f"Figures of {names} are not finite, though the capture is; null in probe.json."]
+    return []
 
 
 _PANELS = (
@@ -146,7 +288,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     captures = result["captures"]
     names = list(dict.fromkeys(n for one in captures for n in shown(one["backends"])))
-    figure, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 12), sharex=True)
+    canvas, axes = plt.subplots(len(_PANELS), 1, figsize=(10, 12), sharex=True)
     markers = "osD^v<>PX*hd8p"
     for axis, (figure_name, title) in zip(axes, _PANELS, strict=True):
         for index, name in enumerate(names):
@@ -154,8 +296,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 # Beside one another: many backends err by the same.
                 (i + 0.5 * (index / len(names) - 0.5), abs(one["backends"][name][figure_name]))
                 for i, one in enumerate(captures)
-                if figure_name in one["backends"].get(name, {})
-                and one["backends"][name][figure_name] != 0
+                # On a logarithmic axis nothing is 0, and nothing is not finite (None).
+                if one["backends"].get(name, {}).get(figure_name)
             ]
             if points:
                 axis.plot(
@@ -172,8 +314,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     labels = [f"{one['capture']['step']}\nlayer {one['capture']['layer']}" for one in captures]
     axes[-1].set_xticks(range(len(captures)), labels, fontsize="small")
     axes[-1].set_xlabel("captured step")
-    handles = axes[-1].get_legend_handles_labels()  # dQ is measured for every backend
-    figure.legend(*handles, fontsize="small", ncols=4, loc="upper center")
-    figure.tight_layout(rect=(0, 0, 1, 0.92))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    drawn = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    entries = {label: handle for handle, label in drawn}
+    entries = {name: entries[name] for name in names if name in entries}
+    canvas.legend(entries.values(), entries, fontsize="small", ncols=4, loc="upper center")
+    canvas.tight_layout(rect=(0, 0, 1, 0.92))
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)

@@ -266,7 +266,8 @@ def probe_capture(
 ) -> dict[str, Any]:
     """One capture, all backends: facts of the capture and the inputs, figures by backend.
 
-    A backend that raises gets an ``error`` entry; the others are measured all the same.
+    A backend that raises gets an ``error`` entry; the others are measured all the same. A figure
+    that is not finite is None, and ``not_finite`` of the capture counts such values in it.
     """
     x = Tensors.of(capture, device)
     results: dict[str, BackendResult] = {}
@@ -291,7 +292,7 @@ def probe_capture(
         skip_rows=rows,
     )
     for name, report in reports.items():
-        figures[name] = _figures(report, delta=name not in NO_DELTA)
+        figures[name] = _figures(report, results[name], delta=name not in NO_DELTA)
     facts = next((r.as_dict() for r in reports.values()), {})
     return {
         "capture": _facts(capture) | {"skipped_rows": rows},
@@ -310,27 +311,31 @@ INPUT_FIGURES = (
     "rows",
     "heads",
 )
-_DELTA_FIGURES = (
-    "mean",
-    "standard_error",
-    "t",
-    "rms",
-    "coherence",
-    "dscore_row_sum_mean",
-    "dscore_row_sum_rms",
-    "lse_error",
-)
 
 
-def _figures(report: ProbeReport, *, delta: bool) -> dict[str, Any]:
-    """What belongs to the backend; without NaN (not measured), which JSON has not."""
-    names = (*(_DELTA_FIGURES if delta else ()), "dq_error", "dk_error", "dq_bias")
-    found = {name: getattr(report, name) for name in names}
-    return {name: _round(x) for name, x in found.items() if math.isfinite(x)}
+def _figures(
+    report: ProbeReport, result: BackendResult, *, delta: bool
+) -> dict[str, float | int | None]:
+    """What was measured of the backend; None where it is not finite, which JSON cannot say."""
+    names: list[str] = []
+    if delta:
+        names += ["mean", "rms", "coherence"]
+        if report.heads > 1:
+            names += ["standard_error", "t"]
+        if result.lse is not None:
+            names += ["dscore_row_sum_mean", "dscore_row_sum_rms", "lse_error"]
+    if result.dq is not None:
+        names += ["dq_error", "dq_bias"]
+    if result.dk is not None:
+        names.append("dk_error")
+    return {name: _round(getattr(report, name)) for name in names}
 
 
-def _round(x: Any) -> Any:
-    return float(f"{x:.6g}") if isinstance(x, float) and math.isfinite(x) else x
+def _round(x: float | int) -> float | int | None:
+    """Six digits; None for what is not finite."""
+    if not isinstance(x, float):
+        return x
+    return float(f"{x:.6g}") if math.isfinite(x) else None
 
 
 def _facts(capture: Capture) -> dict[str, Any]:
@@ -339,8 +344,12 @@ def _facts(capture: Capture) -> dict[str, Any]:
     facts = {name: getattr(capture, name) for name in (*names, "precision", "run_name")}
     facts["heads"] = list(capture.heads)
     facts["shape"] = list(capture.q.shape)
+    odd = {n: int((~getattr(capture, n).isfinite()).sum()) for n in ("q", "k", "v", "dout")}
+    if any(odd.values()):
+        facts["not_finite"] = {name: count for name, count in odd.items() if count}
     for name in ("wq_norm", "wk_norm"):
         norms = getattr(capture, name)
         if norms is not None:
             facts[f"{name}_max"] = _round(float(norms.max()))
+            facts["norms_exact"] = capture.norms_exact
     return facts

@@ -33,6 +33,9 @@ _EVENT = re.compile(
 _START = re.compile(r"^\S+ \S+ (?:resuming after step|no checkpoint: starting)")
 """What every attempt says before its first step."""
 
+_NOT_FINITE = re.compile(r"stopped by NonFiniteError: step (?P<step>\d+): (?P<what>loss|gradients)")
+"""How `training.finite` begins the message of the step that was not taken."""
+
 
 class ReportError(ValueError):
     """There is no run where a report was asked for."""
@@ -48,6 +51,19 @@ class Event:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A step whose loss or gradients were not finite, where the run ended before the update."""
+
+    step: int
+    what: str
+    """``loss`` or ``gradients``."""
+
+    def __str__(self) -> str:
+        verb = "is" if self.what == "loss" else "are"
+        return f"step {self.step:,}, whose {self.what} {verb} not finite"
+
+
 @dataclass(slots=True)
 class RunFacts:
     """Everything the page shows."""
@@ -55,9 +71,11 @@ class RunFacts:
     path: Path
     name: str
     state: str
-    """finished, running, stopped, failed, non-finite or interrupted."""
+    """finished, running, stopped, guarded, failed, non-finite or interrupted."""
     why: str
     """The state in a sentence."""
+    broken: Broken | None = None
+    """The step that ended the run; no row of metrics.csv has it."""
     columns: dict[str, list[float]] = field(default_factory=dict)
     """metrics.csv; NaN where a cell is empty."""
     config: list[tuple[str, str, str]] = field(default_factory=list)
@@ -102,8 +120,7 @@ def collect(run_dir: Path) -> RunFacts:
     facts.config = list(_config(run_dir, facts.notes))
     facts.name = facts.value("name", facts.name)
     environment = _json(run_dir / "environment.json", facts.notes)
-    attempts = environment.get("attempts", [])
-    facts.attempts = [a for a in attempts if isinstance(a, dict)]
+    facts.attempts = _attempts(environment, facts.notes)
     facts.experiment = _json(run_dir / "experiment.json", facts.notes)
     log = _tail(run_dir / "train.log")
     facts.events = list(_logged(log))[-MAX_EVENTS:] + list(_recorded(run_dir, facts.notes))
@@ -176,7 +193,22 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         notes.append(f"{path.name} could not be read")
         return {}
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        notes.append(f"{path.name} holds no JSON object but a {type(tree).__name__}")
+        return {}
+    return tree
+
+
+def _attempts(environment: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
+    """The attempts of environment.json that are told in a way that can be shown."""
+    attempts = environment.get("attempts", [])
+    if not isinstance(attempts, list):
+        notes.append(f"environment.json: attempts is no list but a {type(attempts).__name__}")
+        return []
+    found = [a for a in attempts if isinstance(a, dict)]
+    if len(found) < len(attempts):
+        notes.append(f"environment.json: {len(attempts) - len(found)} attempt(s) are no objects")
+    return found
 
 
 def _tail(path: Path) -> str:
@@ -250,7 +282,12 @@ def _state(run_dir: Path, facts: RunFacts, log: str) -> tuple[str, str]:
         return "finished", f"finished after step {finished.get('step', last)}"
     end = _end(log)
     if "stopped by NonFiniteError" in end:
-        return "non-finite", f"stopped at a loss or gradient that is not finite, after step {last}"
+        facts.broken = _broken(end)
+        where = facts.broken or f"a loss or gradient that is not finite, after step {last}"
+        return "non-finite", f"stopped at {where}"
+    if "stopped by StabilityStop" in end:
+        said = end.partition("stopped by StabilityStop: ")[2]
+        return "guarded", f"stopped by the stability guard (exit code 5): {said[:400] or '?'}"
     if "stopped gracefully" in end:
         return "stopped", f"stopped after step {last} of {total}; the same command continues it"
     if "stopped by " in end:
@@ -270,6 +307,12 @@ def _end(log: str) -> str:
     return found
 
 
+def _broken(end: str) -> Broken | None:
+    """Where a run ended that was not finite; None if the line does not say it in our words."""
+    found = _NOT_FINITE.search(end)
+    return Broken(int(found["step"]), found["what"]) if found else None
+
+
 def _locked(run_dir: Path) -> bool:
     """Whether a training process holds the directory (on this file system)."""
     try:
@@ -287,12 +330,18 @@ def _telemetry(run_dir: Path, facts: RunFacts) -> None:
 
     try:
         found = record.read(run_dir)
+        judged = found.judged  # kept for the page; here because it reads the rest of meta.json
     except FileNotFoundError:
         facts.telemetry_problem = "This run recorded no stability telemetry (stability.enabled)."
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         facts.telemetry_problem = f"The stability telemetry could not be read: {error}"
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        facts.telemetry_problem = (
+            "The stability telemetry could not be read: meta.json is not as this version writes it "
+            f"({type(error).__name__}: {error})"
+        )
     else:
-        if len(found.steps):
+        if judged:
             facts.telemetry = found
         else:
             facts.telemetry_problem = "The stability telemetry holds no record yet."

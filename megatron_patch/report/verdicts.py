@@ -19,6 +19,7 @@ _STATES = {
     "running": GOOD,
     "stopped": FAIR,
     "interrupted": FAIR,
+    "guarded": BAD,  # in danger, and the same command would stop again
     "failed": BAD,
     "non-finite": BAD,
 }
@@ -55,37 +56,42 @@ def windows(steps: list[float], values: list[float]) -> list[tuple[float, float]
 
 def _loss(facts: RunFacts) -> Iterator[Answer]:
     found = windows(facts.steps, facts.column("loss"))
-    if not found:
-        yield Answer("Loss", NONE, "nothing was recorded yet")
-        return
-    lowest = worst = found[0][1]
-    at = rise = 0.0
-    for step, value in found:
-        if value - lowest > rise or math.isnan(value):
-            rise, at, worst = value - lowest, step, value
-            if math.isnan(value):
-                break
-        lowest = min(lowest, value)
-    last = found[-1][1]
-    if math.isnan(rise):
-        yield Answer("Loss", BAD, f"not a number at step {at:,.0f}")
-    elif rise > RISE:
-        text = (
-            f"rose by {rise:.2f} above the lowest before it, to {worst:.2f} around step {at:,.0f}"
-        )
-        back = last <= lowest + RISE
-        text += f"; it came back, to {last:.4f}" if back else f"; it ended at {last:.4f}"
-        yield Answer("Loss", FAIR if back else BAD, text)
+    if facts.state == "non-finite":
+        # The step that ended the run was never recorded: the rows before it say nothing of it.
+        before = f"; {found[-1][1]:.4f} before" if found else ""
+        yield Answer("Loss", BAD, f"{facts.why}{before}")
+    elif found:
+        yield _trend(facts, found)
     else:
-        yield Answer(
-            "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above its lowest"
-        )
+        yield Answer("Loss", NONE, "nothing was recorded yet")
     evaluated = [v for v in facts.column("eval_loss") if math.isfinite(v)]
     if len(evaluated) == 1:
         yield Answer("Validation loss", NONE, f"{evaluated[0]:.4f}, evaluated once")
     elif evaluated:
         grade = GOOD if evaluated[-1] <= min(evaluated) + RISE else BAD
         yield Answer("Validation loss", grade, f"{evaluated[-1]:.4f}, lowest {min(evaluated):.4f}")
+
+
+def _trend(facts: RunFacts, found: list[tuple[float, float]]) -> Answer:
+    """The answer about the recorded losses, of which there are some; ``found``: their windows."""
+    for step, value in zip(facts.steps, facts.column("loss"), strict=True):
+        if not math.isfinite(value):
+            return Answer("Loss", BAD, f"not finite at step {step:,.0f}")
+    lowest = worst = found[0][1]
+    at = rise = 0.0
+    for step, value in found:
+        if value - lowest > rise:
+            rise, at, worst = value - lowest, step, value
+        lowest = min(lowest, value)
+    last = found[-1][1]
+    if rise <= RISE:
+        return Answer(
+            "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above its lowest"
+        )
+    back = last <= lowest + RISE
+    text = f"rose by {rise:.2f} above the lowest before it, to {worst:.2f} around step {at:,.0f}"
+    text += f"; it came back, to {last:.4f}" if back else f"; it ended at {last:.4f}"
+    return Answer("Loss", FAIR if back else BAD, text)
 
 
 def _gradients(facts: RunFacts) -> Iterator[Answer]:
@@ -112,7 +118,11 @@ def _gradients(facts: RunFacts) -> Iterator[Answer]:
 def _counts(facts: RunFacts) -> Iterator[Answer]:
     for name, question in (("nonfinite", "Steps not finite"), ("skipped", "Updates skipped")):
         values = [v for v in facts.column(name) if math.isfinite(v)]
-        if values:
+        if name == "nonfinite" and facts.state == "non-finite":
+            # The step that ended the run is in no row.
+            count = max(values, default=0) + 1
+            yield Answer(question, BAD, f"{count:.0f}, the last one ended the run: {facts.why}")
+        elif values:
             yield Answer(question, GOOD if max(values) == 0 else BAD, f"{max(values):.0f}")
 
 

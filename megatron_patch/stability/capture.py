@@ -21,15 +21,24 @@ import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
+from megatron_patch.stability import capture_check
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
-from megatron_patch.stability.weights import SpectralNorms
+from megatron_patch.stability.weights import exact_norms
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
 
-FORMAT = 2
+FORMAT = 3
+BEFORE = 2
+"""Read too: its spectral norms are what a few power iterations found, from below."""
+
+
+class CaptureError(ValueError):
+    """A file that is no capture, or one that contradicts itself; the text names it."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +64,8 @@ class Capture:
     sinks: torch.Tensor | None  # [h]
     wq_norm: torch.Tensor | None  # float32 [h]
     wk_norm: torch.Tensor | None  # float32 [h]
+    norms_exact: bool
+    """Whether the norms are the largest singular values, or only lower bounds of them."""
     scale: float
     causal: bool
     window: list[int] | None
@@ -81,33 +92,28 @@ def load(path: Path | str) -> Capture:
     """A capture file.
 
     Raises:
-        ValueError: not a capture, or shapes that contradict each other.
+        CaptureError: not a capture, or fields of other types, or shapes that contradict each other.
+        OSError: the file cannot be read.
     """
+    Path(path).open("rb").close()  # whoever may not read it learns that, and not that it is damaged
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch raises many kinds for what is not its own
-        raise ValueError(f"{path} is not a capture: {type(error).__name__}") from None
+    except Exception as error:  # torch raises many kinds for what is not its own or was cut off
+        kind = type(error).__name__
+        raise CaptureError(f"{path} is not a capture, or damaged or cut off: {kind}") from None
     names = {f.name for f in fields(Capture)}
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not a capture of format {FORMAT}")
+    told = content.pop("format", None) if isinstance(content, dict) else None
+    if type(told) is not int or told not in (BEFORE, FORMAT):
+        raise CaptureError(f"{path} is not a capture of format {FORMAT} or {BEFORE}")
+    if told == BEFORE:
+        content.setdefault("norms_exact", False)
     if set(content) != names:
-        odd = ", ".join(sorted(set(content) ^ names))
-        raise ValueError(f"{path} is not a capture of format {FORMAT}: {odd}")
-    capture = Capture(**content)
-    s, b, h, _ = capture.q.shape
-    ok = (
-        capture.k.shape[:2] == (s, b)
-        and capture.v.shape[:3] == capture.k.shape[:3]
-        and capture.out.shape == capture.dout.shape == (s, b, h, capture.v.shape[-1])
-        and len(capture.heads) == len(capture.head_to_kv) == h
-        and len(capture.kv_heads) == capture.k.shape[2]
-        and all(0 <= i < capture.k.shape[2] for i in capture.head_to_kv)
-    )
-    if not ok:
-        raise ValueError(f"{path}: tensors and head lists of the capture do not fit together")
-    return capture
+        odd = ", ".join(sorted(map(str, set(content) ^ names)))
+        raise CaptureError(f"{path} is not a capture of format {told}: {odd}")
+    wrong = capture_check.problem(content)
+    if wrong:
+        raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")
+    return Capture(**content)
 
 
 def file_name(step: int, layer: int, tp_rank: int, trigger: str = "step") -> str:
@@ -184,7 +190,7 @@ class Capturer:
         h, kv = seen.q.shape[2], seen.k.shape[2]
         first = self._where.tp_rank * h
         # Before anybody leaves: ranks that save nothing may hold rows of another rank's heads.
-        norms = SpectralNorms(seen.site).measure() if seen.geometry.rank == 0 else None
+        norms = exact_norms(seen.site) if seen.geometry.rank == 0 else None
         asked = wanted.heads[seen.site.layer]
         heads = [i for i in range(h) if not asked or first + i in asked]
         if not heads:
@@ -218,6 +224,7 @@ class Capturer:
             sinks=of_heads(seen.sinks),
             wq_norm=of_heads(None if norms is None else norms[0]),
             wk_norm=of_heads(None if norms is None else norms[1]),
+            norms_exact=True,
             scale=seen.geometry.scale,
             causal=seen.geometry.causal,
             window=None if window is None else list(window),

@@ -92,8 +92,22 @@ class Telemetry:
 
     @property
     def rule(self) -> Rule:
-        """The run's own."""
-        return Rule(**self.meta["rule"])
+        """The run's own.
+
+        Raises:
+            ValueError: it has a threshold that this version does not know.
+        """
+        told = self.meta["rule"]
+        if not isinstance(told, dict):
+            raise ValueError(f"meta.json: rule holds no object but a {type(told).__name__}")
+        unknown = sorted(set(told) - set(Rule.__dataclass_fields__))
+        if unknown:
+            raise ValueError(
+                f"meta.json: the early warning's rule has {', '.join(unknown)}, which this version "
+                f"does not know (it knows {', '.join(Rule.__dataclass_fields__)}); read it with "
+                "the version that wrote it"
+            )
+        return Rule(**told)
 
     def history(self, rule: Rule | None = None, *, after: int = 0) -> History:
         """What the warning rule goes on from: the records after a step and the guard's last switch.
@@ -258,10 +272,14 @@ def read(run_dir: Path | str) -> Telemetry:
 
     Raises:
         FileNotFoundError: nothing was recorded there.
-        ValueError: written by another version of this program.
+        ValueError: written by another version of this program, or not by it.
     """
     folder = Path(run_dir) / FOLDER
     meta = json.loads((folder / "meta.json").read_text())
+    if not isinstance(meta, dict):
+        raise ValueError(
+            f"{folder / 'meta.json'}: holds no JSON object but a {type(meta).__name__}"
+        )
     if meta.get("format") != FORMAT:
         raise ValueError(
             f"{folder}: telemetry format {meta.get('format')!r}, this version reads {FORMAT}"

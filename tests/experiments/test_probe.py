@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megatron_patch.cli import app
 from megatron_patch.experiments import probe_report, probing
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.stability.capture import Capture, file_name
+from stable_attention.probes import BackendResult
 from stable_attention.reference.regimes import make_regime
 
 CPU = torch.device("cpu")
@@ -41,6 +44,7 @@ def capture(regime: str, *, heads: int = 2, n: int = 96, **changes: object) -> C
         "sinks": None,
         "wq_norm": torch.arange(1.0, heads + 1),
         "wk_norm": None,
+        "norms_exact": True,
         "scale": 0.125,
         "causal": True,
         "window": None,
@@ -198,6 +202,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "coherence" in (tmp_path / "p" / "probe.md").read_text()
 
 
+def test_a_backend_without_delta_is_judged_by_its_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    capture("gauss").save(tmp_path / "a.pt")
+    command = ["probe", str(tmp_path / "a.pt"), "--backends", "sdpa_math", "--device", "cpu"]
+    assert app.run(command) == 0
+    said = capsys.readouterr()
+    assert "| sdpa_math |" in said.out and "no finite figure" not in said.err
+
+
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "code.pt").write_bytes(b"not a capture")
     cases = (
@@ -215,6 +229,68 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         probe(capture("gauss", sinks=torch.zeros(2)), "reference")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"q": None}, {"k": torch.zeros(96, 1, 2, 4)}, {"window": []}, {"heads": ["a", "b"]}],
+)
+def test_a_capture_that_contradicts_itself_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, changes: dict
+) -> None:
+    dataclasses.replace(capture("gauss"), **changes).save(tmp_path / "odd.pt")
+    assert app.run(["probe", str(tmp_path / "odd.pt"), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "odd.pt" in said and next(iter(changes)) in said
+
+
+def test_a_damaged_capture_leaves_the_others_their_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    good, out = capture("gauss"), tmp_path / "out"
+    folder = tmp_path / "captures"
+    for name in ("a", "c", "e"):
+        good.save(folder / f"{name}.pt")
+    (folder / "b.pt").write_bytes((folder / "a.pt").read_bytes()[:5000])
+    dataclasses.replace(good, sinks=torch.zeros(2)).save(folder / "d.pt")
+    (folder / "e.pt").unlink()
+    (folder / "e.pt").mkdir()  # cannot be opened, whoever asks
+    command = ["probe", str(folder), "--backends", "sdpa_math", "--device", "cpu"]
+    assert app.run([*command, "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.out.count("| sdpa_math |") == 2
+    first, second, third, last = said.err.splitlines()
+    assert "b.pt is not a capture, or damaged" in first and "e.pt" in third
+    assert "d.pt: " in second and "attention sinks" in second
+    assert "3 of 5 captures left out" in last
+    result = json.loads((out / "probe.json").read_text())
+    assert [one["file"] for one in result["captures"]] == ["a.pt", "c.pt"]
+    assert [one["file"] for one in result["left_out"]] == ["b.pt", "d.pt", "e.pt"]
+    assert "Left out: " in (out / "probe.md").read_text() and (out / "probe.png").is_file()
+    for name in ("a.pt", "c.pt"):
+        (folder / name).unlink()
+    assert app.run(command) == 2
+    said = capsys.readouterr()
+    assert "none of the 3 captures can be probed" in said.err and "b.pt" in said.err
+
+
+def test_an_out_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    capture("gauss").save(tmp_path / "a.pt")
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    (tmp_path / "busy" / "probe.json").mkdir(parents=True)
+    command = ["probe", str(tmp_path / "a.pt"), "--backends", "sdpa_math", "--device", "cpu"]
+    # A file, below a file, where nobody may write, and where the name of a file is taken.
+    for out in (taken, taken / "below", Path("/proc/probe"), tmp_path / "busy"):
+        assert app.run([*command, "--out", str(out)]) == 2, out
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1 and f"--out {out}: " in said.err
+        assert "cannot be written" in said.err and "name a directory" in said.err
+        # Nothing is computed for a folder that is known to be unfit.
+        assert ("| sdpa_math |" in said.out) == (out.name == "busy")
+    assert taken.read_text() == "mine"
+
+
 def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
     def broken(_: probing.Tensors):
         raise RuntimeError("no kernel\nand more")
@@ -224,6 +300,68 @@ def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
     assert found["backends"]["broken"] == {"error": "RuntimeError: no kernel"}
     text = probe_report.markdown(found)
     assert "broken: not measured, RuntimeError: no kernel" in text and "| reference |" in text
+
+
+def constants(name: str) -> float:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_a_capture_that_is_not_finite_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """NaN in, and no figure that looks like one out: not in the table, not in the JSON."""
+    one = capture("gauss")
+    one.dout[70, 0, 1, 3] = math.nan
+    one.save(tmp_path / "a.pt")
+    out = tmp_path / "out"
+    command = ["probe", str(tmp_path / "a.pt"), "--backends", "reference,emulated none",
+               "--device", "cpu", "--out", str(out)]  # fmt: skip
+    assert app.run(command) == 1
+    said = capsys.readouterr()
+    assert "a.pt: no finite figure of any backend (reference, emulated none)" in said.err
+    assert said.out.count("Values that are not finite in the capture: 1 of dout.") == 1
+    (row,) = [line for line in said.out.splitlines() if line.startswith("| reference")]
+    assert [c.strip() for c in row.split("|")[2:-1]] == ["not finite"] * 8
+    assert "kappa not finite; repeated maximum in 0.00%" in said.out and "inf;" not in said.out
+    text = (out / "probe.json").read_text()
+    found = json.loads(text, parse_constant=constants)["captures"][0]
+    assert found["capture"]["not_finite"] == {"dout": 1} and found["inputs"]["kappa"] is None
+    cell = found["backends"]["reference"]
+    assert cell["t"] is cell["coherence"] is cell["dq_error"] is None
+    assert cell["lse_error"] is not None  # dO has no part in it
+    assert (out / "probe.png").is_file() and "not finite" in (out / "probe.md").read_text()
+
+
+def test_norms_that_are_lower_bounds_are_not_shown_as_the_norms() -> None:
+    found = probe(capture("gauss"), "reference")
+    assert found["capture"]["norms_exact"]
+    assert "Largest spectral norm over heads: W_Q 2." in probe_report.markdown(found)
+    found = probe(capture("gauss", norms_exact=False), "reference")
+    assert "over heads (from below: a few power iterations): W_Q 2." in probe_report.markdown(found)
+
+
+def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:
+    one = capture("gauss")
+    one.q[70, 0, 1, 3] = math.inf
+    found = probe(one, "reference")
+    assert found["capture"]["not_finite"] == {"q": 1}
+    for name in ("kappa", "repeated_max", "two_round_to_one", "dead_zone", "top_probability"):
+        assert found["inputs"][name] is None, name
+    assert set(found["backends"]["reference"].values()) == {None}
+    # One head has no spread: not a t of 0.
+    assert not {"t", "standard_error"} & set(probe(capture("gauss", heads=1), "reference")
+                                             ["backends"]["reference"])  # fmt: skip
+
+
+def test_a_backend_that_overflows_is_told_from_a_capture_that_is_not_finite() -> None:
+    def overflowing(x: probing.Tensors) -> BackendResult:
+        return BackendResult(out=x.v * math.inf, dq=x.q)
+
+    runners = {"broken": overflowing} | probing.choose("reference", CPU)
+    found = probing.probe_capture(capture("gauss"), runners, device=CPU, skip_rows=8)
+    text = probe_report.markdown(found)
+    assert "Figures of broken are not finite, though the capture is" in text
+    assert found["backends"]["broken"]["rms"] is None and found["backends"]["reference"]["rms"]
 
 
 @pytest.mark.gpu

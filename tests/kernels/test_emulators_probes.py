@@ -138,6 +138,21 @@ def test_probe_handles_gqa_windows_and_layouts() -> None:
     assert max(report.rms, report.dq_error, report.dk_error, report.lse_error) < 1e-12
 
 
+@pytest.mark.parametrize("row", [0, 40])
+def test_what_is_not_finite_leaves_no_figure_that_looks_like_one(row: int) -> None:
+    """Also in the first of several blocks of rows: a later one must not cover it up."""
+    case = Case(layout="bshd", b=1, sq=48, sk=48, hq=2, hk=2, causal=1)
+    given = make_inputs(case, "cpu")
+    truth = run_oracle(case, given, torch.float64)
+    result = BackendResult(out=truth.out, lse=truth.lse, dq=truth.dq, dk=truth.dk)
+    given.q[0, row, 1, 0] = math.nan
+    report = probe(
+        given.q, given.k, given.v, given.dout, causal=True, backend=result, budget=8 * 48 * 8
+    )
+    known = {name for name, x in report.as_dict().items() if math.isfinite(x)}
+    assert known == {"rows", "heads"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_ulp_is_half_the_spacing(dtype: torch.dtype) -> None:
     x = (torch.randn(4096) * torch.logspace(-3, 3, 4096)).to(dtype)

@@ -10,6 +10,7 @@ import subprocess
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,12 +252,16 @@ def test_states(tmp_path: Path) -> None:
     ends = {
         "stopped": "stopped gracefully after step 5: received SIGTERM; the same command continues",
         "non-finite": "stopped by NonFiniteError: step 6: loss not finite",
+        "guarded": "stopped by StabilityStop: stability.guard stopped the run after step 6, saved",
         "failed": "stopped by OSError: disk",
         "interrupted": "step 5/10 | loss 4",
     }
     for state, line in ends.items():
         run = make_run(tmp_path / state, losses=FLAT, log=f"2026-01-01 00:00:00 {line}\n")
         assert collect(run).state == state
+    why = collect(tmp_path / "guarded").why
+    assert "stability guard (exit code 5): stability.guard stopped the run after step 6" in why
+    assert "error" not in why and graded(tmp_path / "guarded")["State"] == ("bad", why)
     # A run in progress holds its lock; FINISHED of an earlier, shorter attempt does not end it.
     (run / "FINISHED").write_text('{"step": 5}')
     with (run / ".lock").open("w") as handle:
@@ -265,10 +270,40 @@ def test_states(tmp_path: Path) -> None:
     assert collect(run).state == "finished"
 
 
+def graded(run: Path) -> dict[str, tuple[str, str]]:
+    """The answers at the top of the page: (grade, text) by question."""
+    return {a.question: (a.grade, a.text) for a in verdicts.answers(collect(run))}
+
+
+@pytest.mark.parametrize(("what", "verb"), [("loss", "is"), ("gradients", "are")])
+def test_a_run_that_ended_not_finite_is_good_in_nothing_that_says_so(
+    tmp_path: Path, what: str, verb: str
+) -> None:
+    """The step that ended it is in no row of metrics.csv: only the log knows it."""
+    end = f"stopped by NonFiniteError: step 1121: {what} not finite; stopped before the update"
+    run = make_run(tmp_path / "run", losses=FLAT, log=f"2026-01-01 00:00:00 {end}\n")
+    found = graded(run)
+    for question in ("State", "Loss", "Steps not finite"):
+        grade, text = found[question]
+        assert grade == "bad" and f"step 1,121, whose {what} {verb} not finite" in text, question
+    assert found["Steps not finite"][1].startswith("1, ") and "4.0000 before" in found["Loss"][1]
+    # Before the first row, and in words that this version does not know.
+    young = make_run(tmp_path / "young", losses=[], log="2026-01-01 00:00:00 stopped by "
+                     "NonFiniteError: something else\n")  # fmt: skip
+    found = graded(young)
+    assert found["Loss"][0] == found["Steps not finite"][0] == "bad"
+
+
+def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", losses=[*FLAT[:70], math.inf, *FLAT[71:]])
+    assert graded(run)["Loss"] == ("bad", "not finite at step 71")
+
+
 @pytest.mark.parametrize("begin", ["resuming after step 400 (1 tokens)",
                                    "no checkpoint: starting at step 0"])  # fmt: skip
 @pytest.mark.parametrize("end", ["stopped by NonFiniteError: loss is nan at step 500",
                                  "stopped gracefully after step 500: SIGTERM",
+                                 "stopped by StabilityStop: danger",
                                  "stopped by OSError: disk"])  # fmt: skip
 def test_the_state_is_that_of_the_last_attempt(tmp_path: Path, begin: str, end: str) -> None:
     """An earlier attempt's last line says nothing about one that was killed later."""
@@ -330,8 +365,54 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     facts = collect(young)
     assert facts.steps == [1, 2, 3] and math.isnan(facts.column("loss")[1])
     said = " ".join(checked(page.render(facts)).text)
-    assert "config.yaml could not be read" in said and "not a number at step" in said
+    assert "config.yaml could not be read" in said and "not finite at step 2" in said
     assert app.run(["report", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda meta: [meta], "holds no JSON object but a list"),
+        (lambda meta: meta | {"rule": {"magic": 1.0}}, "rule has magic, which this version does"),
+        (lambda meta: meta | {"rule": None}, "rule holds no object but a NoneType"),
+        (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
+        (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "TypeError"),
+        (lambda meta: meta | {"scalars": None}, "TypeError"),
+        (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
+        (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "KeyError"),
+    ],
+)
+def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said: str) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
+    file = run / "stability" / "meta.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    assert app.run(["report", str(run)]) == 0
+    found = " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
+    assert "The stability telemetry could not be read" in found and said in found
+
+
+@pytest.mark.parametrize("name", ["environment.json", "experiment.json", "FINISHED"])
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', "3"])
+def test_files_that_hold_no_object_are_a_note(tmp_path: Path, name: str, content: str) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT)
+    (run / name).write_text(content)
+    assert any(note.startswith(f"{name} holds no JSON object") for note in collect(run).notes)
+    assert app.run(["report", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("attempts", "note"),
+    [
+        (None, "attempts is no list but a NoneType"),
+        ({}, "attempts is no list but a dict"),
+        ([3, {"torch": "2.13"}], "1 attempt(s) are no objects"),
+    ],
+)
+def test_attempts_that_are_none(tmp_path: Path, attempts: object, note: str) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT)
+    (run / "environment.json").write_text(json.dumps({"attempts": attempts}))
+    assert app.run(["report", str(run)]) == 0
+    assert note in " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
 
 
 def test_spikes_survive_thinning() -> None:

@@ -40,6 +40,7 @@ def make(**changes: Any) -> Capture:
         "sinks": None,
         "wq_norm": torch.ones(2),
         "wk_norm": None,
+        "norms_exact": True,
         "scale": 0.125,
         "causal": True,
         "window": [7, 0],
@@ -89,6 +90,10 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
         {"head_to_kv": [0, 2]},
         {"dout": torch.zeros(16, 1, 2, 8)},
         {"k": torch.zeros(15, 1, 2, 8)},
+        {"k": torch.zeros(16, 1, 2, 4)},
+        {"v": torch.zeros(16, 1, 1, 4)},
+        {"wq_norm": torch.ones(3)},
+        {"sinks": torch.ones(3)},
     ],
 )
 def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -96,6 +101,100 @@ def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
     replace(make(), **changes).save(path)
     with pytest.raises(ValueError, match="do not fit together"):
         capture.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q": None}, "q is None, expected a tensor of 4 dimensions"),
+        ({"q": torch.zeros(16, 2, 8)}, r"q is a tensor \[16, 2, 8\] of torch.float32, expected"),
+        ({"k": torch.zeros(16, 1, 2, 8, dtype=torch.int64)}, "expected a tensor of 4 .*floating"),
+        ({"k": torch.zeros(16, 1, 2, 8, device="meta")}, "k is a tensor"),
+        ({"v": torch.zeros(16, 1, 2, 4).to_sparse()}, "v is a tensor"),
+        ({"q": torch.zeros(0, 1, 2, 8)}, "not empty"),
+        ({"wq_norm": 3.0}, r"wq_norm is 3.0, expected a floating tensor \[heads\] or None"),
+        ({"heads": ["1", "5"]}, "heads is .*, expected a list of whole numbers from 0"),
+        ({"head_to_kv": [0, -1]}, "head_to_kv is"),
+        ({"kv_heads": 2}, "kv_heads is 2"),
+        ({"window": []}, r"window is \[\], expected None or two whole numbers"),
+        ({"window": [7, 0.5]}, "window is"),
+        ({"step": "100"}, "step is '100', expected a whole number"),
+        ({"layer": True}, "layer is True"),
+        ({"causal": 1}, "causal is 1, expected True or False"),
+        ({"scale": float("nan")}, "scale is nan, expected a finite number above 0"),
+        ({"dropout_p": None}, "dropout_p is None"),
+        ({"run_name": b"x" * 500}, r"run_name is b'x{50,60}\.\.\., expected text"),
+        ({"layout": "bshd"}, "layout is 'bshd', expected 'sbhd'"),
+    ],
+)
+def test_fields_of_other_types(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = tmp_path / "x.pt"
+    replace(make(), **changes).save(path)
+    with pytest.raises(capture.CaptureError, match=rf"x\.pt: .*{said}.*capture again"):
+        capture.load(path)
+
+
+def test_captures_of_the_format_before_say_that_their_norms_are_lower_bounds(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x.pt"
+    make().save(path)
+    assert capture.load(path).norms_exact
+    content = torch.load(path, weights_only=True)
+    del content["norms_exact"]
+    torch.save(content | {"format": capture.BEFORE}, path)
+    assert not capture.load(path).norms_exact
+    torch.save(content, path)
+    with pytest.raises(capture.CaptureError, match="format 3: norms_exact"):
+        capture.load(path)
+
+
+def test_spectral_norms_are_exact(tmp_path: Path) -> None:
+    """A random matrix is where few power iterations stay furthest below."""
+    heads, groups, d, c = 4, 2, 64, 768
+    gen = torch.Generator().manual_seed(0)
+    weight = torch.randn(groups, heads // groups + 2, d, c, generator=gen)
+    attention = SimpleNamespace(
+        linear_qkv=SimpleNamespace(weight=weight.flatten(0, 2)),
+        num_attention_heads_per_partition=heads,
+        num_query_groups_per_partition=groups,
+        hidden_size_per_attention_head=d,
+    )
+    true = torch.linalg.matrix_norm(weight.double(), ord=2).float()
+    found = taken(tmp_path, attention, heads, groups)
+    assert found.norms_exact and found.wq_norm is not None and found.wk_norm is not None
+    torch.testing.assert_close(found.wq_norm, true[:, :2].flatten(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.wk_norm, true[:, 2].repeat_interleave(2), rtol=1e-6, atol=0)
+    # A run that broke is captured all the same.
+    weight[0, 1, 0, 0] = torch.inf
+    found = taken(tmp_path, attention, heads, groups)
+    assert (
+        found.wq_norm is not None and found.wq_norm.isnan().tolist() == [False, True] + [False] * 2
+    )
+
+
+def taken(folder: Path, attention: Any, heads: int, groups: int) -> Capture:
+    """What a run captures of a layer."""
+    run = run_config(model={"num_attention_heads": heads, "num_query_groups": groups})
+    where: Any = SimpleNamespace(tp_rank=0, dp_rank=0)
+    site: Any = SimpleNamespace(
+        layer=0, name="x", backend="reference", stabilizer="", attention=attention
+    )
+    q, k = torch.randn(16, 1, heads, 8), torch.randn(16, 1, groups, 8)
+    seen = Seen(
+        site=site, q=q, k=k, v=k, out=q, low=None, max_logits=None, sinks=None,
+        geometry=Geometry(scale=1.0, causal=True), dropout_p=0.0,
+    )  # fmt: skip
+    Capturer(run, where, folder)._take(3, Wanted(trigger="step", heads={0: ()}), seen, q)
+    return capture.load(folder / capture.file_name(3, 0, 0))
+
+
+def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    for content in ({"format": torch.ones(2)}, {"format": True}, {"format": capture.FORMAT, 3: 4}):
+        torch.save(content, path)
+        with pytest.raises(capture.CaptureError, match=r"x\.pt is not a capture of format"):
+            capture.load(path)
 
 
 @pytest.mark.parametrize(
