@@ -178,6 +178,8 @@ class Packed:
     @remembered
     def local(self, rank: int, part: Part) -> View:
         """A part of a shard that holds both chunks of ``rank``."""
+        if self.size == 1 and part is Part.BOTH:
+            return self.span(0, 2)  # Whole documents, whose lengths may be odd.
         first, second = chunks_of(rank, self.size)
         chunk = self._padded // (2 * self.size)
         starts = self.cu_padded[:-1] // self.size

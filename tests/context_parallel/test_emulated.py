@@ -24,6 +24,16 @@ def test_eight_ranks(mode):
     assert not verdict(case, found(run(case)))
 
 
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_documents_of_odd_lengths_on_one_rank(mode):
+    """Nothing is cut, so nothing has to be even: `padded_lengths` pads nothing for one rank."""
+    for lengths in ((5, 3), (1, 0, 13, 8), (1,)):
+        for changes in ({}, {"causal": False}, {"window": (2, 0), "sinks": True, "dropout_p": 0.2}):
+            case = Case(size=1, mode=mode, layout="thd", lengths=lengths, tail=3, **changes)
+            for known in (None, lengths):
+                assert not verdict(case, found(run(case, document_lengths=known))), case
+
+
 def test_a2a_groups_of_four_with_replicated_heads():
     for kv in (1, 2, 3, 4, 6, 12):
         case = Case(size=8, mode="a2a+p2p", s=64, h=12, kv=kv)

@@ -14,6 +14,7 @@ from megatron_patch.context_parallel.api import (
 )
 from megatron_patch.context_parallel.emulate import Exchange, levels_of
 from megatron_patch.context_parallel.engine import Rules
+from megatron_patch.context_parallel.packed import padded_cu_seqlens
 from stable_attention.reference import reference_attention
 
 
@@ -127,3 +128,17 @@ def test_a_group_of_one_is_plain_attention(alone):
     grads = torch.autograd.grad(out.sum() ** 2, (q, k, v))
     for mine, theirs in zip(grads, torch.autograd.grad(want.sum() ** 2, (q, k, v)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pack_on_a_group_of_one_is_plain_attention(alone):
+    """Documents of odd lengths, which one rank need not pad."""
+    real, padded = padded_cu_seqlens([5, 3], 1)
+    q, k, v = (x.detach()[:, 0] for x in inputs())
+    out = context_parallel_attention(
+        q, k, v, group=alone, layout="thd", backend="reference", causal=True, cu_seqlens=real,
+        cu_seqlens_padded=padded, max_seqlen=5,
+    )  # fmt: skip
+    want = reference_attention(
+        q, k, v, layout="thd", causal=True, cu_seqlens_q=real, cu_seqlens_k=real
+    )
+    torch.testing.assert_close(out, want)
