@@ -68,6 +68,7 @@ def test_options(alone):
         ({"layout": "thd"}, "layout 'thd' needs cu_seqlens"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens goes with layout 'thd'"),
         ({"mode": "a2a+p2p"}, "needs two groups, and none are given"),
+        ({"sinks": torch.zeros(8)}, r"sinks is of shape \[8\] on cpu; allowed: \[4\]"),
     ):
         with pytest.raises(ContextParallelError, match=text):
             call(**changes)
@@ -86,6 +87,21 @@ def test_shapes():
         make(q, k[:6], v[:6])
     with pytest.raises(ContextParallelError, match=r"7 tokens .* Make the .* a multiple of 2 x 2"):
         make(q[:7], k[:7], v[:7])
+    sinks = torch.zeros(8)
+    for given, text in (
+        ((q, k, v[:6]), "q has 8 tokens on this rank, k 8 and v 6"),
+        ((q, k, q), "2 key heads and 4 value heads; allowed: equally many. Repeat"),
+        ((q, k[..., :4], v), "head dims 8 of q and 4 of k; allowed: equal"),
+        ((q.expand(8, 2, 4, 8), k, v), r"q is \[8, 2, 4, 8\], k .*; allowed: equal batch sizes"),
+        ((q, k, v.expand(8, 2, 2, 8)), r"v \[8, 2, 2, 8\]; allowed: equal batch sizes"),
+        ((q, k, v, sinks[:1]), r"sinks is of shape \[1\] on cpu; allowed: \[4\] on cpu"),
+        ((q, k, v, sinks), r"sinks is of shape \[8\] .*one logit for each query head"),
+        ((q, k, v, torch.zeros(4, device="meta")), r"on meta; allowed: \[4\] on cpu"),
+        ((q, k, v, sinks[None, :4]), r"sinks is of shape \[1, 4\]"),
+    ):
+        with pytest.raises(ContextParallelError, match=text):
+            make(*given[:3], sinks=given[3] if len(given) > 3 else None)
+    make(q, k, v[..., :4], sinks=sinks[::2])
 
 
 def test_packs_are_checked_on_request(monkeypatch):
