@@ -149,7 +149,8 @@ def context_parallel_attention(
         deterministic: no effect here: sums are always made in a fixed order.
         return_max_logits: also the largest logit of each head over the whole sequence, float32 [h].
         gradient_wire: type in which dK and dV of other ranks' keys travel: "fp32", or "bf16", which
-            halves those bytes and rounds every rank's share once.
+            halves those bytes and rounds every rank's share once. No effect under "a2a":
+            gradients travel complete, or float32 where heads are replicated.
         head_groups: all_gather: groups of heads that travel one after another.
         transfers: False computes without sending anything. The result is wrong; it is there to
             measure exposed communication.
