@@ -153,6 +153,32 @@ def test_ranks_with_nothing_but_padding():
             assert not verdict(this, found(run(this)))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_packs_without_documents(mode, size):
+    if size == 1 and mode == "a2a+p2p":
+        return
+    for lengths, tail in (((), 8), ((), 0), ((0, 0), 8)):
+        case = Case(size=size, mode=mode, layout="thd", lengths=lengths, tail=tail, sinks=True)
+        result = run(case, document_lengths=lengths)
+        for x in (result.out, result.dq, result.dk, result.dv, result.dsinks):
+            assert not x.any()
+        assert torch.equal(result.max_logits, torch.full((4,), -torch.inf))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("empty", [{"s": 0}, {"b": 0}])
+def test_a_sequence_or_a_batch_of_nothing(mode, empty):
+    for changes in ({}, {"causal": False}, {"window": (3, 0)}, {"sinks": True, "dropout_p": 0.1}):
+        case = Case(size=4, mode=mode, **empty, **changes)
+        given = make_inputs(case)
+        result = run(case, given)
+        for name in ("q", "k", "v"):
+            assert getattr(result, f"d{name}").shape == getattr(given, name).shape
+        assert result.out.shape == given.dout.shape
+        assert result.dsinks is None or not result.dsinks.any()
+
+
 def test_rows_that_see_no_key_are_zero_not_nan():
     """A window to the right only, at the end of documents; no sink to lean on."""
     for mode in MODES:
