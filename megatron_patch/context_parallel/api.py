@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_patch.context_parallel.checks import (
+    MODES,
+    ContextParallelError,
+    check,
+    check_packed,
+    check_shapes,
+)
 from megatron_patch.context_parallel.communicator import (
     Communicator,
     GroupCommunicator,
@@ -41,7 +46,6 @@ from megatron_patch.context_parallel.schedule import Bounds, schedule
 from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
 from stable_attention.problem import window_bounds
 
-MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 BACKENDS = {
     "stable_flash": "stable_attention.chunks",
     "reference": "stable_attention.reference.chunks",
@@ -64,56 +68,6 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class ContextParallelError(ValueError):
-    """What context parallelism cannot do; the text says why, and which mode or value can."""
-
-
-def check(
-    *,
-    mode: str,
-    size: int,
-    heads: int,
-    kv_heads: int,
-    hierarchical_sizes: Sequence[int] | None = None,
-) -> None:
-    """`ContextParallelError` unless ``mode`` can serve these heads on ``size`` ranks.
-
-    Args:
-        heads, kv_heads: of one tensor-parallel rank.
-        hierarchical_sizes: (a2a group, p2p group) of "a2a+p2p".
-    """
-    if mode not in MODES:
-        raise ContextParallelError(
-            f"cp_comm_type is {mode!r}; allowed: {', '.join(MODES)}. p2p serves every model"
-        )
-    ranks = size
-    if mode == "a2a+p2p":
-        if hierarchical_sizes is None:
-            raise ContextParallelError(
-                "cp_comm_type 'a2a+p2p' needs two groups, and none are given; set "
-                f"hierarchical_context_parallel_sizes (a2a, p2p) with product {size}, or use p2p"
-            )
-        given = tuple(hierarchical_sizes)
-        if len(given) != 2 or math.prod(given) != size:
-            raise ContextParallelError(
-                f"hierarchical_context_parallel_sizes is {list(given)}; allowed: two sizes with "
-                f"product {size}, the context-parallel size. The first is the a2a group"
-            )
-        ranks = given[0]
-    if mode in ("a2a", "a2a+p2p") and heads % ranks:
-        smaller = max(x for x in range(1, ranks + 1) if ranks % x == 0 and heads % x == 0)
-        other = f"a2a+p2p with an a2a group of {smaller}, or " if smaller > 1 else ""
-        raise ContextParallelError(
-            f"cp_comm_type {mode!r} gives each of {ranks} ranks equally many query heads, and "
-            f"{heads} (of one tensor-parallel rank) is not a multiple of {ranks}. Use {other}"
-            "p2p or all_gather"
-        )
-    if kv_heads < 1 or heads % kv_heads:
-        raise ContextParallelError(
-            f"{heads} query heads cannot share {kv_heads} key/value heads evenly"
-        )
 
 
 def _eagerly(function: Callable[P, R]) -> Callable[P, R]:
@@ -195,7 +149,8 @@ def context_parallel_attention(
         deterministic: no effect here: sums are always made in a fixed order.
         return_max_logits: also the largest logit of each head over the whole sequence, float32 [h].
         gradient_wire: type in which dK and dV of other ranks' keys travel: "fp32", or "bf16", which
-            halves those bytes and rounds every rank's share once.
+            halves those bytes and rounds every rank's share once. No effect under "a2a":
+            gradients travel complete, or float32 where heads are replicated.
         head_groups: all_gather: groups of heads that travel one after another.
         transfers: False computes without sending anything. The result is wrong; it is there to
             measure exposed communication.
@@ -222,6 +177,7 @@ def context_parallel_attention(
         q,
         k,
         v,
+        sinks=sinks,
         everyone=comm,
         levels=levels,
         mode=mode,
@@ -256,6 +212,7 @@ def build(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    sinks: torch.Tensor | None = None,
     everyone: Communicator,
     levels: tuple[Communicator, Communicator],
     mode: str,
@@ -272,6 +229,7 @@ def build(
     head_groups: int | None = None,
 ) -> Attention:
     """The `Attention` of one rank; ``levels`` are the (head exchange, key movement) groups."""
+    check_shapes(q, k, v, sinks)
     heads, kv_heads = q.shape[-2], k.shape[-2]
     across, along = levels
     check(
@@ -281,7 +239,7 @@ def build(
         kv_heads=kv_heads,
         hierarchical_sizes=(across.size, along.size),
     )
-    tokens = _tokens(q, k, v, layout, everyone.size, packed)
+    tokens = _tokens(q.shape[0], layout, everyone.size, packed)
     larger = tokens.larger(across.size)
     short, long = larger.chunk_lengths()
     plan = schedule(
@@ -386,18 +344,9 @@ def _check_options(
         )
 
 
-def _tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, size: int, packed: Any
-) -> Tokens:
-    """The geometry of a shard."""
+def _tokens(length: int, layout: str, size: int, packed: Any) -> Tokens:
+    """The geometry of a shard of ``length`` tokens."""
     cu, cu_padded, longest, lengths = packed
-    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
-        raise ContextParallelError(
-            f"q has {q.shape[0]} tokens on this rank, k {k.shape[0]} and v {v.shape[0]}; under "
-            "context parallelism they must be shards of one sequence (no cross-attention, no "
-            "decoding with a cache)"
-        )
-    length = q.shape[0]
     if layout == "sbhd":
         if cu is not None:
             raise ContextParallelError("cu_seqlens goes with layout 'thd', and only with it")
@@ -410,7 +359,7 @@ def _tokens(
     if cu is None:
         raise ContextParallelError("layout 'thd' needs cu_seqlens (of the whole pack)")
     if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
-        _check_packed(cu, cu if cu_padded is None else cu_padded, length, size)
+        check_packed(cu, cu if cu_padded is None else cu_padded, length, size)
     known = None
     if lengths is not None:
         used = [x for x in lengths if x > 0] or [2 * size]
@@ -423,23 +372,6 @@ def _tokens(
         longest=longest,
         padded=known,
     )
-
-
-def _check_packed(cu: torch.Tensor, cu_padded: torch.Tensor, length: int, size: int) -> None:
-    real, padded = ([b - a for a, b in itertools.pairwise(x.tolist())] for x in (cu, cu_padded))
-    for number, (used, room) in enumerate(zip(real, padded, strict=True)):
-        if room % (2 * size) and size > 1:
-            raise ContextParallelError(
-                f"document {number} takes {room} tokens; a multiple of 2 x {size} ranks is needed "
-                "(packed.padded_cu_seqlens pads)"
-            )
-        if used > room:
-            raise ContextParallelError(f"document {number} has {used} tokens in {room} padded ones")
-    if sum(padded) > length * size:
-        raise ContextParallelError(
-            f"documents take {sum(padded)} tokens and the pack has {length * size}; cu_seqlens are "
-            "those of the whole pack, q, k and v those of this rank"
-        )
 
 
 class _Function(torch.autograd.Function):

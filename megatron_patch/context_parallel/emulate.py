@@ -210,6 +210,7 @@ def emulate(
             q_own,
             k_own,
             v_own,
+            sinks=sinks,
             everyone=everyone,
             levels=levels,
             mode=mode,

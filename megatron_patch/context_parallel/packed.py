@@ -34,6 +34,11 @@ def padded_cu_seqlens(
     return real.to(device), padded.to(device)
 
 
+def at_least_one(cu: torch.Tensor) -> torch.Tensor:
+    """Offsets ``cu``; those of a pack without documents get one that is empty, to be looked up."""
+    return torch.cat([cu, cu]) if cu.numel() == 1 else cu
+
+
 def documents_of(starts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Index of the document each token position belongs to; past the end: the last one."""
     last = starts.numel() - 2
@@ -51,7 +56,7 @@ def packed_index(cu_padded: torch.Tensor, tokens: int, *, rank: int, size: int) 
         ValueError: ``tokens`` is not a multiple of ``size``.
     """
     check_tokens(tokens, size)
-    cu = cu_padded.long()
+    cu = at_least_one(cu_padded).long()
     here = torch.arange(tokens // size, device=cu.device)
     starts = cu // size
     document = documents_of(starts, here)
@@ -110,7 +115,7 @@ def gathered_index(
     ``others`` = 1 the larger rank is the whole pack in order. A permutation, whatever the offsets.
     """
     size = ranks * others
-    cu = cu_padded.long()
+    cu = at_least_one(cu_padded).long()
     here = torch.arange(ranks * local_tokens, device=cu.device)
     starts = cu // others
     document = documents_of(starts, here)

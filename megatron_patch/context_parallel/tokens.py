@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_patch.context_parallel.layout import chunks_of
-from megatron_patch.context_parallel.packed import documents_of, gathered_index
+from megatron_patch.context_parallel.packed import at_least_one, documents_of, gathered_index
 from megatron_patch.context_parallel.schedule import Part
 
 Position = int | torch.Tensor
@@ -78,8 +78,8 @@ class Dense:
         self.size, self.length, self.chunk = size, length, length // 2
 
     def chunk_lengths(self) -> tuple[int, int]:
-        """(shortest, longest) chunk."""
-        return self.chunk, self.chunk
+        """(shortest, longest) chunk; that of an empty sequence is planned for like any other."""
+        return max(1, self.chunk), max(1, self.chunk)
 
     def local(self, rank: int, part: Part) -> View:
         """A part of a shard that holds both chunks of ``rank``."""
@@ -155,10 +155,10 @@ class Packed:
         ``longest``: a bound of the real lengths. ``padded``: shortest and longest padded length of
         a document that is not empty. Both as far as the host knows them.
         """
-        self.cu, self.cu_padded = cu, cu_padded
+        self.cu, self.cu_padded = at_least_one(cu), at_least_one(cu_padded)
         self.size, self.length = size, tokens
         self.longest, self.padded = longest, padded
-        self._padded = cu_padded[1:] - cu_padded[:-1]
+        self._padded = self.cu_padded[1:] - self.cu_padded[:-1]
         self.memory: dict[Any, Any] = {}
 
     def chunk_lengths(self) -> tuple[int, int]:
@@ -178,6 +178,8 @@ class Packed:
     @remembered
     def local(self, rank: int, part: Part) -> View:
         """A part of a shard that holds both chunks of ``rank``."""
+        if self.size == 1 and part is Part.BOTH:
+            return self.span(0, 2)  # Whole documents, whose lengths may be odd.
         first, second = chunks_of(rank, self.size)
         chunk = self._padded // (2 * self.size)
         starts = self.cu_padded[:-1] // self.size

@@ -35,7 +35,8 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = None
     """[a2a size, p2p size] for ``cp_comm_type: a2a+p2p``; a2a takes neighboring ranks."""
     cp_gradient_wire: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients of keys and values travel; bf16 halves them and rounds every sum."""
+    """Type in which gradients of keys and values travel; bf16 halves them and rounds every sum. No
+    effect under a2a, and refused where no layer uses another mode."""
     expert_model_parallel_size: int = 1
     """Ranks the experts of an MoE layer are spread over."""
     expert_tensor_parallel_size: int | None = None
@@ -152,6 +153,13 @@ class ParallelConfig:
                 "parallel.cp_gradient_wire",
                 f"{self.cp_gradient_wire} is an option of attention.backend "
                 f"{' and '.join(OWN_BACKENDS)}, not of {run.attention.backend}: leave it out",
+            )
+        elif self.cp_gradient_wire != "fp32" and self.cp_comm_types == ["a2a"]:
+            yield Problem(
+                "parallel.cp_gradient_wire",
+                f"{self.cp_gradient_wire} has no effect under parallel.cp_comm_type a2a, whose "
+                "gradients travel complete, or in FP32 where heads are replicated: leave it out, "
+                "or use p2p, all_gather or a2a+p2p",
             )
         yield from self._hierarchy()
 

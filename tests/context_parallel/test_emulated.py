@@ -24,6 +24,16 @@ def test_eight_ranks(mode):
     assert not verdict(case, found(run(case)))
 
 
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_documents_of_odd_lengths_on_one_rank(mode):
+    """Nothing is cut, so nothing has to be even: `padded_lengths` pads nothing for one rank."""
+    for lengths in ((5, 3), (1, 0, 13, 8), (1,)):
+        for changes in ({}, {"causal": False}, {"window": (2, 0), "sinks": True, "dropout_p": 0.2}):
+            case = Case(size=1, mode=mode, layout="thd", lengths=lengths, tail=3, **changes)
+            for known in (None, lengths):
+                assert not verdict(case, found(run(case, document_lengths=known))), case
+
+
 def test_a2a_groups_of_four_with_replicated_heads():
     for kv in (1, 2, 3, 4, 6, 12):
         case = Case(size=8, mode="a2a+p2p", s=64, h=12, kv=kv)
@@ -141,6 +151,32 @@ def test_ranks_with_nothing_but_padding():
         for causal in (True, False):
             this = dataclasses.replace(case, mode=mode, causal=causal)
             assert not verdict(this, found(run(this)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_packs_without_documents(mode, size):
+    if size == 1 and mode == "a2a+p2p":
+        return
+    for lengths, tail in (((), 8), ((), 0), ((0, 0), 8)):
+        case = Case(size=size, mode=mode, layout="thd", lengths=lengths, tail=tail, sinks=True)
+        result = run(case, document_lengths=lengths)
+        for x in (result.out, result.dq, result.dk, result.dv, result.dsinks):
+            assert not x.any()
+        assert torch.equal(result.max_logits, torch.full((4,), -torch.inf))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("empty", [{"s": 0}, {"b": 0}])
+def test_a_sequence_or_a_batch_of_nothing(mode, empty):
+    for changes in ({}, {"causal": False}, {"window": (3, 0)}, {"sinks": True, "dropout_p": 0.1}):
+        case = Case(size=4, mode=mode, **empty, **changes)
+        given = make_inputs(case)
+        result = run(case, given)
+        for name in ("q", "k", "v"):
+            assert getattr(result, f"d{name}").shape == getattr(given, name).shape
+        assert result.out.shape == given.dout.shape
+        assert result.dsinks is None or not result.dsinks.any()
 
 
 def test_rows_that_see_no_key_are_zero_not_nan():

@@ -73,6 +73,20 @@ def test_padding():
         packed_index(padded, 7, rank=0, size=2)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_pack_without_documents(size):
+    real, padded = padded_cu_seqlens([], size)
+    assert real.tolist() == padded.tolist() == [0]
+    x = torch.arange(8)
+    parts = [shard_packed(x, padded, rank=r, size=size) for r in range(size)]
+    assert torch.equal(torch.cat(parts), x)
+    assert torch.equal(unshard_packed(parts, padded), x)
+    # No document's cut counts: tokens stay in order, rank after rank.
+    assert gathered_index(padded, 8 // size, ranks=size).tolist() == list(range(8))
+    at = [packed_positions(padded, 8, rank=r, size=size) for r in range(size)]
+    assert torch.equal(torch.cat(at), x)
+
+
 def test_agrees_with_megatron_cores_rotary_positions():
     """Core slices the angles of every document itself; the tokens must be the same ones."""
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank

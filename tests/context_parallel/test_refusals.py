@@ -14,6 +14,7 @@ from megatron_patch.context_parallel.api import (
 )
 from megatron_patch.context_parallel.emulate import Exchange, levels_of
 from megatron_patch.context_parallel.engine import Rules
+from megatron_patch.context_parallel.packed import padded_cu_seqlens
 from stable_attention.reference import reference_attention
 
 
@@ -67,6 +68,7 @@ def test_options(alone):
         ({"layout": "thd"}, "layout 'thd' needs cu_seqlens"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens goes with layout 'thd'"),
         ({"mode": "a2a+p2p"}, "needs two groups, and none are given"),
+        ({"sinks": torch.zeros(8)}, r"sinks is of shape \[8\] on cpu; allowed: \[4\]"),
     ):
         with pytest.raises(ContextParallelError, match=text):
             call(**changes)
@@ -85,6 +87,21 @@ def test_shapes():
         make(q, k[:6], v[:6])
     with pytest.raises(ContextParallelError, match=r"7 tokens .* Make the .* a multiple of 2 x 2"):
         make(q[:7], k[:7], v[:7])
+    sinks = torch.zeros(8)
+    for given, text in (
+        ((q, k, v[:6]), "q has 8 tokens on this rank, k 8 and v 6"),
+        ((q, k, q), "2 key heads and 4 value heads; allowed: equally many. Repeat"),
+        ((q, k[..., :4], v), "head dims 8 of q and 4 of k; allowed: equal"),
+        ((q.expand(8, 2, 4, 8), k, v), r"q is \[8, 2, 4, 8\], k .*; allowed: equal batch sizes"),
+        ((q, k, v.expand(8, 2, 2, 8)), r"v \[8, 2, 2, 8\]; allowed: equal batch sizes"),
+        ((q, k, v, sinks[:1]), r"sinks is of shape \[1\] on cpu; allowed: \[4\] on cpu"),
+        ((q, k, v, sinks), r"sinks is of shape \[8\] .*one logit for each query head"),
+        ((q, k, v, torch.zeros(4, device="meta")), r"on meta; allowed: \[4\] on cpu"),
+        ((q, k, v, sinks[None, :4]), r"sinks is of shape \[1, 4\]"),
+    ):
+        with pytest.raises(ContextParallelError, match=text):
+            make(*given[:3], sinks=given[3] if len(given) > 3 else None)
+    make(q, k, v[..., :4], sinks=sinks[::2])
 
 
 def test_packs_are_checked_on_request(monkeypatch):
@@ -127,3 +144,17 @@ def test_a_group_of_one_is_plain_attention(alone):
     grads = torch.autograd.grad(out.sum() ** 2, (q, k, v))
     for mine, theirs in zip(grads, torch.autograd.grad(want.sum() ** 2, (q, k, v)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pack_on_a_group_of_one_is_plain_attention(alone):
+    """Documents of odd lengths, which one rank need not pad."""
+    real, padded = padded_cu_seqlens([5, 3], 1)
+    q, k, v = (x.detach()[:, 0] for x in inputs())
+    out = context_parallel_attention(
+        q, k, v, group=alone, layout="thd", backend="reference", causal=True, cu_seqlens=real,
+        cu_seqlens_padded=padded, max_seqlen=5,
+    )  # fmt: skip
+    want = reference_attention(
+        q, k, v, layout="thd", causal=True, cu_seqlens_q=real, cu_seqlens_k=real
+    )
+    torch.testing.assert_close(out, want)

@@ -121,6 +121,16 @@ def test_the_type_gradients_travel_in_belongs_to_our_backends() -> None:
     assert paths("parallel", keys, attention={"backend": "te"}) == ["parallel.cp_gradient_wire"]
 
 
+def test_the_type_gradients_travel_in_needs_a_mode_that_sends_shares() -> None:
+    keys = {"context_parallel_size": 4, "cp_gradient_wire": "bf16"}
+    for kinds in ("a2a", ["a2a", "a2a"]):
+        assert paths("parallel", keys | {"cp_comm_type": kinds}) == ["parallel.cp_gradient_wire"]
+    for kinds in ("p2p", "all_gather", ["a2a", "p2p"]):
+        assert paths("parallel", keys | {"cp_comm_type": kinds}) == []
+    both = {"cp_comm_type": "a2a+p2p", HIERARCHY: [2, 2]}
+    assert paths("parallel", keys | both) == []
+
+
 def world(ranks: int, parallel: dict[str, Any], **others: dict[str, Any]) -> list[str]:
     return [p.path for p in world_size_problems(run_config(parallel=parallel, **others), ranks)]
 
