@@ -274,13 +274,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse, _dlow, _dmax, _drows):
         q, k, v, sinks, *rest, out, lse, low = ctx.saved_tensors
+        if dlse is not None:
+            # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
+            dlse = dlse.contiguous() if dlse.dim() > 1 else None
         if dout is None and dlse is None:
             return (None,) * _ARGUMENTS
         if dout is None:
             dout = torch.zeros_like(out)
         dout = readable(dout, ctx.scalars[0])
-        if dlse is not None:
-            dlse = dlse.contiguous()
         dq, dk, dv, dsinks = backward_op(
             dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars
         )

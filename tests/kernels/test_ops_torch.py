@@ -14,6 +14,7 @@ from stable_attention.chunks import (
     finish_chunks,
     merge_chunks,
 )
+from stable_attention.problem import shape
 
 
 def randn(*size, grad=True, dtype=torch.bfloat16):
@@ -21,10 +22,11 @@ def randn(*size, grad=True, dtype=torch.bfloat16):
 
 
 def op_arguments(q, k, v, sinks=None, **changes):
+    length = 2 if changes.get("layout") == "bhsd" else 0 if changes.get("layout") == "sbhd" else 1
     named = {
         "layout": "bshd",
-        "max_seqlen_q": q.shape[1],
-        "max_seqlen_k": k.shape[1],
+        "max_seqlen_q": q.shape[length],
+        "max_seqlen_k": k.shape[length],
         "scale": 0.25,
         "window_left": -1,
         "window_right": 0,
@@ -51,6 +53,32 @@ def test_opcheck(stabilizer, residual):
     sinks = torch.randn(2, requires_grad=True)
     arguments = op_arguments(q, k, v, sinks, stabilizer=stabilizer, residual=residual)
     torch.library.opcheck(ops.forward_op, arguments)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_opcheck_without_lse(layout):
+    """The LSE is (0,) then, and the gradient that opcheck sends into it was read as rows."""
+    q, k, v = (
+        torch.randn(shape(layout, batch=2, length=n, heads=h, d=d)).bfloat16().requires_grad_()
+        for n, h, d in ((20, 2, 16), (24, 1, 16), (24, 1, 8))
+    )
+    arguments = op_arguments(q, k, v, layout=layout, with_lse=False)
+    torch.library.opcheck(ops.forward_op, arguments)
+
+
+@pytest.mark.parametrize("stabilizer", ["compensated", "none"])
+def test_a_gradient_of_no_lse_is_no_gradient(stabilizer, monkeypatch):
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+    out, lse, *_ = ops.forward_op(*op_arguments(q, k, v, stabilizer=stabilizer, with_lse=False))
+    assert lse.shape == ((0,) if stabilizer == "compensated" else (1, 2, 20))
+    dout, dlse = torch.randn(out.shape).bfloat16(), torch.zeros_like(lse)
+    want = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    seen = []
+    operator = ops.backward_op
+    monkeypatch.setattr(ops, "backward_op", lambda *a: seen.append(a[1]) or operator(*a))
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert (seen[0] is None) == (stabilizer == "compensated")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_compile_fullgraph_matches_eager():
