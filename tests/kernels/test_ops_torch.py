@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from stable_attention import flash_compat as fa
 from stable_attention import ops, stable_attention
@@ -126,6 +128,43 @@ def test_the_second_derivative_of_sinks_alone_is_refused():
     (dsinks,) = torch.autograd.grad(loss, sinks, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(dsinks.sum(), sinks)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_forward_mode_is_refused(name):
+    """A tangent was silently zero."""
+    given = {x: randn(1, 20, 2, 16, grad=False) for x in "qkv"} | {"sinks": torch.zeros(2)}
+    tangent = torch.ones_like(given[name])
+    with pytest.raises(RuntimeError, match="differentiable once, in reverse mode"):
+        torch.func.jvp(lambda x: stable_attention(**given | {name: x}), (given[name],), (tangent,))
+    with forward_ad.dual_level():
+        want = stable_attention(**given)  # nothing moves: nothing to refuse
+        dual = forward_ad.make_dual(given[name], tangent)
+        with pytest.raises(RuntimeError, match="differentiable once, in reverse mode"):
+            stable_attention(**given | {name: dual})
+    assert torch.equal(want, stable_attention(**given))
+
+
+def test_forward_over_reverse_is_refused():
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+    out = stable_attention(q, k, v)
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(RuntimeError, match="differentiable once, in reverse mode"):
+            torch.autograd.grad(out, q, dout)
+
+
+def test_vmap_and_checkpoint_match_plain_calls():
+    q, k, v = (randn(2, 1, 20, 2, 16) for _ in range(3))
+    plain = torch.stack([stable_attention(*x) for x in zip(q, k, v, strict=True)])
+    want = torch.autograd.grad(plain.sum(), (q, k, v))
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(stable_attention)(q, k, v), plain)
+    again = torch.stack(
+        [checkpoint(stable_attention, *x, use_reentrant=False) for x in zip(q, k, v, strict=True)]
+    )
+    got = torch.autograd.grad(again.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_no_query_heads():
