@@ -44,7 +44,13 @@ class AttentionArgumentError(ValueError):
     """An argument no kernel can serve; the text names the value, the allowed set and the remedy."""
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
-        super().__init__(f"{name} is {value}; allowed: {allowed}. {remedy}")
+        # Not super().__init__: torch.compile cannot trace it, and its complaint replaced this text.
+        self.args = (f"{name} is {value}; allowed: {allowed}. {remedy}",)
+        self._given = (name, str(value), allowed, remedy)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+        """Worker processes send their errors pickled."""
+        return type(self), self._given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -79,6 +81,21 @@ def test_bad_argument_is_named_with_its_remedy(name):
     message = str(caught.value)
     assert re.search(text, message), message
     assert "allowed: " in message and isinstance(caught.value, ValueError)
+
+
+def test_the_error_survives_pickling_and_copying():
+    """As a worker's error does on its way to the process that waits for it."""
+    error = AttentionArgumentError("q.device", torch.device("cpu"), "cuda", "Move it.")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is AttentionArgumentError
+        assert str(again) == str(error) == "q.device is cpu; allowed: cuda. Move it."
+
+
+def test_a_compiled_call_says_what_is_wrong():
+    compiled = torch.compile(stable_attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="Negate q for a negative scale") as caught:
+        compiled(**qkv(), scale=-1.0)
+    assert "AttentionArgumentError" in str(caught.value)
 
 
 def test_device_values_are_checked_only_in_debug_mode(monkeypatch):
