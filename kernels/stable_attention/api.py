@@ -82,7 +82,8 @@ def stable_attention(
             draws one from torch's generator of that device.
         batch_offset, head_offset: global index of batch 0 and head 0 for the dropout mask
             (data- and tensor-parallel ranks).
-        softcap: c > 0 replaces each scaled logit s by c * tanh(s / c).
+        softcap: c > 0 replaces each scaled logit s by c * tanh(s / c), to about 1e-7 * c; c is at
+            most 1e5, and 0 is none.
         stabilizer: "compensated" (default), "dynamic_max", "none" or "paper_bf16"; see
             docs/kernels.md. "paper_bf16" reproduces a failure and needs ``allow_broken=True``.
             Experiments may also name a half of "compensated": "low_order_o" (the low-order part,

@@ -6,7 +6,6 @@ nothing is wrong, because every call of a training step comes past.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable
 
@@ -21,7 +20,9 @@ _FLOATS, _INTS, _BOOLS = (float, torch.SymFloat), (int, torch.SymInt), (bool, to
 
 # Kernels take scalars as float32, and flush or lose digits of what is not normal there.
 # (The largest is less: kernels multiply by log2(e).)
-LARGEST = 2.0**127
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+# A cap costs about 1e-7 of itself in every logit (docs/numerics.md).
+MAX_SOFTCAP = 1e5
 # Global batch and head indices are 32-bit, and a launch has fewer than 2^16 of each.
 MAX_OFFSET = 2**31 - 2**16
 
@@ -142,11 +143,13 @@ def check_broken(stabilizer: object, allow_broken: bool) -> None:
         )
 
 
-_SCALE = ("a finite number > 0", "Negate q for a negative scale.")
+_SCALE = ("2**-126..2**127", "Negate q for a negative scale.")
 _SOFTCAP = (
-    "a finite number >= 0, 0 for none",
-    "Logits become softcap * tanh(logit / softcap).",
+    f"0 for none, or 2**-126..{MAX_SOFTCAP:g}",
+    "Logits become softcap * tanh(logit / softcap), with an error of about 1e-7 * softcap; a cap "
+    "far above the logits does nothing else: pass 0.",
 )
+_RATIO = ("2**-126..2**127", "Choose a softcap of the size of the logits.")
 _DROPOUT = ("0 <= p < 1", "It is the dropped share.")
 _DYNAMIC = ("a finite float32 number", "It is a parameter of stabilizer='dynamic_max'.")
 _OFFSET = (f"an integer in 0..{MAX_OFFSET}", "It is a global index.")
@@ -161,8 +164,10 @@ def check_numbers(
     `AttentionArgumentError` names the first broken one.
     """
     unit, cap = number("scale", scale, *_SCALE), number("softcap", softcap, *_SOFTCAP)
-    require(0 < unit < math.inf, "scale", unit, *_SCALE)
-    require(0 <= cap < math.inf, "softcap", cap, *_SOFTCAP)
+    require(SMALLEST <= unit <= LARGEST, "scale", unit, *_SCALE)
+    require(cap == 0 or SMALLEST <= cap <= MAX_SOFTCAP, "softcap", cap, *_SOFTCAP)
+    if cap > 0:
+        require(SMALLEST <= unit / cap <= LARGEST, "scale / softcap", unit / cap, *_RATIO)
     share = check_dropout(dropout_p)
     choose("stabilizer", stabilizer, KNOWN)
     choose("residual", residual, RESIDUALS, "It is the storage of O's low-order part.")
@@ -216,3 +221,12 @@ def window_bounds(causal: bool, window: tuple[int, int] | None) -> tuple[int, in
             )
         left, right = window
     return left, 0 if causal else right
+
+
+def sure(ok: bool, *, otherwise: bool) -> bool:
+    """``ok``; ``otherwise`` where torch.compile traces a comparison that the data decide."""
+    if not torch.compiler.is_compiling():
+        return ok
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return guard_or_true(ok) if otherwise else guard_or_false(ok)

@@ -130,6 +130,37 @@ def test_every_wrong_type_or_range_is_named(right, name, values):
         assert len(text.split(". ", 1)[1]) > 4, text  # the remedy
 
 
+TOO_FAR = [
+    ({"softcap": 1e6}, "softcap is 1000000.0"),
+    ({"softcap": math.nextafter(1e5, 2e5)}, "softcap is"),
+    ({"softcap": 1e-45}, "softcap is 1e-45"),
+    ({"softcap": 2.0**-127}, "softcap is"),
+    ({"scale": 1e-60}, "scale is 1e-60"),
+    ({"scale": 2.0**-127}, "scale is"),
+    ({"scale": 1e39}, r"scale is 1e\+39"),
+    ({"scale": 2.0**127 * 1.01}, "scale is"),
+    ({"scale": 2.0**-120, "softcap": 1e5}, "scale / softcap is"),
+    ({"scale": 2.0**100, "softcap": 2.0**-100}, "scale / softcap is"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), TOO_FAR)
+def test_scalars_that_float32_or_a_softcap_cannot_serve_are_refused(options, text):
+    """A softcap of 1e6 was wrong by 4 %, of 1e8 uniform attention; a scale of 1e-60 gave NaN."""
+    with pytest.raises(AttentionArgumentError, match=text):
+        stable_attention(**qkv(), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 1e5}, {"softcap": 2.0**-126, "scale": 2.0**-100}, {"scale": 2.0**-126}]
+)
+def test_the_last_scalars_that_are_served_give_finite_gradients(options):
+    q, k, v = (torch.randn(1, 8, 1, 16).bfloat16().requires_grad_() for _ in range(3))
+    out = stable_attention(q, k, v, **options)
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(bool(x.isfinite().all()) for x in (out, *grads))
+
+
 def test_an_unknown_keyword_is_still_a_type_error():
     with pytest.raises(TypeError, match="attention_bias"):
         stable_attention(**qkv(), attention_bias=None)
