@@ -50,9 +50,10 @@ def _get_block_size_n(
 
 def _pad(x: torch.Tensor) -> torch.Tensor:
     """Head dim up to the next multiple of 8; zeros change neither scores nor other columns."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
     missing = -x.shape[-1] % 8
-    return F.pad(x, (0, missing)) if missing else x
+    x = F.pad(x, (0, missing)) if missing else x
+    # After padding: a head dim of 1 has any stride, which .contiguous() leaves and padding keeps.
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _head_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[int, int]:

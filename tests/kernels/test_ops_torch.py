@@ -447,3 +447,16 @@ def test_flash_attention_packed_signatures_agree(d):
     assert torch.equal(packed, want[0])
     packed = fa.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], cu, cu, 24, 24, causal=True)
     assert torch.equal(packed, want[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (3, 1, 2, 0), (0, 2, 3, 1)])
+@pytest.mark.parametrize("size", [(1, 24, 1, 1), (2, 24, 2, 1), (2, 24, 2, 3)])
+def test_flash_attention_pads_whatever_the_strides(size, order):
+    """A head dim of 1 keeps its stride in .contiguous(), and the padded tensor was refused."""
+    back = [order.index(i) for i in range(4)]
+    plain = [randn(*size, grad=False) for _ in range(3)]
+    views = [torch.empty([size[i] for i in order], dtype=x.dtype).permute(back) for x in plain]
+    for view, x in zip(views, plain, strict=True):
+        view.copy_(x)
+    want = fa.flash_attn_func(*plain, causal=True)
+    assert want.shape == size and torch.equal(fa.flash_attn_func(*views, causal=True), want)
