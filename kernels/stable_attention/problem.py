@@ -25,6 +25,7 @@ from stable_attention.arguments import (
     integer,
     require,
     show,
+    sure,
     window_bounds,
 )
 
@@ -96,6 +97,12 @@ def dims(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
     return 1, x.shape[0], x.shape[1], x.shape[2]
 
 
+def row_shape(layout: str, x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what has one number a query row and head (LSE, delta) of x in a layout."""
+    b, s, h, _ = dims(x, layout)
+    return (h, s) if layout == "thd" else (b, h, s)
+
+
 def strides(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
     """(batch, sequence, head) strides in elements; a packed tensor has batch stride 0."""
     s = x.stride()
@@ -153,18 +160,23 @@ def _bounds_that_hide(
     *,
     sq: int,
     sk: int,
+    buffers: tuple[int, int],
     positions: tuple[Position, Position] | None,
 ) -> tuple[int, int]:
     """The window without bounds that hide no key from any query.
 
     Kernels add a bound to positions in 32 bits, where a huge one overflows into a wrong mask. Of
     what remains, the sums fit: a left bound only meets queries behind it, a right one keys ahead.
+    ``buffers`` are the lengths in memory: they decide where sq and sk come from data.
     """
     if left <= 0 and right <= 0:
         return left, right
     most = MAX_LENGTH
     if positions is None:
-        idle = left >= sk, right >= sq
+        idle = (
+            sure(left >= sk, otherwise=False) or left >= buffers[1],
+            sure(right >= sq, otherwise=False) or right >= buffers[0],
+        )
     elif any(isinstance(p, torch.Tensor) for p in positions):
         most = MAX_DISTANCE
         idle = left >= sq + MAX_DISTANCE, right >= sk + MAX_DISTANCE
@@ -174,7 +186,7 @@ def _bounds_that_hide(
         far = abs(shift) + max(left, right) + sq + sk > MAX_LENGTH
         idle = far and left >= sq + shift, far and right >= sk - shift
     require(
-        sq + sk <= most,
+        sure(sq + sk <= most, otherwise=False) or sum(buffers) <= most,
         "length of q plus length of k",
         lambda: sq + sk,
         f"<= {most} with a window",
@@ -319,7 +331,10 @@ def _longest(name: str, bound: object, length: int) -> int:
         return length
     allowed, remedy = "None or an integer >= 0", "It bounds the longest sequence."
     most = integer(name, bound, allowed, remedy)
-    require(most >= 0, name, most, allowed, remedy)
+    require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)
+    if torch.compiler.is_compiling():
+        torch._check(most >= 0)
+        return torch.sym_min(most, length)
     return min(most, length)
 
 
@@ -391,7 +406,9 @@ def describe(
         residual=residual,
     )
     left, right = window_bounds(causal, window)
-    left, right = _bounds_that_hide(left, right, sq=sq, sk=sk, positions=positions)
+    left, right = _bounds_that_hide(
+        left, right, sq=sq, sk=sk, buffers=(lq, lk), positions=positions
+    )
     if sinks is not None:
         _check_sinks(sinks, heads, q.device)
     return Problem(

@@ -113,6 +113,39 @@ def test_compile_with_dynamic_shapes_compiles_once_and_matches_eager():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0), (2**31 - 1, 2)])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile_of_a_longest_sequence_that_comes_from_data(window, dynamic):
+    """max_seqlen is then a number that tracing does not know, in checks and in the window."""
+
+    def run(q, k, v, cu):
+        longest = (cu[1:] - cu[:-1]).max()
+        return fa.flash_attn_varlen_func(
+            q, k, v, cu, cu, longest, longest, causal=window[1] < 0, window_size=window
+        )
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for ends in ((0, 5, 16), (0, 2, 24), (0, 12, 24)):
+        q, k, v = (randn(ends[-1], 2, 16) for _ in range(3))
+        cu = torch.tensor(ends, dtype=torch.int32)
+        results = []
+        for call in (run, compiled):
+            out = call(q, k, v, cu)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_compiled_negative_longest_sequence_is_refused_when_it_runs():
+    def run(q, cu):
+        longest = cu.max() - 99
+        return fa.flash_attn_varlen_func(q, q, q, cu, cu, longest, longest)
+
+    q, cu = randn(16, 2, 16, grad=False), torch.tensor([0, 5, 16], dtype=torch.int32)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="assertion failed"):
+        compiled(q, cu)
+
+
 def test_the_second_derivative_is_refused():
     """Never a silent zero: the rule is differentiable once."""
     q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
