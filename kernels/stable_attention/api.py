@@ -10,9 +10,17 @@ from __future__ import annotations
 import torch
 
 from stable_attention import ops
-from stable_attention.problem import AttentionArgumentError, Problem, describe
-
-OFF_BY_ONE = "off-by-one"
+from stable_attention.arguments import (
+    AttentionArgumentError,
+    check_broken,
+    check_dynamic,
+    check_flags,
+    check_offsets,
+    check_seed,
+    check_unserved,
+    show,
+)
+from stable_attention.problem import Problem, describe
 
 
 def stable_attention(
@@ -45,6 +53,9 @@ def stable_attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     return_residual: bool = False,
+    attn_mask: None = None,
+    bias: None = None,
+    alibi_slopes: None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact scaled-dot-product attention, softmax(scale * q k^T + mask) v, differentiable.
 
@@ -71,7 +82,8 @@ def stable_attention(
             draws one from torch's generator of that device.
         batch_offset, head_offset: global index of batch 0 and head 0 for the dropout mask
             (data- and tensor-parallel ranks).
-        softcap: c > 0 replaces each scaled logit s by c * tanh(s / c).
+        softcap: c > 0 replaces each scaled logit s by c * tanh(s / c), to about 1e-7 * c; c is at
+            most 1e5, and 0 is none.
         stabilizer: "compensated" (default), "dynamic_max", "none" or "paper_bf16"; see
             docs/kernels.md. "paper_bf16" reproduces a failure and needs ``allow_broken=True``.
             Experiments may also name a half of "compensated": "low_order_o" (the low-order part,
@@ -89,6 +101,8 @@ def stable_attention(
             each head over batch and positions (-inf if it saw none); not differentiable.
         return_residual: also return O's low-order part (its storage, in O's layout; empty for
             stabilizers that keep none); not differentiable.
+        attn_mask, bias, alibi_slopes: not served. They are here so that code written for another
+            attention learns what to use instead.
 
     Returns:
         out in ``layout`` ([b, sq, h, dv] for bshd) and q's dtype, or a tuple
@@ -96,16 +110,18 @@ def stable_attention(
         packed rows that belong to no sequence are 0.
 
     Raises:
-        AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy.
+        AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy, for
+            every argument of a wrong type, shape or range.
+        RuntimeError: in forward-mode AD and, from the gradients, in second derivatives.
     """
-    if stabilizer == "paper_bf16" and not allow_broken:
-        raise AttentionArgumentError(
-            "stabilizer",
-            "'paper_bf16'",
-            "'compensated', 'dynamic_max', 'none'",
-            "It reproduces a numerical failure on purpose; pass allow_broken=True if you want it.",
-        )
-    sink_logits = _sink_logits(sinks, q, layout)
+    check_unserved(attn_mask=attn_mask, bias=bias, alibi_slopes=alibi_slopes)
+    check_flags(
+        allow_broken=allow_broken,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_residual=return_residual,
+    )
+    check_broken(stabilizer, allow_broken)
     problem = describe(
         q,
         k,
@@ -119,7 +135,7 @@ def stable_attention(
         window=window,
         scale=scale,
         softcap=softcap,
-        sinks=sink_logits,
+        sinks=sinks,
         dropout_p=dropout_p,
         stabilizer=stabilizer,
         residual=residual,
@@ -127,33 +143,36 @@ def stable_attention(
     )
     _check_device(q)
     check_padded(problem, cu_seqlens_q_padded, cu_seqlens_k_padded, device=q.device)
+    batch_offset, head_offset = check_offsets(batch_offset, head_offset)
+    beta, eps = check_dynamic(beta, eps)
+    check_seed(dropout_seed)
     out, lse, low, max_logits, _ = ops.attention(
         q,
         k,
         v,
-        sink_logits,
+        _sink_logits(sinks, problem.heads, q.device),
         cu_seqlens_q,
         cu_seqlens_k,
         cu_seqlens_q_padded,
         cu_seqlens_k_padded,
-        dropout_seed_tensor(dropout_seed, q) if dropout_p > 0 else None,
+        dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None,
         layout=layout,
         max_seqlen_q=problem.sq,
         max_seqlen_k=problem.sk,
         scale=problem.scale,
         window_left=problem.window_left,
         window_right=problem.window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
         batch_offset=batch_offset,
         head_offset=head_offset,
         stabilizer=stabilizer,
         residual=residual,
         beta=beta,
         eps=eps,
-        deterministic=deterministic,
-        with_max_logits=return_max_logits,
-        with_lse=return_lse,
+        deterministic=bool(deterministic),
+        with_max_logits=bool(return_max_logits),
+        with_lse=bool(return_lse),
     )
     extra = [
         x
@@ -171,8 +190,8 @@ def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> 
     """The dropout seed as an int64 scalar on ``like``'s device, without a device sync."""
     if seed is None:
         return torch.randint(0, 2**62, (), dtype=torch.int64, device=like.device)
-    if isinstance(seed, int):
-        return torch.full((), seed, dtype=torch.int64, device=like.device)
+    if not isinstance(seed, torch.Tensor):
+        return torch.full((), check_seed(seed), dtype=torch.int64, device=like.device)
     if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != like.device:
         raise AttentionArgumentError(
             "dropout_seed",
@@ -184,15 +203,11 @@ def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> 
 
 
 def _sink_logits(
-    sinks: torch.Tensor | str | None, q: torch.Tensor, layout: str
+    sinks: torch.Tensor | str | None, heads: int, device: torch.device
 ) -> torch.Tensor | None:
+    """Sinks that `describe` has seen as a contiguous tensor [h]."""
     if isinstance(sinks, str):
-        if sinks != OFF_BY_ONE:
-            raise AttentionArgumentError(
-                "sinks", repr(sinks), f"None, {OFF_BY_ONE!r} or a tensor [h]", "Pick one of them."
-            )
-        heads = q.shape[1] if layout in ("bhsd", "thd") else q.shape[-2]
-        return torch.zeros(heads, dtype=torch.float32, device=q.device)
+        return torch.zeros(heads, dtype=torch.float32, device=device)
     return None if sinks is None else sinks.contiguous()
 
 
@@ -219,12 +234,19 @@ def check_padded(
     for name, x in (("cu_seqlens_q_padded", q_starts), ("cu_seqlens_k_padded", k_starts)):
         if x is None:
             continue
-        ok = problem.varlen and x.dim() == 1 and x.dtype == torch.int32 and x.device == device
+        tensor = isinstance(x, torch.Tensor)
+        ok = (
+            tensor
+            and problem.varlen
+            and x.dim() == 1
+            and x.dtype == torch.int32
+            and x.device == device
+        )
         if not (ok and x.is_contiguous() and x.numel() >= problem.batch):
             raise AttentionArgumentError(
                 name,
-                f"a {x.dtype} tensor of shape {tuple(x.shape)} and strides {x.stride()} on "
-                f"{x.device} with layout {problem.layout!r}",
+                f"{show(x)}{f' with strides {x.stride()}' if tensor else ''} with layout "
+                f"{problem.layout!r}",
                 f"a contiguous int32 tensor of at least {problem.batch} starts on {device}, with "
                 "layout 'thd'",
                 "Leave it out where sequences lie back to back.",

@@ -22,15 +22,29 @@ import torch
 
 from stable_attention import dispatch
 from stable_attention.api import _check_device, check_padded, dropout_seed_tensor
-from stable_attention.problem import (
-    MAX_LENGTH,
+from stable_attention.arguments import (
     AttentionArgumentError,
+    check_dropout,
+    check_dynamic,
+    check_offsets,
+    check_seed,
+    choose,
+    integer,
+    require,
+    show,
+)
+from stable_attention.problem import (
+    DTYPES,
+    LAYOUTS,
+    MAX_LENGTH,
     Position,
     Problem,
+    check_rank,
     check_token_stride,
     describe,
     dims,
     readable,
+    row_shape,
 )
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
@@ -64,6 +78,9 @@ def _positions(
     return {"pos_q_tensor": tensors[0], "pos_k_tensor": tensors[1]}
 
 
+_POSITION = "an int, or an int32 tensor of a position a sequence"
+
+
 def _first_tensor(given: tuple[Position, Position]) -> torch.Tensor:
     return next(p for p in given if isinstance(p, torch.Tensor))
 
@@ -72,23 +89,31 @@ def _describe(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict
 ) -> tuple[Problem, Extras]:
     """Problem and extras of a chunk call; ``options`` are the keywords of `chunk_forward`."""
-    _check_device(q)
-    dropout_p = options.get("dropout_p", 0.0)
+    sinks = options.pop("sinks", None)
+    require(sinks is None, "sinks", "given", "None", "They join once, in finish_chunks.")
+    dropout_p = check_dropout(options.get("dropout_p", 0.0))
     seed = options.pop("dropout_seed", None)
+    check_seed(seed)
     if dropout_p > 0 and seed is None:
         raise AttentionArgumentError(
             "dropout_seed", None, "an int or an int64 tensor", "All chunks must share one seed."
         )
-    q_position, k_position = options.pop("q_position"), options.pop("k_position")
+    q_position, k_position = (
+        p if isinstance(p, torch.Tensor) else integer(name, p, _POSITION, "It is global.")
+        for name, p in ((x, options.pop(x)) for x in ("q_position", "k_position"))
+    )
+    batch, head = check_offsets(options.pop("batch_offset", 0), options.pop("head_offset", 0))
+    beta, eps = check_dynamic(options.pop("beta", 2.0), options.pop("eps", 1e-3))
     small = {
         "start_q": options.pop("cu_seqlens_q_padded", None),
         "start_k": options.pop("cu_seqlens_k_padded", None),
-        "batch_offset": options.pop("batch_offset", 0),
-        "head_offset": options.pop("head_offset", 0),
-        "beta": options.pop("beta", 2.0),
-        "eps": options.pop("eps", 1e-3),
+        "batch_offset": batch,
+        "head_offset": head,
+        "beta": beta,
+        "eps": eps,
     }
     problem = describe(q, k, v, **options, positions=(q_position, k_position))
+    _check_device(q)
     check_padded(problem, small["start_q"], small["start_k"], device=q.device)
     extras = Extras(
         seed=dropout_seed_tensor(seed, q) if dropout_p > 0 else None,
@@ -128,6 +153,10 @@ def chunk_forward(
     Returns:
         (out float32 in ``layout``, normalised over this chunk's keys; lse float32 [b, h, sq], or
         [h, tq] for thd; -inf and 0 for rows that see none of these keys[, max_logits]).
+
+    Raises:
+        AttentionArgumentError: as `stable_attention`, and for sinks. The other functions here raise
+            it for tensors whose shapes, dtypes or devices do not belong together.
     """
     problem, extras = _describe(
         q, k, v, options | {"layout": layout, "q_position": q_position, "k_position": k_position}
@@ -159,12 +188,37 @@ def merge_chunks(
     """Fold a partial result into (out, lse), float32, in place; any order, up to rounding."""
     _check_partial(out, lse, layout)
     _check_partial(part, part_lse, layout, name="part")
+    _check_like("part", part, tuple(out.shape), out)
     merge.merge(out, lse, part, part_lse, layout=layout)
+
+
+def _check_like(name: str, x: object, size: tuple[int, ...], like: torch.Tensor) -> None:
+    """`AttentionArgumentError` unless x is a tensor of a size on a device: kernels trust both."""
+    if not isinstance(x, torch.Tensor) or x.shape != size or x.device != like.device:
+        allowed = f"a tensor of shape {tuple(size)} on {like.device}"
+        raise AttentionArgumentError(name, show(x), allowed, "Pass what belongs to the same chunk.")
+
+
+def _check_rows(name: str, x: torch.Tensor, layout: str, like: torch.Tensor) -> None:
+    """The same for LSE and delta: float32, a number for each head and row of ``like``."""
+    _check_like(name, x, row_shape(layout, like), like)
+    require(x.dtype == torch.float32, name, x.dtype, "torch.float32", "Do not round it.")
+
+
+def _check_sinks(sinks: torch.Tensor | None, layout: str, like: torch.Tensor) -> None:
+    if sinks is not None:
+        _check_like("sinks", sinks, (dims(like, layout)[2],), like)
+        ok = sinks.is_floating_point()
+        require(ok, "sinks.dtype", sinks.dtype, "a floating dtype", "A logit per query head.")
 
 
 def _check_partial(out: torch.Tensor, lse: torch.Tensor, layout: str, *, name: str = "out") -> None:
     """`AttentionArgumentError` unless the kernels can read (and write) a partial result."""
-    for label, x in ((name, out), ("lse" if name == "out" else f"{name}_lse", lse)):
+    choose("layout", layout, LAYOUTS)
+    check_rank(name, out, layout)
+    rows = "lse" if name == "out" else f"{name}_lse"
+    _check_like(rows, lse, row_shape(layout, out), out)
+    for label, x in ((name, out), (rows, lse)):
         if x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
             raise AttentionArgumentError(
                 label,
@@ -191,9 +245,12 @@ def finish_chunks(
     ``sinks`` [h] (natural-log logits) take their share here, once, and are added to ``lse`` in
     place. The low-order part is empty for stabilizers that keep none.
     """
-    if residual not in RESIDUALS:
-        raise AttentionArgumentError("residual", repr(residual), str(RESIDUALS), "Pick one.")
+    choose("residual", residual, RESIDUALS)
+    choose("stabilizer", stabilizer, KNOWN)
+    allowed = (*DTYPES, torch.float32)
+    require(dtype in allowed, "dtype", dtype, ", ".join(map(str, allowed)), "Pass q's dtype.")
     _check_partial(out, lse, layout)
+    _check_sinks(sinks, layout, out)
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
     sinks = None if sinks is None else sinks.contiguous()
     return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
@@ -214,6 +271,15 @@ def chunk_delta(
 
     ``out`` and ``low`` are what `finish_chunks` returned; ``lse`` includes every key and the sinks.
     """
+    choose("layout", layout, LAYOUTS)
+    check_rank("out", out, layout)
+    _check_like("dout", dout, tuple(out.shape), out)
+    _check_rows("lse", lse, layout, out)
+    if low is not None and low.numel():
+        _check_like("low", low, tuple(out.shape), out)
+    if dlse is not None:
+        _check_rows("dlse", dlse, layout, out)
+    _check_sinks(sinks, layout, out)
     dout, out = readable(dout, layout), readable(out, layout)
     if low is not None and low.numel() and low.stride() != out.stride():
         out, low = out.contiguous(), low.contiguous()  # the kernel reads both with O's strides
@@ -280,12 +346,16 @@ def chunk_backward(
     problem, extras = _describe(
         q, k, v, options | {"layout": layout, "q_position": q_position, "k_position": k_position}
     )
+    _check_like("dout", dout, (*q.shape[:-1], v.shape[-1]), q)
+    _check_rows("lse", lse, layout, q)
+    _check_rows("delta", delta, layout, q)
     for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        if x.dtype != torch.float32 or x.shape != like.shape or x.stride(-1) != 1:
+        _check_like(name, x, tuple(like.shape), q)
+        if x.dtype != torch.float32 or x.stride(-1) != 1:
             raise AttentionArgumentError(
                 name,
-                f"{x.dtype} of shape {tuple(x.shape)}",
-                f"torch.float32 of shape {tuple(like.shape)}, last dimension contiguous",
+                f"{x.dtype} with stride {x.stride(-1)}",
+                "torch.float32 with a contiguous last dimension",
                 "16-bit gradient accumulators lose what later chunks add.",
             )
         check_token_stride(name, x, layout)

@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 
 from stable_attention.api import dropout_seed_tensor, stable_attention
-from stable_attention.problem import MAX_HEAD_DIM, AttentionArgumentError, describe
+from stable_attention.arguments import (
+    AttentionArgumentError,
+    check_dropout,
+    check_unserved,
+    integer,
+    require,
+    show,
+)
+from stable_attention.problem import MAX_HEAD_DIM, check_rank, describe
 from stable_attention.triton.options import Extras
 from stable_attention.triton.probabilities import scores_and_mask
 
@@ -42,19 +50,45 @@ def _get_block_size_n(
 
 def _pad(x: torch.Tensor) -> torch.Tensor:
     """Head dim up to the next multiple of 8; zeros change neither scores nor other columns."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
     missing = -x.shape[-1] % 8
-    return F.pad(x, (0, missing)) if missing else x
+    x = F.pad(x, (0, missing)) if missing else x
+    # After padding: a head dim of 1 has any stride, which .contiguous() leaves and padding keeps.
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _unsupported(**given: object) -> None:
-    remedies = {
-        "alibi_slopes": "Use relative or rotary positions; additive biases are not supported.",
-        "block_table": "Paged KV caches are for inference; use an inference kernel.",
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise AttentionArgumentError(name, "given", "None", remedies[name])
+def _head_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[int, int]:
+    """(d, dv), checked before padding hides them."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_rank(name, x, layout)
+        size = x.shape[-1]
+        require(
+            1 <= size <= MAX_HEAD_DIM,
+            f"head dim of {name}",
+            size,
+            f"1..{MAX_HEAD_DIM}",
+            "Split heads.",
+        )
+    d = q.shape[-1]
+    require(k.shape[-1] == d, "head dim of k", k.shape[-1], f"q's {d}", "Only v may differ.")
+    return d, v.shape[-1]
+
+
+def _window(window_size: object) -> tuple[int, int]:
+    """FlashAttention's window, in which every negative bound is unlimited."""
+    allowed, remedy = "a pair (left, right) of integers, -1 for unlimited", "(-1, -1) is no window."
+    if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
+        raise AttentionArgumentError("window_size", show(window_size), allowed, remedy)
+    left, right = (integer("window_size", w, allowed, remedy) for w in window_size)
+    return max(left, -1), max(right, -1)
+
+
+def _unpack(name: str, x: torch.Tensor, axis: int, count: int) -> tuple[torch.Tensor, ...]:
+    """The ``count`` tensors that lie along an axis of a packed one."""
+    rank = axis + 3
+    ok = isinstance(x, torch.Tensor) and x.dim() == rank and x.shape[axis] == count
+    allowed = f"a tensor of {rank} dimensions, {count} along dimension {axis}"
+    require(ok, name, lambda: show(x), allowed, "Stack them there, or pass them one by one.")
+    return x.unbind(axis)
 
 
 def _signed_probabilities(
@@ -94,21 +128,19 @@ def _attend(
     return_attn_probs: bool,
     **packed: object,
 ) -> Outputs:
-    d, dv = q.shape[-1], v.shape[-1]
-    if max(d, dv) > MAX_HEAD_DIM:
-        raise AttentionArgumentError("head dim", max(d, dv), f"<= {MAX_HEAD_DIM}", "Split heads.")
+    layout = "thd" if packed else "bshd"
+    d, dv = _head_dims(q, k, v, layout)
     q, k, v = _pad(q), _pad(k), _pad(v)
-    left, right = (int(w) for w in window_size)
     options: dict = {
-        "layout": "thd" if packed else "bshd",
+        "layout": layout,
         "causal": causal,
-        "window": (max(left, -1), max(right, -1)),
+        "window": _window(window_size),
         "scale": d**-0.5 if softmax_scale is None else softmax_scale,
         "softcap": softcap,
         "dropout_p": dropout_p,
         **packed,
     }
-    seed = dropout_seed_tensor(None, q) if dropout_p > 0 else None
+    seed = dropout_seed_tensor(None, q) if check_dropout(dropout_p) > 0 else None
     result = stable_attention(
         q,
         k,
@@ -141,7 +173,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Outputs:
     """out [b, sq, h, dv] of q [b, sq, h, d], k and v [b, sk, kv_heads, d]; see the module."""
-    _unsupported(alibi_slopes=alibi_slopes)
+    check_unserved(alibi_slopes=alibi_slopes)
     return _attend(
         q,
         k,
@@ -170,7 +202,8 @@ def flash_attn_kvpacked_func(
 ) -> Outputs:
     """`flash_attn_func` with kv [b, sk, 2, kv_heads, d]."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *rest, return_attn_probs)
+    k, v = _unpack("kv", kv, 2, 2)
+    return flash_attn_func(q, k, v, *rest, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -186,7 +219,7 @@ def flash_attn_qkvpacked_func(
 ) -> Outputs:
     """`flash_attn_func` with qkv [b, s, 3, h, d]."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    q, k, v = qkv.unbind(2)
+    q, k, v = _unpack("qkv", qkv, 2, 3)
     return flash_attn_func(q, k, v, *rest, return_attn_probs)
 
 
@@ -209,7 +242,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
 ) -> Outputs:
     """out [tq, h, dv] of packed q [tq, h, d], k, v [tk, kv_heads, d]; cu_seqlens int32 [b + 1]."""
-    _unsupported(alibi_slopes=alibi_slopes, block_table=block_table)
+    check_unserved(alibi_slopes=alibi_slopes, block_table=block_table)
     return _attend(
         q,
         k,
@@ -223,8 +256,8 @@ def flash_attn_varlen_func(
         return_attn_probs=return_attn_probs,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=int(max_seqlen_q),
-        max_seqlen_k=int(max_seqlen_k),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
 
 
@@ -247,7 +280,8 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` with kv [tk, 2, kv_heads, d]."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
-    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *where, return_attn_probs)
+    k, v = _unpack("kv", kv, 1, 2)
+    return flash_attn_varlen_func(q, k, v, *where, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -266,7 +300,7 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` with qkv [t, 3, h, d]."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
-    q, k, v = qkv.unbind(1)
+    q, k, v = _unpack("qkv", qkv, 1, 3)
     return flash_attn_varlen_func(q, k, v, *where, return_attn_probs)
 
 

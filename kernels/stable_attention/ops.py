@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 from stable_attention import dispatch
 from stable_attention.problem import Problem, dims, readable
@@ -274,13 +275,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse, _dlow, _dmax, _drows):
         q, k, v, sinks, *rest, out, lse, low = ctx.saved_tensors
+        if dlse is not None:
+            # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
+            dlse = dlse.contiguous() if dlse.dim() > 1 else None
         if dout is None and dlse is None:
             return (None,) * _ARGUMENTS
         if dout is None:
             dout = torch.zeros_like(out)
         dout = readable(dout, ctx.scalars[0])
-        if dlse is not None:
-            dlse = dlse.contiguous()
         dq, dk, dv, dsinks = backward_op(
             dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars
         )
@@ -298,10 +300,21 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(
-            "stable_attention is differentiable once: second derivatives (create_graph=True) need "
-            "another attention, such as torch's unfused scaled_dot_product_attention"
-        )
+        raise RuntimeError(_refusal("second derivatives (create_graph=True)"))
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"stable_attention is differentiable once, in reverse mode: {what} need another "
+        "attention, such as torch's unfused scaled_dot_product_attention"
+    )
+
+
+def _refuse_tangents(arguments: tuple[object, ...]) -> None:
+    """Raise where forward-mode AD came along: below it a tangent would be a silent zero."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(_refusal("Jacobian-vector products (torch.func.jvp, dual numbers)"))
 
 
 def _with_rule(
@@ -310,6 +323,8 @@ def _with_rule(
     """What the Autograd key runs: ``rule`` where one of the tensors ``inputs`` wants a gradient."""
 
     def call(*arguments):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(arguments[inputs])
         wanted = (x is not None and x.requires_grad for x in arguments[inputs])
         if torch.is_grad_enabled() and any(wanted):
             return rule.apply(*arguments)

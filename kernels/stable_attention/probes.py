@@ -260,7 +260,8 @@ def probe(
     ``backend`` is called with (q, k, v, dout) or is its result already; gradients in it are
     compared where present (``dk`` summed over the group for GQA). Rows before ``skip_rows`` (which
     see few keys) are left out of every row statistic. ``budget`` bounds the bytes of one block of
-    float64 scores (default 64 MiB on CPU, 1 GiB on GPU). Raises ValueError for packed tensors.
+    float64 scores (default 64 MiB on CPU, 1 GiB on GPU). Raises ValueError for packed and for empty
+    tensors.
     """
     result = backend if isinstance(backend, BackendResult) else backend(q, k, v, dout)
     reports = probe_results(
@@ -296,6 +297,9 @@ def probe_results(
     """``probe`` for several results of the same inputs, computing the truth once."""
     if layout == "thd":
         raise ValueError("layout='thd': probe sequences one by one as layout='bshd' with b = 1")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: nothing in it to probe")
     hq = to_bhsd(q, layout).shape[1]
     flat = tuple(_flat(x, layout, hq) for x in (q, k, v, dout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale

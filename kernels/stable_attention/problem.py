@@ -11,17 +11,23 @@ too. The kernels clamp them, so bad values give wrong numbers but never touch fo
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from stable_attention.stabilizers import KNOWN, RESIDUALS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from stable_attention.arguments import (
+    OFF_BY_ONE,
+    AttentionArgumentError,
+    check_flags,
+    check_numbers,
+    choose,
+    integer,
+    require,
+    show,
+    sure,
+    window_bounds,
+)
 
 LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,13 +44,6 @@ MAX_TILE_ROWS = 256
 MAX_TILE_EXTENT = 2**31 - MAX_HEAD_DIM
 
 Position = int | torch.Tensor
-
-
-class AttentionArgumentError(ValueError):
-    """An argument no kernel can serve; the text names the value, the allowed set and the remedy."""
-
-    def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
-        super().__init__(f"{name} is {value}; allowed: {allowed}. {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,28 +86,6 @@ class Problem:
         return self.heads // self.kv_heads
 
 
-def _require(
-    ok: bool, name: str, value: object, allowed: str | Callable[[], str], remedy: str
-) -> None:
-    """Raise `AttentionArgumentError` unless ``ok``.
-
-    ``value`` or ``allowed`` that spell out a batch or a length are callables: a dynamic size that
-    is formatted is a constant for torch.compile from then on, also where nothing is wrong.
-    """
-    if not ok:
-        shown = value() if callable(value) else value
-        raise AttentionArgumentError(
-            name, shown, allowed() if callable(allowed) else allowed, remedy
-        )
-
-
-def choose(name: str, value: str, allowed: Iterable[str], remedy: str = "Pick one of them.") -> str:
-    """Return ``value`` if it is one of ``allowed``, else raise `AttentionArgumentError`."""
-    names = tuple(allowed)
-    _require(value in names, name, repr(value), ", ".join(map(repr, names)), remedy)
-    return value
-
-
 def dims(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
     """(batch, sequence, heads, head dim) of a tensor; ``thd`` counts as batch 1."""
     if layout == "bshd":
@@ -118,6 +95,12 @@ def dims(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
     if layout == "bhsd":
         return x.shape[0], x.shape[2], x.shape[1], x.shape[3]
     return 1, x.shape[0], x.shape[1], x.shape[2]
+
+
+def row_shape(layout: str, x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what has one number a query row and head (LSE, delta) of x in a layout."""
+    b, s, h, _ = dims(x, layout)
+    return (h, s) if layout == "thd" else (b, h, s)
 
 
 def strides(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
@@ -152,13 +135,13 @@ def _reached(step: int, length: int) -> bool:
 
 
 def _check_step(name: str, step: int, length: int) -> None:
-    _require(
-        _reached(step, length),
-        f"{name}'s stride from token to token",
-        lambda: step,
-        f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
-        "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
-    )
+    if not _reached(step, length):
+        raise AttentionArgumentError(
+            f"{name}'s stride from token to token",
+            step,
+            f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
+            "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
+        )
 
 
 def check_token_stride(name: str, x: torch.Tensor, layout: str) -> None:
@@ -171,37 +154,29 @@ def readable(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x if x.stride(-1) == 1 and tokens_are_close(x, layout) else x.contiguous()
 
 
-def window_bounds(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    """(left, right) of the visible band around the aligned diagonal, ``UNLIMITED`` = -1."""
-    left, right = (UNLIMITED, UNLIMITED) if window is None else window
-    _require(
-        isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1,
-        "window",
-        window,
-        "None or a pair (left, right) of integers >= -1, where -1 is unlimited",
-        "Both bounds are inclusive: (w - 1, 0) shows each query w keys, its own included.",
-    )
-    return left, 0 if causal else right
-
-
 def _bounds_that_hide(
     left: int,
     right: int,
     *,
     sq: int,
     sk: int,
+    buffers: tuple[int, int],
     positions: tuple[Position, Position] | None,
 ) -> tuple[int, int]:
     """The window without bounds that hide no key from any query.
 
     Kernels add a bound to positions in 32 bits, where a huge one overflows into a wrong mask. Of
     what remains, the sums fit: a left bound only meets queries behind it, a right one keys ahead.
+    ``buffers`` are the lengths in memory: they decide where sq and sk come from data.
     """
     if left <= 0 and right <= 0:
         return left, right
     most = MAX_LENGTH
     if positions is None:
-        idle = left >= sk, right >= sq
+        idle = (
+            sure(left >= sk, otherwise=False) or left >= buffers[1],
+            sure(right >= sq, otherwise=False) or right >= buffers[0],
+        )
     elif any(isinstance(p, torch.Tensor) for p in positions):
         most = MAX_DISTANCE
         idle = left >= sq + MAX_DISTANCE, right >= sk + MAX_DISTANCE
@@ -210,8 +185,8 @@ def _bounds_that_hide(
         # Chunks keep other idle bounds: one kernel serves all pairs of a ring.
         far = abs(shift) + max(left, right) + sq + sk > MAX_LENGTH
         idle = far and left >= sq + shift, far and right >= sk - shift
-    _require(
-        sq + sk <= most,
+    require(
+        sure(sq + sk <= most, otherwise=False) or sum(buffers) <= most,
         "length of q plus length of k",
         lambda: sq + sk,
         f"<= {most} with a window",
@@ -220,39 +195,47 @@ def _bounds_that_hide(
     return UNLIMITED if idle[0] else left, UNLIMITED if idle[1] else right
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    """Rank, dtype, device and stride rules of q, k and v."""
-    choose("layout", layout, LAYOUTS)
+def check_rank(name: str, x: object, layout: str) -> None:
+    """`AttentionArgumentError` unless x is a tensor with the dimensions of a layout."""
+    if not isinstance(x, torch.Tensor):
+        raise AttentionArgumentError(name, show(x), "a tensor", "Pass torch tensors.")
     rank = 3 if layout == "thd" else 4
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _require(
-            x.dim() == rank,
+    if x.dim() != rank:
+        raise AttentionArgumentError(
             f"{name}.dim()",
             x.dim(),
             f"{rank} for layout {layout!r}",
             "Name the layout the tensors really have.",
         )
-        _require(
-            x.dtype in DTYPES and x.dtype == q.dtype,
-            f"{name}.dtype",
-            x.dtype,
-            "torch.bfloat16 or torch.float16, the same for q, k and v",
-            "Cast the inputs; for float32 or float64 use stable_attention.reference.",
-        )
-        _require(
-            x.device == q.device,
-            f"{name}.device",
-            x.device,
-            f"q's device {q.device}",
-            "Move the tensors to one device.",
-        )
-        _require(
-            x.stride(-1) == 1 or x.shape[-1] == 1,
-            f"{name}.stride(-1)",
-            x.stride(-1),
-            "1 (the head dimension is contiguous)",
-            "Call .contiguous() on it; every other stride is free.",
-        )
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Rank, dtype, device and stride rules of q, k and v."""
+    choose("layout", layout, LAYOUTS)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        # Plain conditions: every call comes past, and texts of devices and dtypes take longer.
+        check_rank(name, x, layout)
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise AttentionArgumentError(
+                f"{name}.dtype",
+                x.dtype,
+                "torch.bfloat16 or torch.float16, the same for q, k and v",
+                "Cast the inputs; for float32 or float64 use stable_attention.reference.",
+            )
+        if x.device != q.device:
+            raise AttentionArgumentError(
+                f"{name}.device",
+                x.device,
+                f"q's device {q.device}",
+                "Move the tensors to one device.",
+            )
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            raise AttentionArgumentError(
+                f"{name}.stride(-1)",
+                x.stride(-1),
+                "1 (the head dimension is contiguous)",
+                "Call .contiguous() on it; every other stride is free.",
+            )
         check_token_stride(name, x, layout)
 
 
@@ -260,13 +243,13 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
     bq, _, h, d = dims(q, layout)
     bk, sk, kv_heads, dk = dims(k, layout)
     bv, sv, v_heads, dv = dims(v, layout)
-    _require(
+    require(
         bk == bq and bv == bq, "batch of k, v", (bk, bv), lambda: f"q's {bq}", "Check the layout."
     )
-    _require(sv == sk, "length of v", sv, lambda: f"k's length {sk}", "Check the layout.")
-    _require(v_heads == kv_heads, "heads of v", v_heads, f"k's {kv_heads}", "Check the layout.")
-    _require(dk == d, "head dim of k", dk, f"q's head dim {d}", "Only v may differ.")
-    _require(
+    require(sv == sk, "length of v", sv, lambda: f"k's length {sk}", "Check the layout.")
+    require(v_heads == kv_heads, "heads of v", v_heads, f"k's {kv_heads}", "Check the layout.")
+    require(dk == d, "head dim of k", dk, f"q's head dim {d}", "Only v may differ.")
+    require(
         kv_heads > 0 and h % kv_heads == 0,
         "heads of q",
         h,
@@ -274,7 +257,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
         "Grouped-query attention shares each key/value head among equally many query heads.",
     )
     for name, size in (("head dim of q and k", d), ("head dim of v", dv)):
-        _require(
+        require(
             8 <= size <= MAX_HEAD_DIM and size % 8 == 0,
             name,
             size,
@@ -284,17 +267,21 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
 
 
 def _check_cu(name: str, cu: torch.Tensor, like: torch.Tensor, total: int) -> None:
-    _require(
-        cu.dim() == 1 and cu.dtype == torch.int32 and cu.device == like.device and cu.numel() > 0,
+    require(
+        isinstance(cu, torch.Tensor)
+        and cu.dim() == 1
+        and cu.dtype == torch.int32
+        and cu.device == like.device
+        and cu.numel() > 0,
         name,
-        lambda: f"a {cu.dtype} tensor of shape {tuple(cu.shape)} on {cu.device}",
+        lambda: show(cu),
         f"a 1-D torch.int32 tensor of b + 1 offsets on {like.device}",
         "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
     )
-    _require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
+    require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
     if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
         values = cu.tolist()
-        _require(
+        require(
             all(a <= b for a, b in itertools.pairwise(values))
             and values[0] >= 0
             and values[-1] <= total,
@@ -314,18 +301,18 @@ def _batch_of(
 ) -> int:
     if layout != "thd":
         for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-            _require(
+            require(
                 cu is None, name, "given", f"None for layout {layout!r}", "Use layout='thd' for it."
             )
         return dims(q, layout)[0]
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        _require(
+        require(
             cu is not None, name, None, "an int32 tensor for layout 'thd'", "Pass both offsets."
         )
     assert cu_q is not None and cu_k is not None
     _check_cu("cu_seqlens_q", cu_q, q, q.shape[0])
     _check_cu("cu_seqlens_k", cu_k, k, k.shape[0])
-    _require(
+    require(
         cu_q.numel() == cu_k.numel(),
         "cu_seqlens_k.numel()",
         cu_k.numel(),
@@ -335,27 +322,39 @@ def _batch_of(
     return cu_q.numel() - 1
 
 
-def check_numbers(
-    *, scale: float, softcap: float, dropout_p: float, stabilizer: str, residual: str
-) -> None:
-    """Range rules of the scalar options; `AttentionArgumentError` names the first broken one."""
-    _require(
-        0 < scale < math.inf,
-        "scale",
-        scale,
-        "a finite number > 0",
-        "Negate q for a negative scale.",
+def _longest(name: str, bound: object, length: int) -> int:
+    """The bound of the longest packed sequence, at most the buffer's length.
+
+    Without a bound every sequence may be as long as that: more empty tiles, no sync.
+    """
+    if bound is None:
+        return length
+    allowed, remedy = "None or an integer >= 0", "It bounds the longest sequence."
+    most = integer(name, bound, allowed, remedy)
+    require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)
+    if torch.compiler.is_compiling():
+        torch._check(most >= 0)
+        return torch.sym_min(most, length)
+    return min(most, length)
+
+
+def _check_sinks(sinks: torch.Tensor | str, heads: int, device: torch.device) -> None:
+    if isinstance(sinks, str):
+        ok = sinks == OFF_BY_ONE
+    else:
+        ok = (
+            isinstance(sinks, torch.Tensor)
+            and sinks.shape == (heads,)
+            and sinks.is_floating_point()
+            and sinks.device == device
+        )
+    require(
+        ok,
+        "sinks",
+        lambda: show(sinks),
+        f"None, {OFF_BY_ONE!r} or a floating tensor of shape ({heads},) on {device}",
+        "One logit per query head.",
     )
-    _require(
-        0 <= softcap < math.inf,
-        "softcap",
-        softcap,
-        "a finite number >= 0, 0 for none",
-        "Logits become softcap * tanh(logit / softcap).",
-    )
-    _require(0 <= dropout_p < 1, "dropout_p", dropout_p, "0 <= p < 1", "It is the dropped share.")
-    choose("stabilizer", stabilizer, KNOWN)
-    choose("residual", residual, RESIDUALS, "It is the storage of O's low-order part.")
 
 
 def describe(
@@ -372,7 +371,7 @@ def describe(
     window: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | str | None = None,
     dropout_p: float = 0.0,
     stabilizer: str = "compensated",
     residual: str = "bf16",
@@ -392,33 +391,26 @@ def describe(
     dv = v.shape[-1]
     sq, sk = lq, lk
     if layout == "thd":
-        # Without a bound every sequence may be as long as the buffer: more empty tiles, no sync.
-        sq = lq if max_seqlen_q is None else min(int(max_seqlen_q), lq)
-        sk = lk if max_seqlen_k is None else min(int(max_seqlen_k), lk)
-        for name, value in (("max_seqlen_q", sq), ("max_seqlen_k", sk)):
-            _require(value >= 0, name, value, ">= 0", "It bounds the longest sequence.")
+        sq = _longest("max_seqlen_q", max_seqlen_q, lq)
+        sk = _longest("max_seqlen_k", max_seqlen_k, lk)
     token = dv if layout == "bhsd" else heads * dv * (batch if layout == "sbhd" else 1)
     _check_step("the output", token, lq)
     for name, value in (("length of q", lq), ("length of k", lk)):
-        _require(value <= MAX_LENGTH, name, value, f"<= {MAX_LENGTH}", "Cut it in chunks.")
-    real_scale = d**-0.5 if scale is None else float(scale)
-    check_numbers(
-        scale=real_scale,
+        require(value <= MAX_LENGTH, name, value, f"<= {MAX_LENGTH}", "Cut it in chunks.")
+    check_flags(causal=causal, deterministic=deterministic)
+    scale, softcap, dropout_p = check_numbers(
+        scale=d**-0.5 if scale is None else scale,
         softcap=softcap,
         dropout_p=dropout_p,
         stabilizer=stabilizer,
         residual=residual,
     )
     left, right = window_bounds(causal, window)
-    left, right = _bounds_that_hide(left, right, sq=sq, sk=sk, positions=positions)
+    left, right = _bounds_that_hide(
+        left, right, sq=sq, sk=sk, buffers=(lq, lk), positions=positions
+    )
     if sinks is not None:
-        _require(
-            sinks.shape == (heads,) and sinks.is_floating_point() and sinks.device == q.device,
-            "sinks",
-            f"a {sinks.dtype} tensor of shape {tuple(sinks.shape)} on {sinks.device}",
-            f"None, 'off-by-one' or a floating tensor of shape ({heads},) on {q.device}",
-            "One logit per query head.",
-        )
+        _check_sinks(sinks, heads, q.device)
     return Problem(
         layout=layout,
         dtype=q.dtype,
@@ -431,7 +423,7 @@ def describe(
         dv=dv,
         tq=lq if layout == "thd" else batch * lq,
         tk=lk if layout == "thd" else batch * lk,
-        scale=real_scale,
+        scale=scale,
         window_left=left,
         window_right=right,
         softcap=softcap,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +75,106 @@ BAD = {
 }
 
 
+THD = {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16), "layout": "thd"}
+THD |= {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
+DENSE, SEEDED = qkv(), qkv(dropout_p=0.1)
+FLAT = dict.fromkeys("qkv", zeros(16))
+# (options of a call that is right, the name, values that are wrong)
+WRONG = [
+    (DENSE, "attn_mask", (torch.ones(8, 8), True)),
+    (DENSE, "bias", (torch.ones(8, 8),)),
+    (DENSE, "alibi_slopes", (torch.ones(4),)),
+    (DENSE, "q", (None, [1.0], "q")),
+    (DENSE, "k", (None, [1.0])),
+    (DENSE, "v", (None, 1.0)),
+    (DENSE, "layout", (None, ["bshd"], 3)),
+    (DENSE, "window", ((1, 2, 3), (1,), 4, "ab", (1.0, 2), (None, 0), {1: 2, 3: 4})),
+    (DENSE, "scale", ("x", "1", b"1", [1.0], torch.ones(2), math.nan, math.inf, 10**400, 1j)),
+    (DENSE, "softcap", (None, "x", math.nan, math.inf, 10**400, (1.0,))),
+    (DENSE, "dropout_p", (None, "x", math.nan, -0.1, [0.1])),
+    (DENSE, "sinks", ([0.0] * 4, 0.0, True, (), {}, torch.zeros(4, dtype=torch.int32))),
+    (FLAT, "sinks", ("off-by-one",)),
+    (SEEDED, "dropout_seed", (1.5, 2**64, 2**63, -(2**63) - 1, "x", [1])),
+    (DENSE, "dropout_seed", (1.5, 2**64, "x")),
+    (DENSE, "batch_offset", (1.5, -1, 2**40, 2**31, "x", None, torch.ones(2, dtype=torch.int32))),
+    (DENSE, "head_offset", (1.5, -1, 2**40, 2**31, "x", None, torch.ones(()))),
+    (DENSE, "beta", ("x", None, math.nan, math.inf, 1e39, [2.0])),
+    (DENSE, "eps", ("x", None, math.nan, -math.inf, 1e39)),
+    (DENSE, "causal", ("yes", None, 2, torch.tensor(True), [])),
+    (DENSE, "deterministic", ("no", None, 2)),
+    (DENSE, "return_lse", ("no", None)),
+    (DENSE, "return_max_logits", ("no", None)),
+    (DENSE, "return_residual", ("no", None)),
+    (DENSE, "allow_broken", ("no", None)),
+    (DENSE, "stabilizer", (None, 3, ["none"])),
+    (DENSE, "residual", (None, 3)),
+    (DENSE, "cu_seqlens_q", ([0, 8],)),
+    (DENSE, "cu_seqlens_k_padded", ([0, 8],)),
+    (THD, "cu_seqlens_q", ([0, 3, 8], None, 8)),
+    (THD, "cu_seqlens_k", ([0, 3, 8], "x")),
+    (THD, "cu_seqlens_q_padded", ([0, 3], 0)),
+    (THD, "cu_seqlens_k_padded", ((0, 3), "x")),
+    (THD, "max_seqlen_q", ("x", 7.5, -1, [8], torch.ones(2, dtype=torch.int32), torch.ones(()))),
+    (THD, "max_seqlen_k", ("x", math.nan, -1, True + 0.5)),
+]
+
+
+@pytest.mark.parametrize(("right", "name", "values"), WRONG, ids=[x[1] for x in WRONG])
+def test_every_wrong_type_or_range_is_named(right, name, values):
+    for value in values:
+        with pytest.raises(AttentionArgumentError) as caught:
+            stable_attention(**right | {name: value})
+        text = str(caught.value)
+        named = name if right is not FLAT else "q.dim()"
+        assert text.startswith(f"{named} is ") and "; allowed: " in text, (value, text)
+        assert len(text.split(". ", 1)[1]) > 4, text  # the remedy
+
+
+TOO_FAR = [
+    ({"softcap": 1e6}, "softcap is 1000000.0"),
+    ({"softcap": math.nextafter(1e5, 2e5)}, "softcap is"),
+    ({"softcap": 1e-45}, "softcap is 1e-45"),
+    ({"softcap": 2.0**-127}, "softcap is"),
+    ({"scale": 1e-60}, "scale is 1e-60"),
+    ({"scale": 2.0**-127}, "scale is"),
+    ({"scale": 1e39}, r"scale is 1e\+39"),
+    ({"scale": 2.0**127 * 1.01}, "scale is"),
+    ({"scale": 2.0**-120, "softcap": 1e5}, "scale / softcap is"),
+    ({"scale": 2.0**100, "softcap": 2.0**-100}, "scale / softcap is"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), TOO_FAR)
+def test_scalars_that_float32_or_a_softcap_cannot_serve_are_refused(options, text):
+    """A softcap of 1e6 was wrong by 4 %, of 1e8 uniform attention; a scale of 1e-60 gave NaN."""
+    with pytest.raises(AttentionArgumentError, match=text):
+        stable_attention(**qkv(), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 1e5}, {"softcap": 2.0**-126, "scale": 2.0**-100}, {"scale": 2.0**-126}]
+)
+def test_the_last_scalars_that_are_served_give_finite_gradients(options):
+    q, k, v = (torch.randn(1, 8, 1, 16).bfloat16().requires_grad_() for _ in range(3))
+    out = stable_attention(q, k, v, **options)
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(bool(x.isfinite().all()) for x in (out, *grads))
+
+
+def test_an_unknown_keyword_is_still_a_type_error():
+    with pytest.raises(TypeError, match="attention_bias"):
+        stable_attention(**qkv(), attention_bias=None)
+
+
+def test_numbers_of_other_libraries_count():
+    """NumPy's scalars and 0-d tensors where a number is wanted: they were taken, and still are."""
+    lengths = {"max_seqlen_q": np.int64(5), "max_seqlen_k": torch.tensor(5, dtype=torch.int32)}
+    want = stable_attention(**THD, causal=True, scale=0.5, softcap=2.0)
+    options = {"causal": np.True_, "scale": np.float32(0.5), "softcap": torch.tensor(2.0)}
+    options |= {"batch_offset": np.int32(0), "beta": 2, "deterministic": 1, "dropout_p": 0}
+    assert torch.equal(stable_attention(**THD, **lengths, **options), want)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_argument_is_named_with_its_remedy(name):
     tensors, options, text = BAD[name]
@@ -79,6 +183,21 @@ def test_bad_argument_is_named_with_its_remedy(name):
     message = str(caught.value)
     assert re.search(text, message), message
     assert "allowed: " in message and isinstance(caught.value, ValueError)
+
+
+def test_the_error_survives_pickling_and_copying():
+    """As a worker's error does on its way to the process that waits for it."""
+    error = AttentionArgumentError("q.device", torch.device("cpu"), "cuda", "Move it.")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is AttentionArgumentError
+        assert str(again) == str(error) == "q.device is cpu; allowed: cuda. Move it."
+
+
+def test_a_compiled_call_says_what_is_wrong():
+    compiled = torch.compile(stable_attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="Negate q for a negative scale") as caught:
+        compiled(**qkv(), scale=-1.0)
+    assert "AttentionArgumentError" in str(caught.value)
 
 
 def test_device_values_are_checked_only_in_debug_mode(monkeypatch):
@@ -120,6 +239,54 @@ def test_saved_bytes_per_token_and_head():
     assert STABILIZERS["none"].saved_bytes(128) == 2 * 128 + 4
     assert STABILIZERS["compensated"].saved_bytes(128, "bf16") == 4 * 128 + 4
     assert STABILIZERS["compensated"].saved_bytes(128, "int8") == 3 * 128 + 4
+
+
+def flash(name, **options):
+    """A call of a FlashAttention function, right but for ``options``."""
+    q = options.pop("q", zeros(1, 8, 2, 16))
+    packed = options.pop("packed", None)
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    functions = {
+        "plain": lambda: fa.flash_attn_func(q, options.pop("k", q), q, **options),
+        "kv": lambda: fa.flash_attn_kvpacked_func(q, packed, **options),
+        "qkv": lambda: fa.flash_attn_qkvpacked_func(packed, **options),
+        "varlen": lambda: fa.flash_attn_varlen_func(
+            *(q[0],) * 3, **{"max_seqlen_q": 8, "max_seqlen_k": 8} | options
+            | {x: options.get(x, ends) for x in ("cu_seqlens_q", "cu_seqlens_k")},
+        ),
+        "varlen kv": lambda: fa.flash_attn_varlen_kvpacked_func(q[0], packed, ends, ends, 8, 8),
+        "varlen qkv": lambda: fa.flash_attn_varlen_qkvpacked_func(packed, ends, 8),
+    }  # fmt: skip
+    return functions[name]()
+
+
+WRONG_FLASH = [
+    ("plain", "window_size", (4, None, (1, 2, 3), (1.5, 0), "ab", (None, None))),
+    ("plain", "softcap", (None, "x")),
+    ("plain", "dropout_p", (None, "x", 1.0, -0.5)),
+    ("plain", "softmax_scale", ("x", -1.0)),
+    ("plain", "causal", ("yes", None)),
+    ("plain", "deterministic", ("no",)),
+    ("plain", "alibi_slopes", (torch.ones(2),)),
+    ("plain", "q", (None, [1.0], zeros(8, 2, 16), zeros(1, 8, 2, 0), zeros(1, 8, 2, 264))),
+    ("plain", "k", (None, zeros(1, 8, 2, 15))),
+    ("varlen", "max_seqlen_q", ("x", 7.5, -1)),
+    ("varlen", "max_seqlen_k", ("x",)),
+    ("varlen", "cu_seqlens_q", ([0, 8], None)),
+    ("kv", "packed", (zeros(1, 8, 3, 2, 16), zeros(1, 8, 2, 16), None, [1.0])),
+    ("qkv", "packed", (zeros(1, 8, 2, 2, 16), zeros(1, 8, 4, 2, 16), zeros(8, 3, 2, 16), None)),
+    ("varlen kv", "packed", (zeros(8, 3, 2, 16), zeros(8, 2, 16), None)),
+    ("varlen qkv", "packed", (zeros(8, 2, 2, 16), zeros(1, 8, 3, 2, 16), None)),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "values"), WRONG_FLASH)
+def test_wrong_arguments_of_flash_attention_are_named(function, name, values):
+    for value in values:
+        with pytest.raises(AttentionArgumentError) as caught:
+            flash(function, **{name: value})
+        text = str(caught.value)
+        assert "; allowed: " in text and len(text.split(". ", 1)[1]) > 4, (value, text)
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,69 @@ def test_delta_of_views_with_strides_of_their_own() -> None:
     for views in ((out, low), (out.mT.contiguous().mT, low), (out, low.mT.contiguous().mT)):
         got, _ = chunk_delta(dout, views[0], lse, low=views[1])
         assert torch.equal(got, want)
+
+
+def wrong_calls() -> dict[str, tuple[str, dict]]:
+    """The function, and what to change in a call of it that is right, by what is wrong then."""
+    f32, rows = torch.zeros(1, 4, 4, 16, device=DEVICE), torch.zeros(1, 4, 4, device=DEVICE)
+    sinks = torch.zeros(4, device=DEVICE)
+    return {
+        "part is a": ("merge", {"part": f32[:, :3], "part_lse": rows[..., :3]}),
+        "part is a torch.float32 tensor of shape (1, 4, 4, 8)": ("merge", {"part": f32[..., :8]}),
+        "lse is a": ("merge", {"lse": rows[..., :2]}),
+        "part_lse is a": ("merge", {"part_lse": rows[:, :2]}),
+        "out.dim() is 3": ("merge", {"out": f32[0]}),
+        "part_lse is [0.0]": ("merge", {"part_lse": [0.0]}),
+        "layout is 'hbsd'": ("merge", {"layout": "hbsd"}),
+        "lse is": ("finish", {"lse": rows[0]}),
+        "sinks is a": ("finish", {"sinks": sinks[:2]}),
+        "sinks is 0.0": ("finish", {"sinks": 0.0}),
+        "sinks.dtype is torch.int64": ("finish", {"sinks": sinks.long()}),
+        "stabilizer is 'x'": ("finish", {"stabilizer": "x"}),
+        "residual is 'x'": ("finish", {"residual": "x"}),
+        "dtype is torch.int8": ("finish", {"dtype": torch.int8}),
+        "dout is a": ("delta", {"dout": f32[..., :8].bfloat16()}),
+        "lse is a torch.float32 tensor of shape (1, 4, 2)": ("delta", {"lse": rows[..., :2]}),
+        "lse is torch.float64": ("delta", {"lse": rows.double()}),
+        "dlse is a": ("delta", {"dlse": rows[:, :1]}),
+        "low is a": ("delta", {"low": f32[:, :2].bfloat16()}),
+        "sinks is a torch.float32 tensor of shape (1,)": ("delta", {"sinks": sinks[:1]}),
+        "dout is a torch.bfloat16 tensor": ("backward", {"dout": f32[..., :8].bfloat16()}),
+        "lse is a torch.float32 tensor of shape (1, 1, 2)": ("backward", {"lse": rows[:, :1, :2]}),
+        "delta is a": ("backward", {"delta": rows[..., :2]}),
+        "delta is torch.bfloat16": ("backward", {"delta": rows.bfloat16()}),
+        "dk is a": ("backward", {"dk": f32[:, :2]}),
+        "dv is torch.bfloat16": ("backward", {"dv": f32.bfloat16()}),
+        "sinks is given": ("forward", {"sinks": sinks}),
+        "sinks is given; ": ("backward", {"sinks": sinks}),
+        "q_position is 1.5": ("forward", {"q_position": 1.5}),
+        "k_position is 'x'": ("forward", {"k_position": "x"}),
+        "dropout_p is None": ("forward", {"dropout_p": None}),
+        "dropout_seed is 1.5": ("forward", {"dropout_p": 0.1, "dropout_seed": 1.5}),
+        "batch_offset is -1": ("forward", {"batch_offset": -1}),
+        "beta is 'x'": ("forward", {"beta": "x"}),
+    }
+
+
+@pytest.mark.parametrize("text", wrong_calls())
+def test_tensors_that_do_not_belong_together_are_refused(text: str) -> None:
+    """The kernels trust the first tensor's shape, and read foreign memory through the others."""
+    from stable_attention import AttentionArgumentError, chunks
+
+    q = torch.zeros(1, 4, 4, 16, device=DEVICE).bfloat16()
+    f32, rows = q.float(), torch.zeros(1, 4, 4, device=DEVICE)
+    partial, grads = {"out": f32, "lse": rows}, {"dq": f32, "dk": f32.clone(), "dv": f32.clone()}
+    right = {
+        "forward": {"q": q, "k": q, "v": q},
+        "merge": partial | {"part": f32.clone(), "part_lse": rows.clone()},
+        "finish": partial | {"dtype": torch.bfloat16},
+        "delta": {"dout": q, "out": q, "lse": rows},
+        "backward": {"dout": q, "q": q, "k": q, "v": q, "lse": rows, "delta": rows} | grads,
+    }
+    name, changes = wrong_calls()[text]
+    function = {"merge": chunks.merge_chunks, "finish": chunks.finish_chunks}.get(name)
+    function = function or getattr(chunks, f"chunk_{name}")
+    function(**right[name])
+    with pytest.raises(AttentionArgumentError) as caught:
+        function(**right[name] | changes)
+    assert str(caught.value).startswith(text) and "; allowed: " in str(caught.value)

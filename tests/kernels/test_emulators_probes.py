@@ -115,6 +115,14 @@ def test_probe_in_blocks_equals_probe_at_once() -> None:
         assert small[name] == pytest.approx(value, rel=1e-9, abs=1e-15), name
 
 
+@pytest.mark.parametrize(("sq", "sk"), [(4, 0), (0, 4)])
+def test_probe_of_nothing_says_so(sq: int, sk: int) -> None:
+    """Without keys it divided by zero; without queries it reported a perfect row."""
+    q, k = torch.zeros(1, sq, 1, 16).bfloat16(), torch.zeros(1, sk, 1, 16).bfloat16()
+    with pytest.raises(ValueError, match="nothing in it to probe"):
+        probe(q, k, k, q, backend=BackendResult(out=q))
+
+
 def test_probe_of_a_wrong_delta_reports_exactly_that() -> None:
     q, k, v, dout = (x[None] for x in make_regime("diffuse", heads=2, n=96))
     e: Emulation = emulate(q, k, v, dout, rounding=Rounding(residual="float32"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from stable_attention import flash_compat as fa
 from stable_attention import ops, stable_attention
@@ -14,6 +16,7 @@ from stable_attention.chunks import (
     finish_chunks,
     merge_chunks,
 )
+from stable_attention.problem import shape
 
 
 def randn(*size, grad=True, dtype=torch.bfloat16):
@@ -21,10 +24,11 @@ def randn(*size, grad=True, dtype=torch.bfloat16):
 
 
 def op_arguments(q, k, v, sinks=None, **changes):
+    length = 2 if changes.get("layout") == "bhsd" else 0 if changes.get("layout") == "sbhd" else 1
     named = {
         "layout": "bshd",
-        "max_seqlen_q": q.shape[1],
-        "max_seqlen_k": k.shape[1],
+        "max_seqlen_q": q.shape[length],
+        "max_seqlen_k": k.shape[length],
         "scale": 0.25,
         "window_left": -1,
         "window_right": 0,
@@ -51,6 +55,32 @@ def test_opcheck(stabilizer, residual):
     sinks = torch.randn(2, requires_grad=True)
     arguments = op_arguments(q, k, v, sinks, stabilizer=stabilizer, residual=residual)
     torch.library.opcheck(ops.forward_op, arguments)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_opcheck_without_lse(layout):
+    """The LSE is (0,) then, and the gradient that opcheck sends into it was read as rows."""
+    q, k, v = (
+        torch.randn(shape(layout, batch=2, length=n, heads=h, d=d)).bfloat16().requires_grad_()
+        for n, h, d in ((20, 2, 16), (24, 1, 16), (24, 1, 8))
+    )
+    arguments = op_arguments(q, k, v, layout=layout, with_lse=False)
+    torch.library.opcheck(ops.forward_op, arguments)
+
+
+@pytest.mark.parametrize("stabilizer", ["compensated", "none"])
+def test_a_gradient_of_no_lse_is_no_gradient(stabilizer, monkeypatch):
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+    out, lse, *_ = ops.forward_op(*op_arguments(q, k, v, stabilizer=stabilizer, with_lse=False))
+    assert lse.shape == ((0,) if stabilizer == "compensated" else (1, 2, 20))
+    dout, dlse = torch.randn(out.shape).bfloat16(), torch.zeros_like(lse)
+    want = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    seen = []
+    operator = ops.backward_op
+    monkeypatch.setattr(ops, "backward_op", lambda *a: seen.append(a[1]) or operator(*a))
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert (seen[0] is None) == (stabilizer == "compensated")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_compile_fullgraph_matches_eager():
@@ -83,6 +113,39 @@ def test_compile_with_dynamic_shapes_compiles_once_and_matches_eager():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0), (2**31 - 1, 2)])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile_of_a_longest_sequence_that_comes_from_data(window, dynamic):
+    """max_seqlen is then a number that tracing does not know, in checks and in the window."""
+
+    def run(q, k, v, cu):
+        longest = (cu[1:] - cu[:-1]).max()
+        return fa.flash_attn_varlen_func(
+            q, k, v, cu, cu, longest, longest, causal=window[1] < 0, window_size=window
+        )
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for ends in ((0, 5, 16), (0, 2, 24), (0, 12, 24)):
+        q, k, v = (randn(ends[-1], 2, 16) for _ in range(3))
+        cu = torch.tensor(ends, dtype=torch.int32)
+        results = []
+        for call in (run, compiled):
+            out = call(q, k, v, cu)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_compiled_negative_longest_sequence_is_refused_when_it_runs():
+    def run(q, cu):
+        longest = cu.max() - 99
+        return fa.flash_attn_varlen_func(q, q, q, cu, cu, longest, longest)
+
+    q, cu = randn(16, 2, 16, grad=False), torch.tensor([0, 5, 16], dtype=torch.int32)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="assertion failed"):
+        compiled(q, cu)
+
+
 def test_the_second_derivative_is_refused():
     """Never a silent zero: the rule is differentiable once."""
     q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
@@ -98,6 +161,43 @@ def test_the_second_derivative_of_sinks_alone_is_refused():
     (dsinks,) = torch.autograd.grad(loss, sinks, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(dsinks.sum(), sinks)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_forward_mode_is_refused(name):
+    """A tangent was silently zero."""
+    given = {x: randn(1, 20, 2, 16, grad=False) for x in "qkv"} | {"sinks": torch.zeros(2)}
+    tangent = torch.ones_like(given[name])
+    with pytest.raises(RuntimeError, match="differentiable once, in reverse mode"):
+        torch.func.jvp(lambda x: stable_attention(**given | {name: x}), (given[name],), (tangent,))
+    with forward_ad.dual_level():
+        want = stable_attention(**given)  # nothing moves: nothing to refuse
+        dual = forward_ad.make_dual(given[name], tangent)
+        with pytest.raises(RuntimeError, match="differentiable once, in reverse mode"):
+            stable_attention(**given | {name: dual})
+    assert torch.equal(want, stable_attention(**given))
+
+
+def test_forward_over_reverse_is_refused():
+    q, k, v = (randn(1, 20, 2, 16) for _ in range(3))
+    out = stable_attention(q, k, v)
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(RuntimeError, match="differentiable once, in reverse mode"):
+            torch.autograd.grad(out, q, dout)
+
+
+def test_vmap_and_checkpoint_match_plain_calls():
+    q, k, v = (randn(2, 1, 20, 2, 16) for _ in range(3))
+    plain = torch.stack([stable_attention(*x) for x in zip(q, k, v, strict=True)])
+    want = torch.autograd.grad(plain.sum(), (q, k, v))
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(stable_attention)(q, k, v), plain)
+    again = torch.stack(
+        [checkpoint(stable_attention, *x, use_reentrant=False) for x in zip(q, k, v, strict=True)]
+    )
+    got = torch.autograd.grad(again.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_no_query_heads():
@@ -380,3 +480,16 @@ def test_flash_attention_packed_signatures_agree(d):
     assert torch.equal(packed, want[0])
     packed = fa.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], cu, cu, 24, 24, causal=True)
     assert torch.equal(packed, want[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (3, 1, 2, 0), (0, 2, 3, 1)])
+@pytest.mark.parametrize("size", [(1, 24, 1, 1), (2, 24, 2, 1), (2, 24, 2, 3)])
+def test_flash_attention_pads_whatever_the_strides(size, order):
+    """A head dim of 1 keeps its stride in .contiguous(), and the padded tensor was refused."""
+    back = [order.index(i) for i in range(4)]
+    plain = [randn(*size, grad=False) for _ in range(3)]
+    views = [torch.empty([size[i] for i in order], dtype=x.dtype).permute(back) for x in plain]
+    for view, x in zip(views, plain, strict=True):
+        view.copy_(x)
+    want = fa.flash_attn_func(*plain, causal=True)
+    assert want.shape == size and torch.equal(fa.flash_attn_func(*views, causal=True), want)
