@@ -480,6 +480,10 @@ def test_flash_attention_packed_signatures_agree(d):
     assert torch.equal(packed, want[0])
     packed = fa.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], cu, cu, 24, 24, causal=True)
     assert torch.equal(packed, want[0])
+    # FlashAttention's own tests draw a window as a tensor.
+    want = fa.flash_attn_func(q, k, v, window_size=(5, 2))
+    for pair in ([5, 2], torch.tensor([5, 2])):
+        assert torch.equal(fa.flash_attn_func(q, k, v, window_size=pair), want)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (3, 1, 2, 0), (0, 2, 3, 1)])
