@@ -13,6 +13,8 @@ KV-cache function.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 import torch.nn.functional as F
 
@@ -76,10 +78,9 @@ def _head_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -
 def _window(window_size: object) -> tuple[int, int]:
     """FlashAttention's window, in which every negative bound is unlimited; any two integers."""
     allowed, remedy = "a pair (left, right) of integers, -1 for unlimited", "(-1, -1) is no window."
-    try:
+    pair: tuple[object, ...] = ()
+    with suppress(TypeError):
         pair = tuple(window_size)  # type: ignore[arg-type]  # FlashAttention's tests give a tensor
-    except TypeError:
-        pair = ()
     if isinstance(window_size, str) or len(pair) != 2:
         raise AttentionArgumentError("window_size", show(window_size), allowed, remedy)
     left, right = (integer("window_size", w, allowed, remedy) for w in pair)
