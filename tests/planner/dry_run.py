@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_cpu import reseed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -204,8 +205,8 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         reseed()
-        # Core shapes both once a process, by the first model of it.
-        destroy_moe_metrics_tracker()
+        # Core shapes these once a process, by the first model of it.
+        _forget()
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
         torch.nn.Module._apply = _convert
         for name in CHUNKS:
@@ -218,11 +219,17 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
         ps.get_expert_data_parallel_group_gloo = ps.get_expert_data_parallel_group
         yield
     finally:
+        _forget()  # fake tensors, which the next test's model would add to
         for (owner, name), value in kept.items():
             setattr(owner, name, value)
         ps.destroy_model_parallel()
         dist.destroy_process_group()
         cpu_mode.uninstall()
+
+
+def _forget() -> None:
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
 
 
 def _convert(self, function, recurse: bool = True):
