@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,30 @@ def _run_origin(environment: dict[str, Any]) -> str:
     return f"Measured on {what}; {', '.join(named)}; commit {str(environment.get('commit'))[:12]}."
 
 
+BETWEEN = 80
+"""Seconds of a job in which a run starts, compiles and saves."""
+
+
+def pace(result: dict[str, Any]) -> str:
+    """Steps of a run in a job of 24 minutes, on one GPU and on two."""
+    step = result["by_processes"]["1"]["step_seconds"]
+    done = json.loads((ROOT / "docs" / "results" / "stability_baselines.json").read_text())["runs"]
+    whole = [
+        (run["steps"], run["attempts"][0])
+        for run in done
+        if run["state"] == "finished" and len(run["attempts"]) == 1
+    ]
+    pairs = [steps / a["seconds"] for steps, a in whole if a["gpus"] == 2]
+    one = (24 * 60 - BETWEEN) / step // 100 * 100
+    return (
+        f"One H200 makes {1 / step:.1f} steps/s ({1e3 * step:.1f} ms a step, "
+        f"telemetry_overhead.json); finished runs on two made {min(pairs):.1f} with start, "
+        f"checkpoints and evaluation (stability_baselines.json). 24 minutes are about {one:,.0f} "
+        "steps of a run on one GPU and "
+        f"{min(pairs) * 24 * 60 // 100 * 100:,.0f} of a run on two."
+    )
+
+
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     """Markers of docs/stability.md, as `render_tables.TABLES` has them."""
     command = "megatron-patch experiment stability --config configs/stability/{}.yaml"
@@ -145,6 +170,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         )
         for name in PROTOCOLS
     }
+    found["stability-pace"] = ("telemetry_overhead", pace, "telemetry_overhead.py")
     found["stability-cells"] = ("", cells, "")
     found["stability-probe"] = (
         "stability_probe",

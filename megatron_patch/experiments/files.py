@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def make_folder(path: Path, option: str) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        reason = "" if os.access(path, os.W_OK) else "no permission"
+        # Only trying tells: what the mode bits allow, a file system may refuse.
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         reason = error.strerror or str(error)
-    if reason:
-        raise ExperimentError(f"{option} {path}: cannot be written ({reason}); name a directory")
+        text = f"{option} {path}: cannot be written ({reason}); name a directory that you can write"
+        raise ExperimentError(text) from error

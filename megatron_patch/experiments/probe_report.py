@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.files import make_folder
 from megatron_patch.experiments.results import table
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ def run(request: Request) -> int:
     import torch
 
     from megatron_patch.experiments import probing
-    from megatron_patch.experiments.errors import ExperimentError
     from megatron_patch.runtime import environment
 
     name = request.device
@@ -55,7 +53,7 @@ def run(request: Request) -> int:
     runners = probing.choose(request.backends, device)
     paths = probing.files_of(request.captures)
     if request.out is not None:
-        _claim(request.out)
+        make_folder(request.out, "--out")  # before the captures are probed, which takes long
     found, left_out = _probe(request, paths, runners, device)
     result = {
         "captures": found,
@@ -83,7 +81,6 @@ def _probe(
         ExperimentError: none gave anything.
     """
     from megatron_patch.experiments import probing
-    from megatron_patch.experiments.errors import ExperimentError
     from megatron_patch.stability import capture as captures
 
     found: list[dict[str, Any]] = []
@@ -140,39 +137,17 @@ def write(result: dict[str, Any], out: Path) -> None:
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
     parts = [markdown(one) for one in result["captures"]]
     parts += [f"Left out: {one['error']}\n" for one in result["left_out"]]
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
+    try:
         (out / "probe.json").write_text(text + "\n")
         (out / "probe.md").write_text("\n".join(parts))
         draw(result, out / "probe.png")
-
-
-@contextlib.contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Errors of writing below ``out`` as one line."""
-    from megatron_patch.experiments.errors import ExperimentError
-
-    try:
-        yield
     except OSError as error:
-        where = error.filename or out
-        raise ExperimentError(
-            f"--out {out}: {where} cannot be written ({error.strerror or error}); name a directory "
-            "that you can write, or one that is not there yet"
-        ) from None
-
-
-def _claim(out: Path) -> None:
-    """Find out before the captures are probed, which takes long, that nothing can be written.
-
-    Raises:
-        ExperimentError: nothing can.
-    """
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        # Only trying tells: what the mode bits allow, a file system may refuse.
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        where, why = error.filename or out, error.strerror or error
+        said = (
+            f"--out {out}: {where} cannot be written ({why}); name a directory that you can write"
+        )
+        raise ExperimentError(said) from None
 
 
 HEAD = (

@@ -7,9 +7,9 @@ The rule of the verdict: against float64, the error of the cut run is at most 1.
 1.5 times (largest) that of the uncut run of the same backend, plus `FLOOR` of the truth's RMS: sums
 in another order differ by a few roundings of the accumulation type, however small the uncut error.
 The largest error is the mean of the 16 largest: which single element of a hundred thousand meets
-the worst roundings is luck, and in every cut it is another one (of 256 maxima on a GPU, 41 were
-above the uncut run's, up to 1.9 times, and 47 below). A row that is wrong, or one element by more
-than 16 times the bound, shows in that mean as well as in the maximum.
+the worst roundings is luck, and in every cut it is another one: over seeds, maxima lie above the
+uncut run's as often as below, and now and then far above. A row that is wrong, or one element by
+more than 16 times the bound, shows in that mean as well as in the maximum.
 """
 
 from __future__ import annotations
