@@ -29,8 +29,8 @@ from megatron_patch.attention.replace import (
     replace_core_attention,
     rewrite_spec,
 )
+from megatron_patch.model.gpt import GPTModel
 from megatron_patch.model.mla import MLASelfAttention
-from megatron_patch.model.mtp import GPTModel
 from megatron_patch.model.norms import norm_class
 from megatron_patch.model.transformer_config import transformer_config
 

@@ -12,11 +12,9 @@ differ from those of an unsplit sequence; so does the mean that it records.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import gpt_model as core_model
 from megatron.core.transformer import multi_token_prediction as core
 
 
@@ -92,35 +90,3 @@ def _record(loss: torch.Tensor, index: int, depths: int) -> None:
         depths,
         avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-
-
-def _rebound(function: Any, **names: Any) -> Any:
-    """``function`` with some of the global names it uses bound to other objects."""
-    missing = set(names) - set(function.__code__.co_names)
-    assert not missing, f"{function.__qualname__} does not use {missing}: Megatron-Core changed"
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-class GPTModel(core_model.GPTModel):
-    """Megatron-Core's model, its multi-token-prediction loss computed by `process_mtp_loss`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As Megatron-Core's; the last stage of a pipeline has no weight that nothing uses."""
-        super().__init__(*args, **kwargs)
-        # With tied embeddings and extra depths the last stage multiplies by its copy of the
-        # embedding. Core 0.19.2 allocates an output projection as well: it gets no gradient, on
-        # which overlap_grad_reduce fails, and core's own sharding of the state forbids it.
-        tied = self.share_embeddings_and_output_weights and self.mtp_process
-        if tied and self.post_process and not self.pre_process:
-            self.output_layer.weight = None
-
-    # The method is 150 lines, of which one call changes; overriding it would copy the rest.
-    _postprocess = _rebound(core_model.GPTModel._postprocess, process_mtp_loss=process_mtp_loss)

@@ -4,6 +4,10 @@ Megatron-Core's own `WrappedTorchNorm` refuses sequence parallelism, and Apex ha
 Under sequence parallelism each rank normalizes its part of the sequence, so the gradients of weight
 and bias are partial sums; core's ``finalize_model_grads`` adds them up over tensor-parallel ranks
 for parameters that carry ``sequence_parallel = True``.
+
+Under ``training.compile_fusions`` norms are compiled: one kernel reads the residual stream and
+writes the output in the weight's type. PyTorch's own makes a float32 output first where the stream
+is float32, and its kernel for LayerNorm's weight gradient is slow.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_patch.model.transformer_config import is_compiled
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm of the last dimension; float32 inside, output in the weight's type."""
@@ -20,13 +26,11 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
         _mark(self, config)
+        self.function = _compiled_rms_norm if is_compiled(config) else _rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x [..., hidden_size]; a float32 residual stream meets BF16 weights here."""
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
-        out = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
-        return out.to(self.weight.dtype)
+        return self.function(x, self.weight, self.eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -35,14 +39,29 @@ class LayerNorm(torch.nn.LayerNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
         _mark(self, config)
+        self.function = _compiled_layer_norm if is_compiled(config) else _layer_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x [..., hidden_size]; a float32 residual stream meets BF16 weights here."""
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
-        weight, bias = self.weight.float(), self.bias.float()
-        out = F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
-        return out.to(self.weight.dtype)
+        return self.function(x, self.weight, self.bias, self.eps)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+    if x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(weight.dtype)
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x.dtype == weight.dtype:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(weight.dtype)
+
+
+_compiled_rms_norm = torch.compile(_rms_norm, dynamic=False)
+_compiled_layer_norm = torch.compile(_layer_norm, dynamic=False)
 
 
 def norm_class(normalization: str) -> type[torch.nn.Module]:

@@ -96,6 +96,11 @@ def _precision(run: RunConfig) -> dict[str, Any]:
     }
 
 
+def is_compiled(config: Any) -> bool:
+    """Whether ``training.compile_fusions`` is on: core's configuration has no field for it."""
+    return bool(config.cross_entropy_loss_fusion)
+
+
 def _fusions(run: RunConfig) -> dict[str, Any]:
     model, on = run.model, run.training.compile_fusions
     # Core fuses SwiGLU with or without a bias, GELU only with one, and no other activation.

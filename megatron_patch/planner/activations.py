@@ -435,8 +435,15 @@ class Activations:
         n = self.n
         found = [*self.norm("final norm", n.S, n.h, size=n.residual)]
         found.append(Saved("final norm output", n.hidden, "head"))
-        found.append(Saved("softmax of the logits, float32", FLOAT * n.T * n.vocab, "head"))
+        found.append(Saved(*self.kept_of_logits(), "head"))
         return found
+
+    def kept_of_logits(self) -> tuple[str, int]:
+        """What the cross entropy keeps for its backward pass."""
+        logits = self.n.T * self.n.vocab
+        if self.fused:
+            return "logits", self.n.w * logits
+        return "softmax of the logits, float32", FLOAT * logits
 
     def extra_depth(self, number: int) -> list[Saved]:
         """One depth of multi-token prediction: merge, a layer, norms, and its own cross entropy."""
@@ -448,18 +455,13 @@ class Activations:
         return found + self.head()
 
     def head_moments(self) -> list[Moment]:
-        """Logits: in the compute type and in float32 together, forward and backward alike.
-
-        Compiled, the gradient is not made in the softmax's own memory: autograd's graph may not
-        write into what was saved, so there is a second one in float32.
-        """
+        """Logits or their gradient in the compute type beside what the cross entropy keeps."""
         n = self.n
         logits = n.w * n.T * n.vocab
         weight = n.w * n.vocab * n.h
-        softmax = FLOAT * n.T * n.vocab
-        second = softmax if self.fused else 0
+        _, kept = self.kept_of_logits()
         return [
-            Moment("cross entropy: logits", logits + n.gathered + second, softmax),
+            Moment("cross entropy: logits", logits + n.gathered, kept),
             Moment("output projection: gradients", logits + weight + n.w * n.T * n.h + n.gathered),
             Moment("final norm", 2 * n.hidden, n.hidden + n.stream),
         ]

@@ -45,7 +45,7 @@ SHORT = 1024
 TRAFFIC, TRAFFIC_FUSED = 7.4, 5.8
 """Bytes moved per byte saved by the operations between matrix products, forward and backward,
 eager and with ``training.compile_fusions``: fitted to GPT-2 124M (docs/results)."""
-LOGIT_BYTES, LOGIT_BYTES_FUSED = 52, 24
+LOGIT_BYTES, LOGIT_BYTES_FUSED = 52, 6
 """Bytes moved per logit by the cross entropy and its gradient, counted operation by operation."""
 UPDATE_BYTES = 30
 """Bytes an AdamW update moves per element: reads gradient, main weight, moments; writes 3 of them

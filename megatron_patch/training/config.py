@@ -61,7 +61,7 @@ class TrainingConfig:
     check_finite: bool = True
     """Stop before the update when loss or gradients are not finite; names step, rank, parameter."""
     compile_fusions: bool = False
-    """Megatron-Core's torch.compile fusions: bias + activation, bias + residual, cross entropy."""
+    """Compile bias + activation and bias + residual (core's), norms and cross entropy (ours)."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""

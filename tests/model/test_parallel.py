@@ -38,7 +38,7 @@ def worst(one, other) -> float:
     )
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "tp2 sp compiled loss"])
 def test_norm_gradients_are_those_of_one_rank(seen, layout):
     """Without the mark on our norms, each rank would keep the sum over its part of the sequence."""
     plain = seen[0]["dp2"]

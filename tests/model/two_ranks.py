@@ -42,7 +42,7 @@ LATENT = {
 }
 
 
-def norm_grads(*, model=DENSE, mark=True, **parallel):
+def norm_grads(*, model=DENSE, mark=True, fused=False, **parallel):
     """Loss and gradients of all norms after core's finalization, by name."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -52,7 +52,7 @@ def norm_grads(*, model=DENSE, mark=True, **parallel):
 
     from megatron_patch.model.build import build_model
 
-    run = tiny_run(model, parallel=parallel)
+    run = tiny_run(model, parallel=parallel, training={"compile_fusions": fused})
     groups(run)
     built = build_model(run, vocab_size=VOCAB)
     (chunk,) = built.chunks
@@ -113,6 +113,7 @@ def main() -> None:
         "dp2": norm_grads(),
         "tp2": norm_grads(**tp2),
         "tp2 sp": norm_grads(**tp2, sequence_parallel=True),
+        "tp2 sp compiled loss": norm_grads(**tp2, sequence_parallel=True, fused=True),
         "tp2 sp unmarked": norm_grads(mark=False, **tp2, sequence_parallel=True),
         "mla dp2": norm_grads(model=LATENT),
         "mla tp2 sp": norm_grads(model=LATENT, **tp2, sequence_parallel=True),

@@ -216,27 +216,31 @@ def logits_alive(loss, rows: int, vocab: int) -> float:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
-def test_the_compiled_cross_entropy_holds_a_second_matrix():
-    """In the backward pass: the softmax, the gradient in BF16 and, where compiled, in float32."""
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+def test_what_the_cross_entropy_holds_beside_the_logits():
+    """In the backward pass: the gradient in BF16 and, unless compiled, a float32 softmax."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    from megatron_patch.model.cross_entropy import cross_entropy
 
     with single_rank():
         group = dist.group.WORLD
         eager = logits_alive(lambda x, y: vocab_parallel_cross_entropy(x, y, 0.0, group), 256, 8192)
         torch.compiler.set_stance("default")  # CPU mode runs eagerly
-        compiled = logits_alive(
-            lambda x, y: fused_vocab_parallel_cross_entropy(x, y, group), 256, 8192
-        )
+        compiled = logits_alive(lambda x, y: cross_entropy(x, y, group), 256, 8192)
     assert eager == pytest.approx(1.5, abs=0.02)
-    assert compiled == pytest.approx(2.5, abs=0.02)
+    assert compiled == pytest.approx(0.5, abs=0.02)  # and the logits themselves, not counted here
 
-    def peak(fused: bool) -> int:
-        run = tiny_run(SHAPE, training={"device": "cuda", "compile_fusions": fused})
-        return activations.Activations(run, 8192).head_moments()[0].extra
+    def saved(fused: bool) -> int:
+        run = tiny_run(
+            SHAPE, training={"device": "cuda", "precision": "bf16", "compile_fusions": fused}
+        )
+        acts = activations.Activations(run, 8192)
+        (matrix,) = (x.size for x in acts.head() if "logits" in x.name)
+        assert acts.head_moments()[0].freed == matrix
+        return matrix
 
     rows = 2 * SHAPE["seq_length"]  # a micro-batch of two
-    assert peak(True) - peak(False) == 4 * rows * 8192
+    assert saved(False) == 4 * rows * 8192 and saved(True) == 2 * rows * 8192
 
 
 def test_recomputed_up_projection():
