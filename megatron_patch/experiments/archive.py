@@ -20,7 +20,7 @@ from typing import Any
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
-from megatron_patch.experiments.store import job_of, same_run, set_aside
+from megatron_patch.experiments.store import differences, job_of, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 
 FORMAT = "megatron-patch experiment 1"
@@ -198,7 +198,7 @@ def _compare(content: dict[str, bytes], seen: dict[str, bytes], out: Path) -> No
         here = _parse("experiment.json", seen["experiment.json"])
         same = here["name"] == there["name"] and here["explosion"] == there["explosion"]
         shared = here["runs"].keys() & there["runs"].keys()
-        if not same or not all(same_run(here["runs"][n], there["runs"][n]) for n in shared):
+        if not same or any(differences(here["runs"][n], there["runs"][n]) for n in shared):
             raise ExperimentError(f"{out} holds another experiment or another version of it")
     for name in content.keys() & seen.keys() - {"experiment.json"}:
         mine, theirs = _parse(name, seen[name]), _parse(name, content[name])

@@ -141,8 +141,8 @@ class Store:
         ]
         for name, run in mine["runs"].items():
             before = there["runs"].get(name)
-            if before is not None and not same_run(before, run):
-                changed.append(f"run {name}: {before} -> {run}")
+            if before is not None:
+                changed += [f"run {name}: {text}" for text in differences(before, run)]
         started = [n for n, state in self._read_states().items() if state.attempts]
         changed += [f"run {n}: taken out, but it was started" for n in started
                     if n not in mine["runs"]]  # fmt: skip
@@ -178,18 +178,24 @@ def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int,
     return None
 
 
-def same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two entries of experiment.json are of one run: all but where the data lie.
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What keeps two entries of experiment.json from being one run: all but choices of the day.
 
-    Paths differ between machines; the hash of the batches says whether the data are the same. What
-    only one of them has is of a later version, and says nothing about the other.
+    Those are where the data lie (the hash of the batches says whether they are the same) and into
+    how many passes a batch is cut. What only one of them has is of a later version, and says
+    nothing about the other.
     """
-    return all(_kept(one, key) == _kept(other, key) for key in one.keys() & other.keys())
+    shared = [key for key in one if key in other]
+    return [
+        f"{key} {_kept(one, key)} -> {_kept(other, key)}"
+        for key in shared
+        if _kept(one, key) != _kept(other, key)
+    ]
 
 
 def _kept(run: dict[str, Any], key: str) -> Any:
     value = run[key]
-    return [text for text in value if not _DATA_PATH.match(text)] if key == "set" else value
+    return [text for text in value if not _OF_THE_DAY.match(text)] if key == "set" else value
 
 
 def job_of(tree: dict[str, Any]) -> str:
@@ -207,7 +213,7 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-_DATA_PATH = re.compile(r"data\.[\w.]*path=")
+_OF_THE_DAY = re.compile(r"data\.[\w.]*path=|training\.micro_batch_size=")
 _RULES = ("steps", "checked_steps", "explosion", "config")
 
 

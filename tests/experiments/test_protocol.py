@@ -138,14 +138,17 @@ def test_a_started_protocol_cannot_be_changed(protocol: Path, tmp_path: Path) ->
         Store(out, read(protocol))
 
 
-def test_only_the_place_of_the_data_may_differ(protocol: Path, tmp_path: Path) -> None:
-    """Machines keep them in different places; the hash of the batches says if they are the same."""
+def test_choices_of_the_day_may_differ(protocol: Path, tmp_path: Path) -> None:
+    """Machines keep data in different places, and cut a batch into passes that fit them."""
     out = tmp_path / "out"
     here = ["data.blend.0.path=here/books", "data.tokenizer.path=null"]
     Store(out, read(protocol, here)).close()
-    Store(out, read(protocol, ["data.blend.0.path=there/books"])).close()
-    with pytest.raises(ExperimentError, match="--out"):
+    there = ["data.blend.0.path=there/books", "training.micro_batch_size=2"]
+    Store(out, read(protocol, there)).close()
+    with pytest.raises(ExperimentError, match="--out") as refused:
         Store(out, read(protocol, [*here, "data.seed=5"]))
+    # What differs is named, and nothing else of the run.
+    assert "data.seed=5" in str(refused.value) and "recipe" not in str(refused.value)
 
 
 def test_the_plan_says_what_time_is_enough_for() -> None:
