@@ -1,7 +1,7 @@
 """How early the warning rule fires, and how often for nothing.
 
     python benchmarks/early_warning.py --choose CSV ... --judge CSV ... [--lead 800]
-    python benchmarks/early_warning.py --judge RUN ...
+    python benchmarks/early_warning.py --judge RUN ... [--keep docs/results/early_warning_runs.json]
 
 A RUN is a run directory with telemetry (``<run_dir>/stability``), or a CSV without a header whose
 columns are step, mean and largest loss, mean and largest gradient norm of the steps since the row
@@ -11,7 +11,8 @@ before; ``RUN@1000`` says how long a CSV's learning-rate warm-up was (default 20
 steps before, and no other. ``--judge`` are held out: nothing is fitted on them; without
 ``--choose`` the default rule is judged. Run directories and CSVs of something else are not mixed:
 docs/results/early_warning_runs.json holds figures of this trainer's own runs, early_warning.json
-those of recorded curves. No GPU, no torch.
+those of recorded curves. No GPU, no torch. ``--keep`` takes the choice and the runs of an earlier
+result over, whose records may be gone; a run that is judged now replaces its row there.
 
 The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
 the warm-up. A run that is warned and whose loss does not move within its recorded steps counts as
@@ -159,6 +160,21 @@ def choose(runs: list[str], lead: int, name: str) -> tuple[float | None, list[di
     return best, table
 
 
+def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
+    """Choice and rows of an earlier result, judged by the same rule; rows name their commit."""
+    empty: dict[str, Any] = {"chosen": None, "grid": [], "choosing": [], "held_out": []}
+    if path is None:
+        return empty
+    old = machine.read_result(path, "--keep")
+    if (old.get("threshold"), old.get("default")) != (name, getattr(Rule(), name)):
+        raise SystemExit(f"--keep {path}: judged by another rule; judge all runs again")
+    rows = {
+        kind: [{"commit": old["commit"]} | row for row in old[kind] if row["run"] not in new]
+        for kind in ("choosing", "held_out")
+    }
+    return {"chosen": old["chosen"], "grid": old["grid"], "wanted_lead": old["wanted_lead"], **rows}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,8 +183,11 @@ def main() -> int:
     parser.add_argument("--judge", nargs="+", default=[], metavar="RUN")
     parser.add_argument("--lead", type=int, default=800, help="steps of warning wanted")
     parser.add_argument("--source", help="what the runs are; needed for CSVs")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
+    if args.keep and args.choose:
+        parser.error("--keep keeps the choice of that result; leave --choose out")
     both = {load(n)[0] for n in args.choose} & {load(n)[0] for n in args.judge}
     if both:
         parser.error(f"chosen on and judged by: {', '.join(sorted(both))}; hold them out")
@@ -181,18 +200,21 @@ def main() -> int:
     if not product and not args.source:
         parser.error("--source: say whose curves the CSVs are")
     name = "danger_head_growth" if product else "danger_growth"
-    threshold, table = choose(args.choose, args.lead, name) if args.choose else (None, [])
+    old = kept(args.keep, name, {load(n)[0] for n in args.judge})
+    threshold, table = old["chosen"], old["grid"]
+    if args.choose:
+        threshold, table = choose(args.choose, args.lead, name)
     rule = rule_with(name, threshold) if threshold is not None else Rule()
     result = {
         "source": args.source or "run directories of this trainer",
         "product": product,
-        "wanted_lead": args.lead,
+        "wanted_lead": old.get("wanted_lead", args.lead),
         "threshold": name,
         "chosen": threshold,
         "default": getattr(Rule(), name),
         "grid": table,
-        "choosing": [examine(name, rule) for name in args.choose],
-        "held_out": [examine(name, rule) for name in args.judge],
+        "choosing": old["choosing"] + [examine(name, rule) for name in args.choose],
+        "held_out": old["held_out"] + [examine(name, rule) for name in args.judge],
     }
     file = "early_warning_runs" if product else "early_warning"
     path = machine.write_result(file, result, args.out)

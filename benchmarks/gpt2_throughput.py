@@ -47,7 +47,7 @@ def run_plain(args: argparse.Namespace, gpus: int, work: Path, tag: str) -> dict
     if code == 0:
         row |= json.loads(out.read_text())
     else:
-        row["error"] = (work / f"{tag}.log").read_text()[-1500:]
+        row["error"] = machine.why((work / f"{tag}.log").read_text())
     return row
 
 
@@ -79,7 +79,7 @@ def run_trainer(
     system = f"trainer, {backend}{', compile_fusions' if fused else ''}"
     row: dict[str, object] = {"system": system, "gpus": gpus, "exit": code}
     if code:
-        row["error"] = (work / f"{tag}.log").read_text()[-1500:]
+        row["error"] = machine.why((work / f"{tag}.log").read_text())
         return row
     with (run_dir / "metrics.csv").open() as lines:
         rows = [r for r in csv.DictReader(lines) if int(r["step"]) > args.warmup]

@@ -3,7 +3,8 @@
     python benchmarks/head_timeline.py RUN ... --layer 1 --head 8 --steps 2000 4000 6000
 
 A RUN is a run directory with telemetry (``<run_dir>/stability``); every run is read at the records
-of the same steps. Writes docs/results/head_timeline.json. No GPU, no torch.
+of the same steps. Writes docs/results/head_timeline.json. No GPU, no torch. ``--keep`` adds to the
+runs of an earlier result, whose records may be gone.
 """
 
 from __future__ import annotations
@@ -44,9 +45,15 @@ def main() -> int:
     parser.add_argument("--layer", type=int, required=True, help="counted from 0")
     parser.add_argument("--head", type=int, required=True, help="counted from 0")
     parser.add_argument("--steps", type=int, nargs="+", required=True)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
-    runs = {}
+    runs: dict[str, Any] = {}
+    if args.keep:
+        old = machine.read_result(args.keep, "--keep")
+        if (old.get("layer"), old.get("head")) != (args.layer, args.head):
+            parser.error(f"{args.keep} is about layer {old.get('layer')}, head {old.get('head')}")
+        runs = {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
     for name in args.runs:
         try:
             telemetry = record.read(name)

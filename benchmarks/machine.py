@@ -174,3 +174,9 @@ def write_result(name: str, figures: dict[str, Any], folder: Path | None = None)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({**describe(), **figures}, indent=1, sort_keys=True) + "\n")
     return target
+
+
+def why(log: str) -> str:
+    """The end of what torchrun's ranks said: its own account comes last and says nothing."""
+    ranks, _, _ = log.partition("torch.distributed.elastic.multiprocessing.errors")
+    return ranks.rpartition("Traceback (most recent call last)")[0][-1500:] or log[-1500:]

@@ -252,15 +252,9 @@ def measure(case: Case, args: argparse.Namespace, devices: list[int]) -> dict[st
         except subprocess.TimeoutExpired:
             return row | {"error": f"did not end in {CASE_SECONDS} s"}
     if code:
-        return row | {"error": why((folder / "log").read_text())}
+        return row | {"error": machine.why((folder / "log").read_text())}
     found = [json.loads((folder / f"{r}.json").read_text()) for r in range(case.ranks)]
     return row | {"by_rank": [compare(f, stages[r // block]) for r, f in enumerate(found)]}
-
-
-def why(log: str) -> str:
-    """The end of what the ranks said: torchrun's own account of it comes last and says nothing."""
-    ranks, _, _ = log.partition("torch.distributed.elastic.multiprocessing.errors")
-    return ranks.rpartition("Traceback (most recent call last)")[0][-1500:] or log[-1500:]
 
 
 def compare(found: dict[str, int | None], stage: Any) -> dict[str, Any]:

@@ -98,12 +98,14 @@ def timeline(result: dict[str, Any]) -> str:
              "wq_norm": "W_Q", "wk_norm": "W_K", "entropy": "entropy"}  # fmt: skip
     runs = result["runs"]
     rows = []
-    for step in next(iter(runs.values()))["at"]:
+    for step in sorted({int(step) for facts in runs.values() for step in facts["at"]}):
         for run, facts in runs.items():
-            found = facts["at"][step] or {}
+            found = facts["at"].get(str(step))
+            if found is None:
+                continue
             cells = [found.get(n) for n in names]
             told = ["-" if c is None else f"{c:,.0f}" if c >= 1000 else f"{c:.3g}" for c in cells]
-            rows.append([f"{int(step):,}", run, *told])
+            rows.append([f"{step:,}", run, *told])
     where = f"Layer {result['layer']}, head {result['head']}; spectral norms of its W_Q and W_K."
     head = ["step", "run", *names.values()]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.training import multi_tensor
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -132,6 +133,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=run.parallel.overlap_param_gather,
     )
+    multi_tensor.install()
     with _adam(o.implementation) as name:
         optimizer = get_megatron_optimizer(config, chunks)
     detail = ""

@@ -164,8 +164,8 @@ def test_an_error_is_what_the_ranks_said():
         "Traceback (most recent call last):\n  in main\n"
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nexitcode: 1\n"
     )
-    assert plan_memory.why(said + torchrun) == said
-    assert plan_memory.why("killed") == "killed"
+    assert plan_memory.machine.why(said + torchrun) == said
+    assert plan_memory.machine.why("killed") == "killed"
 
 
 def test_table_shows_the_worst_rank():

@@ -1,0 +1,84 @@
+"""The gradient norm and clipping without Transformer Engine and Apex."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron_cpu import single_rank
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_patch.training import multi_tensor
+
+
+@pytest.fixture
+def core():
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    before = clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    with single_rank():
+        yield clip_grads
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = before
+
+
+def parameters(values=1.0):
+    make = torch.Generator().manual_seed(3)
+    found = []
+    for shape in ((300, 7), (1,), (0, 4), (5, 5, 5)):
+        parameter = torch.nn.Parameter(torch.zeros(shape))
+        parameter.grad = values * torch.randn(shape, generator=make)
+        found.append(parameter)
+    return found
+
+
+def norm(core, found):
+    return float(core.get_grad_norm_fp32([p.grad for p in found], grad_stats_parallel_group=None))
+
+
+def test_norm_and_clipping_are_cores_own(core):
+    """Against float64; Core's stand-ins beside them."""
+    found, again = parameters(), parameters()
+    exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in found))
+    assert norm(core, again) == pytest.approx(exact, rel=1e-6)
+    core.clip_grad_by_total_norm_fp32(again, 1.0, exact)
+    assert multi_tensor.install()
+    assert not multi_tensor.install()  # nothing is left to replace
+    assert norm(core, found) == pytest.approx(exact, rel=1e-6)
+    core.clip_grad_by_total_norm_fp32(found, 1.0, exact)
+    assert norm(core, found) == pytest.approx(1.0, rel=1e-5)
+    for one, other in zip(found, again, strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_makes_the_norm_bad(core, bad):
+    multi_tensor.install()
+    found = parameters()
+    found[3].grad[0, 0, 0] = bad
+    assert not math.isfinite(norm(core, found))
+
+
+def reads(core) -> int:
+    """Values that a norm brings to the host; each waits for the device."""
+    found = parameters()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        norm(core, found)
+    return sum(event.name == "aten::item" for event in seen.events())
+
+
+def test_one_value_reaches_the_host(core):
+    before = reads(core)
+    assert before > len(parameters())
+    multi_tensor.install()
+    assert reads(core) == 1
+
+
+def test_kernels_of_apex_and_transformer_engine_stay(core, monkeypatch):
+    monkeypatch.setattr(core, "l2_norm_impl", print)
+    monkeypatch.setattr(core, "multi_tensor_scale_impl", print)
+    assert not multi_tensor.install()
+    assert core.l2_norm_impl is print is core.multi_tensor_scale_impl
