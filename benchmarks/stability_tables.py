@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,21 +92,18 @@ def probes(result: dict[str, Any]) -> str:
 
 
 def timeline(result: dict[str, Any]) -> str:
-    """One head through the runs, a line a step."""
-    names = {"loss_mean": "loss", "grad_norm_mean": "gradient norm", "max_logit": "largest logit",
-             "wq_norm": "W_Q", "wk_norm": "W_K", "entropy": "entropy"}  # fmt: skip
-    runs = result["runs"]
+    """One head through the runs, a line a step, the runs side by side."""
+    names = {"max_logit": "largest logit", "wq_norm": "W_Q", "grad_norm_mean": "gradient norm"}
+    runs = sorted(result["runs"])
     rows = []
-    for step in sorted({int(step) for facts in runs.values() for step in facts["at"]}):
-        for run, facts in runs.items():
-            found = facts["at"].get(str(step))
-            if found is None:
-                continue
-            cells = [found.get(n) for n in names]
-            told = ["-" if c is None else f"{c:,.0f}" if c >= 1000 else f"{c:.3g}" for c in cells]
-            rows.append([f"{step:,}", run, *told])
-    where = f"Layer {result['layer']}, head {result['head']}; spectral norms of its W_Q and W_K."
-    head = ["step", "run", *names.values()]
+    for step in sorted({int(step) for run in runs for step in result["runs"][run]["at"]}):
+        at = [result["runs"][run]["at"].get(str(step)) or {} for run in runs]
+        cells = [found.get(name) for name in names for found in at]
+        told = ["-" if c is None else f"{c:,.0f}" if c >= 1000 else f"{c:.3g}" for c in cells]
+        rows.append([f"{step:,}", *told])
+    where = f"Layer {result['layer']}, head {result['head']}: its largest logit and the spectral "
+    where += "norm of its W_Q; the gradient norm of the whole model. - : no record."
+    head = ["step", *(f"{name}, {run}" for name in names.values() for run in runs)]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
@@ -137,28 +133,23 @@ def _run_origin(environment: dict[str, Any]) -> str:
     return f"Measured on {what}; {', '.join(named)}; commit {str(environment.get('commit'))[:12]}."
 
 
-BETWEEN = 80
-"""Seconds of a job in which a run starts, compiles and saves."""
-
-
 def pace(result: dict[str, Any]) -> str:
-    """Steps of a run in a job of 24 minutes, on one GPU and on two."""
-    step = result["by_processes"]["1"]["step_seconds"]
-    done = json.loads((ROOT / "docs" / "results" / "stability_baselines.json").read_text())["runs"]
-    whole = [
-        (run["steps"], run["attempts"][0])
-        for run in done
-        if run["state"] == "finished" and len(run["attempts"]) == 1
+    """Steps of a run in a job of 24 minutes, on one GPU and on two, as runs made them."""
+    told = []
+    for run in result["runs"]:
+        attempts = run["attempts"]
+        if len(attempts) != 1 or run["state"] not in ("finished", "paused") or run["steps"] < 5000:
+            continue
+        gpus, rate = attempts[0]["gpus"], run["steps"] / attempts[0]["seconds"]
+        told.append(
+            f"| {run['run']} | {gpus} | {run['commit'][:12]} | {rate:.1f} | "
+            f"{rate * 24 * 60 // 100 * 100:,.0f} |"
+        )
+    head = [
+        "| run | GPUs | commit | steps/s | in 24 minutes |",
+        "| --- | ---: | --- | ---: | ---: |",
     ]
-    pairs = [steps / a["seconds"] for steps, a in whole if a["gpus"] == 2]
-    one = (24 * 60 - BETWEEN) / step // 100 * 100
-    return (
-        f"One H200 makes {1 / step:.1f} steps/s ({1e3 * step:.1f} ms a step, "
-        f"telemetry_overhead.json); finished runs on two made {min(pairs):.1f} with start, "
-        f"checkpoints and evaluation (stability_baselines.json). 24 minutes are about {one:,.0f} "
-        "steps of a run on one GPU and "
-        f"{min(pairs) * 24 * 60 // 100 * 100:,.0f} of a run on two."
-    )
+    return "\n".join(["With start, checkpoints and evaluation:", "", *head, *told])
 
 
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
@@ -172,7 +163,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         )
         for name in PROTOCOLS
     }
-    found["stability-pace"] = ("telemetry_overhead", pace, "telemetry_overhead.py")
+    found["stability-pace"] = ("stability_baselines", pace, command.format("baselines"))
     found["stability-cells"] = ("", cells, "")
     found["stability-probe"] = (
         "stability_probe",
