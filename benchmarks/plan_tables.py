@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from table_text import origin, table
+from table_text import kept_from, origin, table
 
 GIB = 2**30
 
@@ -46,12 +46,8 @@ def memory(result: dict[str, Any]) -> str:
         held += f" {result['missing']} more cases were not reached."
     if "planned_at" in result:
         held += f" Planned at commit {result['planned_at'][:12]}."
-    for commit in sorted({case["commit"] for case in result["cases"] if "commit" in case}):
-        names = [
-            f"{c['model']} {c['layout']}" for c in result["cases"] if c.get("commit") == commit
-        ]
-        held += f" Measured at commit {commit[:12]}: "
-        held += f"{'; '.join(names)}."
+    named = [(f"{case['model']} {case['layout']}", case) for case in result["cases"]]
+    held += kept_from(named, "Measured")
     return "\n".join([origin(result), held, "", table(head, rows)])
 
 

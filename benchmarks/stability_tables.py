@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from table_text import origin, table
+from table_text import kept_from, origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -103,6 +103,7 @@ def timeline(result: dict[str, Any]) -> str:
         rows.append([f"{step:,}", *told])
     where = f"Layer {result['layer']}, head {result['head']}: its largest logit and the spectral "
     where += "norm of its W_Q; the gradient norm of the whole model. - : no record."
+    where += kept_from([*result["runs"].items()], "Read")
     head = ["step", *(f"{name}, {run}" for name in names.values() for run in runs)]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 

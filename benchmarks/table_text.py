@@ -18,3 +18,12 @@ def origin(result: dict[str, Any]) -> str:
     what = machine.get("gpu", f"CPU ({machine['cpu']})")
     commit = result["commit"][:12] + ("+changes" if result["commit"].endswith("+changes") else "")
     return f"Measured on {what}; {', '.join(named)}; commit {commit}; {result['utc'][:10]}."
+
+
+def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
+    """ " Measured at commit X: a; b." for the rows of earlier results, which name their commit."""
+    told = ""
+    for commit in sorted({row["commit"] for _, row in rows if "commit" in row}):
+        names = [name for name, row in rows if row.get("commit") == commit]
+        told += f" {verb} at commit {commit[:12]}: {'; '.join(names)}."
+    return told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from table_text import origin, table
+from table_text import kept_from, origin, table
 
 
 def early_warning(result: dict[str, Any]) -> str:
@@ -52,15 +52,15 @@ def early_warning(result: dict[str, Any]) -> str:
             for g in result["grid"]
         ],
     )
+    source = result["source"] + "." + kept_from([(f["run"], f) for _, f in found], "Judged")
     chosen = result["chosen"]
     if not result["grid"]:
         words = (
-            f"Runs: {result['source']}. Nothing was fitted on them: {name} "
-            f"{result['default']:g}, the default."
+            f"Runs: {source} Nothing was fitted on them: {name} {result['default']:g}, the default."
         )
         return f"{origin(result)} {words}\n\n{runs}"
     words = (
-        f"Runs: {result['source']}. Chosen on the first set for a lead of "
+        f"Runs: {source} Chosen on the first set for a lead of "
         f"{result['wanted_lead']:,} steps: {name} "
         f"{'none' if chosen is None else f'{chosen:g}'} (default {result['default']:g})."
     )

@@ -81,7 +81,7 @@ def test_user_errors(
     assert "2 runs of 12 steps" in capsys.readouterr().out
     many = ROOT / "configs" / "stability" / "baselines.yaml"
     arguments = ["experiment", "stability", "--config", str(many), "--gpus", "1", "--dry-run"]
-    assert app.run(arguments) == 2
+    assert app.run([*arguments, "--gpus-per-run", "2"]) == 2
     assert "1 GPU(s) for runs of 2" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert app.run([*arguments[:-2], "8", "--out", str(tmp_path / "x")]) == 2

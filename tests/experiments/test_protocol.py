@@ -159,6 +159,6 @@ def test_the_plan_says_what_time_is_enough_for() -> None:
     assert "2 runs of 7,000 steps" in text and "2 side by side" in text
     steps = int((600 - protocol.save_seconds) * protocol.steps_per_second)
     assert f"{steps:,} steps of each of 2 run(s)" in text and "not one run is finished" in text
-    one_gpu = read(CONFIGS / "baselines.yaml", gpus_per_run=1)
-    text = plan.describe(one_gpu, steps=15000, gpus=4, minutes=24, only=["none"])
-    assert "at 5.5 steps/s" in text and "4 side by side" in text  # the protocol's 11 are of two
+    pairs = read(CONFIGS / "baselines.yaml", gpus_per_run=2)
+    text = plan.describe(pairs, steps=15000, gpus=4, minutes=24, only=["none"])
+    assert "at 14.8 steps/s" in text and "2 side by side" in text  # the protocol's 7.4 are of one
