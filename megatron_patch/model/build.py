@@ -32,7 +32,7 @@ from megatron_patch.attention.replace import (
 from megatron_patch.model.gpt import GPTModel
 from megatron_patch.model.mla import MLASelfAttention
 from megatron_patch.model.norms import norm_class
-from megatron_patch.model.transformer_config import transformer_config
+from megatron_patch.model.transformer_config import is_compiled, transformer_config
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["BuiltModel", "build_model", "layer_specs", "padded_vocab_size", "transformer_config"]
 
 log = logging.getLogger(__name__)
+
+RECOMPILE_LIMIT = 32
+"""Shapes a compiled function may meet."""
 
 _HYBRID_NOTE = (
     "model: GPTModel of Megatron-Core 0.19, which it plans to replace by HybridModel "
@@ -103,6 +106,11 @@ def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
             log.info(selection.line())
         log.info(_HYBRID_NOTE)
     config = transformer_config(run)
+    if is_compiled(config):
+        # A norm is compiled for every width, with and without gradients: latent attention under
+        # full recompute reaches torch's limit of 8, after which the rest would run eagerly.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     stages = config.virtual_pipeline_model_parallel_size
     chunks = [
         _chunk(run, config, padded_vocab_size(run, vocab_size), None if stages is None else stage)

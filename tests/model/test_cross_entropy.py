@@ -10,9 +10,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
 
+from megatron_patch.model import cross_entropy as cross_entropy_module
 from megatron_patch.model import norms
-from megatron_patch.model.build import build_model
+from megatron_patch.model.build import RECOMPILE_LIMIT, build_model
+from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.model.cross_entropy import cross_entropy
+from megatron_patch.training.config import RecomputeConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
@@ -122,10 +125,20 @@ def fused(model=None, *, on=True, precision="bf16"):
     return chunk.bfloat16() if precision == "bf16" else chunk
 
 
+MLA = MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 LIKE_GPT2 = {"normalization": "LayerNorm", "activation": "gelu", "fp32_residual_connection": True}
 
 
-@pytest.mark.parametrize("model", [{}, LIKE_GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        LIKE_GPT2,
+        {"mla": MLA, "qk_layernorm": True, "mtp": MTPConfig(num_layers=2)},
+        {"moe": MoEConfig(num_experts=4), "num_query_groups": 2, "qk_layernorm": True},
+    ],
+    ids=["llama", "gpt2", "mla, mtp", "moe, gqa"],
+)
 def test_a_model_trains_alike_with_it(model):
     loss, grads = loss_and_grads(fused(model, precision="fp32"))
     plain, expected = loss_and_grads(fused(model, on=False, precision="fp32"))
@@ -168,3 +181,27 @@ def test_a_compiled_norm_is_as_exact(compiles, name, stream):
     dy = dy.bfloat16()
     check(found, eager, run(plain.double(), x.double(), dy.double()), floor=2.0**-9)
     assert [f.dtype for f in found] == [e.dtype for e in eager]
+
+
+def test_no_norm_is_left_to_run_eagerly(compiles, monkeypatch):
+    """Latent attention, more depths, full recompute, then evaluation: the most shapes there are."""
+    compiled = []
+
+    def count(module, example):
+        compiled.append(module)
+        return module.forward
+
+    monkeypatch.setattr(norms, "_compiled_rms_norm", torch.compile(norms._rms_norm, backend=count))
+    monkeypatch.setattr(cross_entropy_module, "_compiled_sums", cross_entropy_module._sums)
+    monkeypatch.setattr(cross_entropy_module, "_compiled_gradient", cross_entropy_module._gradient)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch._dynamo.reset()
+    reseed()
+    model = {"mla": MLA, "qk_layernorm": True, "mtp": MTPConfig(num_layers=2)}
+    training = {"compile_fusions": True, "recompute": RecomputeConfig(granularity="full")}
+    (chunk,) = build_model(tiny_run(model, training=training), vocab_size=VOCAB).chunks
+    loss_and_grads(chunk)
+    with torch.no_grad():
+        tokens = torch.zeros(3, 16, dtype=torch.long)
+        chunk.eval()(tokens, torch.arange(16).repeat(3, 1), None, labels=tokens)
+    assert 8 < len(compiled) < torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
