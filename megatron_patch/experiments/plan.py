@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_patch.experiments.protocol import Experiment
+from megatron_patch.experiments.protocol import Experiment, Run
 from megatron_patch.monitor.metrics import duration
+
+NAMED = 6
+"""Runs that are cut and named."""
 
 
 def describe(
@@ -24,21 +27,73 @@ def describe(
         f"{gpus} GPU(s) (or CPU seats), {protocol.gpus_per_run} a run, "
         f"{protocol.runs_per_gpu} run(s) a GPU: {side_by_side} side by side"
     )
+    for run in runs:
+        if experiment.gpus_of(run) != protocol.gpus_per_run:
+            lines.append(f"{run.id} takes {experiment.gpus_of(run)} GPU(s)")
     speed = protocol.steps_per_second
     if speed is None:
         lines.append("the speed of a run is not known (steps_per_second)")
         return "\n".join(lines)
-    one = steps / speed
+    times = timetable(experiment, runs, steps=steps, seats=gpus * protocol.runs_per_gpu)
+    end = max((end for _, _, end in times), default=0.0)
     lines.append(
-        f"at {speed:g} steps/s one run takes {duration(one)}, all of them "
-        f"{duration(one * -(-len(runs) // max(1, side_by_side)))}"
+        f"at {speed:g} steps/s one run takes {duration(steps / speed)}, all of them "
+        f"{duration(end)}; a run that explodes ends earlier"
     )
     if minutes is not None:
-        usable = max(0.0, 60 * minutes - protocol.save_seconds)
-        done = int(usable * speed)
-        lines.append(
-            f"{minutes:g} minutes are {done:,} steps of each of {min(side_by_side, len(runs))} "
-            f"run(s) after {protocol.save_seconds:g} s for saving"
-            + ("" if done >= steps else ": not one run is finished; it goes on from its checkpoint")
-        )
+        lines.append(_cut(experiment, times, steps=steps, minutes=minutes))
     return "\n".join(lines)
+
+
+def timetable(
+    experiment: Experiment, runs: Sequence[Run], *, steps: int, seats: int
+) -> list[tuple[Run, float, float]]:
+    """(run, start, end) in seconds from now, as the runner would give out its seats.
+
+    A continued run waits for the one it continues, and makes its own steps only. Runs that need
+    more seats than there are come last, one after the other, as if they had them.
+    """
+    found: list[tuple[Run, float, float]] = []
+    free = [0.0] * seats  # when each seat is given back
+    ends: dict[str, float] = {}
+    for run in sorted(runs, key=lambda run: run.base in {r.id for r in runs}):
+        wanted = min(experiment.gpus_of(run), seats)
+        free.sort()
+        start = max([ends.get(run.base or "", 0.0), *free[:wanted]])
+        ends[run.id] = end = start + steps_of(run, steps) / _speed(experiment, run)
+        free[:wanted] = [end] * wanted
+        found.append((run, start, end))
+    return found
+
+
+def steps_of(run: Run, steps: int) -> int:
+    """Steps a run makes itself, at most."""
+    return steps if run.cell.follow is None else min(steps, run.cell.follow)
+
+
+def _speed(experiment: Experiment, run: Run) -> float:
+    """Steps per second on the GPUs the run is given."""
+    protocol = experiment.protocol
+    assert protocol.steps_per_second is not None
+    return protocol.steps_per_second * experiment.gpus_of(run) / protocol.gpus_per_run
+
+
+def _cut(
+    experiment: Experiment,
+    times: list[tuple[Run, float, float]],
+    *,
+    steps: int,
+    minutes: float,
+) -> str:
+    """What ``minutes`` are enough for."""
+    kept = experiment.protocol.save_seconds
+    usable = max(0.0, 60 * minutes - kept)
+    late = [(run, start) for run, start, end in times if end > usable]
+    text = f"{minutes:g} minutes, {kept:g} s of them for saving: "
+    text += f"{len(times) - len(late)} of {len(times)} run(s) come to their end"
+    for run, start in late[:NAMED]:
+        done = int(max(0.0, usable - start) * _speed(experiment, run))
+        text += f"; {run.id} is at {done:,} of {steps_of(run, steps):,} steps"
+    if len(late) > NAMED:
+        text += f"; and {len(late) - NAMED} more"
+    return text + ("" if not late else "; the same command goes on from their checkpoints")

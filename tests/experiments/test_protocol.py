@@ -158,7 +158,32 @@ def test_the_plan_says_what_time_is_enough_for() -> None:
     text = plan.describe(experiment, steps=7000, gpus=2, minutes=10, only=["compensated"])
     assert "2 runs of 7,000 steps" in text and "2 side by side" in text
     steps = int((600 - protocol.save_seconds) * protocol.steps_per_second)
-    assert f"{steps:,} steps of each of 2 run(s)" in text and "not one run is finished" in text
+    assert f"0 of 2 run(s) come to their end; compensated-s1 is at {steps:,} of 7,000" in text
+    assert "the same command goes on from their checkpoints" in text
     pairs = read(CONFIGS / "baselines.yaml", gpus_per_run=2)
     text = plan.describe(pairs, steps=15000, gpus=4, minutes=24, only=["none"])
     assert "at 14.8 steps/s" in text and "2 side by side" in text  # the protocol's 7.4 are of one
+
+
+def test_the_plan_of_continued_runs() -> None:
+    """Two GPUs: the run to be saved has both, the continued ones one each, two at a time."""
+    experiment = read(CONFIGS / "rescue.yaml")
+    names = ["base-s2", "at_event-s2", "before_500-s2", "control-s2", "after_500-s2"]
+    runs = [experiment.by_id(name) for name in names]
+    speed = experiment.protocol.steps_per_second
+    assert speed is not None
+    times = plan.timetable(experiment, runs[::-1], steps=15000, seats=2)
+    assert [(run.id, start * speed, end * speed) for run, start, end in times] == [
+        ("base-s2", 0, pytest.approx(7500)),
+        ("after_500-s2", pytest.approx(7500), pytest.approx(9500)),
+        ("control-s2", pytest.approx(7500), pytest.approx(9000)),
+        ("before_500-s2", pytest.approx(9000), pytest.approx(10500)),
+        ("at_event-s2", pytest.approx(9500), pytest.approx(11000)),
+    ]
+    minutes = (10000 / speed + experiment.protocol.save_seconds) / 60
+    text = plan.describe(experiment, steps=15000, gpus=2, minutes=minutes, only=names)
+    assert "base-s2 takes 2 GPU(s)" in text and "3 of 5 run(s) come to their end" in text
+    assert "-s2 is at 1,000 of 1,500 steps" in text
+    # One seat is too few for the first run; the plan counts it as if it had them.
+    alone = plan.timetable(experiment, runs[:1], steps=15000, seats=1)
+    assert alone[0][2] * speed == pytest.approx(7500)
