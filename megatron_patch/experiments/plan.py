@@ -50,13 +50,14 @@ def timetable(
 ) -> list[tuple[Run, float, float]]:
     """(run, start, end) in seconds from now, as the runner would give out its seats.
 
-    A continued run waits for the one it continues, and makes its own steps only. Runs that need
-    more seats than there are come last, one after the other, as if they had them.
+    A continued run waits for the one it continues, and makes its own steps only. A run that needs
+    more seats than there are is counted as if it had them.
     """
+    named = {run.id for run in runs}
     found: list[tuple[Run, float, float]] = []
     free = [0.0] * seats  # when each seat is given back
     ends: dict[str, float] = {}
-    for run in sorted(runs, key=lambda run: run.base in {r.id for r in runs}):
+    for run in sorted(runs, key=lambda run: run.base in named):
         wanted = min(experiment.gpus_of(run), seats)
         free.sort()
         start = max([ends.get(run.base or "", 0.0), *free[:wanted]])
