@@ -1,0 +1,93 @@
+"""The compiled loss and norms as a GPU runs them: errors against float64, and what is allocated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_patch.model import norms
+from megatron_patch.model.cross_entropy import cross_entropy
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def worse(found, peer, exact) -> float:
+    """Largest error over what is allowed: twice PyTorch's own, and a rounding of the largest."""
+    rounding = torch.finfo(found.dtype).eps / 2 * exact.abs().max()
+    allowed = 2 * (peer.double() - exact).abs().max() + rounding
+    return float((found.double() - exact).abs().max() / allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "vocab"), [(4096, 32768), (37, 50257), (1, 129)])
+def test_cross_entropy(group, dtype, rows, vocab):
+    torch.manual_seed(1)
+    logits = (4 * torch.randn(rows, 1, vocab, device="cuda")).to(dtype)
+    labels = torch.randint(0, vocab, (rows, 1), device="cuda")
+    weight = torch.rand(rows, 1, device="cuda")
+
+    def run(loss, logits):
+        logits = logits.clone().requires_grad_()
+        losses = loss(logits)
+        (losses * weight).sum().backward()
+        return losses.detach(), logits.grad
+
+    def pytorch(x):
+        return F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(rows, 1)
+
+    found = run(lambda x: cross_entropy(x, labels, group), logits)
+    peer, exact = run(lambda x: pytorch(x.float()), logits), run(pytorch, logits.double())
+    assert [worse(*each) <= 1 for each in zip(found, peer, exact, strict=True)] == [True, True]
+
+
+def test_cross_entropy_holds_the_logits_and_their_gradient(group):
+    logits = torch.randn(2048, 1, 32768, device="cuda").bfloat16().requires_grad_()
+    labels = torch.randint(0, 32768, (2048, 1), device="cuda")
+    for _ in range(2):  # the first call compiles
+        logits.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cross_entropy(logits, labels, group).sum().backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1.1 * logits.numel() * 2
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(8192, 768), (33, 4096), (1, 100)])
+def test_norms(name, stream, rows, width):
+    torch.manual_seed(2)
+    facts = {"sequence_parallel": False, "use_cpu_initialization": False}
+    compiled, eager = (
+        norms.norm_class(name)(
+            SimpleNamespace(cross_entropy_loss_fusion=on, params_dtype=torch.bfloat16, **facts),
+            width,
+        )
+        for on in (True, False)
+    )
+    with torch.no_grad():
+        for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
+            one.copy_(other.normal_())
+    x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
+    dy = torch.randn(rows, 1, width, device="cuda").bfloat16()
+
+    def run(module, x, dy):
+        x = x.clone().requires_grad_()
+        out = module(x)
+        return [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+
+    found, peer = run(compiled, x, dy), run(eager, x, dy)
+    exact = run(eager.double(), x.double(), dy.double())
+    for ours, theirs, true in zip(found, peer, exact, strict=True):
+        assert ours.dtype == theirs.dtype and worse(ours.detach(), theirs, true) <= 1
