@@ -168,6 +168,8 @@ def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
     old = machine.read_result(path, "--keep")
     if (old.get("threshold"), old.get("default")) != (name, getattr(Rule(), name)):
         raise SystemExit(f"--keep {path}: judged by another rule; judge all runs again")
+    if both := sorted(new & {row["run"] for row in old["choosing"]}):
+        raise SystemExit(f"--keep {path}: chosen on {', '.join(both)}; hold them out")
     rows = {
         kind: [{"commit": old["commit"]} | row for row in old[kind] if row["run"] not in new]
         for kind in ("choosing", "held_out")

@@ -184,6 +184,35 @@ def test_own_runs_are_judged_apart(
     assert good["outcome"] == "quiet" and good["alarm"] is None
 
 
+def test_an_earlier_result_is_added_to(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of earlier runs may be gone; the choice made on them stands."""
+    runs = {name: run_dir(tmp_path / name, explodes=name != "good") for name in ("a", "good", "b")}
+    result = tmp_path / "early_warning_runs.json"
+
+    def call(*arguments: str) -> dict[str, Any]:
+        command = ["early_warning.py", "--out", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        assert script.main() in (0, 1)
+        return json.loads(result.read_text())
+
+    first = call("--choose", runs["a"], runs["good"], "--lead", "700")
+    both = call("--judge", runs["b"], "--keep", str(result))
+    for key in ("chosen", "grid", "wanted_lead"):
+        assert both[key] == first[key]
+    assert [row["run"] for row in both["choosing"]] == ["a", "good"]
+    assert both["choosing"][0]["commit"] == first["commit"]
+    again = call("--judge", runs["b"], "--keep", str(result))
+    assert [row["run"] for row in again["held_out"]] == ["b"]  # once, judged now
+    with pytest.raises(SystemExit, match="chosen on a; hold them out"):
+        call("--judge", runs["a"], "--keep", str(result))
+    with pytest.raises(SystemExit, match="another rule"):
+        changed = json.loads(result.read_text()) | {"default": 9.0}
+        result.write_text(json.dumps(changed))
+        call("--judge", runs["b"], "--keep", str(result))
+
+
 def test_runs_cannot_be_on_both_sides(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
