@@ -193,9 +193,9 @@ def test_no_norm_is_left_to_run_eagerly(compiles, monkeypatch):
 
     counting = torch.compile(norms._rms_norm, backend=count, dynamic=False)
     monkeypatch.setattr(norms, "_compiled_rms_norm", counting)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch._dynamo.reset()
-    config = build_model(tiny_run(training={"compile_fusions": True}), vocab_size=VOCAB).config
-    for width in range(1, 13):
-        norms.RMSNorm(config, width)(torch.ones(3, width))
-    assert len(compiled) == 12 < torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
+    with torch._dynamo.config.patch(recompile_limit=8):
+        config = build_model(tiny_run(training={"compile_fusions": True}), vocab_size=VOCAB).config
+        for width in range(1, 13):
+            norms.RMSNorm(config, width)(torch.ones(3, width))
+        assert len(compiled) == 12 < torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
