@@ -136,21 +136,17 @@ def _run_origin(environment: dict[str, Any]) -> str:
 
 def pace(result: dict[str, Any]) -> str:
     """Steps of a run in a job of 24 minutes, on one GPU and on two, as runs made them."""
-    told = []
+    rows = []
     for run in result["runs"]:
         attempts = run["attempts"]
         if len(attempts) != 1 or run["state"] not in ("finished", "paused") or run["steps"] < 5000:
             continue
-        gpus, rate = attempts[0]["gpus"], run["steps"] / attempts[0]["seconds"]
-        told.append(
-            f"| {run['run']} | {gpus} | {run['commit'][:12]} | {rate:.1f} | "
-            f"{rate * 24 * 60 // 100 * 100:,.0f} |"
-        )
-    head = [
-        "| run | GPUs | commit | steps/s | in 24 minutes |",
-        "| --- | ---: | --- | ---: | ---: |",
-    ]
-    return "\n".join(["With start, checkpoints and evaluation:", "", *head, *told])
+        rate = run["steps"] / attempts[0]["seconds"]
+        steps = rate * 24 * 60 // 100 * 100
+        facts = [run["run"], str(attempts[0]["gpus"]), run["commit"][:12]]
+        rows.append([*facts, f"{rate:.1f}", f"{steps:,.0f}"])
+    head = ["run", "GPUs", "commit", "steps/s", "in 24 minutes"]
+    return f"With start, checkpoints and evaluation:\n\n{table(head, rows)}"
 
 
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:

@@ -21,7 +21,7 @@ def origin(result: dict[str, Any]) -> str:
 
 
 def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
-    """ " Measured at commit X: a; b." for the rows of earlier results, which name their commit."""
+    """Which rows come from earlier results, by the commit they name; nothing for new rows."""
     told = ""
     for commit in sorted({row["commit"] for _, row in rows if "commit" in row}):
         names = [name for name, row in rows if row.get("commit") == commit]

@@ -33,7 +33,7 @@ def _rebound(function: Any, **names: Any) -> Any:
 
 
 class GPTModel(core_model.GPTModel):
-    """Megatron-Core's model; its loss compiled by `cross_entropy`, of more depths by `mtp`."""
+    """Megatron-Core's model with our compiled cross entropy and multi-token-prediction loss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As Megatron-Core's; the last stage of a pipeline has no weight that nothing uses."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from error_bound import check
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
 
@@ -62,13 +63,6 @@ def exact(logits, labels, weight):
 
     found, grad = loss_and_gradient(loss, logits.double(), labels, weight.double().flatten())
     return found.view(labels.shape), grad
-
-
-def check(found, peer, truth, *, floor):
-    """At most twice the error of core's eager loss, plus one rounding of the output's type."""
-    for ours_, theirs, true in zip(found, peer, truth, strict=True):
-        allowed = 2 * (theirs.double() - true).abs().max() + floor * true.abs().max()
-        assert (ours_.double() - true).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
