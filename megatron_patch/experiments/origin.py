@@ -67,11 +67,27 @@ def event_of(store: Store, run: Run) -> int | None:
 
 
 def end_of(store: Store, run: Run, *, limit: int) -> int:
-    """Step at which a run is complete: the protocol's, or ``follow`` steps after the event."""
-    known = store.states[run.id].origin
-    if run.cell.follow is None or known is None:
+    """Step at which a run is complete: the protocol's, or ``follow`` steps after the event.
+
+    That is its base's event, or its own if it continues none; until it is known, ``limit``.
+    """
+    if run.cell.follow is None:
         return limit
-    return min(limit, int(known["event"]) + run.cell.follow)
+    known = store.states[run.id].origin
+    if run.base is None:
+        event = event_of(store, run)
+    else:
+        event = None if known is None else int(known["event"])
+    return limit if event is None else min(limit, event + run.cell.follow)
+
+
+def completion(store: Store, run: Run) -> str:
+    """How a run with ``follow`` came to its end, a checkpoint to show for it; "" if it has not."""
+    follow = run.cell.follow
+    whole = end_of(store, run, limit=store.experiment.protocol.steps)
+    if follow is None or store.reached(run) < whole:
+        return ""
+    return f"{follow:,} steps after the event"
 
 
 def unstartable(store: Store, run: Run) -> str | None:

@@ -68,8 +68,10 @@ def timetable(
 
 
 def steps_of(run: Run, steps: int) -> int:
-    """Steps a run makes itself, at most."""
-    return steps if run.cell.follow is None else min(steps, run.cell.follow)
+    """Steps a run makes itself, at most: nobody knows yet when its own event comes."""
+    if run.base is None or run.cell.follow is None:
+        return steps
+    return min(steps, max(0, run.cell.before + run.cell.follow))
 
 
 def _speed(experiment: Experiment, run: Run) -> float:

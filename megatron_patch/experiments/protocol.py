@@ -48,7 +48,8 @@ class CellConfig:
     """With from_cell: the newest checkpoint at least this many steps before that run's first window
     with a gradient norm above explosion.grad_norm; negative: so many steps after it."""
     follow: int | None = None
-    """With from_cell: the run ends so many steps after that window; null: at the protocol's end."""
+    """The run ends so many steps after that window (without from_cell: after its own first such
+    window); null: at the protocol's end."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -127,16 +128,16 @@ class Protocol:
                 yield from _seeds(f"{where}.seeds", cell.seeds)
             if cell.gpus is not None and cell.gpus < 1:
                 yield Problem(f"{where}.gpus", f"{cell.gpus}: must be at least 1")
+            if cell.follow is not None and cell.follow < 1:
+                yield Problem(f"{where}.follow", f"{cell.follow}: must be at least 1, or null")
             yield from self._origin(where, cell)
 
     def _origin(self, where: str, cell: CellConfig) -> Iterator[Problem]:
         """What can be wrong with a cell that starts from another one's checkpoints."""
         if cell.from_cell is None:
-            if cell.before or cell.follow is not None:
-                yield Problem(f"{where}.from_cell", "before and follow need it: name a cell")
+            if cell.before:
+                yield Problem(f"{where}.from_cell", "before needs it: name a cell")
             return
-        if cell.follow is not None and cell.follow < 1:
-            yield Problem(f"{where}.follow", f"{cell.follow}: must be at least 1, or null")
         base = next((c for c in self.cells if c.name == cell.from_cell), None)
         if base is None or base.from_cell is not None:
             allowed = ", ".join(c.name for c in self.cells if c.from_cell is None)

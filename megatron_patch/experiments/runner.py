@@ -262,7 +262,7 @@ class Runner:
         return False
 
     def _look(self, item: Active) -> None:
-        """Read the run's figures; stop it if it has exploded long enough ago."""
+        """Read the run's figures; stop it so many steps after its explosion, or its event."""
         rows = self.store.rows(item.run)
         if not rows:
             return
@@ -270,14 +270,25 @@ class Runner:
         seconds = time.monotonic() - item.began
         if item.step > item.first_step and seconds > 0:
             self._rates[item.run.id] = (item.step - item.first_step) / seconds
+        if item.asked_to_stop is not None:
+            return
         rule = self.store.experiment.protocol.explosion
         at = judge(rows, rule).exploded_at
-        if at is None or rule.stop_after is None or item.step < at + rule.stop_after:
-            return
-        if item.asked_to_stop is None:
+        if at is not None and rule.stop_after is not None and item.step >= at + rule.stop_after:
             item.exploded = f"loss above {rule.loss:g} from step {at:,}; stopped at {item.step:,}"
             self.say(f"{item.run.id} has exploded: {item.exploded}")
             self._ask_to_stop(item)
+        elif self._followed(item):
+            self._ask_to_stop(item)
+
+    def _followed(self, item: Active) -> bool:
+        """Whether a living run that continues none has come far enough after its own event.
+
+        Continued runs were told their last step; that of this one is known since the event.
+        """
+        if item.run.cell.follow is None or item.run.base is not None:
+            return False
+        return item.process.poll() is None and item.step >= self._end(item.run)
 
     def _ask_to_stop(self, item: Active) -> None:
         item.asked_to_stop = time.monotonic()
@@ -313,10 +324,10 @@ class Runner:
             return EXPLODED, item.exploded
         if code == 0 and (store.run_dir(run) / "FINISHED").exists():
             return FINISHED, ""
+        complete = origin.completion(store, run)
+        if complete and (code == 0 or item.asked_to_stop is not None):
+            return FINISHED, complete
         if code == 0:
-            whole = origin.end_of(store, run, limit=store.experiment.protocol.steps)
-            if run.cell.follow is not None and store.reached(run) >= whole:
-                return FINISHED, f"{run.cell.follow:,} steps after the event"
             early = self.steps < store.experiment.protocol.steps
             at_limit = early and store.reached(run) >= self.steps
             return PAUSED, f"reached --steps {self.steps:,}" if at_limit else "saved and stopped"

@@ -16,9 +16,8 @@ def catch_up(store: Store) -> list[str]:
         state, last = store.states[run.id], store.last_step(run)
         if state.state not in (WAITING, PAUSED) or not last:
             continue
-        whole = origin.end_of(store, run, limit=store.experiment.protocol.steps)
         marked = (store.run_dir(run) / "FINISHED").exists()
-        if marked or (run.cell.follow is not None and store.reached(run) >= whole):
+        if marked or origin.completion(store, run):
             new = FINISHED
         elif state.state == WAITING and store.has_checkpoint(run):
             new = PAUSED

@@ -61,10 +61,10 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-# argv: run directory, steps, script ("explode", "exit N", "deaf", "deaf ranks" or ""), seconds a
-# step, checkpoint to start from or "". "deaf ranks" starts a child in a session of its own,
-# as torchrun does. Where it stops, and at every tenth step of a run named base, it leaves a
-# directory named like a checkpoint.
+# argv: run directory, steps, script ("explode", "event", "exit N", "deaf", "deaf ranks" or ""),
+# seconds a step, checkpoint to start from or "". "event" has large gradients and keeps its loss.
+# "deaf ranks" starts a child in a session of its own, as torchrun does. Where it stops, and every
+# tenth step of a run named base, it leaves a directory named like a checkpoint.
 TRAINER = """
 import json, os, pathlib, signal, subprocess, sys, time
 folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -96,7 +96,8 @@ with table.open("a") as out:
     while step < steps and not stop:
         step += 1
         loss = 7.0 if script == "explode" and step > 40 else 4.0
-        out.write(f"{step},{loss},{0.3 if loss < 5 else 90.0}\\n")
+        large = script in ("explode", "event") and step > 40
+        out.write(f"{step},{loss},{90.0 if large else 0.3}\\n")
         out.flush()
         if step % 10 == 0 and folder.name.startswith("base"):
             (kept / f"step_{step:08d}.attempt-1").mkdir(parents=True, exist_ok=True)

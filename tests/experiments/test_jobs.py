@@ -275,12 +275,33 @@ def test_a_continued_run_goes_on_in_the_next_job(
     assert origin.end_of(store, store.experiment.by_id("early-s1"), limit=100) == 90
 
 
+def test_the_run_that_others_continue_ends_after_its_event(
+    rescue: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """Its GPUs are the others'; after a cut it is not continued past that step either."""
+    text = rescue.read_text()
+    rescue.write_text(text.replace("keep_last=null]", "keep_last=null], follow: 30"))
+    quick |= {"base-s1": "event", "pause": "0.01"}
+    store, _ = go(rescue, tmp_path / "out", devices=[0], only={"base"}, steps=60)
+    assert states(store)["base-s1"] == "paused"
+    base = store.experiment.by_id("base-s1")
+    assert origin.end_of(store, base, limit=100) == 80
+    store, _ = go(rescue, tmp_path / "out", devices=[0], only={"base", "late"})
+    assert (states(store)["base-s1"], store.reached(base)) == ("finished", 80)
+    assert store.states["base-s1"].reason == "30 steps after the event"
+    assert states(store)["late-s1"] == "finished"
+    # The same when nobody knew the event as it began: it is asked to stop, some steps later.
+    quick["pause"] = "0.2"
+    store, _ = go(rescue, tmp_path / "again", devices=[0], only={"base"})
+    assert states(store)["base-s1"] == "finished" and 80 <= store.reached(base) < 100
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("from_cell: base, before: 25>from_cell: strange, before: 25", "starts at step 0"),
         ("from_cell: base, before: 25>from_cell: late, before: 25", "starts at step 0"),
-        ("from_cell: base, before: 25>before: 25", "need it: name a cell"),
+        ("from_cell: base, before: 25>before: 25", "before needs it: name a cell"),
         ("follow: 40}\n  - {name: late>follow: 0}\n  - {name: late", "at least 1"),
         ("keep_last=null>keep_last=2", "set it to null"),
         ("interval=10>interval=null", "start from this one's"),

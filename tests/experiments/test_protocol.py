@@ -175,15 +175,15 @@ def test_the_plan_of_continued_runs() -> None:
     times = plan.timetable(experiment, runs[::-1], steps=15000, seats=2)
     assert [(run.id, start * speed, end * speed) for run, start, end in times] == [
         ("base-s2", 0, pytest.approx(7500)),
-        ("after_500-s2", pytest.approx(7500), pytest.approx(9500)),
-        ("control-s2", pytest.approx(7500), pytest.approx(9000)),
-        ("before_500-s2", pytest.approx(9000), pytest.approx(10500)),
+        ("after_500-s2", pytest.approx(7500), pytest.approx(9000)),
+        ("control-s2", pytest.approx(7500), pytest.approx(9500)),
+        ("before_500-s2", pytest.approx(9000), pytest.approx(11000)),
         ("at_event-s2", pytest.approx(9500), pytest.approx(11000)),
     ]
     minutes = (10000 / speed + experiment.protocol.save_seconds) / 60
     text = plan.describe(experiment, steps=15000, gpus=2, minutes=minutes, only=names)
     assert "base-s2 takes 2 GPU(s)" in text and "3 of 5 run(s) come to their end" in text
-    assert "-s2 is at 1,000 of 1,500 steps" in text
+    assert "-s2 is at 1,000 of 2,000 steps" in text
     # One seat is too few for the first run; the plan counts it as if it had them.
     alone = plan.timetable(experiment, runs[:1], steps=15000, seats=1)
     assert alone[0][2] * speed == pytest.approx(7500)
