@@ -11,7 +11,8 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+
+from megatron_patch.runtime.handlers import KeptHandlers
 
 # Codes travel through a MAX reduction: with several reasons at once the largest is reported.
 NO_STOP, STOP_TIME, STOP_USR1, STOP_TERM, STOP_INT = 0, 1, 2, 3, 4
@@ -39,7 +40,7 @@ class StopFlags:
         self._limit = None if limit_minutes is None else 60 * limit_minutes
         self._begin = time.monotonic()
         self._signal = NO_STOP
-        self._previous: dict[signal.Signals, Any] = {}
+        self._handlers = KeptHandlers(dict.fromkeys(_SIGNALS, self._handle))
         self._blocked: set[signal.Signals | int] = set()
 
     def install(self) -> None:
@@ -50,15 +51,12 @@ class StopFlags:
         """
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread; an embedding program owns them
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        self._handlers.install()
         self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS) & set(_SIGNALS)
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self._handlers.restore()
         signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         self._blocked = set()
 

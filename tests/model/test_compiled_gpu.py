@@ -42,7 +42,8 @@ def test_cross_entropy(group, dtype, rows, vocab):
 
     found = run(lambda x: cross_entropy(x, labels, group), logits)
     peer, exact = run(lambda x: pytorch(x.float()), logits), run(pytorch, logits.double())
-    check(found, peer, exact, floor=torch.finfo(dtype).eps / 2)
+    # Triton's exp and division are within 2 units in the last place of float32, libm's within 1.
+    check(found, peer, exact, floor=max(torch.finfo(dtype).eps / 2, 2**-23))
 
 
 def test_cross_entropy_holds_the_logits_and_their_gradient(group):
