@@ -88,6 +88,13 @@ class Capability:
     notes: tuple[str, ...] = ()
 
 
+UNSTABILIZED = {
+    "dynamic_max": "stabilizer dynamic_max: plain numerics with the paper's dynamic maximum",
+    "none": "stabilizer none: plain FlashAttention-2 numerics",
+    "paper_bf16": "stabilizer paper_bf16: the paper's failing emulation",
+}
+"""What the start-up line says instead of ``Capability.why`` when the default is switched off."""
+
 BACKENDS: dict[str, Capability] = {
     "stable_flash": Capability(
         kernel="stable_attention (Triton)",

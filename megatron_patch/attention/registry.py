@@ -12,7 +12,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.attention.capabilities import BACKENDS, Capability, Facts, Machine, unmet
+from megatron_patch.attention.capabilities import (
+    BACKENDS,
+    UNSTABILIZED,
+    Capability,
+    Facts,
+    Machine,
+    unmet,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +78,8 @@ def check(name: str, facts: Facts, *, machine: Machine | None = None) -> Selecti
             f"{remedy}"
         )
     row = BACKENDS[name]
-    return Selection(kind=facts.kind, backend=name, kernel=row.kernel, why=row.why)
+    why = UNSTABILIZED.get(facts.stabilizer, row.why) if row.stabilizers else row.why
+    return Selection(kind=facts.kind, backend=name, kernel=row.kernel, why=why)
 
 
 def probe() -> Machine:

@@ -188,7 +188,8 @@ def markdown(result: dict[str, Any]) -> str:
     waiting = [r for r in result["runs"] if r["state"] == "waiting"]
     lost = [f"{r['run']} at {r['steps']:,}" for r in waiting if r["steps"]]
     if lost:
-        lines += ["", f"Ended before they could save, to be started again: {', '.join(lost)}."]
+        text = "Records end while they ran, to be started again"
+        lines += ["", f"{text}: {', '.join(lost)}."]
     missing = [r["run"] for r in waiting if not r["steps"]]
     if missing:
         lines += ["", f"Never started: {', '.join(missing)}."]
@@ -204,7 +205,7 @@ def _row(run: dict[str, Any]) -> list[str]:
     return [
         run["cell"],
         str(run["seed"]),
-        run["state"],
+        "unfinished" if run["state"] == "waiting" and run["steps"] else run["state"],
         f"{run['origin']['step']:,}" if run.get("origin") else "0" if run["steps"] else "-",
         f"{run['steps']:,}" if run["steps"] else "-",
         step_text(run["first_large_gradient"], run),

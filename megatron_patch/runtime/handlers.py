@@ -2,9 +2,9 @@
 
 Triton compiles with LLVM, and LLVM, when it first does, puts handlers of its own over SIGHUP,
 SIGINT, SIGTERM, SIGUSR1 and SIGUSR2. Its handler hands most of them on to whoever had them before;
-SIGUSR1, a question for its progress there, it keeps. Slurm's notice of the time limit is that signal:
-a run on a GPU would train on until it is killed. Nobody is told when a library takes a signal, and
-Python goes on to name its own handler, so a thread looks and puts it back.
+SIGUSR1, to LLVM a question for its progress, it keeps. Slurm's notice of the time limit is that
+signal: a run on a GPU would train on until it is killed. Nobody is told when a library takes a
+signal, and Python goes on to name its own handler, so a thread looks and puts it back.
 """
 
 from __future__ import annotations

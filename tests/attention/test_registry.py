@@ -14,6 +14,7 @@ from megatron_patch.attention import checks, registry
 from megatron_patch.attention.capabilities import BACKENDS, Facts, Machine, unmet
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.model.config import MLAConfig, MTPConfig
+from stable_attention.stabilizers import STABILIZERS
 
 HOPPER = Machine(sm=(9, 0), missing={"transformer_engine": "ModuleNotFoundError: none"})
 CPU = Machine(missing={"transformer_engine": "ModuleNotFoundError: none"})
@@ -162,6 +163,14 @@ def test_one_kind_of_layer_a_line():
     assert kinds[0].heads == 2
     line = registry.select(run, kinds[0], machine=CPU).line()
     assert line.startswith("attention: self-attention, window [4, 0] -> reference: ")
+
+
+def test_the_startup_line_says_when_numerics_are_not_stabilized():
+    said = registry.check("stable_flash", facts(), machine=HOPPER).line()
+    assert said.endswith("compensated numerics at flash speed")
+    for name in set(STABILIZERS) - {"compensated"}:
+        line = registry.check("stable_flash", facts(stabilizer=name), machine=HOPPER).line()
+        assert f"; stabilizer {name}: " in line and "compensated" not in line
 
 
 def test_latent_attention_reports_its_own_head_dims():
