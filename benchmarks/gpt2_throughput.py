@@ -127,6 +127,16 @@ def main() -> None:
 
     peak = peak_tflops(torch.cuda.get_device_name(0))
     rows: list[dict[str, object]] = []
+    figures = {
+        "runs": rows,
+        "flops_per_token": flops,
+        "peak_tflops": peak,
+        "steps": args.steps,
+        "global_batch": args.global_batch,
+        "micro_batch": args.micro_batch,
+    }
+    out = Path(args.out) if args.out else None
+    tag = "_".join(map(str, args.gpus))
     for gpus in args.gpus:
         plan = [("plain", f"plain_{gpus}_a"), *(("trainer", b) for b in args.backends)]
         plan += [("fused", args.backends[-1]), ("plain", f"plain_{gpus}_b")]
@@ -140,17 +150,8 @@ def main() -> None:
             print({k: v for k, v in row.items() if k != "error"}, flush=True)
             if "error" in row:
                 print(row["error"], flush=True)
-    figures = {
-        "runs": rows,
-        "flops_per_token": flops,
-        "peak_tflops": peak,
-        "steps": args.steps,
-        "global_batch": args.global_batch,
-        "micro_batch": args.micro_batch,
-    }
-    out = Path(args.out) if args.out else None
-    tag = "_".join(map(str, args.gpus))
-    machine.write_result(f"gpt2_124m_throughput_{tag}gpu", figures, out)
+            # After every run: a machine that is lost takes the next one along, not all of them.
+            machine.write_result(f"gpt2_124m_throughput_{tag}gpu", figures, out)
 
 
 if __name__ == "__main__":

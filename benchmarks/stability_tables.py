@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +93,71 @@ def probes(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+PROBED = {
+    "FP32 attention": "reference",
+    "cuDNN": "sdpa_cudnn",
+    "FlashAttention-2": "sdpa_flash",
+    "`none`": "stable_flash none",
+    "`dynamic_max`": "stable_flash dynamic_max",
+    "low-order O alone": "stable_flash low_order_o",
+    "rounded sum alone": "stable_flash consistent_sum",
+    "`compensated`": "stable_flash compensated",
+}
+
+
+def probed_dq(result: dict[str, Any]) -> str:
+    """Relative error of dQ, a line a capture, the kernels side by side."""
+    from megatron_patch.experiments import probe_report
+
+    rows = []
+    for one in sorted(result["captures"], key=lambda c: (c["capture"]["run_name"], _at(c))):
+        facts, cells = one["capture"], one["backends"]
+        where = f"{facts['run_name']}, {facts['step']:,}, layer {facts['layer']}"
+        found = [probe_report.figure(cells[n], "dq_error", "{:.2g}") for n in PROBED.values()]
+        rows.append([where, *found])
+    head = ["captured in, at step", *PROBED]
+    return "\n".join([_run_origin(result["environment"]), "", table(head, rows)])
+
+
+def _at(capture: dict[str, Any]) -> tuple[int, int]:
+    return capture["capture"]["step"], capture["capture"]["layer"]
+
+
+SAME_STEPS = 4
+"""Windows of 50 steps, the last that both runs have, in which losses are compared."""
+
+
+def rescue_cost(result: dict[str, Any]) -> str:
+    """How far a continued run ends above the one that had compensated numerics from the start."""
+    losses, whole = _losses("rescue"), _losses("baselines")
+    rows = []
+    for run in result["runs"]:
+        begun, peer = run.get("origin"), whole.get(f"compensated-s{run['seed']}", {})
+        if not begun or not run["steps"]:
+            continue
+        own, base = losses[run["run"]], losses[begun["base"]]
+        both = sorted(set(own) & set(peer))[-SAME_STEPS:]
+        before = [s for s in sorted(set(base) & set(peer)) if s <= begun["step"]][-SAME_STEPS:]
+        if len(both) < SAME_STEPS or len(before) < SAME_STEPS:
+            continue
+        mean, of_peer = (statistics.mean(x[s] for s in both) for x in (own, peer))
+        behind = statistics.mean(base[s] - peer[s] for s in before)
+        facts = [run["run"], f"{begun['step']:,}", f"{behind:+.3f}", f"{both[-1]:,}"]
+        rows.append([*facts, f"{mean:.3f}", f"{of_peer:.3f}", f"{mean - of_peer:+.3f}"])
+    head = ["run", "continued from", "behind before that", "to step"]
+    head += ["loss", "`compensated` from step 0", "behind at the end"]
+    return table(head, rows)
+
+
+def _losses(protocol: str) -> dict[str, dict[int, float]]:
+    """Mean loss of every window, by run and last step of the window."""
+    found: dict[str, dict[int, float]] = {}
+    with (ROOT / "docs" / "results" / f"stability_{protocol}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["run"], {})[int(row["step"])] = float(row["loss"])
+    return found
+
+
 def timeline(result: dict[str, Any]) -> str:
     """One head through the runs, a line a step, the runs side by side."""
     names = {"max_logit": "largest logit", "wq_norm": "W_Q", "grad_norm_mean": "gradient norm"}
@@ -167,6 +234,17 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         probes,
         "megatron-patch probe runs/stability_baselines/runs/none-s2 --out probe",
     )
+    found["stability-probe-vendor"] = (
+        "stability_probe_vendor",
+        probed_dq,
+        "megatron-patch probe RUN ... --out probe",
+    )
+    found["stability-rescue-timeline"] = (
+        "rescue_head_timeline",
+        timeline,
+        "head_timeline.py RUN ... --layer L --head H --steps ...",
+    )
+    found["stability-rescue-cost"] = ("stability_rescue", rescue_cost, command.format("rescue"))
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     found["stability-timeline"] = (
         "head_timeline",
