@@ -5,6 +5,7 @@ records.bin     fixed-size little-endian records: int64 step, float64 SCALARS, f
                 [layers] x LAYER_METRICS, float32 [layers, heads] x HEAD_METRICS
 layers.csv      step, layer, and per metric its worst head: for people
 abandoned.bin   records of steps that a resumed run repeats
+before.bin      of a run that began from another one's checkpoint: what the rule looks back on
 
 A record is appended and flushed when its step has been read back, so files can be read while the
 run goes on; a record that a crash tore is ignored by readers and cut off by the next writer.
@@ -29,6 +30,8 @@ from megatron_patch.stability.warning import Point, Rule, Verdict, verdicts
 
 FORMAT = 1
 FOLDER = "stability"
+SHAPE = ("format", "layers", "heads", "head_metrics", "layer_metrics", "scalars")
+"""What must agree in two meta.json whose records are put together."""
 # Of these the smallest head is the one to look at; of the others the largest (by size).
 SMALLEST = ("entropy",)
 
@@ -69,6 +72,8 @@ class Telemetry:
 
     meta: dict[str, Any]
     records: np.ndarray
+    before: np.ndarray | None = None
+    """Records of the run that this one continues, up to the checkpoint it began from."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -118,7 +123,7 @@ class Telemetry:
 
     def points(self, rule: Rule | None = None) -> list[Point]:
         """Every record as the rule reads it."""
-        return [point for found in self._stretches(rule, 0) for point in found.points]
+        return [p for found in self._stretches(rule, 0) for p in found.points if self._own(p)]
 
     def verdicts(self, rule: Rule | None = None) -> list[tuple[int, Verdict]]:
         """(step, the rule's verdict after it) of every record."""
@@ -135,18 +140,25 @@ class Telemetry:
             pair
             for found in self._stretches(rule, 0)
             for pair in zip(found.points, verdicts(found.points, rule), strict=True)
+            if self._own(pair[0])
         ]
+
+    def _own(self, point: Point) -> bool:
+        return self.before is None or point.step > self.before["step"][-1]
 
     def _stretches(self, rule: Rule | None, after: int) -> list[History]:
         """Records after a step, in a new history from every switch of the guard on, as in the run.
 
-        Never empty; a history may be.
+        Those of the run before come first. Never empty; a history may be.
         """
         rule = self.rule if rule is None else rule
-        scalars, heads = self.scalars, self.heads
-        switched = np.nan_to_num(scalars.get("switched", np.zeros(len(self.steps))))
+        whole = self
+        if self.before is not None:
+            whole = Telemetry(self.meta, np.concatenate([self.before, self.records]))
+        scalars, heads = whole.scalars, whole.heads
+        switched = np.nan_to_num(scalars.get("switched", np.zeros(len(whole.steps))))
         found, before = [History(rule)], 0
-        for i, step in enumerate(int(s) for s in self.steps):
+        for i, step in enumerate(int(s) for s in whole.steps):
             now = int(switched[i])
             # The record that made the guard switch was read in that step or the next, is judged
             # with those before it, and tells of the switch already.
@@ -285,11 +297,47 @@ def read(run_dir: Path | str) -> Telemetry:
             f"{folder}: telemetry format {meta.get('format')!r}, this version reads {FORMAT}"
         )
     dtype = record_dtype(meta)
-    file = folder / "records.bin"
+    before = _records(folder / "before.bin", dtype)
+    return Telemetry(meta, _records(folder / "records.bin", dtype), before if len(before) else None)
+
+
+def _records(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """The whole records of a file; none if there is no file."""
     count = file.stat().st_size // dtype.itemsize if file.exists() else 0
     if count == 0:
-        return Telemetry(meta, np.zeros(0, dtype))
-    return Telemetry(meta, np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
+        return np.zeros(0, dtype)
+    return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
+
+
+def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
+    """Keep, as before.bin, what the rule looks back on in the run that a new run continues.
+
+    Args:
+        run_dir: of the new run; its `Writer` exists, and nothing has been recorded yet.
+        source: a checkpoint of the other run, the folder of its checkpoints, or its directory.
+        step: of the checkpoint.
+        steps: how far back the rule looks.
+
+    Returns the other run's directory.
+
+    Raises:
+        FileNotFoundError: no telemetry of steps up to there is beside the checkpoint.
+        ValueError: it is of another model, of other attention, or of another version.
+    """
+    candidates = (source, *source.resolve().parents[:2])
+    found = next((path for path in candidates if (path / FOLDER / "meta.json").is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"there is no telemetry beside {source}")
+    other, meta = read(found), read(run_dir).meta
+    for key in (*SHAPE, "attention"):
+        if other.meta.get(key) != meta[key]:
+            raise ValueError(f"{found}: {key} {other.meta.get(key)!r}, this run has {meta[key]!r}")
+    past = other.records if other.before is None else np.concatenate([other.before, other.records])
+    kept = past[(past["step"] <= step) & (past["step"] > step - steps)]
+    if not len(kept):
+        raise FileNotFoundError(f"{found} has no telemetry of the steps up to {step:,}")
+    _replace(run_dir / FOLDER / "before.bin", kept.tobytes())
+    return found
 
 
 class Writer:
@@ -317,10 +365,9 @@ class Writer:
         if not (self.folder / "meta.json").exists() or not file.exists():
             return 0, None
         before = json.loads((self.folder / "meta.json").read_text())
-        shape = ("format", "layers", "heads", "head_metrics", "layer_metrics", "scalars")
-        if any(before.get(key) != self.meta[key] for key in shape):
+        if any(before.get(key) != self.meta[key] for key in SHAPE):
             # Another version's records: kept, but not continued.
-            for name in ("records.bin", "meta.json", "layers.csv"):
+            for name in ("records.bin", "meta.json", "layers.csv", "before.bin"):
                 old = self.folder / name
                 if old.exists():
                     os.replace(old, old.with_name(f"{old.stem}.until_{start_step}{old.suffix}"))

@@ -176,7 +176,30 @@ class Stability:
         # Another backend or stabilizer is another run as far as the rule goes.
         if self._writer.attention_before not in (None, attention):
             return record.History(self.rule)
-        return record.read(self.run_dir).history(self.rule, after=self.switched_at)
+        found = record.read(self.run_dir)
+        if step and not len(found.records) and self._look_back(step):
+            found = record.read(self.run_dir)
+        return found.history(self.rule, after=self.switched_at)
+
+    def _look_back(self, step: int) -> bool:
+        """At the first start from another run's checkpoint: whether its records are here now."""
+        options = self.run.checkpoint
+        if options.load_from is None or options.load_weights_only:
+            return False
+        try:
+            source = record.look_back(
+                self.run_dir, Path(options.load_from), step=step, steps=self._reach
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
+            return False
+        self.monitor.say(f"early warning: looks back on {source} before step {step:,}")
+        return True
+
+    @property
+    def _reach(self) -> int:
+        """Steps that the rule can look back on."""
+        return self.rule.reference_steps + RECENT * self.options.interval
 
     # ------------------------------------------------------------------- step
 
@@ -290,8 +313,7 @@ class Stability:
         scalars["grad_norm_rest"] = float(np.sqrt(squares[layers]))
         scalars["rows"] = float(sums[..., FIELDS.index("rows")].max())
         point = self.history.add(step=pending.step, scalars=scalars, heads=by_head)
-        # As much as the rule can look back on.
-        self.history.forget(point.step - self.rule.reference_steps - RECENT * self.options.interval)
+        self.history.forget(point.step - self._reach)
         verdict = self._judge(point, now)
         self._trigger(point, verdict, by_head)
         scalars["level"], scalars["switched"] = float(verdict.code), float(self.switched_at)

@@ -215,6 +215,33 @@ def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
     assert [p.step for p in forgetful.points] == [100, 110, 120]
 
 
+def test_looking_back_on_another_run(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    checkpoint = first / "checkpoints" / "step_00000040.attempt-1"
+    checkpoint.mkdir(parents=True)
+    write(second, []).close()
+    for source in (checkpoint, checkpoint.parent, first):
+        with pytest.raises(FileNotFoundError, match="no telemetry beside"):
+            record.look_back(second, source, step=40, steps=25)
+    write(first, [10, 20, 30, 40, 50]).close()
+    for source in (checkpoint, checkpoint.parent, first):
+        assert record.look_back(second, source, step=40, steps=25) == first
+    write(second, [50, 60], start=40).close()
+    found = record.read(second)
+    assert found.steps.tolist() == [50, 60]
+    assert [p.step for p in found.history().points] == [20, 30, 40, 50, 60]
+    assert [p.step for p in found.points()] == [s for s, _ in found.verdicts()] == [50, 60]
+    # A third one sees through to the first.
+    write(third, []).close()
+    record.look_back(third, second, step=50, steps=25)
+    assert [p.step for p in record.read(third).history().points] == [30, 40, 50]
+    with pytest.raises(FileNotFoundError, match="no telemetry of the steps up to 5"):
+        record.look_back(third, first, step=5, steps=25)
+    record.Writer(tmp_path / "other", meta("sdpa_cudnn/compensated"), start_step=40).close()
+    with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'sdpa_cudnn"):
+        record.look_back(tmp_path / "other", first, step=40, steps=25)
+
+
 def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
     writer = record.Writer(tmp_path, meta(), start_step=0)
     for i in range(20):

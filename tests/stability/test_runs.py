@@ -132,6 +132,15 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **grow),
         run("edge", *SMALL, switch, *SIGNS, **grow),
         run("stop", *SMALL, *FAST, "stability.guard=stop", **grow),
+        run("first", *SMALL, "stability.guard=warn", "training.exit_at_step=7", **grow),
+        run("second", *SMALL, "stability.guard=warn", "checkpoint.load_from=runs/first", **grow),
+        run(
+            "changed",
+            *SMALL,
+            "attention.stabilizer=compensated",
+            "checkpoint.load_from=runs/first",
+            **grow,
+        ),
     ]
     results = training_ranks.run_ranks(folder, corpus, 2, runs)
     names = [r["set"][0].removeprefix("name=") for r in runs]
@@ -383,6 +392,21 @@ def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
     saved = folder / "runs" / "stop" / "checkpoints"
     assert [p.name[:13] for p in saved.glob("step_*")] == [f"step_{SWITCHED:08d}"]
     assert not (folder / "runs" / "stop" / "FINISHED").exists()
+
+
+def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Path) -> None:
+    """At its first record it says what the unbroken run says, and only of its own steps."""
+    whole, rest = (record.read(folder / "runs" / name) for name in ("warn", "second"))
+    assert rest.steps.tolist() == [8, 9]
+    assert rest.verdicts() == whole.verdicts()[-2:] and rest.verdicts()[0][1].level == "danger"
+    assert rest.scalars["level"].tolist() == [2.0, 2.0]
+    log = (folder / "runs" / "second" / "train.log").read_text()
+    assert "early warning: looks back on runs/first before step 7" in log
+    # Other attention is another run as far as the rule goes.
+    assert all(rank["code"] == 0 for rank in two["changed"])
+    log = (folder / "runs" / "changed" / "train.log").read_text()
+    assert "early warning: begins anew at step 7 (runs/first: attention" in log
+    assert record.read(folder / "runs" / "changed").verdicts()[0][1].level == "ok"
 
 
 def test_warn_only_says_so(two: Any, folder: Path) -> None:
