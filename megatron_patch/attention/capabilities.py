@@ -88,7 +88,7 @@ class Capability:
     notes: tuple[str, ...] = ()
 
 
-UNSTABILIZED = {
+NOT_COMPENSATED = {
     "dynamic_max": "stabilizer dynamic_max: plain numerics with the paper's dynamic maximum",
     "none": "stabilizer none: plain FlashAttention-2 numerics",
     "paper_bf16": "stabilizer paper_bf16: the paper's failing emulation",

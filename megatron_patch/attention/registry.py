@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention.capabilities import (
     BACKENDS,
-    UNSTABILIZED,
+    NOT_COMPENSATED,
     Capability,
     Facts,
     Machine,
@@ -78,7 +78,7 @@ def check(name: str, facts: Facts, *, machine: Machine | None = None) -> Selecti
             f"{remedy}"
         )
     row = BACKENDS[name]
-    why = UNSTABILIZED.get(facts.stabilizer, row.why) if row.stabilizers else row.why
+    why = NOT_COMPENSATED.get(facts.stabilizer, row.why) if row.stabilizers else row.why
     return Selection(kind=facts.kind, backend=name, kernel=row.kernel, why=why)
 
 

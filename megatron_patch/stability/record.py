@@ -329,9 +329,10 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
     if found is None:
         raise FileNotFoundError(f"there is no telemetry beside {source}")
     other, meta = read(found), read(run_dir).meta
-    for key in (*SHAPE, "attention"):
+    for key in ("layers", "heads", "attention", *SHAPE):
         if other.meta.get(key) != meta[key]:
-            raise ValueError(f"{found}: {key} {other.meta.get(key)!r}, this run has {meta[key]!r}")
+            told = f"{other.meta.get(key)!r:.80}, this run has {meta[key]!r:.80}"
+            raise ValueError(f"{found}: {key} {told}")
     past = other.records if other.before is None else np.concatenate([other.before, other.records])
     kept = past[(past["step"] <= step) & (past["step"] > step - steps)]
     if not len(kept):
