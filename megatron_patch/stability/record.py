@@ -66,6 +66,12 @@ def make_meta(
     }
 
 
+def attention_at(meta: Mapping[str, Any], step: int) -> str:
+    """Backend and stabilizer of a step: resumes may change them (``earlier``: until which step)."""
+    names = (name for until, name in meta.get("earlier", ()) if step <= until)
+    return str(next(names, meta["attention"]))
+
+
 @dataclass(frozen=True)  # no slots: `judged` is kept
 class Telemetry:
     """Everything recorded so far."""
@@ -149,7 +155,8 @@ class Telemetry:
     def _stretches(self, rule: Rule | None, after: int) -> list[History]:
         """Records after a step, in a new history from every switch of the guard on, as in the run.
 
-        Those of the run before come first. Never empty; a history may be.
+        Other attention after a resume is another run, too, as far as the rule goes. Records of the
+        run before come first. Never empty; a history may be.
         """
         rule = self.rule if rule is None else rule
         whole = self
@@ -158,7 +165,11 @@ class Telemetry:
         scalars, heads = whole.scalars, whole.heads
         switched = np.nan_to_num(scalars.get("switched", np.zeros(len(whole.steps))))
         found, before = [History(rule)], 0
+        changes = [int(until) for until, _ in self.meta.get("earlier", ())]
         for i, step in enumerate(int(s) for s in whole.steps):
+            if changes and step > changes[0]:
+                found.append(History(rule))
+                changes = [until for until in changes if step <= until]
             now = int(switched[i])
             # The record that made the guard switch was read in that step or the next, is judged
             # with those before it, and tells of the switch already.
@@ -174,7 +185,7 @@ class Telemetry:
                 )
             if last:
                 found.append(History(rule))
-        return found
+        return [*found, History(rule)] if changes else found
 
 
 class History:
@@ -309,38 +320,6 @@ def _records(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
     return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
-def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
-    """Keep, as before.bin, what the rule looks back on in the run that a new run continues.
-
-    Args:
-        run_dir: of the new run; its `Writer` exists, and nothing has been recorded yet.
-        source: a checkpoint of the other run, the folder of its checkpoints, or its directory.
-        step: of the checkpoint.
-        steps: how far back the rule looks.
-
-    Returns the other run's directory.
-
-    Raises:
-        FileNotFoundError: no telemetry of steps up to there is beside the checkpoint.
-        ValueError: it is of another model, of other attention, or of another version.
-    """
-    candidates = (source, *source.resolve().parents[:2])
-    found = next((path for path in candidates if (path / FOLDER / "meta.json").is_file()), None)
-    if found is None:
-        raise FileNotFoundError(f"there is no telemetry beside {source}")
-    other, meta = read(found), read(run_dir).meta
-    for key in ("layers", "heads", "attention", *SHAPE):
-        if other.meta.get(key) != meta[key]:
-            told = f"{other.meta.get(key)!r:.80}, this run has {meta[key]!r:.80}"
-            raise ValueError(f"{found}: {key} {told}")
-    past = other.records if other.before is None else np.concatenate([other.before, other.records])
-    kept = past[(past["step"] <= step) & (past["step"] > step - steps)]
-    if not len(kept):
-        raise FileNotFoundError(f"{found} has no telemetry of the steps up to {step:,}")
-    _replace(run_dir / FOLDER / "before.bin", kept.tobytes())
-    return found
-
-
 class Writer:
     """Appends records; the first rank has one.
 
@@ -351,20 +330,20 @@ class Writer:
     """
 
     def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
-        self.folder, self.meta = run_dir / FOLDER, meta
+        self.folder, self.meta = run_dir / FOLDER, dict(meta)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.abandoned, self.attention_before = self._take_over(start_step)
-        text = json.dumps(meta, indent=1) + "\n"
-        _replace(self.folder / "meta.json", text.encode())
+        self.abandoned, self.meta["earlier"] = self._take_over(start_step)
+        text = json.dumps(self.meta, indent=1) + "\n"
+        write_whole(self.folder / "meta.json", text.encode())
         self._dtype = record_dtype(meta)
         self._file = (self.folder / "records.bin").open("ab")
         self._rows = _LayerTable(self.folder / "layers.csv", start_step=start_step)
 
-    def _take_over(self, start_step: int) -> tuple[int, str | None]:
-        """(records moved aside, attention of the attempt before)."""
+    def _take_over(self, start_step: int) -> tuple[int, list[tuple[int, str]]]:
+        """(records moved aside, what meta.json says of earlier attention)."""
         file = self.folder / "records.bin"
         if not (self.folder / "meta.json").exists() or not file.exists():
-            return 0, None
+            return 0, []
         before = json.loads((self.folder / "meta.json").read_text())
         if any(before.get(key) != self.meta[key] for key in SHAPE):
             # Another version's records: kept, but not continued.
@@ -372,7 +351,7 @@ class Writer:
                 old = self.folder / name
                 if old.exists():
                     os.replace(old, old.with_name(f"{old.stem}.until_{start_step}{old.suffix}"))
-            return 0, before.get("attention")
+            return 0, []
         size = record_dtype(before).itemsize
         data = file.read_bytes()
         records = np.frombuffer(data[: len(data) // size * size], dtype=record_dtype(before))
@@ -381,8 +360,12 @@ class Writer:
         if len(drop):
             with (self.folder / "abandoned.bin").open("ab") as out:
                 out.write(drop.tobytes())
-        _replace(file, keep.tobytes())
-        return len(drop), before.get("attention")
+        write_whole(file, keep.tobytes())
+        earlier = [(until, name) for until, name in before.get("earlier", ()) if until < start_step]
+        at = attention_at(before, start_step)
+        if at != self.meta["attention"] and len(keep):
+            earlier.append((start_step, at))
+        return len(drop), earlier
 
     def write(
         self,
@@ -418,7 +401,7 @@ class _LayerTable:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             keep = [x for x in lines[1:] if x.endswith("\n") and _first(x) <= start_step]
-            _replace(path, "".join([lines[0] if lines else "", *keep]).encode())
+            write_whole(path, "".join([lines[0] if lines else "", *keep]).encode())
         new = not path.exists() or path.stat().st_size == 0
         self._file = path.open("a", newline="")
         self._writer = csv.writer(self._file)
@@ -463,7 +446,8 @@ def _first(line: str) -> int:
         return 1 << 62
 
 
-def _replace(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file, so that a reader finds the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as out:
         out.write(data)

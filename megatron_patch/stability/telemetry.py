@@ -25,6 +25,7 @@ from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, worst
 from megatron_patch.stability.config import layers_of
 from megatron_patch.stability.gradients import LayerNorms
+from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
@@ -173,9 +174,6 @@ class Stability:
             attention=attention,
         )
         self._writer = record.Writer(self.run_dir, meta, start_step=step)
-        # Another backend or stabilizer is another run as far as the rule goes.
-        if self._writer.attention_before not in (None, attention):
-            return record.History(self.rule)
         found = record.read(self.run_dir)
         if step and not len(found.records) and self._look_back(step):
             found = record.read(self.run_dir)
@@ -187,9 +185,7 @@ class Stability:
         if options.load_from is None or options.load_weights_only:
             return False
         try:
-            source = record.look_back(
-                self.run_dir, Path(options.load_from), step=step, steps=self._reach
-            )
+            source = look_back(self.run_dir, Path(options.load_from), step=step, steps=self._reach)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
             return False

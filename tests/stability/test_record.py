@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_patch.stability import record
+from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Rule, judge
 
@@ -62,7 +63,7 @@ def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path) -> None:
 def test_a_resume_sets_repeated_steps_aside(tmp_path: Path) -> None:
     write(tmp_path, [10, 20, 30, 40]).close()
     writer = write(tmp_path, [30, 40], start=20, value=0.5)
-    assert writer.abandoned == 2 and writer.attention_before == "stable_flash/none"
+    assert writer.abandoned == 2 and writer.meta["earlier"] == []
     writer.close()
     found = record.read(tmp_path)
     assert found.steps.tolist() == [10, 20, 30, 40]
@@ -215,6 +216,36 @@ def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
     assert [p.step for p in forgetful.points] == [100, 110, 120]
 
 
+def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write(first, [10, 20]).close()
+    for start, name in ((20, "a/b"), (30, "a/b"), (40, "c/d")):
+        writer = record.Writer(first, meta(name), start_step=start)
+        full = dict.fromkeys(HEAD_METRICS, QUIET)
+        writer.write(start + 10, scalars=SCALARS, layers={}, heads=full)
+        writer.close()
+    found = record.read(first)
+    assert found.meta["earlier"] == [[20, "stable_flash/none"], [40, "a/b"]]
+    at = {step: record.attention_at(found.meta, step) for step in (10, 20, 21, 40, 41)}
+    assert list(at.values()) == ["stable_flash/none"] * 2 + ["a/b"] * 2 + ["c/d"]
+    assert [p.step for p in found.points()] == [10, 20, 30, 40, 50]
+    assert [p.step for p in found.history().points] == [50]
+    # Back before the last change: what was changed later never was.
+    record.Writer(first, meta("a/b"), start_step=30).close()
+    assert record.read(first).meta["earlier"] == [[20, "stable_flash/none"]]
+    record.Writer(first, meta("c/d"), start_step=30).close()
+    assert record.read(first).history().points == []  # nothing is known of it yet
+    # Whoever continues it sees the stretch its checkpoint is from, if that is its attention.
+    for name, step, seen in (("a/b", 30, [30]), ("stable_flash/none", 20, [10, 20])):
+        record.Writer(second, meta(name), start_step=step).close()
+        look_back(second, first, step=step, steps=100)
+        assert [p.step for p in record.read(second).history().points] == seen
+        (second / "stability" / "meta.json").unlink()
+    record.Writer(second, meta("a/b"), start_step=20).close()
+    with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'a/b'"):
+        look_back(second, first, step=20, steps=100)
+
+
 def test_looking_back_on_another_run(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     checkpoint = first / "checkpoints" / "step_00000040.attempt-1"
@@ -222,10 +253,10 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     write(second, []).close()
     for source in (checkpoint, checkpoint.parent, first):
         with pytest.raises(FileNotFoundError, match="no telemetry beside"):
-            record.look_back(second, source, step=40, steps=25)
+            look_back(second, source, step=40, steps=25)
     write(first, [10, 20, 30, 40, 50]).close()
     for source in (checkpoint, checkpoint.parent, first):
-        assert record.look_back(second, source, step=40, steps=25) == first
+        assert look_back(second, source, step=40, steps=25) == first
     write(second, [50, 60], start=40).close()
     found = record.read(second)
     assert found.steps.tolist() == [50, 60]
@@ -233,13 +264,13 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     assert [p.step for p in found.points()] == [s for s, _ in found.verdicts()] == [50, 60]
     # A third one sees through to the first.
     write(third, []).close()
-    record.look_back(third, second, step=50, steps=25)
+    look_back(third, second, step=50, steps=25)
     assert [p.step for p in record.read(third).history().points] == [30, 40, 50]
     with pytest.raises(FileNotFoundError, match="no telemetry of the steps up to 5"):
-        record.look_back(third, first, step=5, steps=25)
+        look_back(third, first, step=5, steps=25)
     record.Writer(tmp_path / "other", meta("sdpa_cudnn/compensated"), start_step=40).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'sdpa_cudnn"):
-        record.look_back(tmp_path / "other", first, step=40, steps=25)
+        look_back(tmp_path / "other", first, step=40, steps=25)
 
 
 def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "checkpoint.keep_last=2"]  # fmt: skip
 
 
+CHANGED = "attention.stabilizer=compensated"
 FAST = ["training.precision=fp32", "attention.backend=reference",
         "attention.stabilizer=compensated"]  # fmt: skip
 ONE_STEP = ["training.train_steps=1", "stability.interval=1", "optimizer.warmup_steps=0"]
@@ -132,19 +133,19 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **grow),
         run("edge", *SMALL, switch, *SIGNS, **grow),
         run("stop", *SMALL, *FAST, "stability.guard=stop", **grow),
+        *(
+            run("halted", *SMALL, "stability.guard=stop", "training.train_steps=11", *keys, **grow)
+            for keys in ((), (CHANGED, "training.exit_at_step=9"), (CHANGED,))
+        ),
         run("first", *SMALL, "stability.guard=warn", "training.exit_at_step=7", **grow),
         run("second", *SMALL, "stability.guard=warn", "checkpoint.load_from=runs/first", **grow),
-        run(
-            "changed",
-            *SMALL,
-            "attention.stabilizer=compensated",
-            "checkpoint.load_from=runs/first",
-            **grow,
-        ),
+        run("changed", *SMALL, CHANGED, "checkpoint.load_from=runs/first", **grow),
     ]
     results = training_ranks.run_ranks(folder, corpus, 2, runs)
     names = [r["set"][0].removeprefix("name=") for r in runs]
-    names[names.index("again")], names[names.index("edge")] = "paused", "edge_paused"
+    for name, new in (("again", "paused"), ("edge", "edge_paused"), ("halted", "halted_first"),
+                      ("halted", "halted_changed")):  # fmt: skip
+        names[names.index(name)] = new
     return dict(zip(names, results, strict=True))
 
 
@@ -392,6 +393,17 @@ def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
     saved = folder / "runs" / "stop" / "checkpoints"
     assert [p.name[:13] for p in saved.glob("step_*")] == [f"step_{SWITCHED:08d}"]
     assert not (folder / "runs" / "stop" / "FINISHED").exists()
+
+
+def test_with_other_attention_the_rule_starts_anew_for_good(two: Any, folder: Path) -> None:
+    """Not only at the resume that changed it: the next one must not meet the old danger again."""
+    assert [r["code"] for r in two["halted_first"]] == [5, 5]
+    assert [(r["code"], r["step"]) for r in two["halted_changed"]] == [(0, 9)] * 2
+    assert [(r["code"], r["step"]) for r in two["halted"]] == [(0, 11)] * 2
+    told = record.read(folder / "runs" / "halted")
+    said = [verdict.level for _, verdict in told.verdicts()]
+    assert said[SWITCHED - 2] == "danger" and said[SWITCHED:] == ["ok"] * 3
+    assert [p.step for p in told.history().points] == [9, 10, 11]
 
 
 def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Path) -> None:

@@ -1,0 +1,45 @@
+"""What the early warning knows of a run that starts from another run's checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_patch.stability import record
+
+
+def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
+    """Keep, as before.bin, what the rule looks back on in the run that a new run continues.
+
+    Args:
+        run_dir: of the new run; its `Writer` exists, and nothing has been recorded yet.
+        source: a checkpoint of the other run, the folder of its checkpoints, or its directory.
+        step: of the checkpoint.
+        steps: how far back the rule looks.
+
+    Returns the other run's directory.
+
+    Raises:
+        FileNotFoundError: no telemetry of steps up to there is beside the checkpoint.
+        ValueError: it is of another model, of other attention, or of another version.
+    """
+    candidates = (source, *source.resolve().parents[:2])
+    found = next(
+        (path for path in candidates if (path / record.FOLDER / "meta.json").is_file()), None
+    )
+    if found is None:
+        raise FileNotFoundError(f"there is no telemetry beside {source}")
+    other, meta = record.read(found), record.read(run_dir).meta
+    theirs = dict(other.meta) | {"attention": record.attention_at(other.meta, step)}
+    for key in ("layers", "heads", "attention", *record.SHAPE):
+        if theirs.get(key) != meta[key]:
+            told = f"{theirs.get(key)!r:.80}, this run has {meta[key]!r:.80}"
+            raise ValueError(f"{found}: {key} {told}")
+    past = other.records if other.before is None else np.concatenate([other.before, other.records])
+    changed = [until for until, _ in other.meta.get("earlier", ()) if until < step]
+    kept = past[(past["step"] <= step) & (past["step"] > max(step - steps, *changed, 0))]
+    if not len(kept):
+        raise FileNotFoundError(f"{found} has no telemetry of the steps up to {step:,}")
+    record.write_whole(run_dir / record.FOLDER / "before.bin", kept.tobytes())
+    return found
