@@ -86,6 +86,9 @@ class Protocol:
     """Seeds of every cell: all runs of one seed see the same batches and initial weights."""
     gpus_per_run: int = 1
     """Data-parallel GPUs of one run."""
+    single_pass: bool = False
+    """A GPU takes its share of a batch in one pass: micro_batch_size is global_batch_size over a
+    run's GPUs, unless a key sets it. False: as the trainer configuration says."""
     runs_per_gpu: int = 1
     """Runs that share a GPU at the same time."""
     checked_steps: int = 20
@@ -151,6 +154,9 @@ class Protocol:
             yield Problem(
                 f"{where}.seeds", f"{sorted(missing)}: {base.name} has no runs of these seeds"
             )
+
+
+MICRO_BATCH = "training.micro_batch_size="
 
 
 def _seeds(path: str, seeds: list[int]) -> Iterator[Problem]:
@@ -233,9 +239,23 @@ def read(
         for cell in protocol.cells
         if seed in (cell.seeds or protocol.seeds)
     )
+    checked = []
     for run in runs:
-        _check(run, trainer_config(config, run, steps=protocol.steps), protocol)
-    return Experiment(protocol, config, runs)
+        loaded = trainer_config(config, run, steps=protocol.steps)
+        _check(run, loaded, protocol)
+        checked.append(_in_one_pass(run, loaded, protocol) if protocol.single_pass else run)
+    return Experiment(protocol, config, tuple(checked))
+
+
+def _in_one_pass(run: Run, loaded: Loaded, protocol: Protocol) -> Run:
+    """``run`` without accumulation on its GPUs: the same batches in fewer and larger passes."""
+    if any(text.startswith(MICRO_BATCH) for text in run.overrides):
+        return run
+    batch, gpus = loaded.config.training.global_batch_size, run.cell.gpus or protocol.gpus_per_run
+    if batch % gpus:
+        text = f"{batch} sequences on {gpus} GPUs (run {run.id}): take a number that divides them"
+        raise ConfigError([Problem("gpus_per_run", text)])
+    return replace(run, overrides=(*run.overrides, f"{MICRO_BATCH}{batch // gpus}"))
 
 
 def trainer_config(config: Path, run: Run, *, steps: int, run_dir: Path | None = None) -> Loaded:

@@ -151,6 +151,23 @@ def test_choices_of_the_day_may_differ(protocol: Path, tmp_path: Path) -> None:
     assert "data.seed=5" in str(refused.value) and "recipe" not in str(refused.value)
 
 
+def test_a_gpu_takes_its_share_in_one_pass() -> None:
+    def sizes(**options) -> dict[str, int]:
+        experiment = read(CONFIGS / "rescue.yaml", **options)
+        loaded = {r.id: trainer_config(experiment.config, r, steps=15000) for r in experiment.runs}
+        return {name: found.config.training.micro_batch_size for name, found in loaded.items()}
+
+    alone = sizes()
+    assert alone["base-s2"] == 32 and alone["at_event-s2"] == 64  # two GPUs, and one
+    assert sizes(gpus_per_run=4)["at_event-s2"] == 16
+    # A key on the command line is the user's; some numbers do not divide a batch.
+    assert set(sizes(overrides=["training.micro_batch_size=8"]).values()) == {8}
+    with pytest.raises(ConfigError, match=r"64 sequences on 3 GPUs \(run none-s1\)"):
+        read(CONFIGS / "baselines.yaml", gpus_per_run=3)
+    # It is no part of what is fixed: the smoke protocol leaves the size as configured.
+    assert not read(CONFIGS / "smoke.yaml").protocol.single_pass
+
+
 def test_the_plan_says_what_time_is_enough_for() -> None:
     experiment = read(CONFIGS / "early.yaml")
     protocol = experiment.protocol
