@@ -29,17 +29,17 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
         (path for path in candidates if (path / record.FOLDER / "meta.json").is_file()), None
     )
     if found is None:
-        raise FileNotFoundError(f"there is no telemetry beside {source}")
+        raise FileNotFoundError("there is no telemetry beside it")
     other, meta = record.read(found), record.read(run_dir).meta
     theirs = dict(other.meta) | {"attention": record.attention_at(other.meta, step)}
     for key in ("layers", "heads", "attention", *record.SHAPE):
         if theirs.get(key) != meta[key]:
             told = f"{theirs.get(key)!r:.80}, this run has {meta[key]!r:.80}"
-            raise ValueError(f"{found}: {key} {told}")
+            raise ValueError(f"{key} {told}")
     past = other.records if other.before is None else np.concatenate([other.before, other.records])
     changed = [until for until, _ in other.meta.get("earlier", ()) if until < step]
     kept = past[(past["step"] <= step) & (past["step"] > max(step - steps, *changed, 0))]
     if not len(kept):
-        raise FileNotFoundError(f"{found} has no telemetry of the steps up to {step:,}")
+        raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
     record.write_whole(run_dir / record.FOLDER / "before.bin", kept.tobytes())
     return found

@@ -187,7 +187,9 @@ class Stability:
         try:
             source = look_back(self.run_dir, Path(options.load_from), step=step, steps=self._reach)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
+            self.monitor.say(
+                f"early warning: begins anew at step {step:,} ({options.load_from}: {error})"
+            )
             return False
         self.monitor.say(f"early warning: looks back on {source} before step {step:,}")
         return True

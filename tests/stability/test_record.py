@@ -252,7 +252,7 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     write(second, []).close()
     for source in (checkpoint, checkpoint.parent, first):
-        with pytest.raises(FileNotFoundError, match="no telemetry beside"):
+        with pytest.raises(FileNotFoundError, match="no telemetry beside it"):
             look_back(second, source, step=40, steps=25)
     write(first, [10, 20, 30, 40, 50]).close()
     for source in (checkpoint, checkpoint.parent, first):
