@@ -24,6 +24,8 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
         FileNotFoundError: no telemetry of steps up to there is beside the checkpoint.
         ValueError: it is of another model, of other attention, or of another version.
     """
+    kept_file = run_dir / record.FOLDER / "before.bin"
+    kept_file.unlink(missing_ok=True)  # of an attempt that ended before its first record
     candidates = (source, *source.resolve().parents[:2])
     found = next(
         (path for path in candidates if (path / record.FOLDER / "meta.json").is_file()), None
@@ -41,5 +43,5 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
     kept = past[(past["step"] <= step) & (past["step"] > max(step - steps, *changed, 0))]
     if not len(kept):
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
-    record.write_whole(run_dir / record.FOLDER / "before.bin", kept.tobytes())
+    record.write_whole(kept_file, kept.tobytes())
     return found

@@ -268,9 +268,11 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     assert [p.step for p in record.read(third).history().points] == [30, 40, 50]
     with pytest.raises(FileNotFoundError, match="no telemetry of the steps up to 5"):
         look_back(third, first, step=5, steps=25)
-    record.Writer(tmp_path / "other", meta("sdpa_cudnn/compensated"), start_step=40).close()
+    # Another attempt, before the first record, with other attention: nothing is left of the first.
+    record.Writer(third, meta("sdpa_cudnn/compensated"), start_step=50).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'sdpa_cudnn"):
-        look_back(tmp_path / "other", first, step=40, steps=25)
+        look_back(third, second, step=50, steps=25)
+    assert record.read(third).history().points == []
 
 
 def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
