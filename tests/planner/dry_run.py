@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+)
 from megatron_cpu import reseed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -185,6 +188,11 @@ def rank_of(run: RunConfig, rank: int, world: int) -> Iterator[None]:
     p = run.parallel
     kept = {
         **{(chunks, name): getattr(chunks, name) for name in CHUNKS},
+        # A fake scale left behind would make the gradients of the process's next model fake.
+        **{
+            (owner, "main_loss_backward_scale"): owner.main_loss_backward_scale
+            for owner in (MoEAuxLossAutoScaler, MTPLossAutoScaler)
+        },
         (torch.nn.Module, "_apply"): torch.nn.Module._apply,
         (dist, "all_gather_object"): dist.all_gather_object,
         (CudaRNGStatesTracker, "fork"): CudaRNGStatesTracker.fork,
