@@ -60,7 +60,7 @@ class KeptHandlers:
         while not self._done.wait(LOOK_SECONDS):
             for number, handler in own.items():
                 if _native(number) != handler:
-                    _set_native(number, handler)
+                    _set(number, handler)
 
 
 # What the operating system calls: for every Python handler the same C function of the interpreter,
@@ -74,7 +74,3 @@ _set.restype, _set.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
 def _native(number: int) -> int | None:
     found: int | None = _get(number)
     return found
-
-
-def _set_native(number: int, handler: int | None) -> None:
-    _set(number, handler)
