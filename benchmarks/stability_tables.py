@@ -239,16 +239,10 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         probed_dq,
         "megatron-patch probe RUN ... --out probe",
     )
-    found["stability-rescue-timeline"] = (
-        "rescue_head_timeline",
-        timeline,
-        "head_timeline.py RUN ... --layer L --head H --steps ...",
-    )
     found["stability-rescue-cost"] = ("stability_rescue", rescue_cost, command.format("rescue"))
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
-    found["stability-timeline"] = (
-        "head_timeline",
-        timeline,
-        "head_timeline.py RUN ... --layer L --head H --steps ...",
-    )
+    read = "head_timeline.py RUN ... --layer L --head H --steps ..."
+    found["stability-timeline"] = ("head_timeline", timeline, read)
+    found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
+    found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)
     return found
