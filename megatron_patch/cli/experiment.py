@@ -73,6 +73,12 @@ def _add_stability(parts: Subparsers) -> None:
     part.add_argument(
         "--gpus-per-run", metavar="N", type=_positive, help="instead of the protocol's gpus_per_run"
     )
+    part.add_argument(
+        "--widen",
+        action="store_true",
+        help="runs also take GPUs that no run waits for, and are stopped, with a checkpoint, to go "
+        "on with GPUs that have become idle; batches and update stay the same",
+    )
     part.add_argument("--retry", action="store_true", help="start failed and refused runs again")
     part.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     _add_target(part)
@@ -207,6 +213,7 @@ def run_stability(args: argparse.Namespace) -> int:
             only=args.only,
             overrides=args.overrides,
             gpus_per_run=args.gpus_per_run,
+            widen=args.widen,
             target=_target(args),
             retry=args.retry,
             dry_run=args.dry_run,

@@ -12,7 +12,13 @@ NAMED = 6
 
 
 def describe(
-    experiment: Experiment, *, steps: int, gpus: int, minutes: float | None, only: Sequence[str]
+    experiment: Experiment,
+    *,
+    steps: int,
+    gpus: int,
+    minutes: float | None,
+    only: Sequence[str],
+    widen: bool = False,
 ) -> str:
     """The runs in the order they start, and what a time budget is enough for."""
     protocol = experiment.protocol
@@ -30,6 +36,8 @@ def describe(
     for run in runs:
         if experiment.gpus_of(run) != protocol.gpus_per_run:
             lines.append(f"{run.id} takes {experiment.gpus_of(run)} GPU(s)")
+    if widen:
+        lines.append("--widen: runs also take idle GPUs, so they may end earlier than said here")
     speed = protocol.steps_per_second
     if speed is None:
         lines.append("the speed of a run is not known (steps_per_second)")

@@ -172,6 +172,10 @@ class Run:
     seed: int
     overrides: tuple[str, ...]
     """Everything that makes this run out of the trainer configuration, in order."""
+    batch: int = 0
+    """Sequences of a step, once the configuration was read."""
+    micro_batch: int | None = None
+    """Sequences of a pass; None: a GPU's whole share of the batch, whatever their number."""
 
     @property
     def id(self) -> str:
@@ -182,6 +186,17 @@ class Run:
     def base(self) -> str | None:
         """Id of the run whose checkpoints this one starts from."""
         return None if self.cell.from_cell is None else f"{self.cell.from_cell}-s{self.seed}"
+
+    def fits(self, gpus: int) -> bool:
+        """Whether so many GPUs can share the batch."""
+        return self.batch % (gpus * (self.micro_batch or 1)) == 0
+
+    def on(self, gpus: int) -> Run:
+        """The run with its batch cut for so many GPUs: the same batches and the same update."""
+        if self.micro_batch is not None:
+            return self
+        rest = [text for text in self.overrides if not text.startswith(MICRO_BATCH)]
+        return replace(self, overrides=(*rest, f"{MICRO_BATCH}{self.batch // gpus}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,19 +258,20 @@ def read(
     for run in runs:
         loaded = trainer_config(config, run, steps=protocol.steps)
         _check(run, loaded, protocol)
-        checked.append(_in_one_pass(run, loaded, protocol) if protocol.single_pass else run)
+        checked.append(_cut(run, loaded, protocol))
     return Experiment(protocol, config, tuple(checked))
 
 
-def _in_one_pass(run: Run, loaded: Loaded, protocol: Protocol) -> Run:
-    """``run`` without accumulation on its GPUs: the same batches in fewer and larger passes."""
-    if any(text.startswith(MICRO_BATCH) for text in run.overrides):
-        return run
-    batch, gpus = loaded.config.training.global_batch_size, run.cell.gpus or protocol.gpus_per_run
-    if batch % gpus:
-        text = f"{batch} sequences on {gpus} GPUs (run {run.id}): take a number that divides them"
-        raise ConfigError([Problem("gpus_per_run", text)])
-    return replace(run, overrides=(*run.overrides, f"{MICRO_BATCH}{batch // gpus}"))
+def _cut(run: Run, loaded: Loaded, protocol: Protocol) -> Run:
+    """``run``, which knows how its batch is cut; by ``single_pass`` without accumulation."""
+    training, gpus = loaded.config.training, run.cell.gpus or protocol.gpus_per_run
+    chosen = any(text.startswith(MICRO_BATCH) for text in run.overrides)
+    one_pass = protocol.single_pass and not chosen
+    if one_pass and training.global_batch_size % gpus:
+        text = f"{training.global_batch_size} sequences on {gpus} GPUs (run {run.id}): take a "
+        raise ConfigError([Problem("gpus_per_run", text + "number that divides them")])
+    micro = None if one_pass else training.micro_batch_size
+    return replace(run, batch=training.global_batch_size, micro_batch=micro).on(gpus)
 
 
 def trainer_config(config: Path, run: Run, *, steps: int, run_dir: Path | None = None) -> Loaded:

@@ -8,19 +8,23 @@ deadline gracefully, so that they save, and an exploded run some steps after it 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from megatron_patch.experiments import origin
-from megatron_patch.experiments.protocol import Run, runtime_keys
+from megatron_patch.experiments import origin, widths
+from megatron_patch.experiments.process import (
+    ask_ranks,
+    cell_command,
+    last_words,
+    on_cpu,
+    rank_exit_code,
+    tail,
+)
+from megatron_patch.experiments.protocol import Run
 from megatron_patch.experiments.store import (
     EXPLODED,
     FAILED,
@@ -64,6 +68,8 @@ class Active:
     asked_to_stop: float | None = None
     exploded: str = ""
     looked: float = 0.0
+    wanted_wider: bool = False
+    """It was asked to stop because it goes on with more GPUs."""
     step: int = 0
     loss: float = float("nan")
 
@@ -74,7 +80,8 @@ class Runner:
 
     Args of the constructor: the store; ``devices``, a seat each (a GPU index, repeated where runs
     share it; for the CPU any numbers); ``seconds`` of the time budget or None; ``steps`` to end
-    runs at; ``only``, names of cells or runs; ``say``, where progress lines go.
+    runs at; ``only``, names of cells or runs; ``say``, where progress lines go; ``widen``, whether
+    runs take GPUs that nobody waits for.
     """
 
     store: Store
@@ -83,6 +90,7 @@ class Runner:
     steps: int
     only: set[str] = field(default_factory=set)
     say: Callable[[str], None] = print
+    widen: bool = False
     publish: Callable[[], None] | None = None
     """Called every `PUBLISH_SECONDS` and after a run has ended, to copy out what there is."""
     active: list[Active] = field(default_factory=list)
@@ -110,8 +118,10 @@ class Runner:
                         self.active.remove(item)
                         free += item.seats
                         published = 0.0
-                        if self._crashed(item.run):
+                        if self._goes_on(item):
                             queue.insert(0, item.run)
+                if self.widen and free and not self.stopping and not self._startable(queue):
+                    self._make_wider(free)
                 if self.publish is not None and time.monotonic() - published > PUBLISH_SECONDS:
                     self.publish()
                     published = time.monotonic()
@@ -141,7 +151,7 @@ class Runner:
                 queue.remove(run)
                 self.say(f"{run.id} is not started: another process trains in its directory")
                 continue
-            seats = self._seats(free, self.store.experiment.gpus_of(run))
+            seats = self._seats(free, self._width(run, queue, free))
             if seats:
                 queue.remove(run)
                 self._start(run, seats)
@@ -162,6 +172,12 @@ class Runner:
             return False
         state = self.store.states[run.id]
         return state.state not in FINAL and self.store.reached(run) < self._end(run)
+
+    def _goes_on(self, item: Active) -> bool:
+        """Whether a run whose process has ended is started again in this invocation."""
+        if item.wanted_wider and self.store.states[item.run.id].state in (PAUSED, WAITING):
+            return not self.stopping
+        return self._crashed(item.run)
 
     def _crashed(self, run: Run) -> bool:
         """Whether a run that a signal ended (out of memory, a crash) is to be started again.
@@ -190,6 +206,37 @@ class Runner:
         protocol = self.store.experiment.protocol
         return self.seconds - (time.monotonic() - self._began) - protocol.save_seconds
 
+    def _startable(self, queue: list[Run]) -> list[Run]:
+        """Waiting runs that wait for nothing but GPUs."""
+        return [r for r in queue if r.base is None or origin.find(self.store, r) is not None]
+
+    def _width(self, run: Run, queue: list[Run], free: list[int]) -> int:
+        """GPUs a run is started on: its own number, or its share of those that are free."""
+        own = self.store.experiment.gpus_of(run)
+        if not self.widen:
+            return own
+        return widths.widest(run, own, len(set(free)) // len(self._startable(queue)))
+
+    def _make_wider(self, free: list[int]) -> None:
+        """Have one run go on with idle GPUs, where that saves more than stopping it costs."""
+        if any(item.asked_to_stop is not None for item in self.active):
+            return  # what it has will be free soon, too
+        best, most = 0.0, None
+        for item in self.active:
+            own, rate = len(item.seats), self._rates.get(item.run.id)
+            more = widths.widest(item.run, own, own + len(set(free) - set(item.seats)))
+            if rate is None or more == own:
+                continue
+            left = min((self._end(item.run) - item.step) / rate, self._time_left())
+            saved = left * (1 - own / more)
+            if saved > max(best, widths.WORTH_SECONDS):
+                best, most = saved, (item, more)
+        if most is not None:
+            item, more = most
+            self.say(f"{item.run.id} is stopped, to go on with {more} GPUs, not {len(item.seats)}")
+            item.wanted_wider = True
+            self._ask_to_stop(item)
+
     def _seats(self, free: list[int], needed: int) -> list[int]:
         """Seats on ``needed`` different GPUs, taken from ``free``; [] if there are too few."""
         # The GPU with most free seats first, so that runs spread before they share.
@@ -208,10 +255,14 @@ class Runner:
             store.states[run.id].origin = begins.as_dict()
             store.save()
         command = cell_command(
-            store, run, gpus=len(seats), steps=self._end(run), left=self._time_left()
+            store,
+            run.on(len(seats)),
+            gpus=len(seats),
+            steps=self._end(run),
+            left=self._time_left(),
         )
         environment = dict(os.environ)
-        if not _on_cpu(run, store):
+        if not on_cpu(run, store):
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices(seats)
         environment.setdefault("OMP_NUM_THREADS", "1")
         for name in TORCHRUN_VARIABLES:
@@ -292,7 +343,7 @@ class Runner:
 
     def _ask_to_stop(self, item: Active) -> None:
         item.asked_to_stop = time.monotonic()
-        if not _ask_ranks(item):
+        if not ask_ranks(item.process, torchrun=len(item.seats) > 1):
             self.say(f"{item.run.id} has no process to ask; it is killed in {GRACE_SECONDS:g} s")
 
     def _ended(self, item: Active, code: int) -> None:
@@ -340,7 +391,7 @@ class Runner:
             if kept and store.reached(run) == store.last_step(run):
                 return PAUSED, "saved and stopped"
             return (PAUSED if kept else WAITING), "ended before it could save"
-        said = _tail(store.log(run))
+        said = tail(store.log(run))
         code = rank_exit_code(said) if len(item.seats) > 1 else code
         return _STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {last_words(said)}"
 
@@ -382,73 +433,6 @@ class Runner:
             total += (self.steps - self.store.reached(run)) / usual
         lanes = max(1, len(self.devices) // self.store.experiment.protocol.gpus_per_run)
         return total / min(lanes, max(1, len(queue) + len(self.active)))
-
-
-def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) -> list[str]:
-    """The command line of one run; ``left`` seconds of training (inf: no limit)."""
-    start = ["-m", "megatron_patch"]
-    if gpus > 1:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-        start += ["-m", "megatron_patch"]
-    command = [sys.executable, *start, "experiment", "cell"]
-    command += ["--config", str(store.experiment.config), "--variant", run.cell.variant]
-    command += ["--reference", str(store.reference(run))]
-    command += ["--checked-steps", str(store.experiment.protocol.checked_steps)]
-    begins = origin.find(store, run) if run.base is not None else None
-    whole = store.experiment.protocol.steps
-    keys = [*run.overrides, *runtime_keys(run, whole, store.run_dir(run)), "logging.progress=off"]
-    if begins is not None:
-        keys.append(f"checkpoint.load_from={begins.path}")
-    if steps < whole:
-        keys.append(f"training.exit_at_step={steps}")
-    if left != float("inf"):
-        keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
-    return command + [part for key in keys for part in ("--set", key)]
-
-
-def _on_cpu(run: Run, store: Store) -> bool:
-    from megatron_patch.experiments.protocol import trainer_config
-
-    loaded = trainer_config(store.experiment.config, run, steps=store.experiment.protocol.steps)
-    return loaded.config.training.device == "cpu"
-
-
-def _ask_ranks(item: Active) -> bool:
-    """SIGUSR1 to the training processes; whether there was one.
-
-    Not SIGTERM to torchrun: it would kill them 30 s later, in the middle of a save.
-    """
-    pid = item.process.pid
-    asked = False
-    for rank in lifeline.children(pid) if len(item.seats) > 1 else [pid]:
-        with suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGUSR1)
-            asked = True
-    return asked
-
-
-def _tail(log: Path) -> str:
-    """The end of a log."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - 16384))
-        return stream.read().decode(errors="replace")
-
-
-def rank_exit_code(log: str) -> int:
-    """Exit code of the rank that failed first: torchrun itself ends with 1, and says it here."""
-    root = log.rpartition("Root Cause (first observed failure)")[2]
-    found = re.search(r"exitcode\s*:\s*(-?\d+)", root)
-    return int(found[1]) if found else 1
-
-
-def last_words(log: str) -> str:
-    """The line that says why a process ended: the program's own, else the last one."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("megatron-patch: ")]
-    found = own[-1] if own else lines[-1] if lines else ""
-    return found.removeprefix("megatron-patch: ").removeprefix("[rank0]: ")[:300]
 
 
 __all__ = ["Active", "Runner", "State", "cell_command"]

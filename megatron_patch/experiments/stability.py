@@ -28,6 +28,7 @@ class Request:
     only: list[str]
     overrides: list[str]
     gpus_per_run: int | None = None
+    widen: bool = False
     target: Target | None = None
     retry: bool = False
     dry_run: bool = False
@@ -62,12 +63,18 @@ def run(request: Request) -> int:
             f"{gpus} GPU(s) for runs of {needed}: use --gpus, --gpus-per-run, or --only cells that "
             "need fewer"
         )
+    if request.widen:
+        _check_widen(experiment, there)
     if request.dry_run:
-        print(
-            plan.describe(
-                experiment, steps=steps, gpus=gpus, minutes=request.minutes, only=request.only
-            )
+        text = plan.describe(
+            experiment,
+            steps=steps,
+            gpus=gpus,
+            minutes=request.minutes,
+            only=request.only,
+            widen=request.widen,
         )
+        print(text)
         return 0
     return _run(request, experiment, steps=steps, gpus=gpus)
 
@@ -83,7 +90,8 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
         for note in [*store.notes, *unrecorded.catch_up(store)]:
             _say(note)
         _write(request, store)  # what would refuse the results refuses before hours of work
-        runner = Runner(store, devices, seconds, steps, set(request.only), say=_say)
+        only = set(request.only)
+        runner = Runner(store, devices, seconds, steps, only, say=_say, widen=request.widen)
         if request.target is not None:
             runner.publish = functools.partial(_publish, store, request.target)
         try:
@@ -160,6 +168,19 @@ def _check_only(experiment: Experiment, only: list[str]) -> None:
         raise ExperimentError(
             f"--only {' '.join(strange)}: {experiment.protocol.name} has no such cell or run; it "
             f"has {', '.join(dict.fromkeys(r.cell.name for r in experiment.runs))}"
+        )
+
+
+def _check_widen(experiment: Experiment, there: int | None) -> None:
+    shared = experiment.protocol.runs_per_gpu
+    if there is None:
+        raise ExperimentError(
+            "--widen gives runs idle GPUs, and these run on the CPU: leave it out"
+        )
+    if shared > 1:
+        raise ExperimentError(
+            f"--widen gives runs idle GPUs, and here {shared} share one (runs_per_gpu): leave it "
+            "out, or set runs_per_gpu to 1"
         )
 
 

@@ -120,7 +120,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
                 scripts["pause"], "" if begins is None else str(begins.path)]  # fmt: skip
 
     monkeypatch.setattr(runner, "cell_command", command)
-    monkeypatch.setattr(runner, "_on_cpu", lambda run, store: False)
+    monkeypatch.setattr(runner, "on_cpu", lambda run, store: False)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
     monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)

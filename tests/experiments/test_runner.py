@@ -16,9 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_patch.experiments import results, runner
+from megatron_patch.cli import app
+from megatron_patch.experiments import process, results, runner, widths
+from megatron_patch.experiments.process import cell_command
 from megatron_patch.experiments.protocol import read
-from megatron_patch.experiments.runner import Runner, cell_command
+from megatron_patch.experiments.runner import Runner
 from megatron_patch.experiments.store import Store
 
 Go = Callable[..., tuple[Store, list[str]]]
@@ -26,6 +28,11 @@ Go = Callable[..., tuple[Store, list[str]]]
 
 def states(store: Store) -> dict[str, str]:
     return {name: state.state for name, state in store.states.items()}
+
+
+def single_pass(protocol: Path) -> None:
+    """Let a GPU take its whole share of a batch at once, so that any number of them fits."""
+    protocol.write_text(protocol.read_text() + "single_pass: true\n")
 
 
 def test_runs_share_the_gpus_and_end_finished(
@@ -55,6 +62,80 @@ def test_seats_of_runs_with_several_gpus(protocol: Path, tmp_path: Path) -> None
     free = [1, 1]
     assert one._seats(free, 2) == [] and free == [1, 1]
     store.close()
+
+
+def test_a_run_goes_on_with_gpus_that_have_become_idle(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    """Stopped with a checkpoint and started on both GPUs: every step once, both attempts told."""
+    monkeypatch.setattr(widths, "WORTH_SECONDS", 0.0)
+    single_pass(protocol)
+    quick |= {"pause": "0.03", "b-s1": "exit 3"}
+    only = {"a-s1", "b-s1"}
+    store, said = go(protocol, tmp_path / "out", devices=[0, 1], only=only, widen=True)
+    assert states(store)["a-s1"] == "finished" and states(store)["b-s1"] == "non-finite"
+    run = store.experiment.by_id("a-s1")
+    assert (store.run_dir(run) / "device").read_text() == "0\n0,1\n"
+    assert [a["gpus"] for a in store.states["a-s1"].attempts] == [1, 2]
+    assert [int(r["step"]) for r in store.rows(run)] == list(range(1, 101))
+    assert "a-s1 is stopped, to go on with 2 GPUs, not 1" in said
+
+
+@pytest.mark.parametrize(("widen", "worth"), [(False, 0.0), (True, 1e6)])
+def test_a_run_is_not_stopped_for_idle_gpus(
+    protocol: Path,
+    tmp_path: Path,
+    quick: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    go: Go,
+    widen: bool,
+    worth: float,
+) -> None:
+    """Unless that was asked for and is worth it."""
+    monkeypatch.setattr(widths, "WORTH_SECONDS", worth)
+    single_pass(protocol)
+    quick |= {"pause": "0.01", "b-s1": "exit 3"}
+    only = {"a-s1", "b-s1"}
+    store, _ = go(protocol, tmp_path / "out", devices=[0, 1], only=only, widen=widen)
+    assert [a["gpus"] for a in store.states["a-s1"].attempts] == [1]
+
+
+def test_waiting_runs_share_the_idle_gpus(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    """Four GPUs, three runs of one: two have one each, and the last one what is left."""
+    monkeypatch.setattr(widths, "WORTH_SECONDS", 1e6)
+    single_pass(protocol)
+    quick["pause"] = "0.02"
+    store, _ = go(protocol, tmp_path / "out", devices=[0, 1, 2, 3], widen=True)
+    gpus = {name: state.attempts[0]["gpus"] for name, state in store.states.items()}
+    assert gpus == {"a-s1": 1, "b-s1": 1, "a-s2": 2}
+
+
+def test_the_batch_is_cut_for_as_many_gpus_as_a_run_has(protocol: Path, tmp_path: Path) -> None:
+    """By single_pass a GPU's whole share, else passes of the size configured."""
+    run = read(protocol).runs[0]
+    whole, size = run.batch, run.micro_batch
+    assert size is not None and run.on(2) is run
+    assert run.fits(whole // size) and not run.fits(whole // size + 1)
+    single_pass(protocol)
+    run = read(protocol).runs[0]
+    assert run.micro_batch is None and run.fits(whole) and not run.fits(2 * whole)
+    for gpus in (1, 2):
+        (key,) = (t for t in run.on(gpus).overrides if t.startswith("training.micro_batch_size="))
+        assert key == f"training.micro_batch_size={whole // gpus}"
+    assert [widths.widest(run, 1, most) for most in (1, 2, 3)] == [1, 2, 2]
+    chosen = read(protocol, ["training.micro_batch_size=1"]).runs[0]
+    assert chosen.micro_batch == 1 and chosen.on(2) is chosen
+
+
+def test_widening_is_refused_where_there_is_nothing_to_widen(
+    protocol: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    command = ["experiment", "stability", "--config", str(protocol), "--widen", "--dry-run"]
+    assert app.run([*command, "--out", str(tmp_path / "out")]) == 2
+    assert "these run on the CPU: leave it out" in capsys.readouterr().err
 
 
 def test_steps_end_an_invocation_early_and_the_next_goes_on(
@@ -247,8 +328,8 @@ Root Cause (first observed failure):
 
 def test_the_exit_code_behind_torchrun() -> None:
     """torchrun ends with 1 whatever its ranks ended with; the state must not depend on that."""
-    assert runner.rank_exit_code(TORCHRUN) == 3
-    assert runner.rank_exit_code("killed") == 1
-    assert runner.last_words(TORCHRUN).startswith("step 7: gradients not finite")
-    assert runner.last_words("a\n\n[rank0]: OutOfMemoryError\n") == "OutOfMemoryError"
-    assert runner.last_words("") == ""
+    assert process.rank_exit_code(TORCHRUN) == 3
+    assert process.rank_exit_code("killed") == 1
+    assert process.last_words(TORCHRUN).startswith("step 7: gradients not finite")
+    assert process.last_words("a\n\n[rank0]: OutOfMemoryError\n") == "OutOfMemoryError"
+    assert process.last_words("") == ""

@@ -1,0 +1,81 @@
+"""The process of one run: its command line, how it is asked to stop, what its log says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_patch.experiments import origin
+from megatron_patch.experiments.protocol import Run, runtime_keys, trainer_config
+from megatron_patch.experiments.store import Store
+from megatron_patch.runtime import lifeline
+
+
+def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) -> list[str]:
+    """The command line of one run; ``left`` seconds of training (inf: no limit)."""
+    start = ["-m", "megatron_patch"]
+    if gpus > 1:
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        start += ["-m", "megatron_patch"]
+    command = [sys.executable, *start, "experiment", "cell"]
+    command += ["--config", str(store.experiment.config), "--variant", run.cell.variant]
+    command += ["--reference", str(store.reference(run))]
+    command += ["--checked-steps", str(store.experiment.protocol.checked_steps)]
+    begins = origin.find(store, run) if run.base is not None else None
+    whole = store.experiment.protocol.steps
+    keys = [*run.overrides, *runtime_keys(run, whole, store.run_dir(run)), "logging.progress=off"]
+    if begins is not None:
+        keys.append(f"checkpoint.load_from={begins.path}")
+    if steps < whole:
+        keys.append(f"training.exit_at_step={steps}")
+    if left != float("inf"):
+        keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
+    return command + [part for key in keys for part in ("--set", key)]
+
+
+def on_cpu(run: Run, store: Store) -> bool:
+    loaded = trainer_config(store.experiment.config, run, steps=store.experiment.protocol.steps)
+    return loaded.config.training.device == "cpu"
+
+
+def ask_ranks(process: subprocess.Popen[bytes], *, torchrun: bool) -> bool:
+    """SIGUSR1 to the training processes; whether there was one.
+
+    Not SIGTERM to torchrun: it would kill them 30 s later, in the middle of a save.
+    """
+    pid = process.pid
+    asked = False
+    for rank in lifeline.children(pid) if torchrun else [pid]:
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGUSR1)
+            asked = True
+    return asked
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - 16384))
+        return stream.read().decode(errors="replace")
+
+
+def rank_exit_code(log: str) -> int:
+    """Exit code of the rank that failed first: torchrun itself ends with 1, and says it here."""
+    root = log.rpartition("Root Cause (first observed failure)")[2]
+    found = re.search(r"exitcode\s*:\s*(-?\d+)", root)
+    return int(found[1]) if found else 1
+
+
+def last_words(log: str) -> str:
+    """The line that says why a process ended: the program's own, else the last one."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("megatron-patch: ")]
+    found = own[-1] if own else lines[-1] if lines else ""
+    return found.removeprefix("megatron-patch: ").removeprefix("[rank0]: ")[:300]
