@@ -19,6 +19,7 @@ from megatron_patch.faults import hang, ledger
 from megatron_patch.faults.spike import RewindsUsedUp, RewindWanted, Spike
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
+from megatron_patch.runtime import garbage
 from megatron_patch.runtime.heartbeat import PULSE, Heartbeat
 from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import startup
@@ -82,6 +83,7 @@ def train(loaded: Loaded) -> int:
         if watcher is not None:
             watcher.stop()
         stop.restore()
+        garbage.release()
     return 0
 
 
@@ -272,6 +274,9 @@ class _Training:
         last = reason is not None or step == self.run.training.train_steps
         self._report(result, last=last)
         self._save(last=last)
+        if step == self._begin + garbage.SETTLED_AFTER:
+            with self.recorder.away():
+                garbage.settle()
         PULSE.stepped()
         return reason
 

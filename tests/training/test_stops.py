@@ -69,6 +69,13 @@ def test_only_a_run_that_reached_train_steps_is_marked_finished(two: Any, folder
     assert not (folder / "runs" / "nan_whole" / "FINISHED").exists()
 
 
+def test_garbage_passes_look_only_at_what_steps_leave_behind(two: Any) -> None:
+    """What exists after two steps is out of them, on every rank alike, and until the run ends."""
+    assert all(rank["frozen"] > 100_000 and rank["frozen_after"] == 0 for rank in two["whole"])
+    # Ended after the second step of its attempt, and after the third.
+    assert all(rank["frozen"] > 100_000 for rank in [*two["stopped"], *two["resumed"]])
+
+
 def test_resume_repeats_every_bit_of_losses_weights_and_optimizer_state(
     two: Any, folder: Path
 ) -> None:

@@ -11,6 +11,7 @@ PLAN.json.rank<N>.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -144,10 +145,13 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
         finally:
             result["weights"] = digest(self.session)
             result["step"] = self.position.step
+            result["frozen"] = gc.get_freeze_count()
 
     loop._Training.run_to_end = run_to_end  # type: ignore[method-assign]
     try:
         result["code"] = loop.train(load(config, run["set"]))
+        if "frozen" in result:  # it trained
+            result["frozen_after"] = gc.get_freeze_count()
     except Exception as error:
         result["error"], result["code"] = str(error), exit_code(error)
         if result["code"] is None:
