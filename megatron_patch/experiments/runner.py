@@ -97,6 +97,7 @@ class Runner:
     stopping: bool = False
     _began: float = field(default_factory=time.monotonic)
     _again: set[str] = field(default_factory=set)
+    _narrow: set[str] = field(default_factory=set)
     _rates: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -177,7 +178,18 @@ class Runner:
         """Whether a run whose process has ended is started again in this invocation."""
         if item.wanted_wider and self.store.states[item.run.id].state in (PAUSED, WAITING):
             return not self.stopping
-        return self._crashed(item.run)
+        return self._failed_wide(item) or self._crashed(item.run)
+
+    def _failed_wide(self, item: Active) -> bool:
+        """Whether a run failed on GPUs that it had been given in addition: it goes on without."""
+        state, own = self.store.states[item.run.id], self.store.experiment.gpus_of(item.run)
+        more = len(item.seats) > own
+        if state.state != FAILED or not more or self._time_left() < SHORTEST_SECONDS:
+            return False
+        self._narrow.add(item.run.id)
+        state.state, state.reason = PAUSED, f"failed on {len(item.seats)} GPUs: {state.reason}"
+        self.say(f"{item.run.id} goes on with {own} GPU(s), as it would have without --widen")
+        return not self.stopping
 
     def _crashed(self, run: Run) -> bool:
         """Whether a run that a signal ended (out of memory, a crash) is to be started again.
@@ -213,7 +225,7 @@ class Runner:
     def _width(self, run: Run, queue: list[Run], free: list[int]) -> int:
         """GPUs a run is started on: its own number, or its share of those that are free."""
         own = self.store.experiment.gpus_of(run)
-        if not self.widen:
+        if not self.widen or run.id in self._narrow:
             return own
         return widths.widest(run, own, len(set(free)) // len(self._startable(queue)))
 
@@ -225,7 +237,7 @@ class Runner:
         for item in self.active:
             own, rate = len(item.seats), self._rates.get(item.run.id)
             more = widths.widest(item.run, own, own + len(set(free) - set(item.seats)))
-            if rate is None or more == own:
+            if rate is None or more == own or item.run.id in self._narrow:
                 continue
             left = min((self._end(item.run) - item.step) / rate, self._time_left())
             saved = left * (1 - own / more)

@@ -61,7 +61,8 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-# argv: run directory, steps, script ("explode", "event", "exit N", "deaf", "deaf ranks" or ""),
+# argv: run directory, steps, script ("explode", "event", "exit N", "deaf", "deaf ranks", "alone"
+# (fails on several GPUs) or ""),
 # seconds a step, checkpoint to start from or "". "event" has large gradients and keeps its loss.
 # "deaf ranks" starts a child in a session of its own, as torchrun does. Where it stops, and every
 # tenth step of a run named base, it leaves a directory named like a checkpoint.
@@ -88,6 +89,9 @@ done = done or first
 if script == "crash" and not (folder / "crashed").exists():
     (folder / "crashed").touch()
     os.kill(os.getpid(), signal.SIGSEGV)
+if script == "alone" and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+    print("RuntimeError: NCCL error")
+    sys.exit(1)
 if script.startswith("exit"):
     print("Error: what went wrong")
     sys.exit(int(script.split()[1]))

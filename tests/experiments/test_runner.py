@@ -81,6 +81,19 @@ def test_a_run_goes_on_with_gpus_that_have_become_idle(
     assert "a-s1 is stopped, to go on with 2 GPUs, not 1" in said
 
 
+def test_a_run_that_fails_on_more_gpus_goes_on_with_its_own(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    monkeypatch.setattr(widths, "WORTH_SECONDS", 0.0)
+    single_pass(protocol)
+    quick |= {"pause": "0.03", "a-s1": "alone", "b-s1": "exit 3"}
+    only = {"a-s1", "b-s1"}
+    store, said = go(protocol, tmp_path / "out", devices=[0, 1], only=only, widen=True)
+    assert [a["gpus"] for a in store.states["a-s1"].attempts] == [1, 2, 1]
+    assert states(store)["a-s1"] == "finished"
+    assert "a-s1 goes on with 1 GPU(s), as it would have without --widen" in said
+
+
 @pytest.mark.parametrize(("widen", "worth"), [(False, 0.0), (True, 1e6)])
 def test_a_run_is_not_stopped_for_idle_gpus(
     protocol: Path,
