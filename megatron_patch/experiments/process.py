@@ -39,6 +39,7 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
 
 
 def on_cpu(run: Run, store: Store) -> bool:
+    """Whether a run trains on the CPU."""
     loaded = trainer_config(store.experiment.config, run, steps=store.experiment.protocol.steps)
     return loaded.config.training.device == "cpu"
 
