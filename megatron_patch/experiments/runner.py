@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_patch.experiments import origin, widths
+from megatron_patch.experiments.plan import steps_of
 from megatron_patch.experiments.process import (
     ask_ranks,
     cell_command,
@@ -65,13 +66,17 @@ class Active:
     seats: list[int]
     began: float
     first_step: int
+    """Where this process began."""
+    paced: tuple[float, int] | None = None
+    """When its first steps were seen, and how far it was: its speed is counted from there."""
     asked_to_stop: float | None = None
     exploded: str = ""
     looked: float = 0.0
     wanted_wider: bool = False
     """It was asked to stop because it goes on with more GPUs."""
     step: int = 0
-    loss: float = float("nan")
+    loss: float | None = None
+    """Of the last step; None before the first."""
 
 
 @dataclass(slots=True)
@@ -281,8 +286,9 @@ class Runner:
             environment.pop(name, None)  # a run is a job of its own, wherever this one was started
         log = store.log(run)
         log.parent.mkdir(parents=True, exist_ok=True)
-        rows, first = store.rows(run), store.reached(run)
-        if rows and not first:
+        rows, kept = store.rows(run), store.reached(run)
+        first = kept or (0 if begins is None else begins.step)
+        if rows and not kept:
             # The trainer would continue the records of steps that it repeats.
             set_aside(store.run_dir(run))
         with log.open("ab") as out:
@@ -297,10 +303,10 @@ class Runner:
                 start_new_session=True,
             )
         self.active.append(Active(run, process, seats, time.monotonic(), first, step=first))
-        again = f"from its checkpoint (logged to step {first:,})" if first else "from step 0"
-        if begins is not None and not first:
+        again = f"from its checkpoint (logged to step {kept:,})" if kept else "from step 0"
+        if begins is not None and not kept:
             again = f"from step {begins.step:,} of {begins.base} (event at {begins.event:,})"
-        if rows and not first:
+        if rows and not kept:
             lost = f"{int(rows[-1]['step']):,} steps are repeated: there is no checkpoint"
             again += f" ({lost}; their records are set aside)"
         self.say(f"start {run.id} on {'/'.join(map(str, seats))}: {again}")
@@ -330,9 +336,11 @@ class Runner:
         if not rows:
             return
         item.step, item.loss = int(rows[-1]["step"]), rows[-1]["loss"]
-        seconds = time.monotonic() - item.began
-        if item.step > item.first_step and seconds > 0:
-            self._rates[item.run.id] = (item.step - item.first_step) / seconds
+        now = time.monotonic()
+        if item.paced is None:
+            item.paced = (now, item.step) if item.step > item.first_step else None
+        elif item.step > item.paced[1]:
+            self._rates[item.run.id] = (item.step - item.paced[1]) / (now - item.paced[0])
         if item.asked_to_stop is not None:
             return
         rule = self.store.experiment.protocol.explosion
@@ -424,7 +432,7 @@ class Runner:
         for item in self.active:
             rate = self._rates.get(item.run.id)
             speed = f" {rate:.1f} step/s" if rate else ""
-            loss = f" loss {item.loss:.3f}" if item.step else ""
+            loss = "" if item.loss is None else f" loss {item.loss:.3f}"
             parts.append(f"{item.run.id} {item.step:,}/{self._end(item.run):,}{loss}{speed}")
         clock = duration(time.monotonic() - self._began)
         line = f"[{clock}] {'; '.join(parts)}; waiting {len(queue)}"
@@ -440,9 +448,13 @@ class Runner:
         if not self._rates:
             return None
         usual = statistics.median(self._rates.values())
-        total = sum((self.steps - i.step) / self._rates.get(i.run.id, usual) for i in self.active)
+        total = sum(
+            (self._end(i.run) - max(i.step, i.first_step)) / self._rates.get(i.run.id, usual)
+            for i in self.active
+        )
         for run in queue:
-            total += (self.steps - self.store.reached(run)) / usual
+            kept = self.store.reached(run)
+            total += (self._end(run) - kept if kept else steps_of(run, self.steps)) / usual
         lanes = max(1, len(self.devices) // self.store.experiment.protocol.gpus_per_run)
         return total / min(lanes, max(1, len(queue) + len(self.active)))
 

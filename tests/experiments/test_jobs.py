@@ -8,6 +8,7 @@ stand-ins for the trainer (conftest.py), so that steps take milliseconds.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -248,9 +249,20 @@ def test_runs_that_continue_another_one(
     table = results.markdown(results.collect(store, rows))
     assert "| early | 1 | 50 | 30 before | yes |" in table
     assert "| late | 1 | 50 | 10 after | yes |" in table
+    assert [a["from_step"] for a in found["late-s1"].attempts] == [60]
     again, said = go(rescue, tmp_path / "out", devices=[0, 1])
     assert not [line for line in said if line.startswith("start")]
     assert states(again) == states(store)
+
+
+def test_the_speed_of_a_run_is_that_of_its_own_steps(
+    rescue: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """Not of those that the run it continues had made, and without its start."""
+    quick |= {"base-s1": "explode", "pause": "0.02"}
+    _, said = go(rescue, tmp_path / "out", devices=[0])
+    speeds = [float(x) for line in said for x in re.findall(r"late-s1.* (\S+) step/s", line)]
+    assert speeds and max(speeds) < 100.0  # 50, and what lies between two looks
 
 
 def test_a_base_without_an_event_has_nothing_to_save(
