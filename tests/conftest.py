@@ -6,6 +6,7 @@ Nothing here imports torch or Triton while tests are collected.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import sys
 from functools import cache
@@ -42,6 +43,14 @@ if cuda_devices() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter_shim.install_on_import()
+
+
+if importlib.util.find_spec("hypothesis") is not None:  # GPU tests do without
+    from hypothesis import settings
+
+    # The default, 200 ms an example, is a test of how busy the machine is.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -85,7 +85,7 @@ def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
     ),
     st.sampled_from([HOPPER, CPU, Machine(sm=(7, 5)), Machine(triton_interpreter=True)]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_select_raises_exactly_where_something_is_unmet(wanted, machine):
     """Every complaint is in the error, and checking without a machine never invents one."""
     for name in BACKENDS:

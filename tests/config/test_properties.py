@@ -81,7 +81,7 @@ def load_text(text: str, overrides: tuple[str, ...] = ()) -> config.Loaded:
 
 
 @given(everything)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_dump_loads_to_the_same_values(value: Everything) -> None:
     text = render.dump(loader._plain(value))
     assert load_text(text).config == value
@@ -92,7 +92,7 @@ def test_dump_loads_to_the_same_values(value: Everything) -> None:
 
 
 @given(texts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example("no")
 @example("~")
 @example("'")
@@ -127,7 +127,7 @@ def test_numbers_mean_what_python_says_or_are_refused(text: str) -> None:
 
 
 @given(st.text(max_size=60) | st.binary(max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_file_loads_or_is_refused_in_words(text: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
@@ -157,7 +157,7 @@ YAMLISH = st.lists(
 
 
 @given(YAMLISH, YAMLISH)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_yaml_like_noise_loads_or_is_refused_in_words(text: str, override: str) -> None:
     try:
         load_text(text, (override, f"part.text={override}", f"parts={override}"))

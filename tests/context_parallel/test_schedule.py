@@ -54,7 +54,7 @@ def covered(plan: Schedule, source: int, chunk: int) -> torch.Tensor:
 
 
 @given(st.sampled_from([2, 3, 4]), st.integers(1, 9), BOUNDS, st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_visible_pair_once_and_no_chunk_in_vain(size, chunk, bounds, by_position):
     for rank in range(size):
         plan = schedule(size, rank, bounds, short=chunk, long=chunk, by_position=by_position)
@@ -73,7 +73,7 @@ def test_every_visible_pair_once_and_no_chunk_in_vain(size, chunk, bounds, by_po
 
 
 @given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 9), BOUNDS, st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_spans_cover_what_is_visible(size, chunk, bounds, by_position):
     total = 2 * size * chunk
     for rank in range(size):
@@ -99,7 +99,7 @@ def test_spans_without_a_mask_stay_whole_launches():
 
 
 @given(st.sampled_from([2, 4]), st.integers(1, 6), st.integers(0, 6), BOUNDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_unknown_lengths_only_add(size, short, extra, bounds):
     """Documents of several lengths: what any of them needs is sent, and no mask is dropped."""
     long = short + extra

@@ -39,7 +39,7 @@ def test_the_bytes_are_those_of_megatrons_builder(tmp_path: Path, dtype: str) ->
         assert np.array_equal(read[i], piece)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(0, 2**31 - 1), max_size=40), dtype=st.sampled_from(["uint16"]))
 def test_what_is_written_is_read_and_consistent(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], dtype: str

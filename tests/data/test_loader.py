@@ -19,9 +19,7 @@ from megatron_patch.data.config import DatasetConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.loader import build_loaders, needs_data
 
-QUICK = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def rows_of_step(loaders_of_ranks: list, step: int) -> torch.Tensor:

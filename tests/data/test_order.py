@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_patch.data.order import Blend, Permutation, Ring, derive
@@ -66,7 +66,6 @@ def test_epochs_differ_in_order_and_in_windows() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-@settings(deadline=None)
 @given(weights=WEIGHTS, start=st.integers(0, 10**12))
 def test_a_blend_deals_every_prefix_in_proportion(weights: list[float], start: int) -> None:
     blend = Blend(weights)

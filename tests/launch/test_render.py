@@ -108,7 +108,7 @@ def shell_settings(text: str) -> dict[str, str]:
 SIZES = st.sampled_from([1, 2, 4])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     nodes=st.integers(1, 64), tp=SIZES, pp=SIZES, cp=SIZES, ep=SIZES, restarts=st.integers(0, 9),
     job_id=st.integers(1, 2**31 - 1),

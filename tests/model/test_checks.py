@@ -296,7 +296,7 @@ recomputes = st.builds(
 
 
 @given(shapes | latent_shapes, layouts, recomputes)
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 def test_megatron_core_accepts_what_has_no_problem(model, parallel, recompute):
     from megatron_patch.model.transformer_config import transformer_config
 

@@ -158,7 +158,7 @@ def test_nothing_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
 
 
 @given(st.text(), st.dictionaries(st.sampled_from(["title", "class_", "id"]), st.text()))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_markup_escapes_whatever_it_is_given(content: str, attributes: dict[str, str]) -> None:
     made = tag("p", content, **attributes)
     parser = Checker()
@@ -426,7 +426,7 @@ def test_spikes_survive_thinning() -> None:
 
 
 @given(st.floats(-1e12, 1e12, allow_nan=False), st.floats(1e-9, 1e12), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_ticks_are_inside_and_few(low: float, width: float, log: bool) -> None:
     low = abs(low) + 1e-6 if log else low
     found = charts.ticks(low, low + width, log=log)

@@ -169,7 +169,7 @@ def test_short_histories_and_nothing() -> None:
     assert growth(points, RULE) == [] and judge(points, RULE).level == "ok"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     norms=st.lists(st.floats(1e-3, 1e3), min_size=SMOOTH + CONFIRM, max_size=60),
     scale=st.sampled_from([2.0**-20, 0.5, 4.0, 2.0**20]),
@@ -201,7 +201,7 @@ def recent(points: list[Point], rule: Rule) -> list[Point]:
     return [p for p in points if p.step >= points[-1].step - rule.reference_steps - 20 * INTERVAL]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     norms=st.lists(
         st.sampled_from([0.0, 0.2, 0.3, 0.31, 0.4, math.nan]) | st.floats(0.1, 1.0),
