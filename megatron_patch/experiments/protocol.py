@@ -191,8 +191,15 @@ class Run:
         """Whether so many GPUs can share the batch."""
         return self.batch % (gpus * (self.micro_batch or 1)) == 0
 
+    def widest(self, own: int, most: int) -> int:
+        """The largest number of GPUs up to ``most`` that can share the batch; at least ``own``."""
+        return next((gpus for gpus in range(most, own, -1) if self.fits(gpus)), own)
+
     def on(self, gpus: int) -> Run:
-        """The run with its batch cut for so many GPUs: the same batches and the same update."""
+        """The run with its batch cut for so many GPUs.
+
+        Batches and update are the same; what differs is the order in which gradients are summed.
+        """
         if self.micro_batch is not None:
             return self
         rest = [text for text in self.overrides if not text.startswith(MICRO_BATCH)]

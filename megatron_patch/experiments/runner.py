@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_patch.experiments import origin, widths
+from megatron_patch.experiments import origin
 from megatron_patch.experiments.plan import steps_of
 from megatron_patch.experiments.process import (
     ask_ranks,
@@ -36,7 +36,6 @@ from megatron_patch.experiments.store import (
     PAUSED,
     REFUSED,
     WAITING,
-    State,
     Store,
     set_aside,
 )
@@ -52,6 +51,9 @@ REPORT_SECONDS = 20.0
 SHORTEST_SECONDS = 30.0
 """A run is not started with less training time than this left."""
 PUBLISH_SECONDS = 90.0
+WORTH_SECONDS = 120.0
+"""A run is stopped for more GPUs only if that should save as much. Stopping and starting takes half
+of it, and more GPUs are never quicker in proportion."""
 GRACE_SECONDS = 60.0
 """After a request to stop, before the process and all below it are killed."""
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
@@ -181,7 +183,7 @@ class Runner:
 
     def _goes_on(self, item: Active) -> bool:
         """Whether a run whose process has ended is started again in this invocation."""
-        if item.wanted_wider and self.store.states[item.run.id].state in (PAUSED, WAITING):
+        if item.wanted_wider and self._wanted(item.run):
             return not self.stopping
         return self._failed_wide(item) or self._crashed(item.run)
 
@@ -232,7 +234,7 @@ class Runner:
         own = self.store.experiment.gpus_of(run)
         if not self.widen or run.id in self._narrow:
             return own
-        return widths.widest(run, own, len(set(free)) // len(self._startable(queue)))
+        return run.widest(own, len(set(free)) // len(self._startable(queue)))
 
     def _make_wider(self, free: list[int]) -> None:
         """Have one run go on with idle GPUs, where that saves more than stopping it costs."""
@@ -241,12 +243,12 @@ class Runner:
         best, most = 0.0, None
         for item in self.active:
             own, rate = len(item.seats), self._rates.get(item.run.id)
-            more = widths.widest(item.run, own, own + len(set(free) - set(item.seats)))
+            more = item.run.widest(own, own + len(set(free) - set(item.seats)))
             if rate is None or more == own or item.run.id in self._narrow:
                 continue
             left = min((self._end(item.run) - item.step) / rate, self._time_left())
             saved = left * (1 - own / more)
-            if saved > max(best, widths.WORTH_SECONDS):
+            if saved > max(best, WORTH_SECONDS):
                 best, most = saved, (item, more)
         if most is not None:
             item, more = most
@@ -459,4 +461,4 @@ class Runner:
         return total / min(lanes, max(1, len(queue) + len(self.active)))
 
 
-__all__ = ["Active", "Runner", "State", "cell_command"]
+__all__ = ["Active", "Runner"]

@@ -61,11 +61,11 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-# argv: run directory, steps, script ("explode", "event", "exit N", "deaf", "deaf ranks", "alone"
-# (fails on several GPUs) or ""),
-# seconds a step, checkpoint to start from or "". "event" has large gradients and keeps its loss.
-# "deaf ranks" starts a child in a session of its own, as torchrun does. Where it stops, and every
-# tenth step of a run named base, it leaves a directory named like a checkpoint.
+# argv: run directory, steps, script ("explode", "event", "exit N", "deaf", "deaf ranks", "alone" or
+# ""), seconds a step, checkpoint to start from or "". "event" has large gradients and keeps its
+# loss; "deaf ranks" starts a child in a session of its own, as torchrun does; "alone" fails on
+# several GPUs. Where it stops, and every tenth step of a run named base, it leaves a directory
+# named like a checkpoint.
 TRAINER = """
 import json, os, pathlib, signal, subprocess, sys, time
 folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

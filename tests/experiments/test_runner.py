@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_patch.cli import app
-from megatron_patch.experiments import process, results, runner, widths
+from megatron_patch.experiments import process, results, runner
 from megatron_patch.experiments.process import cell_command
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.runner import Runner
@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_gpus_that_have_become_idle(
     protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
     """Stopped with a checkpoint and started on both GPUs: every step once, both attempts told."""
-    monkeypatch.setattr(widths, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "WORTH_SECONDS", 0.0)
     single_pass(protocol)
     quick |= {"pause": "0.03", "b-s1": "exit 3"}
     only = {"a-s1", "b-s1"}
@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_gpus_that_have_become_idle(
 def test_a_run_that_fails_on_more_gpus_goes_on_with_its_own(
     protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
-    monkeypatch.setattr(widths, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "WORTH_SECONDS", 0.0)
     single_pass(protocol)
     quick |= {"pause": "0.03", "a-s1": "alone", "b-s1": "exit 3"}
     only = {"a-s1", "b-s1"}
@@ -105,7 +105,7 @@ def test_a_run_is_not_stopped_for_idle_gpus(
     worth: float,
 ) -> None:
     """Unless that was asked for and is worth it."""
-    monkeypatch.setattr(widths, "WORTH_SECONDS", worth)
+    monkeypatch.setattr(runner, "WORTH_SECONDS", worth)
     single_pass(protocol)
     quick |= {"pause": "0.01", "b-s1": "exit 3"}
     only = {"a-s1", "b-s1"}
@@ -117,7 +117,7 @@ def test_waiting_runs_share_the_idle_gpus(
     protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
     """Four GPUs, three runs of one: two have one each, and the last one what is left."""
-    monkeypatch.setattr(widths, "WORTH_SECONDS", 1e6)
+    monkeypatch.setattr(runner, "WORTH_SECONDS", 1e6)
     single_pass(protocol)
     quick["pause"] = "0.02"
     store, _ = go(protocol, tmp_path / "out", devices=[0, 1, 2, 3], widen=True)
@@ -137,7 +137,7 @@ def test_the_batch_is_cut_for_as_many_gpus_as_a_run_has(protocol: Path, tmp_path
     for gpus in (1, 2):
         (key,) = (t for t in run.on(gpus).overrides if t.startswith("training.micro_batch_size="))
         assert key == f"training.micro_batch_size={whole // gpus}"
-    assert [widths.widest(run, 1, most) for most in (1, 2, 3)] == [1, 2, 2]
+    assert [run.widest(1, most) for most in (1, 2, 3)] == [1, 2, 2]
     chosen = read(protocol, ["training.micro_batch_size=1"]).runs[0]
     assert chosen.micro_batch == 1 and chosen.on(2) is chosen
 
