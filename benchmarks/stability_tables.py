@@ -205,14 +205,15 @@ def pace(result: dict[str, Any]) -> str:
     """Steps of a run in a job of 24 minutes, on one GPU and on two, as runs made them."""
     rows = []
     for run in result["runs"]:
-        attempts = run["attempts"]
-        if len(attempts) != 1 or run["state"] not in ("finished", "paused") or run["steps"] < 5000:
-            continue
-        rate = run["steps"] / attempts[0]["seconds"]
-        steps = rate * 24 * 60 // 100 * 100
-        facts = [run["run"], str(attempts[0]["gpus"]), run["commit"][:12]]
-        rows.append([*facts, f"{rate:.1f}", f"{steps:,.0f}"])
-    head = ["run", "GPUs", "commit", "steps/s", "in 24 minutes"]
+        for attempt in run["attempts"]:
+            steps = attempt["to_step"] - attempt["from_step"]
+            if attempt["exit_code"] != 0 or steps < 5000:
+                continue
+            rate = steps / attempt["seconds"]
+            facts = [run["run"], str(attempt["gpus"]), f"{attempt['from_step']:,}"]
+            facts += [run["commit"][:12], f"{rate:.1f}"]
+            rows.append([*facts, f"{rate * 24 * 60 // 100 * 100:,.0f}"])
+    head = ["run", "GPUs", "from step", "commit", "steps/s", "in 24 minutes"]
     return f"With start, checkpoints and evaluation:\n\n{table(head, rows)}"
 
 
@@ -243,6 +244,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     found["stability-timeline"] = ("head_timeline", timeline, read)
+    found["stability-timeline-s1"] = ("head_timeline_s1", timeline, read)
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)
     return found
