@@ -13,6 +13,8 @@ steps before, and no other. ``--judge`` are held out: nothing is fitted on them;
 docs/results/early_warning_runs.json holds figures of this trainer's own runs, early_warning.json
 those of recorded curves. No GPU, no torch. ``--keep`` takes the choice and the runs of an earlier
 result over, whose records may be gone; a run that is judged now replaces its row there.
+``--error-alone`` asks one sign of the rule by itself, the error of delta over its signal: what it
+says with all others off, and (``--choose``) from which danger_error; early_warning_error.json.
 
 The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
 the warm-up. A run that is warned and whose loss does not move within its recorded steps counts as
@@ -25,7 +27,7 @@ import argparse
 import csv
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,19 @@ from megatron_patch.stability.warning import SMOOTH, Point, Rule, judge, smoothe
 GRIDS = {
     "danger_growth": (1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0),
     "danger_head_growth": (1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0),
+    "danger_error": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
 }
 MOVE = 0.1  # nats
 HIGH = 4.5  # nats: the run is lost
 WARM_UP = 2000
+OTHERS = (
+    "watch_growth",
+    "danger_growth",
+    "watch_head_growth",
+    "danger_head_growth",
+    "head_signal",
+)
+"""Thresholds of what is not the error."""
 
 
 def load(name: str) -> tuple[str, list[Point], int]:
@@ -101,9 +112,9 @@ def warm_up_growth(name: str) -> dict[str, float] | None:
     early = replace(Rule(), settle_steps=0, head_logit=-math.inf)
     logits = telemetry.heads["max_logit"]
     found = [
-        (p.head_growth, float(logits[i, p.grown_layer, p.grown_head]))
+        (p.growth.value, float(logits[i, p.growth.layer, p.growth.head]))
         for i, p in enumerate(telemetry.points(early))
-        if p.step <= telemetry.rule.settle_steps and math.isfinite(p.head_growth)
+        if p.step <= telemetry.rule.settle_steps and math.isfinite(p.growth.value)
     ]
     fast = [logit for growth, logit in found if growth >= early.watch_head_growth]
     return {
@@ -119,7 +130,7 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
     moved, first = first_move(points, warm_up), first_verdict(points, rule, "danger")
     alarm = None if first is None else first[0]
     high = next((p.step for p in points if p.step > warm_up and not p.loss < HIGH), None)
-    named = next((p.step for p in points if p.bias_to_signal >= rule.head_signal), None)
+    named = next((p.step for p in points if p.bias.value >= rule.head_signal), None)
     if moved is None:
         outcome = "quiet" if alarm is None else "alarm, loss did not move"
     else:
@@ -133,7 +144,7 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
         "lead": None if moved is None or alarm is None else moved - alarm,
         "lead_to_high": None if high is None or alarm is None else high - alarm,
         "head_named": named,
-        "head_telemetry": any(math.isfinite(p.bias_to_signal) for p in points),
+        "head_telemetry": any(math.isfinite(p.bias.value) for p in points),
         "reason": None if first is None else first[1],
         "watch": first_alarm(points, rule, "watch"),
         "warm_up": warm_up_growth(name),
@@ -142,7 +153,10 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
 
 
 def rule_with(name: str, threshold: float) -> Rule:
-    """The default rule with one threshold exchanged."""
+    """The default rule with one threshold exchanged; danger_error with all other signs off."""
+    if name == "danger_error":
+        off = dict.fromkeys(OTHERS, math.inf)
+        return replace(Rule(), danger_error=threshold, watch_logit=None, **off)
     watch = name.replace("danger", "watch")
     return replace(Rule(), **{name: threshold, watch: min(threshold, getattr(Rule(), watch))})
 
@@ -170,8 +184,10 @@ def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
         raise SystemExit(f"--keep {path}: judged by another rule; judge all runs again")
     if both := sorted(new & {row["run"] for row in old["choosing"]}):
         raise SystemExit(f"--keep {path}: chosen on {', '.join(both)}; hold them out")
+    # Records may be gone: what an earlier rule said of them stands, and the row says so.
+    mark = {} if old.get("rule") == asdict(Rule()) else {"earlier_rule": True}
     rows = {
-        kind: [{"commit": old["commit"]} | row for row in old[kind] if row["run"] not in new]
+        kind: [mark | {"commit": old["commit"]} | row for row in old[kind] if row["run"] not in new]
         for kind in ("choosing", "held_out")
     }
     return {"chosen": old["chosen"], "grid": old["grid"], "wanted_lead": old["wanted_lead"], **rows}
@@ -186,6 +202,7 @@ def main() -> int:
     parser.add_argument("--lead", type=int, default=800, help="steps of warning wanted")
     parser.add_argument("--source", help="what the runs are; needed for CSVs")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
+    parser.add_argument("--error-alone", action="store_true", help="that sign of the rule only")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
     if args.keep and args.choose:
@@ -201,12 +218,18 @@ def main() -> int:
     product = own.pop()
     if not product and not args.source:
         parser.error("--source: say whose curves the CSVs are")
-    name = "danger_head_growth" if product else "danger_growth"
+    if args.error_alone and not product:
+        parser.error("--error-alone: curves of other programs know no heads")
+    name = (
+        "danger_error" if args.error_alone else "danger_head_growth" if product else "danger_growth"
+    )
     old = kept(args.keep, name, {load(n)[0] for n in args.judge})
     threshold, table = old["chosen"], old["grid"]
     if args.choose:
         threshold, table = choose(args.choose, args.lead, name)
-    rule = rule_with(name, threshold) if threshold is not None else Rule()
+    rule = Rule()
+    if threshold is not None or args.error_alone:
+        rule = rule_with(name, getattr(rule, name) if threshold is None else threshold)
     result = {
         "source": args.source or "run directories of this trainer",
         "product": product,
@@ -214,11 +237,13 @@ def main() -> int:
         "threshold": name,
         "chosen": threshold,
         "default": getattr(Rule(), name),
+        "rule": asdict(Rule()),
         "grid": table,
         "choosing": old["choosing"] + [examine(name, rule) for name in args.choose],
         "held_out": old["held_out"] + [examine(name, rule) for name in args.judge],
     }
-    file = "early_warning_runs" if product else "early_warning"
+    file = "early_warning" if not product else "early_warning_runs"
+    file = "early_warning_error" if args.error_alone else file
     path = machine.write_result(file, result, args.out)
     print(f"{name} {threshold} (default {getattr(Rule(), name)}); wrote {path}")
     for kind in ("choosing", "held_out"):

@@ -53,6 +53,8 @@ def early_warning(result: dict[str, Any]) -> str:
         ],
     )
     source = result["source"] + "." + kept_from([(f["run"], f) for _, f in found], "Judged")
+    if old := [f["run"] for _, f in found if f.get("earlier_rule")]:
+        source += f" Judged by an earlier version of the rule: {', '.join(old)}."
     chosen = result["chosen"]
     if not result["grid"]:
         words = (
@@ -112,6 +114,11 @@ def tables() -> dict[str, Entry]:
             "early_warning_runs",
             early_warning,
             "early_warning.py --judge RUN ...",
+        ),
+        "early-warning-error": (
+            "early_warning_error",
+            early_warning,
+            "early_warning.py --error-alone --judge RUN ...",
         ),
         "telemetry-overhead": ("telemetry_overhead", overhead, "telemetry_overhead.py"),
     }

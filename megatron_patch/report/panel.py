@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 MAPS = (
     ("max_logit", "Largest attention logit", False),
     ("coherence", "Coherence of the delta error: 1 = all rows of a head err alike", False),
-    ("bias_to_signal", "Coherent error of the delta in use over the signal it disturbs", True),
+    ("error_to_signal", "Error of the delta in use over the signal it disturbs", True),
+    ("bias_to_signal", "The coherent part of that error over the same signal", True),
     ("delta_error_rms", "RMS error of delta that a 16-bit O makes, over RMS(delta)", True),
     ("kappa", "kappa: how much a relative error of delta is amplified", True),
     ("entropy", "Entropy of attention (nats)", False),
@@ -27,6 +28,7 @@ MAPS = (
 )
 LINES = (
     ("max_logit", "Largest attention logit of any head", "logit", False),
+    ("error_to_signal", "Largest error of delta over its signal of any head", "ratio", True),
     ("bias_to_signal", "Largest coherent error over signal of any head", "ratio", True),
     ("coherence", "Largest coherence of any head", "coherence", False),
     ("first_token_mass", "Largest attention on the first token of any head", "mass", False),
@@ -57,7 +59,7 @@ def build(telemetry: Telemetry) -> list[Child]:
         series = Series(name, steps, worst)
         log = log or _spreads(worst)
         parts.append(line_chart(f"t-{name}", [series], title=title, unit=unit, log=log))
-    grown = [point.head_growth for point, _ in telemetry.judged]
+    grown = [point.growth.value for point, _ in telemetry.judged]
     if any(math.isfinite(value) for value in grown):
         title = "Growth of the fastest head's W_Q or W_K over the median head's (the early warning)"
         series = Series("head_growth", steps, grown)
@@ -80,6 +82,7 @@ def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
     needs = {
         "coherence": ("delta_error_mean", "delta_error_rms"),
         "bias_to_signal": ("used_error_mean", "kappa"),
+        "error_to_signal": ("used_error_rms", "kappa"),
     }
     if name in needs:
         a, b = needs[name]

@@ -45,6 +45,13 @@ class StabilityConfig:
     """Steps over which the growth of W_Q and W_K is taken."""
     head_logit: float = 100.0
     """Largest attention logit of a head from which its growth counts."""
+    danger_error: float | None = 0.1
+    """Error that the run's own numerics make in a head's delta, over the signal it disturbs, from
+    which the verdict is danger, in two records in a row; watch under compensated, where no switch
+    helps. It needs no history, and the heads' rows measured (not dropout, not reference). null:
+    never."""
+    watch_logit: float | None = 1000.0
+    """Largest attention logit from which the verdict is watch; null: never."""
     capture_steps: list[int] = field(default_factory=list)
     """Steps at which q, k, v and dO are saved to ``<run_dir>/captures``."""
     capture_layers: list[int] = field(default_factory=list)
@@ -88,6 +95,10 @@ class StabilityConfig:
                 )
         if not self.head_logit >= 0:
             yield Problem("stability.head_logit", f"{self.head_logit}: must be at least 0")
+        for name in ("danger_error", "watch_logit"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                yield Problem(f"stability.{name}", f"{value}: must be more than 0, or null")
         yield from self._guard(run)
         yield from self._captures(run)
 

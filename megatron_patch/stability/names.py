@@ -34,6 +34,9 @@ SCALARS = {
     "rows": "query rows sampled per head of a layer, over all ranks",
 }
 
+COMPENSATED = "stable_flash/compensated"
+"""Backend and stabilizer, as meta.json names them, that the guard switches to."""
+
 LEVELS = ("ok", "watch", "danger")
 
 

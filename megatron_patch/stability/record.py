@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS, SCALARS
-from megatron_patch.stability.warning import Point, Rule, Verdict, verdicts
+from megatron_patch.stability.names import COMPENSATED, HEAD_METRICS, LAYER_METRICS, SCALARS
+from megatron_patch.stability.warning import NOWHERE, Point, Rule, Spot, Verdict, verdicts
 
 FORMAT = 1
 FOLDER = "stability"
@@ -164,18 +164,18 @@ class Telemetry:
             whole = Telemetry(self.meta, np.concatenate([self.before, self.records]))
         scalars, heads = whole.scalars, whole.heads
         switched = np.nan_to_num(scalars.get("switched", np.zeros(len(whole.steps))))
-        found, before = [History(rule)], 0
         changes = [int(until) for until, _ in self.meta.get("earlier", ())]
+        found, before = [self._stretch(rule, 0)], 0
         for i, step in enumerate(int(s) for s in whole.steps):
-            if changes and step > changes[0]:
-                found.append(History(rule))
-                changes = [until for until in changes if step <= until]
             now = int(switched[i])
             # The record that made the guard switch was read in that step or the next, is judged
             # with those before it, and tells of the switch already.
             last = now != before and step <= now <= step + 1
-            if now != before and not last:
-                found.append(History(rule))
+            passed = bool(changes) and step > changes[0]
+            if passed:
+                changes = [until for until in changes if step <= until]
+            if passed or (now != before and not last):
+                found.append(self._stretch(rule, step, switched=now > 0 and not last))
             before = now
             if step > after:
                 found[-1].add(
@@ -184,8 +184,13 @@ class Telemetry:
                     heads={name: heads[name][i] for name in READ},
                 )
             if last:
-                found.append(History(rule))
-        return [*found, History(rule)] if changes else found
+                found.append(self._stretch(rule, step, switched=True))
+        return [*found, self._stretch(rule, changes[-1] + 1)] if changes else found
+
+    def _stretch(self, rule: Rule, step: int, *, switched: bool = False) -> History:
+        """Of records from ``step`` on."""
+        told = attention_at(self.meta, step)
+        return History(rule, compensated=switched or told == COMPENSATED)
 
 
 class History:
@@ -193,10 +198,11 @@ class History:
 
     Args:
         rule: of the run.
+        compensated: whether that is what the run computes with, at all of these records.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, rule: Rule, *, compensated: bool = False) -> None:
+        self.rule, self.compensated = rule, compensated
         self.points: list[Point] = []
         self._norms: list[tuple[int, dict[str, np.ndarray]]] = []
 
@@ -204,20 +210,17 @@ class History:
         self, *, step: int, scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]
     ) -> Point:
         """Take in a record; ``heads``: of those `READ` names, [layers, heads]."""
-        signal = bias_to_signal(heads["used_error_mean"], heads["kappa"])
-        worst, layer, head = _largest(signal)
-        grown, grown_layer, grown_head = self._growth(step, heads)
+        kappa = heads["kappa"]
         point = Point(
             step=step,
             loss=scalars["loss_mean"],
             grad_norm=scalars["grad_norm_mean"],
             grad_norm_max=scalars["grad_norm_max"],
-            bias_to_signal=worst,
-            layer=layer,
-            head=head,
-            head_growth=grown,
-            grown_layer=grown_layer,
-            grown_head=grown_head,
+            bias=_largest(bias_to_signal(heads["used_error_mean"], kappa)),
+            error=_largest(error_to_signal(heads["used_error_rms"], kappa)),
+            logit=_largest(np.asarray(heads["max_logit"])),
+            growth=self._growth(step, heads),
+            compensated=self.compensated,
         )
         self.points.append(point)
         return point
@@ -226,33 +229,33 @@ class History:
         """Drop points of steps before this one: the rule does not look back that far."""
         self.points = [p for p in self.points if p.step >= before]
 
-    def _growth(self, step: int, heads: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """(head growth, layer, head) of a new record."""
+    def _growth(self, step: int, heads: Mapping[str, np.ndarray]) -> Spot:
+        """Head growth of a new record."""
         if step <= self.rule.settle_steps:
-            return math.nan, -1, -1
+            return NOWHERE
         now = {name: np.array(heads[name], np.float64) for name in NORMS if name in heads}
         old = [entry for entry in self._norms if entry[0] <= step - self.rule.head_steps]
         # Only the latest of the old ones is needed, now and later.
         self._norms = [*self._norms[max(0, len(old) - 1) :], (step, now)]
         if not old:
-            return math.nan, -1, -1
+            return NOWHERE
         small = np.array(heads["max_logit"]) < self.rule.head_logit
         return head_growth(now, old[-1][1], without=small)
 
 
 NORMS = ("wq_norm", "wk_norm")
-READ = ("used_error_mean", "kappa", "max_logit", *NORMS)
+READ = ("used_error_mean", "used_error_rms", "kappa", "max_logit", *NORMS)
 
 
 def head_growth(
     now: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], *, without: np.ndarray
-) -> tuple[float, int, int]:
-    """(growth, layer, head) of the head whose W_Q or W_K grew most against the median head.
+) -> Spot:
+    """The head whose W_Q or W_K grew most against the median head.
 
-    ``without``, bool [layers, heads]: heads that do not count, though they do for the median. NaN
-    and -1 where nothing was measured (layers without a fused QKV projection) or nothing counts.
+    ``without``, bool [layers, heads]: heads that do not count, though they do for the median.
+    `NOWHERE` where nothing was measured (layers without a fused QKV projection) or nothing counts.
     """
-    worst = math.nan, -1, -1
+    worst = NOWHERE
     for name in now:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = now[name] / before[name]
@@ -260,17 +263,19 @@ def head_growth(
             if np.isnan(ratio).all():
                 continue
             found = _largest(np.where(without, np.nan, ratio / np.nanmedian(ratio)))
-        if math.isfinite(found[0]) and not worst[0] >= found[0]:  # also where there is none yet
+        if (
+            math.isfinite(found.value) and not worst.value >= found.value
+        ):  # also where there is none yet
             worst = found
     return worst
 
 
-def _largest(values: np.ndarray) -> tuple[float, int, int]:
-    """(value, layer, head) of the largest; NaN and -1 if there is none."""
+def _largest(values: np.ndarray) -> Spot:
+    """Of [layers, heads]."""
     if not np.isfinite(values).any():
-        return math.nan, -1, -1
+        return NOWHERE
     layer, head = (int(i) for i in np.unravel_index(np.nanargmax(values), values.shape))
-    return float(values[layer, head]), layer, head
+    return Spot(float(values[layer, head]), layer, head)
 
 
 def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:

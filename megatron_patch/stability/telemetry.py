@@ -26,7 +26,7 @@ from megatron_patch.stability.capture import Capturer, Wanted, worst
 from megatron_patch.stability.config import layers_of
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.lookback import look_back
-from megatron_patch.stability.names import LEVELS
+from megatron_patch.stability.names import COMPENSATED, LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
@@ -55,6 +55,8 @@ def rule_of(run: RunConfig) -> Rule:
         danger_head_growth=s.danger_head_growth,
         head_steps=s.head_steps,
         head_logit=s.head_logit,
+        danger_error=s.danger_error,
+        watch_logit=s.watch_logit,
     )
 
 
@@ -125,8 +127,8 @@ class Stability:
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
         self._writer: record.Writer | None = None
-        self.history = record.History(self.rule)
         self.switched_at = 0
+        self.history = record.History(self.rule, compensated=self._compensated)
         self._switch_due = False
         self.stop_reason: str | None = None
         self._triggered: set[str] = set()
@@ -165,19 +167,21 @@ class Stability:
 
     def _open(self, step: int) -> record.History:
         """First rank: the files, and what they say about the steps before."""
-        attention = f"{self.run.attention.backend}/{self.run.attention.stabilizer}"
         meta = record.make_meta(
             layers=layers_of(self.run),
             heads=self.run.model.num_attention_heads,
             interval=self.options.interval,
             rule=self.rule,
-            attention=attention,
+            attention=self._attention,
         )
         self._writer = record.Writer(self.run_dir, meta, start_step=step)
         found = record.read(self.run_dir)
         if step and not len(found.records) and self._look_back(step):
             found = record.read(self.run_dir)
-        return found.history(self.rule, after=self.switched_at)
+        history = found.history(self.rule, after=self.switched_at)
+        # Another guard setting has just taken its switch back: nothing is known of these numerics.
+        same = history.compensated == self._compensated
+        return history if same else record.History(self.rule, compensated=self._compensated)
 
     def _look_back(self, step: int) -> bool:
         """At the first start from another run's checkpoint: whether its records are here now."""
@@ -193,6 +197,21 @@ class Stability:
             return False
         self.monitor.say(f"early warning: looks back on {source} before step {step:,}")
         return True
+
+    @property
+    def _attention(self) -> str:
+        """Backend and stabilizer of the configuration, as meta.json names them."""
+        return f"{self.run.attention.backend}/{self.run.attention.stabilizer}"
+
+    @property
+    def _in_force(self) -> int:
+        """The step after which the guard switched; 0 if it did not, or that was taken back."""
+        return self.switched_at if self.options.guard == "switch" else 0
+
+    @property
+    def _compensated(self) -> bool:
+        """Whether the run computes with what the guard switches to."""
+        return self._in_force > 0 or self._attention == COMPENSATED
 
     @property
     def _reach(self) -> int:
@@ -314,7 +333,7 @@ class Stability:
         self.history.forget(point.step - self._reach)
         verdict = self._judge(point, now)
         self._trigger(point, verdict, by_head)
-        scalars["level"], scalars["switched"] = float(verdict.code), float(self.switched_at)
+        scalars["level"], scalars["switched"] = float(verdict.code), float(self._in_force)
         self._publish(pending.step, scalars, by_layer, by_head)
 
     def _trigger(self, point: Point, verdict: Verdict, by_head: dict[str, np.ndarray]) -> None:
@@ -374,7 +393,7 @@ class Stability:
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""
         guard.switch(self.observer.sites)
-        self.switched_at, self.history = now, record.History(self.rule)
+        self.switched_at, self.history = now, record.History(self.rule, compensated=True)
         self.monitor.say(
             f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
             f"step {self.switched_at:,}"

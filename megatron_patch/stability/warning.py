@@ -1,19 +1,22 @@
 """The early warning: one pure function over the telemetry's history. No torch.
 
-Two things have announced the explosions that this project recorded, hundreds of steps before the
+Three things have announced the explosions that this project recorded, hundreds of steps before the
 loss moved (docs/telemetry.md has the figures), and no run that stayed stable has shown them:
 
     growth = smoothed gradient norm / its minimum over the last `reference_steps` steps
     head growth = spectral norm of one head's W_Q or W_K / what it was `head_steps` steps ago,
                   over the median of the same ratio over all heads
+    error = what the run's own numerics get wrong in one head's delta / the signal it disturbs
 
 smoothed: the median of the last `SMOOTH` records, each the mean of its steps, so that single
 spikes, which stable runs have too, do not count. The minimum is looked for after the warm-up and in
 a window, because norms also drift over tens of thousands of steps. Weights grow in every run, early
 and fast; one head that leaves all others behind, with large logits, is what an explosion looks like
-from inside, even while the gradient norm stands still. What else the heads show (the error of delta
-that the run's own numerics make, relative to the signal it disturbs) names a place and raises `ok`
-to `watch`.
+from inside, even while the gradient norm stands still. The error looks back on nothing, so it also
+speaks of weights that were sick before the run began. Where the numerics are `compensated` already
+it is no danger but something to watch: heads saturated beyond what float32 scores resolve, which no
+switch cures. What else the heads show (how coherent the error is, how large the logits are) names a
+place and raises `ok` to `watch`.
 """
 
 from __future__ import annotations
@@ -30,6 +33,21 @@ SMOOTH = 5  # records the gradient norm is smoothed over
 CONFIRM = 2  # records in a row that must agree on danger
 
 
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """The head with the largest value of something; NaN and -1 where nothing was measured."""
+
+    value: float = math.nan
+    layer: int = -1
+    head: int = -1
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} head {self.head}"
+
+
+NOWHERE = Spot()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
     """What the rule reads of one record."""
@@ -39,16 +57,16 @@ class Point:
     grad_norm: float
     """Mean over the record's steps."""
     grad_norm_max: float
-    bias_to_signal: float = math.nan
-    """Largest over heads of |used_error_mean| x kappa: coherent error of delta over its signal."""
-    layer: int = -1
-    head: int = -1
-    """Where that is."""
-    head_growth: float = math.nan
-    """Largest over heads and W_Q, W_K; NaN while there is nothing to compare with."""
-    grown_layer: int = -1
-    grown_head: int = -1
-    """Where that is."""
+    bias: Spot = NOWHERE
+    """|used_error_mean| x kappa: coherent error of delta over its signal."""
+    error: Spot = NOWHERE
+    """used_error_rms x kappa: the whole error of delta over the same signal."""
+    logit: Spot = NOWHERE
+    """max_logit."""
+    growth: Spot = NOWHERE
+    """Of W_Q or W_K; NaN while there is nothing to compare with."""
+    compensated: bool = False
+    """The numerics of this record: whether the guard's remedy is what the run computes with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +79,7 @@ class Rule:
     settle_steps: int = 0
     """Steps before the rule looks: the learning rate's warm-up."""
     head_signal: float = 0.005
-    """bias_to_signal from which a head is named. Of the synthetic regimes of docs/numerics.md the
+    """`Point.bias` from which a head is named. Of the synthetic regimes of docs/numerics.md the
     saturated and the tied sinks reach it with a plain kernel; `compensated` stays below 1e-4."""
     watch_head_growth: float = 1.5
     danger_head_growth: float = 2.0
@@ -70,6 +88,10 @@ class Rule:
     head_logit: float = 100.0
     """Largest logit from which a head's growth counts. Single heads leave others behind early in
     every run, with small logits (docs/telemetry.md); errors grow with the logits."""
+    danger_error: float | None = 0.1
+    """`Point.error` from which it is danger, and under `compensated` watch; None: never."""
+    watch_logit: float | None = 1000.0
+    """`Point.logit` for watch; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +180,7 @@ def _verdict(last: Sequence[Point], rises: Sequence[float], rule: Rule) -> Verdi
     now = last[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
-    heads = _grown(last, rule), _place(now, rule)
+    heads = _grown(last, rule), _wrong(last, rule), _place(now, rule), _large(now, rule)
     if not rises:
         return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
     text = f"gradient norm {rises[-1]:.2f}x its minimum of the last {rule.reference_steps:,} steps"
@@ -176,23 +198,43 @@ def _strongest(*signs: tuple[str, str]) -> Verdict:
 
 def _grown(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
     """(level, text) of the head whose weights leave all others behind, at the last records."""
-    now, last = points[-1], [p.head_growth for p in points]
+    now = points[-1].growth
     text = (
-        f"layer {now.grown_layer} head {now.grown_head}: W_Q or W_K grew {now.head_growth:.2f}x as "
-        f"much as the median head's in {rule.head_steps:,} steps"
+        f"{now}: W_Q or W_K grew {now.value:.2f}x as much as the median head's in "
+        f"{rule.head_steps:,} steps"
     )
-    if len(last) == CONFIRM and all(value >= rule.danger_head_growth for value in last):
+    if _confirmed([p.growth for p in points], rule.danger_head_growth):
         return "danger", text
-    return ("watch" if now.head_growth >= rule.watch_head_growth else "ok"), text
+    return ("watch" if _reaches(now, rule.watch_head_growth) else "ok"), text
+
+
+def _wrong(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
+    """(level, text) of the head whose numerics disturb its own gradient most, at the last ones."""
+    now, limit = points[-1], rule.danger_error
+    text = f"{now.error}: error of delta {now.error.value:.2g}x the signal"
+    if _confirmed([p.error for p in points], limit) and not now.compensated:
+        return "danger", text
+    return ("watch" if _reaches(now.error, limit) else "ok"), text
 
 
 def _place(now: Point, rule: Rule) -> tuple[str, str]:
-    """(level, text) of the head whose numerics disturb its own gradient most."""
-    text = (
-        f"layer {now.layer} head {now.head}: coherent error of delta {now.bias_to_signal:.2g}x "
-        "the signal"
-    )
-    return ("watch" if now.bias_to_signal >= rule.head_signal else "ok"), text
+    """(level, text) of the head in which that error is most coherent."""
+    text = f"{now.bias}: coherent error of delta {now.bias.value:.2g}x the signal"
+    return ("watch" if _reaches(now.bias, rule.head_signal) else "ok"), text
+
+
+def _large(now: Point, rule: Rule) -> tuple[str, str]:
+    """(level, text) of the head with the largest logits."""
+    text = f"{now.logit}: logits up to {now.logit.value:,.0f}"
+    return ("watch" if _reaches(now.logit, rule.watch_logit) else "ok"), text
+
+
+def _reaches(spot: Spot, limit: float | None) -> bool:
+    return limit is not None and spot.value >= limit
+
+
+def _confirmed(spots: Sequence[Spot], limit: float | None) -> bool:
+    return len(spots) == CONFIRM and all(_reaches(spot, limit) for spot in spots)
 
 
 def spike_score(values: Sequence[float], largest: float) -> float:

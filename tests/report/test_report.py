@@ -185,8 +185,8 @@ def test_a_run_with_telemetry(tmp_path: Path) -> None:
     found = checked((run / "report.html").read_text(encoding="utf-8"))
     said = " ".join(found.text)
     assert "finished after step 120" in said and "Largest attention logit" in said
-    # 4 curves, 5 lines in time, layers in time, 9 maps; a scale beside each of the 10 maps.
-    assert found.count["svg"] == 4 + 5 + 1 + 9 + 10
+    # 4 curves, 6 lines in time, layers in time, 10 maps; a scale beside each of the 11 maps.
+    assert found.count["svg"] == 4 + 6 + 1 + 10 + 11
     assert "layer 0, head 0: not measured" in said
     assert 'content="default-src ' in (run / "report.html").read_text(encoding="utf-8")
 

@@ -30,6 +30,8 @@ def test_the_defaults_are_fine() -> None:
         ({"interval": 0}, FLASH, "stability.interval: 0: must be at least 1"),
         ({"rows": 0}, FLASH, "stability.rows"),
         ({"head_logit": -1.0}, FLASH, "stability.head_logit: -1.0: must be at least 0"),
+        ({"danger_error": 0.0}, FLASH, "stability.danger_error: 0.0: must be more than 0, or null"),
+        ({"watch_logit": -5.0}, FLASH, "stability.watch_logit: -5.0: must be more than 0, or null"),
         ({"danger_growth": 1.0}, FLASH, "need 1 < watch_growth <= danger_growth"),
         ({"watch_growth": 2.0}, FLASH, "need 1 < watch_growth"),
         ({"guard": "stop", "enabled": False}, FLASH, "set stability.enabled: true"),

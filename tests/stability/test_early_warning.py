@@ -102,7 +102,7 @@ def test_heads_that_grow_early_are_no_alarm(script: Any, name: str) -> None:
     early = [p for p in points if p.step <= 2000]
     assert script.first_alarm(early, Rule()) is None
     blind = recorded_run(name).history(Rule(settle_steps=0, head_logit=0.0)).points
-    assert any(p.head_growth > 1.7 for p in blind if p.step <= 2000)
+    assert any(p.growth.value > 1.7 for p in blind if p.step <= 2000)
 
 
 def test_medians_are_what_keeps_stable_runs_quiet(script: Any) -> None:
@@ -211,6 +211,35 @@ def test_an_earlier_result_is_added_to(
         changed = json.loads(result.read_text()) | {"default": 9.0}
         result.write_text(json.dumps(changed))
         call("--judge", runs["b"], "--keep", str(result))
+
+
+def test_the_error_is_asked_alone(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sign beside others would be chosen by what they do."""
+    runs = {name: run_dir(tmp_path / name, explodes=name != "good") for name in ("a", "good", "b")}
+    curves = csv_of(curve("plain_1"), tmp_path / "plain_1.csv")
+    command = ["early_warning.py", "--error-alone", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--judge", curves, "--source", "elsewhere"])
+    with pytest.raises(SystemExit):
+        script.main()
+    arguments = ["--choose", runs["a"], runs["good"], "--lead", "700", "--judge", runs["b"]]
+    monkeypatch.setattr(sys, "argv", [*command, *arguments])
+    assert script.main() == 0
+    result = json.loads((tmp_path / "early_warning_error.json").read_text())
+    assert (result["threshold"], result["chosen"]) == ("danger_error", 0.005)
+    (found,) = result["held_out"]
+    assert found["alarm"] == 50 * 62 and found["reason"].startswith(
+        "layer 0 head 0: error of delta"
+    )
+    # Rows of another rule are kept and say so.
+    kept = ["--keep", str(tmp_path / "early_warning_error.json"), "--judge", runs["b"]]
+    (tmp_path / "early_warning_error.json").write_text(json.dumps(result | {"rule": {}}))
+    monkeypatch.setattr(sys, "argv", [*command, *kept])
+    assert script.main() == 0
+    again = json.loads((tmp_path / "early_warning_error.json").read_text())
+    assert [row.get("earlier_rule", False) for row in again["choosing"]] == [True, True]
+    assert [row.get("earlier_rule", False) for row in again["held_out"]] == [False]
 
 
 def test_runs_cannot_be_on_both_sides(

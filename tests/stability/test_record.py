@@ -12,7 +12,7 @@ import pytest
 from megatron_patch.stability import record
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import HEAD_METRICS
-from megatron_patch.stability.warning import Rule, judge
+from megatron_patch.stability.warning import NOWHERE, Rule, Spot, judge
 
 L, H = 3, 4
 
@@ -104,6 +104,7 @@ def norms(q: float = 1.0, k: float = 1.0, odd: float = 1.0) -> dict[str, np.ndar
     wk[2, 1] *= odd
     return {
         "used_error_mean": QUIET,
+        "used_error_rms": QUIET,
         "kappa": QUIET,
         "max_logit": np.full((L, H), 150.0, np.float32),
         "wq_norm": np.full((L, H), q, np.float32),
@@ -115,24 +116,29 @@ def test_points_name_the_worst_head() -> None:
     mean, kappa = np.full((L, H), 1e-3, np.float32), np.full((L, H), 5, np.float32)
     mean[1, 2], kappa[1, 2] = -2e-3, 100
     kappa[2, 3] = np.nan
-    heads_ = {"used_error_mean": mean, "kappa": kappa, "max_logit": QUIET}
+    rms, logits = np.abs(mean), np.full((L, H), 50, np.float32)
+    rms[0, 1], logits[2, 0] = 0.1, 4000
+    heads_ = {"used_error_mean": mean, "used_error_rms": rms, "kappa": kappa, "max_logit": logits}
     point = record.History(Rule()).add(step=10, scalars=SCALARS, heads=heads_)
-    assert (point.layer, point.head) == (1, 2)
-    assert point.bias_to_signal == pytest.approx(0.2)
-    assert math.isnan(point.head_growth) and point.grown_layer == -1
+    assert (point.bias.layer, point.bias.head) == (1, 2)
+    assert point.bias.value == pytest.approx(0.2)
+    assert (point.error.layer, point.error.head) == (0, 1)
+    assert point.error.value == pytest.approx(0.5)
+    assert point.logit == Spot(4000, 2, 0)
+    assert point.growth == NOWHERE
 
 
 def test_head_growth_is_against_all_other_heads() -> None:
     """All weights grow threefold, one head's fivefold in the same time."""
     found = record.History(Rule(head_steps=20))
     grown = [
-        found.add(step=10 * (i + 1), scalars=SCALARS, heads=norms(q, 2 * q, odd)).head_growth
+        found.add(step=10 * (i + 1), scalars=SCALARS, heads=norms(q, 2 * q, odd)).growth.value
         for i, (q, odd) in enumerate([(1, 1), (2, 1.2), (3, 5 / 3), (6, 2.4)])
     ]
     assert np.isnan(grown[:2]).all()
     assert grown[2] == pytest.approx(5 / 3) and grown[3] == pytest.approx(2.0)
     last = found.points[-1]
-    assert (last.grown_layer, last.grown_head) == (2, 1)
+    assert (last.growth.layer, last.growth.head) == (2, 1)
 
 
 def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough() -> None:
@@ -140,10 +146,10 @@ def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough() -> Non
     for step, odd in ((10, 1.0), (30, 2.0), (45, 4.0), (50, 6.0), (300, 12.0)):
         point = found.add(step=step, scalars=SCALARS, heads=norms(odd=odd))
         if step == 45:
-            assert math.isnan(point.head_growth)  # the record of step 10 is of the warm-up
+            assert math.isnan(point.growth.value)  # the record of step 10 is of the warm-up
         if step == 50:
-            assert point.head_growth == pytest.approx(3.0)
-    assert point.head_growth == pytest.approx(2.0)  # a gap (a resume): against the last one
+            assert point.growth.value == pytest.approx(3.0)
+    assert point.growth.value == pytest.approx(2.0)  # a gap (a resume): against the last one
     assert len(found._norms) == 2
 
 
@@ -153,10 +159,10 @@ def test_heads_with_small_logits_do_not_count() -> None:
     found.add(step=10, scalars=SCALARS, heads=norms())
     small = norms(odd=3.0)
     small["max_logit"][2, 1] = 60.0
-    assert found.add(step=20, scalars=SCALARS, heads=small).head_growth == pytest.approx(1.0)
+    assert found.add(step=20, scalars=SCALARS, heads=small).growth.value == pytest.approx(1.0)
     large = norms(odd=9.0)
     large["max_logit"][2, 1] = np.nan  # not known to be small
-    assert found.add(step=30, scalars=SCALARS, heads=large).head_growth == pytest.approx(3.0)
+    assert found.add(step=30, scalars=SCALARS, heads=large).growth.value == pytest.approx(3.0)
 
 
 def test_heads_without_norms_have_no_growth() -> None:
@@ -167,20 +173,20 @@ def test_heads_without_norms_have_no_growth() -> None:
         nothing[name] = np.full((L, H), np.nan, np.float32)
     for i, heads_ in enumerate((nothing, nothing, broken, norms(), broken, nothing)):
         point = found.add(step=10 * (i + 1), scalars=SCALARS, heads=heads_)
-        assert not point.head_growth > 1.0
+        assert not point.growth.value > 1.0
     half = norms(odd=1.0)
     half["wq_norm"][0] = np.nan
     found.add(step=70, scalars=SCALARS, heads=half)
     half = norms(odd=3.0)
     half["wq_norm"][0] = np.nan
-    assert found.add(step=80, scalars=SCALARS, heads=half).head_growth == pytest.approx(3.0)
+    assert found.add(step=80, scalars=SCALARS, heads=half).growth.value == pytest.approx(3.0)
     # One of the two kinds was measured: it counts.
     for missing, other in (("wq_norm", "wk_norm"), ("wk_norm", "wq_norm")):
         now, before = norms(), norms()
         now[missing][:] = np.nan
         now[other][2, 1] *= 2
         pair = [{name: values[name] for name in record.NORMS} for values in (now, before)]
-        assert record.head_growth(*pair, without=np.zeros((L, H), bool)) == (2.0, 2, 1)
+        assert record.head_growth(*pair, without=np.zeros((L, H), bool)) == Spot(2.0, 2, 1)
     # Of the other kind only a head that does not count was measured: it hides nothing.
     now, before = norms(), norms()
     now["wq_norm"][2, 1] *= 2
@@ -189,7 +195,7 @@ def test_heads_without_norms_have_no_growth() -> None:
     without = np.zeros((L, H), bool)
     without[0, 0] = True
     pair = [{name: values[name] for name in record.NORMS} for values in (now, before)]
-    assert record.head_growth(*pair, without=without) == (2.0, 2, 1)
+    assert record.head_growth(*pair, without=without) == Spot(2.0, 2, 1)
 
 
 def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
@@ -282,11 +288,11 @@ def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
         scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}
         writer.write(10 * (i + 1), scalars=scalars, layers={}, heads=heads(0.0))
     writer.close()
-    verdicts = record.read(tmp_path).verdicts(Rule(head_signal=math.inf))
+    verdicts = record.read(tmp_path).verdicts(Rule(head_signal=math.inf, danger_error=None))
     assert verdicts[0][1].level == "ok" and verdicts[-1][1].level == "danger"
 
 
-GROWING = dict.fromkeys(("used_error_mean", "kappa", "max_logit"), QUIET)
+GROWING = dict.fromkeys(("used_error_mean", "used_error_rms", "kappa", "max_logit"), QUIET)
 
 
 def rescued(folder: Path, *, switched_at: int, until: int = 60, odd: int = 0) -> list[str]:
@@ -337,6 +343,35 @@ def test_a_run_that_began_with_switched_numerics(tmp_path: Path) -> None:
         assert [v.level for _, v in record.read(folder).verdicts()] == said
 
 
+def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path: Path) -> None:
+    """The configuration says it, the guard's switch, and another guard setting that takes it back.
+
+    A stabilizer that the configured backend does not use is none.
+    """
+
+    def write_on(name: str, steps: dict[int, int]) -> None:
+        writer = record.Writer(tmp_path, meta(name), start_step=min(steps) - 10)
+        for step, switched in steps.items():
+            extra = {"switched": float(switched)}
+            full = dict.fromkeys(HEAD_METRICS, QUIET)
+            writer.write(step, scalars=SCALARS | extra, layers={}, heads=full)
+        writer.close()
+
+    write_on("sdpa_cudnn/compensated", {10: 0, 20: 21, 30: 21, 40: 21})
+    assert record.read(tmp_path).history().compensated
+    write_on("sdpa_cudnn/compensated", {50: 0})
+    assert not record.read(tmp_path).history().compensated
+    write_on("stable_flash/none", {60: 0})
+    write_on("stable_flash/compensated", {70: 0})
+    assert record.read(tmp_path).history().compensated
+    record.Writer(tmp_path, meta("stable_flash/none"), start_step=70).close()
+    found = record.read(tmp_path)
+    assert not found.history().compensated and found.history().points == []
+    told = [(p.step, p.compensated) for p in found.points()]
+    assert told == [(10, False), (20, False), (30, True), (40, True), (50, False), (60, False),
+                    (70, True)]  # fmt: skip
+
+
 def test_head_growth_does_not_look_back_over_a_switch(tmp_path: Path) -> None:
     described = record.make_meta(
         layers=L, heads=H, interval=10, rule=Rule(head_steps=20), attention="a/b"
@@ -347,7 +382,7 @@ def test_head_growth_does_not_look_back_over_a_switch(tmp_path: Path) -> None:
         switched = {"switched": 31.0 if i >= 2 else 0.0}
         writer.write(10 * (i + 1), scalars=SCALARS | switched, layers={}, heads=full)
     writer.close()
-    grown = [p.head_growth for p in record.read(tmp_path).points()]
+    grown = [p.growth.value for p in record.read(tmp_path).points()]
     np.testing.assert_allclose(grown, [np.nan, np.nan, 2.25, np.nan, np.nan, 2.25], rtol=1e-6)
 
 

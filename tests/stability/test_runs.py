@@ -132,6 +132,8 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("again", *SMALL, switch, *SIGNS, **grow),
         run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **grow),
         run("edge", *SMALL, switch, *SIGNS, **grow),
+        run("back", *SMALL, switch, "training.exit_at_step=8", **grow),
+        run("back", *SMALL, "stability.guard=warn", "training.train_steps=10", **grow),
         run("stop", *SMALL, *FAST, "stability.guard=stop", **grow),
         *(
             run("halted", *SMALL, "stability.guard=stop", "training.train_steps=11", *keys, **grow)
@@ -143,8 +145,8 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
     ]
     results = training_ranks.run_ranks(folder, corpus, 2, runs)
     names = [r["set"][0].removeprefix("name=") for r in runs]
-    for name, new in (("again", "paused"), ("edge", "edge_paused"), ("halted", "halted_first"),
-                      ("halted", "halted_changed")):  # fmt: skip
+    for name, new in (("again", "paused"), ("edge", "edge_paused"), ("back", "back_paused"),
+                      ("halted", "halted_first"), ("halted", "halted_changed")):  # fmt: skip
         names[names.index(name)] = new
     return dict(zip(names, results, strict=True))
 
@@ -385,6 +387,20 @@ def test_a_stop_at_the_record_of_danger_switches_where_the_run_would_have(
     assert f"it switched after step {SWITCHED}; stabilizer compensated since then" in log
     a, b = record.read(runs / "edge"), record.read(runs / "switch")
     np.testing.assert_array_equal(a.scalars["switched"], b.scalars["switched"])
+
+
+def test_another_guard_setting_takes_the_switch_back(two: Any, folder: Path) -> None:
+    """The records tell of it, and the rule begins anew: it judges other numerics."""
+    assert [r["step"] for r in two["back"]] == [10, 10]
+    told = record.read(folder / "runs" / "back")
+    switched = told.scalars["switched"].tolist()
+    assert switched == [0.0] * (SWITCHED - 2) + [SWITCHED] * (10 - SWITCHED) + [0.0] * 2
+    assert [p.step for p in told.points() if p.compensated] == list(range(SWITCHED, 9))
+    assert [p.step for p in told.history().points] == [9, 10]
+    assert [v.level for _, v in told.verdicts()][-2:] == ["ok", "ok"]
+    assert told.scalars["level"].tolist()[-2:] == [0.0, 0.0]
+    log = (folder / "runs" / "back" / "train.log").read_text()
+    assert "stability.guard is warn now: attention is as configured" in log
 
 
 def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:

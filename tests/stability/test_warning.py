@@ -16,6 +16,7 @@ from megatron_patch.stability.warning import (
     SMOOTH,
     Point,
     Rule,
+    Spot,
     growth,
     judge,
     smoothed,
@@ -117,7 +118,7 @@ def test_a_record_that_was_not_finite_does_not_blind_the_rule() -> None:
 def test_a_head_that_disturbs_itself_is_named_and_watched() -> None:
     points = history(falling, steps=4000)
     bad = Point(
-        step=4050, loss=3.0, grad_norm=0.27, grad_norm_max=0.3, bias_to_signal=0.4, layer=2, head=8
+        step=4050, loss=3.0, grad_norm=0.27, grad_norm_max=0.3, bias=Spot(0.4, layer=2, head=8)
     )
     verdict = judge([*points, bad], RULE)
     assert verdict.level == "watch" and "layer 2 head 8" in verdict.line()
@@ -127,7 +128,7 @@ def growing(*values: float) -> list[Point]:
     """A calm history that ends with records of these head growths."""
     end = [
         Point(step=4000 + INTERVAL * (i + 1), loss=3.0, grad_norm=0.27, grad_norm_max=0.3,
-              head_growth=value, grown_layer=1, grown_head=8)
+              growth=Spot(value, layer=1, head=8))
         for i, value in enumerate(values)
     ]  # fmt: skip
     return [*history(falling, steps=4000), *end]
@@ -153,13 +154,57 @@ def test_a_head_that_leaves_the_others_behind(values: tuple[float, ...], level: 
     assert "gradient norm 1.00x its minimum" in verdict.line()
 
 
+@pytest.mark.parametrize(
+    ("values", "compensated", "level"),
+    [
+        ((0.02, 0.09), False, "ok"),
+        ((0.02, 5.0), False, "watch"),  # one record is not confirmed
+        ((0.1, 0.1), False, "danger"),
+        ((5.0, 0.09), False, "ok"),
+        ((math.nan, math.nan), False, "ok"),
+        ((math.nan, 5.0), False, "watch"),
+        ((5.0, 5.0), True, "watch"),  # there is nothing better to switch to
+    ],
+)
+@pytest.mark.parametrize("before", [0, 4000])
+def test_an_error_as_large_as_the_signal(
+    values: tuple[float, ...], compensated: bool, level: str, before: int
+) -> None:
+    """A run that begins on sick weights has no history, and its norm stands still for a while."""
+    end = [
+        Point(step=before + INTERVAL * (i + 1), loss=3.0, grad_norm=0.27, grad_norm_max=0.3,
+              error=Spot(value, layer=1, head=8), compensated=compensated)
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+    points = [*history(falling, steps=before), *end]
+    verdict = judge(points, RULE)
+    assert verdict.level == level
+    assert ("layer 1 head 8: error of delta" in verdict.line()) == (level != "ok")
+    assert judge(points, replace(RULE, danger_error=None)).level == "ok"
+
+
+def test_large_logits_are_watched() -> None:
+    points = history(falling, steps=4000)
+    for logit, level in ((300.0, "ok"), (1000.0, "watch"), (1e6, "watch"), (math.nan, "ok")):
+        verdict = judge([*points, replace(points[-1], logit=Spot(logit, 1, 8))], RULE)
+        assert verdict.level == level
+    assert (
+        "layer 1 head 8: logits up to 1,000"
+        in judge([*points, replace(points[-1], logit=Spot(1000.0, 1, 8))], RULE).line()
+    )
+    off = replace(RULE, watch_logit=None)
+    assert judge([*points, replace(points[-1], logit=Spot(1e6, 1, 8))], off).level == "ok"
+
+
 def test_both_signs_are_told_the_worse_first() -> None:
     points = growing(1.6, 1.6)
     rising = [replace(p, grad_norm=p.grad_norm * 2) for p in points[-6:]]
     verdict = judge([*points[:-6], *rising], RULE)
     assert verdict.level == "danger"
     assert verdict.reason.startswith("gradient norm 1.98x") and "head 8: W_Q" in verdict.reason
-    verdict = judge([*points[:-6], *(replace(p, head_growth=2.5) for p in points[-6:])], RULE)
+    verdict = judge(
+        [*points[:-6], *(replace(p, growth=Spot(2.5, 1, 8)) for p in points[-6:])], RULE
+    )
     assert verdict.level == "danger" and verdict.reason.startswith("layer 1 head 8")
 
 
@@ -218,7 +263,11 @@ def test_one_pass_gives_the_verdicts_of_the_definition(
     rule = Rule(reference_steps=window, settle_steps=settle)
     random = np.random.default_rng(seed)
     points = [
-        replace(p, head_growth=float(random.choice([math.nan, 1.0, 1.6, 2.1, 3.0])))
+        replace(
+            p,
+            growth=Spot(float(random.choice([math.nan, 1.0, 1.6, 2.1, 3.0]))),
+            error=Spot(float(random.choice([math.nan, 0.01, 0.2]))),
+        )
         for p in history(lambda s: norms[s // INTERVAL - 1], steps=len(norms) * INTERVAL)
     ]
     found = list(verdicts(points, rule))
