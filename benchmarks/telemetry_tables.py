@@ -35,7 +35,7 @@ def early_warning(result: dict[str, Any]) -> str:
     if result["product"] and reasons:
         runs += "\n\nWhat the alarms said:\n\n" + "\n".join(reasons)
     early = [(f["run"], f["warm_up"]) for _, f in found if f.get("warm_up")]
-    if early:
+    if early and name != "danger_error":  # which looks there, too
         each = (f"{run} {w['growth']:.2f}x, at logits up to {w['logit']:.0f}" for run, w in early)
         runs += (
             "\n\nIn the warm-up, where the rule does not look, single heads grew this much against"
