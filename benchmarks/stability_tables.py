@@ -175,6 +175,31 @@ def timeline(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
+def head_errors(result: dict[str, Any]) -> str:
+    """The heads with the largest errors, a line a run and stretch, beside those that ran away."""
+
+    def named(heads: list[list[int]]) -> str:
+        return ", ".join(f"{layer}.{head}" for layer, head in heads)
+
+    rows = []
+    for name, run in result["runs"].items():
+        for i, span in enumerate(run["between"]):
+            times = zip(span["largest"], span["over_median"], strict=True)
+            told = ", ".join(f"{named([head])} ({x:.0f}x)" for head, x in times)
+            gone = named(run["ran_away"]) or "none"
+            facts = [name, gone] if i == 0 else ["", ""]
+            common = sum(head in run["ran_away"] for head in span["largest"])
+            facts += [f"{span['after']:,} to {span['until']:,}", told]
+            facts += [f"{common} of {len(run['ran_away'])}" if run["ran_away"] else "-"]
+            facts += [f"{span['t_rms']:.2f} ({span['t_rms_unbiased']:.2f})"]
+            rows.append([*facts, f"{100 * span['seen_from']:.0f} %"])
+    head = ["run", "largest logits at its end", "steps", "largest error of delta (median head: 1x)"]
+    head += ["the same heads", "t of its mean (without bias)", "a mean is seen from"]
+    where = "Heads as layer.head; t in RMS over all heads; a mean in percent of the RMS error."
+    where += kept_from([*result["runs"].items()], "Read")
+    return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
+
+
 def exponent(result: dict[str, Any]) -> str:
     """Errors of delta by exponent and sum, a line a head."""
     names = [
@@ -245,6 +270,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     found["stability-timeline"] = ("head_timeline", timeline, read)
     found["stability-timeline-s1"] = ("head_timeline_s1", timeline, read)
+    found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)
     return found
