@@ -21,14 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import captured
 import machine
 import torch
-
-from megatron_patch.stability import capture
-
-CAPTURES = Path(__file__).resolve().parent.parent / "tests" / "experiments" / "captures"
-SKIPPED = 64
-"""Rows left out, as `megatron-patch probe` does: they see few keys."""
 
 
 def exponents(s: torch.Tensor, c: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,25 +33,21 @@ def exponents(s: torch.Tensor, c: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"multiply-add": fused.float().double(), "subtract first": ((s - m) * c).double()}
 
 
-def head(one: capture.Capture, h: int) -> dict[str, Any]:
-    """Relative RMS errors of delta of one head of a capture."""
-    q, dout = one.q[:, 0, h].double(), one.dout[:, 0, h].double()
-    kv = one.head_to_kv[h]
-    k, v = one.k[:, 0, kv].double(), one.v[:, 0, kv].double()
-    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
-    raw = (q @ k.T).masked_fill(hidden, -math.inf)
-    delta = ((torch.softmax(raw * one.scale, -1) @ v) * dout).sum(-1)[SKIPPED:]
+def examine(one: captured.Head) -> dict[str, Any]:
+    """Relative RMS errors of delta."""
+    raw = one.scores()
+    delta = ((torch.softmax(raw * one.scale, -1) @ one.v) * one.dout).sum(-1)[captured.SKIPPED :]
     c = torch.tensor(one.scale * math.log2(math.e), dtype=torch.float32)
     largest = float((raw.float().amax(-1) * one.scale).abs().max())
-    found: dict[str, Any] = {"head": one.heads[h], "largest_row_maximum": largest}
+    found: dict[str, Any] = {"largest_row_maximum": largest}
     for name, exponent in exponents(raw.float(), c).items():
         p = torch.exp2(exponent)
         rounded = p.bfloat16().double()
         for kind, total in (("unrounded", p), ("rounded", rounded)):
-            out = rounded @ v / total.sum(-1, keepdim=True)
-            error = (out * dout).sum(-1)[SKIPPED:] - delta
+            out = rounded @ one.v / total.sum(-1, keepdim=True)
+            error = (out * one.dout).sum(-1)[captured.SKIPPED :] - delta
             found[f"{name}, {kind}"] = float(error.norm() / delta.norm())
-    return found
+    return one.place | found
 
 
 def main() -> int:
@@ -66,16 +57,7 @@ def main() -> int:
     parser.add_argument("captures", nargs="*", type=Path, metavar="CAPTURE")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
-    rows = []
-    for path in args.captures or sorted(CAPTURES.glob("*.pt")):
-        try:
-            one = capture.load(path)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
-        if not one.causal or one.window or one.sinks is not None or one.dropout_p:
-            parser.error(f"{path}: only plain causal attention without dropout is simulated")
-        place = {"run": one.run_name, "step": one.step, "layer": one.layer}
-        rows += [place | head(one, h) for h in range(len(one.heads))]
+    rows = [examine(one) for one in captured.heads(parser, args.captures)]
     print(f"wrote {machine.write_result('exponent_rounding', {'heads': rows}, args.out)}")
     return 0
 

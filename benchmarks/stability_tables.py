@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -200,6 +201,32 @@ def head_errors(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
+def logit_growth(result: dict[str, Any]) -> str:
+    """A line a capture: its largest head, and the range of the others."""
+    captures: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for one in result["heads"]:
+        captures.setdefault((one["run"], one["step"], one["layer"]), []).append(one)
+    rows = []
+    for (run, step, layer), heads in sorted(captures.items()):
+        first, *others = sorted(heads, key=lambda one: -one["largest_logit"])
+        row = [f"{run}, {step:,}", f"{layer}.{first['head']}", f"{first['largest_logit']:,.0f}"]
+        row += [f"{first[kind]['noise']:.2g}" for kind in ("none", "compensated")]
+        row += [f"{max(one['largest_logit'] for one in others):,.0f}" if others else "-"]
+        for kind in ("none", "compensated"):
+            noise = [one[kind]["noise"] for one in others]
+            row += [f"{min(noise):.2g} to {max(noise):.2g}" if noise else "-"]
+        rows.append(row)
+    sides = [
+        math.sqrt(statistics.mean(one[kind]["side"] ** 2 for one in result["heads"]))
+        for kind in ("none", "compensated")
+    ]
+    head = ["captured in, at step", "head", "its largest logit", "noise, plain", "`compensated`"]
+    head += ["largest logit of the others", "noise of the others, plain", "`compensated`"]
+    words = f"Side, RMS over all {len(result['heads'])} heads: plain {sides[0]:.2f}, "
+    words += f"`compensated` {sides[1]:.2f} (1: none)."
+    return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
+
+
 def exponent(result: dict[str, Any]) -> str:
     """Errors of delta by exponent and sum, a line a head."""
     names = [
@@ -271,6 +298,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["stability-timeline"] = ("head_timeline", timeline, read)
     found["stability-timeline-s1"] = ("head_timeline_s1", timeline, read)
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
+    found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)
     return found

@@ -1,0 +1,57 @@
+"""Captured heads for the scripts that take them apart: float64, plain causal attention."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_patch.stability import capture
+
+CAPTURES = Path(__file__).resolve().parent.parent / "tests" / "experiments" / "captures"
+SKIPPED = 64
+"""Rows left out, as `megatron-patch probe` does: they see few keys."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head of one sequence: q, k [s, d]; v, dout [s, dv]; all float64."""
+
+    place: dict[str, Any]
+    """run, step, layer, head."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    scale: float
+
+    def scores(self) -> torch.Tensor:
+        """q k^T, not scaled, -inf where the mask is: [s, s]."""
+        hidden = torch.ones(len(self.q), len(self.k), dtype=torch.bool).triu(1)
+        return (self.q @ self.k.T).masked_fill(hidden, -math.inf)
+
+
+def heads(parser: argparse.ArgumentParser, paths: list[Path]) -> Iterator[Head]:
+    """Every head of these files, of the first sequence; those of the tests if there are none."""
+    for path in paths or sorted(CAPTURES.glob("*.pt")):
+        try:
+            one = capture.load(path)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        if not one.causal or one.window or one.sinks is not None or one.dropout_p:
+            parser.error(f"{path}: only plain causal attention without dropout is simulated")
+        for h, number in enumerate(one.heads):
+            kv = one.head_to_kv[h]
+            yield Head(
+                place={"run": one.run_name, "step": one.step, "layer": one.layer, "head": number},
+                q=one.q[:, 0, h].double(),
+                k=one.k[:, 0, kv].double(),
+                v=one.v[:, 0, kv].double(),
+                dout=one.dout[:, 0, h].double(),
+                scale=one.scale,
+            )

@@ -1,0 +1,47 @@
+"""`benchmarks/logit_growth.py`: what errors of delta do to the growth of logits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import benchmark_scripts
+import pytest
+import torch
+
+CAPTURE = "step_00006452.layer_001.tp_0.watch.pt"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return benchmark_scripts.load("logit_growth")
+
+
+def test_it_is_the_derivative_with_respect_to_a_factor_on_the_logits(script: Any) -> None:
+    gen = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(12, 4, generator=gen, dtype=torch.float64) for _ in range(4))
+    one = script.captured.Head(place={}, q=q, k=k, v=v, dout=dout, scale=0.7)
+    factor = torch.ones(12, 1, dtype=torch.float64, requires_grad=True)
+    logits = (q @ k.T * one.scale * factor).masked_fill(one.scores().isinf(), -torch.inf)
+    (torch.softmax(logits, -1) @ v * dout).sum().backward()
+    assert factor.grad is not None
+    torch.testing.assert_close(script.growth(one, script.true_ds(one)), factor.grad[:, 0])
+
+
+def test_in_the_head_that_ran_away_the_error_decides(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Plain numerics, and only there: not in the other heads, and not with `compensated`."""
+    file = script.captured.CAPTURES / CAPTURE
+    monkeypatch.setattr(sys, "argv", ["logit_growth.py", str(file), "--out", str(tmp_path)])
+    assert script.main() == 0
+    heads = json.loads((tmp_path / "logit_growth.json").read_text())["heads"]
+    noise = {one["head"]: one["none"]["noise"] for one in heads}
+    assert sorted(noise) == [6, 7, 8, 9] and noise.pop(8) > 30 > 0.5 > max(noise.values())
+    assert all(one["compensated"]["noise"] < 0.5 * one["none"]["noise"] for one in heads)
+    monkeypatch.setattr(sys, "argv", ["logit_growth.py", str(tmp_path / "nothing.pt")])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "nothing.pt" in capsys.readouterr().err
