@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 
 from megatron_patch.stability import capture
@@ -55,3 +56,16 @@ def heads(parser: argparse.ArgumentParser, paths: list[Path]) -> Iterator[Head]:
                 dout=one.dout[:, 0, h].double(),
                 scale=one.scale,
             )
+
+
+def write(name: str, text: str | None, examine: Callable[[Head], dict[str, Any]]) -> int:
+    """The whole of a script: what ``examine`` finds in every head goes to docs/results/<name>."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("captures", nargs="*", type=Path, metavar="CAPTURE")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    rows = [examine(one) for one in heads(parser, args.captures)]
+    print(f"wrote {machine.write_result(name, {'heads': rows}, args.out)}")
+    return 0

@@ -14,7 +14,6 @@ sum. Writes docs/results/exponent_rounding.json. CPU.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captured
-import machine
 import torch
 
 
@@ -51,15 +49,7 @@ def examine(one: captured.Head) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("captures", nargs="*", type=Path, metavar="CAPTURE")
-    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
-    args = parser.parse_args()
-    rows = [examine(one) for one in captured.heads(parser, args.captures)]
-    print(f"wrote {machine.write_result('exponent_rounding', {'heads': rows}, args.out)}")
-    return 0
+    return captured.write("exponent_rounding", __doc__, examine)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import head_timeline
 import machine
 import numpy as np
 
@@ -98,10 +99,7 @@ def main() -> int:
             parser.error(f"{args.keep} is of --steps {old.get('steps')}")
         runs = {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
     for name in args.runs:
-        try:
-            telemetry = record.read(name)
-        except (OSError, ValueError) as error:
-            parser.error(f"{name} is no run directory with telemetry: {error}")
+        telemetry = head_timeline.read(parser, name)
         if not len(telemetry.records):
             parser.error(f"{name} has no records yet")
         spans = [between(telemetry, *pair) for pair in itertools.pairwise(args.steps)]

@@ -37,6 +37,14 @@ def at(telemetry: record.Telemetry, step: int, layer: int, head: int) -> dict[st
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
+def read(parser: argparse.ArgumentParser, name: str) -> record.Telemetry:
+    """The telemetry of a run that was named on the command line."""
+    try:
+        return record.read(name)
+    except (OSError, ValueError) as error:
+        parser.error(f"{name} is no run directory with telemetry: {error}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -55,10 +63,7 @@ def main() -> int:
             parser.error(f"{args.keep} is about layer {old.get('layer')}, head {old.get('head')}")
         runs = {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
     for name in args.runs:
-        try:
-            telemetry = record.read(name)
-        except (OSError, ValueError) as error:
-            parser.error(f"{name} is no run directory with telemetry: {error}")
+        telemetry = read(parser, name)
         layers, heads = telemetry.meta["layers"], telemetry.meta["heads"]
         if not (0 <= args.layer < layers and 0 <= args.head < heads):
             parser.error(f"{name} has {layers} layers of {heads} heads, counted from 0")

@@ -20,14 +20,12 @@ tests/experiments/captures. Writes docs/results/logit_growth.json. CPU.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captured
-import machine
 import torch
 
 from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
@@ -70,15 +68,7 @@ def _ds(one: captured.Head, rounding: Rounding) -> torch.Tensor:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("captures", nargs="*", type=Path, metavar="CAPTURE")
-    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
-    args = parser.parse_args()
-    rows = [examine(one) for one in captured.heads(parser, args.captures)]
-    print(f"wrote {machine.write_result('logit_growth', {'heads': rows}, args.out)}")
-    return 0
+    return captured.write("logit_growth", __doc__, examine)
 
 
 if __name__ == "__main__":
