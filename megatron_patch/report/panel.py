@@ -20,6 +20,7 @@ MAPS = (
     ("error_to_signal", "Error of the delta in use over the signal it disturbs", True),
     ("bias_to_signal", "The coherent part of that error over the same signal", True),
     ("delta_error_rms", "RMS error of delta that a 16-bit O makes, over RMS(delta)", True),
+    ("growth_noise", "Growth of the logits: error of the delta in use over the gradient", True),
     ("kappa", "kappa: how much a relative error of delta is amplified", True),
     ("entropy", "Entropy of attention (nats)", False),
     ("first_token_mass", "Attention on the first token", False),
@@ -29,6 +30,7 @@ MAPS = (
 LINES = (
     ("max_logit", "Largest attention logit of any head", "logit", False),
     ("error_to_signal", "Largest error of delta over its signal of any head", "ratio", True),
+    ("growth_noise", "Largest noise in the growth of the logits of any head", "ratio", True),
     ("bias_to_signal", "Largest coherent error over signal of any head", "ratio", True),
     ("coherence", "Largest coherence of any head", "coherence", False),
     ("first_token_mass", "Largest attention on the first token of any head", "mass", False),

@@ -10,6 +10,8 @@ HEAD_METRICS = {
     "used_error_mean": "the same mean for the O that delta was really built from",
     "used_error_rms": "the same RMS for the O that delta was really built from",
     "kappa": "RMS(delta) over RMS under P of (dP - delta)",
+    "growth_noise": "RMS of the used e x the row's mean logit over RMS of what would be the true "
+    "derivative by a factor on the row's logits: above 1 the error decides whether they grow",
     "entropy": "entropy of a row of P, nats, mean",
     "first_token_mass": "attention mass on the first token, mean",
     "top_mass": "largest probability of a row, mean",

@@ -3,7 +3,7 @@
 The inputs are those of the kernel; the truth here is float32 arithmetic on them, whose own error
 (about 1e-6 relative) is a thousandth of what it measures. Under context parallelism the sampled
 rows of all ranks are gathered, every rank attends with its own keys, and row maximum and sums are
-merged: two small all-reduces.
+merged: three small all-reduces.
 
 Shape legend: s tokens of this rank; b sequences; h query heads, kv key/value heads of this rank,
 g = h / kv; d, dv head dims; r sampled rows of this rank, R of all context-parallel ranks; n keys
@@ -55,6 +55,10 @@ class RowFacts:
     plain: torch.Tensor
     """O as a plain flash kernel computes it (P rounded to 16 bits for P V, O rounded once)."""
     delta: torch.Tensor
+    logit: torch.Tensor
+    """sum_j P_j S_j over the keys, a sink's share left out."""
+    growth: torch.Tensor
+    """sum_j dS_j S_j over the keys: the derivative by a factor on the row's logits."""
     entropy: torch.Tensor
     first: torch.Tensor
     """Mass on key 0 of the sequence."""
@@ -180,15 +184,21 @@ def measure(
     out = sums["acc"] / l[..., None]
     plain = (sums["rounded"] / l[..., None]).to(_narrow(v.dtype)).float()
     delta = (do_rows * out).sum(-1)
-    spread = torch.zeros_like(delta)
+    logit = (sums["weighted"] + m * sums["l"]) / l
+    spread, growth = torch.zeros_like(delta), torch.zeros_like(delta)
     for block, s in scores:
         p = torch.exp(s - m[..., None]) / l[..., None]
         dp = torch.matmul(do_rows, v[block].float().permute(1, 2, 3, 0).unsqueeze(2))
-        spread += (p * (dp - delta[..., None]).pow(2)).sum(-1)
+        ds = p * (dp - delta[..., None])
+        spread += (ds * (dp - delta[..., None])).sum(-1)
+        # Against the mean, not zero: dS sums to zero, large logits would leave rounding only.
+        growth += (ds * (s - logit[..., None]).masked_fill(p == 0, 0.0)).sum(-1)
+    growth = _reduce(growth, geometry.group, torch.distributed.ReduceOp.SUM)
     sink_share = torch.zeros_like(l)
     if sink is not None:  # the sink's own term: no value, so dP = 0; its part of the entropy
         share = torch.exp(sink - m) / l
         spread += share * delta.pow(2) / geometry.size
+        growth += share * delta * logit  # what is left of the sum of dS over the keys
         sink_share = share * (sink - m)
     lse = torch.log(l)
     r = rows.numel()
@@ -201,6 +211,8 @@ def measure(
         out=flat(out),
         plain=flat(plain),
         delta=flat(delta),
+        logit=flat(logit),
+        growth=flat(growth),
         entropy=flat(lse - sums["weighted"] / l - sink_share),
         first=flat(sums["first"] / l),
         top=flat(torch.exp(top - m) / l),

@@ -25,7 +25,7 @@ from stable_attention.stabilizers import KNOWN
 
 FIELDS = (
     "rows", "delta2", "entropy", "first", "top", "spread",
-    "plain_rows", "plain", "plain2", "plain_sign", "used_rows", "used", "used2",
+    "plain_rows", "plain", "plain2", "plain_sign", "used_rows", "used", "used2", "growth2", "push2",
 )  # fmt: skip
 
 
@@ -123,6 +123,8 @@ class HeadSums:
                 values |= {f"{name}_rows": values["rows"], name: e, f"{name}2": e.pow(2)}
         if plain is not None:
             values["plain_sign"] = plain.sign()
+        if used is not None:
+            values |= {"growth2": facts.growth.pow(2), "push2": (used * facts.logit).pow(2)}
         return values
 
 
@@ -178,6 +180,7 @@ def head_metrics(sums: np.ndarray, maxima: np.ndarray) -> dict[str, np.ndarray]:
             "used_error_mean": s["used"] / used_rows / delta_rms,
             "used_error_rms": np.sqrt(s["used2"] / used_rows) / delta_rms,
             "kappa": np.where(s["spread"] > 0, np.sqrt(s["delta2"] / s["spread"]), np.nan),
+            "growth_noise": np.where(s["growth2"] > 0, np.sqrt(s["push2"] / s["growth2"]), np.nan),
             "entropy": s["entropy"] / rows,
             "first_token_mass": s["first"] / rows,
             "top_mass": s["top"] / rows,

@@ -211,7 +211,7 @@ def _grown(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
 def _wrong(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
     """(level, text) of the head whose numerics disturb its own gradient most, at the last ones."""
     now, limit = points[-1], rule.danger_error
-    text = f"{now.error}: error of delta {now.error.value:.2g}x the signal"
+    text = f"{now.error}: error of delta {_times(now.error)} the signal"
     if _confirmed([p.error for p in points], limit) and not now.compensated:
         return "danger", text
     return ("watch" if _reaches(now.error, limit) else "ok"), text
@@ -219,7 +219,7 @@ def _wrong(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
 
 def _place(now: Point, rule: Rule) -> tuple[str, str]:
     """(level, text) of the head in which that error is most coherent."""
-    text = f"{now.bias}: coherent error of delta {now.bias.value:.2g}x the signal"
+    text = f"{now.bias}: coherent error of delta {_times(now.bias)} the signal"
     return ("watch" if _reaches(now.bias, rule.head_signal) else "ok"), text
 
 
@@ -227,6 +227,11 @@ def _large(now: Point, rule: Rule) -> tuple[str, str]:
     """(level, text) of the head with the largest logits."""
     text = f"{now.logit}: logits up to {now.logit.value:,.0f}"
     return ("watch" if _reaches(now.logit, rule.watch_logit) else "ok"), text
+
+
+def _times(spot: Spot) -> str:
+    """0.14x, 7,430x."""
+    return f"{spot.value:,.0f}x" if spot.value >= 100 else f"{spot.value:.2g}x"
 
 
 def _reaches(spot: Spot, limit: float | None) -> bool:

@@ -185,8 +185,8 @@ def test_a_run_with_telemetry(tmp_path: Path) -> None:
     found = checked((run / "report.html").read_text(encoding="utf-8"))
     said = " ".join(found.text)
     assert "finished after step 120" in said and "Largest attention logit" in said
-    # 4 curves, 6 lines in time, layers in time, 10 maps; a scale beside each of the 11 maps.
-    assert found.count["svg"] == 4 + 6 + 1 + 10 + 11
+    # 4 curves, 7 lines in time, layers in time, 11 maps; a scale beside each of the 12 maps.
+    assert found.count["svg"] == 4 + 7 + 1 + 11 + 12
     assert "layer 0, head 0: not measured" in said
     assert 'content="default-src ' in (run / "report.html").read_text(encoding="utf-8")
 

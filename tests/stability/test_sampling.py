@@ -53,9 +53,12 @@ def truth(
     spread = (p * (dp - delta[..., None]) ** 2).sum(-1)
     if sinks is not None:
         spread = spread + p_full[..., S] * delta**2
+    seen = s.masked_fill(~ok, 0.0)
     return {
         "out": out,
         "delta": delta,
+        "logit": (p * seen).sum(-1),
+        "growth": (p * (dp - delta[..., None]) * seen).sum(-1),
         "entropy": torch.special.entr(p_full).sum(-1),
         "first": p[..., 0],
         "top": p.amax(-1),
@@ -65,7 +68,7 @@ def truth(
 
 
 def check(facts: RowFacts, want: dict[str, torch.Tensor], rows: torch.Tensor) -> None:
-    for name in ("out", "delta", "entropy", "first", "top"):
+    for name in ("out", "delta", "logit", "growth", "entropy", "first", "top"):
         torch.testing.assert_close(
             getattr(facts, name).double(), want[name][:, :, rows], rtol=2e-5, atol=2e-6
         )
@@ -111,6 +114,21 @@ def test_a_saturated_sink_keeps_its_kappa() -> None:
     spread = want["spread"][:, :, rows].sum((0, 2))
     assert float((want["delta"][:, :, rows] ** 2).sum((0, 2)).div(spread).sqrt().min()) > 30
     torch.testing.assert_close(facts.spread.double(), spread, rtol=2e-3, atol=0)
+
+
+def test_large_logits_leave_their_growth_its_digits() -> None:
+    """Summed against zero, float32 loses them: rows of dS sum to zero, and are multiplied by S."""
+    q, k, v, do = tensors()
+    q, k = 1 + 0.05 * q, 87 + 0.1 * k
+    k[0] = 89.6  # a saturated sink: logits of 430, those of the other keys 12 below
+    rows = torch.arange(8, S)
+    geometry = Geometry(scale=SCALE, causal=True)
+    want = truth(q, k, v, do, geometry, None)
+    assert 300 < float(want["logit"][:, :, rows].min()) and float(want["top"].min()) > 0.999
+    found = measure(q, k, v, do, rows=rows, geometry=geometry).growth.double()
+    growth = want["growth"][:, :, rows]
+    error = (found - growth).norm(dim=(0, 2)) / growth.norm(dim=(0, 2))
+    assert float(error.max()) < 1e-3
 
 
 def test_plain_is_what_a_plain_kernel_stores() -> None:

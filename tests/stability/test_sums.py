@@ -72,6 +72,29 @@ def observe(seen: Seen, do: torch.Tensor) -> dict[str, np.ndarray]:
     return head_metrics(sums.sums.numpy(), sums.maxima.numpy())
 
 
+@pytest.mark.parametrize("regime", ["tie2s", "near2", "gauss"])
+@pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
+def test_growth_noise_by_its_definition(regime: str, rounding: Rounding) -> None:
+    """In float64, over the rows that are sampled: all but the first ones."""
+    stabilizer = "compensated" if rounding.residual else "none"
+    seen, dout, _ = seen_of(regime, rounding, site=site(stabilizer=stabilizer))
+    q, k, v, out, do = (
+        x[:, 0].double().transpose(0, 1) for x in (seen.q, seen.k, seen.v, seen.out, dout)
+    )
+    hidden = torch.ones(N, N, dtype=torch.bool).triu(1)
+    s = (q @ k.mT * D**-0.5).masked_fill(hidden, -torch.inf)
+    p, s = s.softmax(-1), s.masked_fill(hidden, 0.0)
+    true = p @ v
+    low = 0.0 if seen.low is None else seen.low[:, 0].double().transpose(0, 1)
+    e = (do * (out + low - true)).sum(-1)
+    ds = p * (do @ v.mT - (do * true).sum(-1, keepdim=True))
+    push, growth = (e * (p * s).sum(-1))[:, SKIP:], (ds * s).sum(-1)[:, SKIP:]
+    found = observe(seen, dout)["growth_noise"][1, 2:4]
+    want = (push.norm(dim=-1) / growth.norm(dim=-1)).numpy()
+    # A compensated delta is wrong by so little that float32 attention's own error is a part of it.
+    np.testing.assert_allclose(found, want, rtol=3e-2)
+
+
 @pytest.mark.parametrize("regime", ["tie2s", "near2", "diffuse", "gauss"])
 @pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
 def test_errors_and_kappa_are_those_of_the_probe(regime: str, rounding: Rounding) -> None:

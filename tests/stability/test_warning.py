@@ -183,6 +183,12 @@ def test_an_error_as_large_as_the_signal(
     assert judge(points, replace(RULE, danger_error=None)).level == "ok"
 
 
+def test_errors_are_told_in_figures_people_read() -> None:
+    end = Point(step=50, loss=3.0, grad_norm=0.3, grad_norm_max=0.3, bias=Spot(0.012345, 0, 1))
+    told = judge([replace(end, error=Spot(7432.1, 1, 8))], RULE).reason
+    assert "error of delta 7,432x the signal" in told and "coherent error of delta 0.012x" in told
+
+
 def test_large_logits_are_watched() -> None:
     points = history(falling, steps=4000)
     for logit, level in ((300.0, "ok"), (1000.0, "watch"), (1e6, "watch"), (math.nan, "ok")):
