@@ -263,9 +263,8 @@ def head_growth(
             if np.isnan(ratio).all():
                 continue
             found = _largest(np.where(without, np.nan, ratio / np.nanmedian(ratio)))
-        if (
-            math.isfinite(found.value) and not worst.value >= found.value
-        ):  # also where there is none yet
+        # `not >=`: also where there is none yet, and that is NaN.
+        if math.isfinite(found.value) and not worst.value >= found.value:
             worst = found
     return worst
 
