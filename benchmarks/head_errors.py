@@ -12,7 +12,7 @@ per head, over the records of the run:
             larger where they err to one side
 
 beside the heads with the largest logits at the run's last record, if any passes the early warning's
-``watch_logit``: those that ran away. Writes docs/results/head_errors.json. No GPU, no torch.
+``watch_logit``: those that ran away; and the largest logit of the whole run. Writes docs/results/head_errors.json. No GPU, no torch.
 ``--keep`` adds to the runs of an earlier result, whose records may be gone.
 """
 
@@ -108,6 +108,7 @@ def main() -> int:
             "until": int(telemetry.steps[-1]),
             "heads": int(telemetry.meta["layers"] * telemetry.meta["heads"]),
             "ran_away": ran_away(telemetry),
+            "largest_logit": float(np.nanmax(telemetry.heads["max_logit"])),
             "between": [span for span in spans if span is not None],
         }
     result = {"steps": args.steps, "runs": runs}

@@ -187,7 +187,7 @@ def head_errors(result: dict[str, Any]) -> str:
         for i, span in enumerate(run["between"]):
             times = zip(span["largest"], span["over_median"], strict=True)
             told = ", ".join(f"{named([head])} ({x:.0f}x)" for head, x in times)
-            gone = named(run["ran_away"]) or "none"
+            gone = named(run["ran_away"]) or f"none: at most {run['largest_logit']:,.0f} in all"
             facts = [name, gone] if i == 0 else ["", ""]
             common = sum(head in run["ran_away"] for head in span["largest"])
             facts += [f"{span['after']:,} to {span['until']:,}", told]

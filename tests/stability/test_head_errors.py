@@ -53,6 +53,7 @@ def test_heads_that_ran_away_and_heads_that_err(
     steps = ["--steps", "0", "500", "1000", "1030"]
     found = call(script, monkeypatch, tmp_path, *runs, *steps)["runs"]
     assert found["bad"]["ran_away"] == [[0, 1], [0, 2], [0, 3]] and not found["calm"]["ran_away"]
+    assert found["calm"]["largest_logit"] == 4.0
     for run in found.values():
         assert [span["until"] for span in run["between"]] == [500, 1000]  # no records after that
         for span in run["between"]:
