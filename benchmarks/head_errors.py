@@ -12,7 +12,8 @@ per head, over the records of the run:
             larger where they err to one side
 
 beside the heads with the largest logits at the run's last record, if any passes the early warning's
-``watch_logit``: those that ran away; and the largest logit of the whole run. Writes docs/results/head_errors.json. No GPU, no torch.
+``watch_logit``: those that ran away; and the largest logit of the whole run. Writes
+docs/results/head_errors.json. No GPU, no torch.
 ``--keep`` adds to the runs of an earlier result, whose records may be gone.
 """
 
