@@ -34,11 +34,15 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
         raise FileNotFoundError("there is no telemetry beside it")
     other, meta = record.read(found), record.read(run_dir).meta
     theirs = dict(other.meta) | {"attention": record.attention_at(other.meta, step)}
-    for key in ("layers", "heads", "attention", *record.SHAPE):
+    for key in ("attention", *record.MODEL):
         if theirs.get(key) != meta[key]:
             told = f"{theirs.get(key)!r:.80}, this run has {meta[key]!r:.80}"
             raise ValueError(f"{key} {told}")
     past = other.records if other.before is None else np.concatenate([other.before, other.records])
+    known = record.relaid(past, other.meta, meta)
+    if known is None:
+        raise ValueError("its records hold something that this version has no place for")
+    past = known
     changed = [until for until, _ in other.meta.get("earlier", ()) if until < step]
     kept = past[(past["step"] <= step) & (past["step"] > max(step - steps, *changed, 0))]
     if not len(kept):

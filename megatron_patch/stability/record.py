@@ -30,8 +30,10 @@ from megatron_patch.stability.warning import NOWHERE, Point, Rule, Spot, Verdict
 
 FORMAT = 1
 FOLDER = "stability"
-SHAPE = ("format", "layers", "heads", "head_metrics", "layer_metrics", "scalars")
+MODEL = ("format", "layers", "heads")
 """What must agree in two meta.json whose records are put together."""
+PARTS = {"scalars": "scalars", "layers": "layer_metrics", "heads": "head_metrics"}
+"""Names of what a part of a record holds, by part."""
 # Of these the smallest head is the one to look at; of the others the largest (by size).
 SMALLEST = ("entropy",)
 
@@ -47,6 +49,26 @@ def record_dtype(meta: Mapping[str, Any]) -> np.dtype[Any]:
             ("heads", "<f4", (len(meta["head_metrics"]), layers, heads)),
         ]
     )
+
+
+def relaid(
+    records: np.ndarray, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> np.ndarray | None:
+    """Records of meta.json ``old`` as ``new`` describes them; NaN in what was not measured then.
+
+    None if they are of another model or format, or hold something that ``new`` has no place for.
+    """
+    if any(old.get(key) != new[key] for key in MODEL):
+        return None
+    if any(set(old[names]) - set(new[names]) for names in PARTS.values()):
+        return None
+    found = np.zeros(len(records), record_dtype(new))
+    found["step"] = records["step"]
+    for part, names in PARTS.items():
+        found[part] = math.nan
+        for i, name in enumerate(old[names]):
+            found[part][:, new[names].index(name)] = records[part][:, i]
+    return found
 
 
 def make_meta(
@@ -330,11 +352,14 @@ class Writer:
     Args:
         run_dir: of the run.
         meta: from `make_meta`.
-        start_step: steps done; later records are moved to abandoned.bin.
+        start_step: steps done; later records are moved to abandoned.bin. Records of an earlier
+            version are continued if this one has a place for all they hold; otherwise they are
+            kept under the name ``set_aside``.
     """
 
     def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
         self.folder, self.meta = run_dir / FOLDER, dict(meta)
+        self.set_aside: str | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         self.abandoned, self.meta["earlier"] = self._take_over(start_step)
         text = json.dumps(self.meta, indent=1) + "\n"
@@ -349,16 +374,22 @@ class Writer:
         if not (self.folder / "meta.json").exists() or not file.exists():
             return 0, []
         before = json.loads((self.folder / "meta.json").read_text())
-        if any(before.get(key) != self.meta[key] for key in SHAPE):
-            # Another version's records: kept, but not continued.
-            for name in ("records.bin", "meta.json", "layers.csv", "before.bin"):
-                old = self.folder / name
-                if old.exists():
-                    os.replace(old, old.with_name(f"{old.stem}.until_{start_step}{old.suffix}"))
+        records = looked_back = None
+        past = self.folder / "before.bin"
+        if before.get("format") == FORMAT:
+            dtype = record_dtype(before)
+            records = relaid(_records(file, dtype), before, self.meta)
+            looked_back = relaid(_records(past, dtype), before, self.meta)
+        if records is None or looked_back is None:
+            # They have no place here: kept, but not continued.
+            self.set_aside = f"records.until_{start_step}.bin"
+            self._keep_aside(start_step, "records.bin", "layers.csv", "before.bin")
             return 0, []
-        size = record_dtype(before).itemsize
-        data = file.read_bytes()
-        records = np.frombuffer(data[: len(data) // size * size], dtype=record_dtype(before))
+        if any(before[names] != self.meta[names] for names in PARTS.values()):
+            # meta.json must never describe a file of another layout, whenever this is killed.
+            self._keep_aside(start_step, "records.bin", "before.bin", "abandoned.bin")
+            if len(looked_back):
+                write_whole(past, looked_back.tobytes())
         keep = records[records["step"] <= start_step]
         drop = records[records["step"] > start_step]
         if len(drop):
@@ -370,6 +401,12 @@ class Writer:
         if at != self.meta["attention"] and len(keep):
             earlier.append((start_step, at))
         return len(drop), earlier
+
+    def _keep_aside(self, start_step: int, *names: str) -> None:
+        for name in ("meta.json", *names):
+            old = self.folder / name
+            if old.exists():
+                os.replace(old, old.with_name(f"{old.stem}.until_{start_step}{old.suffix}"))
 
     def write(
         self,
@@ -405,6 +442,13 @@ class _LayerTable:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             keep = [x for x in lines[1:] if x.endswith("\n") and _first(x) <= start_step]
+            header = next(csv.reader(lines[:1]), [])
+            if header and tuple(header) != self.columns:
+                rows = csv.DictReader(keep, fieldnames=header)
+                keep = [
+                    ",".join(row.get(name) or "" for name in self.columns) + "\n" for row in rows
+                ]
+                lines = [",".join(self.columns) + "\n"]
             write_whole(path, "".join([lines[0] if lines else "", *keep]).encode())
         new = not path.exists() or path.stat().st_size == 0
         self._file = path.open("a", newline="")

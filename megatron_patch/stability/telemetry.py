@@ -175,6 +175,11 @@ class Stability:
             attention=self._attention,
         )
         self._writer = record.Writer(self.run_dir, meta, start_step=step)
+        if self._writer.set_aside:
+            self.monitor.say(
+                f"early warning: begins anew at step {step:,}; the records before it are of "
+                f"another version or model and kept as stability/{self._writer.set_aside}"
+            )
         found = record.read(self.run_dir)
         if step and not len(found.records) and self._look_back(step):
             found = record.read(self.run_dir)

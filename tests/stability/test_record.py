@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,75 @@ def test_records_of_another_shape_are_kept_beside(tmp_path: Path) -> None:
     record.Writer(tmp_path, other, start_step=10).close()
     assert len(record.read(tmp_path).steps) == 0
     assert (tmp_path / "stability" / "records.until_10.bin").exists()
+
+
+def killed(write_whole: Any, path: Path, data: bytes) -> None:
+    if path.name == "meta.json":
+        raise KeyboardInterrupt
+    write_whole(path, data)
+
+
+def test_records_of_an_earlier_version_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A metric more is no reason to forget a run of weeks, nor what its early warning looks at."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    old = meta() | {"head_metrics": [n for n in HEAD_METRICS if n != "kappa"]}
+    for folder in (first, second):
+        data = np.zeros(3, record.record_dtype(old))
+        data["step"], data["scalars"][:, 0] = (10, 20, 30), (1.0, 2.0, 3.0)
+        data["heads"][:] = np.arange(len(old["head_metrics"]))[:, None, None]
+        (folder / "stability").mkdir(parents=True)
+        (folder / "stability" / "records.bin").write_bytes(data.tobytes() + b"torn")
+        (folder / "stability" / "meta.json").write_text(json.dumps(old))
+    (second / "stability" / "before.bin").write_bytes(data[:1].tobytes())
+    rows = "step,layer,max_logit,worst_head\n" + "".join(f"{s},0,{s}.5,2\n" for s in (10, 20, 30))
+    (first / "stability" / "layers.csv").write_text(rows)
+    before = record.read(first)
+    assert "kappa" not in before.heads and before.steps.tolist() == [10, 20, 30]
+
+    # Killed before meta.json says what the new files are: no file is read as what it is not.
+    whole = record.write_whole
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(record, "write_whole", lambda path, text: killed(whole, path, text))
+        write(first, [], start=20)
+    assert not (first / "stability" / "meta.json").exists()
+
+    writer = write(first, [30], start=20, value=0.5)
+    assert writer.set_aside is None
+    writer.close()
+    found = record.read(first)
+    assert found.steps.tolist() == [10, 20, 30]
+    assert found.scalars["loss_mean"][:2].tolist() == [1.0, 2.0]
+    assert np.isnan(found.heads["kappa"][:2]).all() and np.isfinite(found.heads["kappa"][2]).all()
+    for i, name in enumerate(old["head_metrics"]):
+        assert (found.heads[name][:2] == i).all(), name
+    table = (first / "stability" / "layers.csv").read_text().splitlines()
+    assert len(table) == 3 + L and len({line.count(",") for line in table}) == 1
+    aside = sorted(p.name for p in (first / "stability").glob("*until_20*"))
+    assert aside == ["meta.until_20.json", "records.until_20.bin"]  # whole, as they were
+    assert (first / "stability" / aside[1]).read_bytes() == data.tobytes() + b"torn"
+    told = dict(zip(table[0].split(","), table[1].split(","), strict=True))
+    assert (told["step"], told["max_logit"], told["kappa"], told["worst_head"]) == (
+        "10", "10.5", "", "2",
+    )  # fmt: skip
+    write(second, [], start=30).close()
+    kept = record.read(second).before
+    assert kept is not None and kept["step"].tolist() == [10]
+    third = tmp_path / "third"
+    write(third, []).close()
+    (first / "stability" / "meta.json").write_text(json.dumps(old))  # as the old version wrote it
+    (first / "stability" / "records.bin").write_bytes(data.tobytes())
+    look_back(third, first, step=30, steps=100)
+    assert [p.step for p in record.read(third).history().points] == [10, 20, 30]
+    # What a later version measured has no place here.
+    later = old | {"head_metrics": [*old["head_metrics"], "unheard_of"]}
+    (first / "stability" / "meta.json").write_text(json.dumps(later))
+    with pytest.raises(ValueError, match="no place for"):
+        look_back(third, first, step=30, steps=100)
+    writer = write(first, [], start=30)
+    writer.close()
+    assert writer.set_aside == "records.until_30.bin"
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
