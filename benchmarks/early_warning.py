@@ -220,9 +220,11 @@ def main() -> int:
         parser.error("--source: say whose curves the CSVs are")
     if args.error_alone and not product:
         parser.error("--error-alone: curves of other programs know no heads")
-    name = (
-        "danger_error" if args.error_alone else "danger_head_growth" if product else "danger_growth"
-    )
+    name, file = "danger_growth", "early_warning"
+    if product:
+        name, file = "danger_head_growth", "early_warning_runs"
+    if args.error_alone:
+        name, file = "danger_error", "early_warning_error"
     old = kept(args.keep, name, {load(n)[0] for n in args.judge})
     threshold, table = old["chosen"], old["grid"]
     if args.choose:
@@ -242,8 +244,6 @@ def main() -> int:
         "choosing": old["choosing"] + [examine(name, rule) for name in args.choose],
         "held_out": old["held_out"] + [examine(name, rule) for name in args.judge],
     }
-    file = "early_warning" if not product else "early_warning_runs"
-    file = "early_warning_error" if args.error_alone else file
     path = machine.write_result(file, result, args.out)
     print(f"{name} {threshold} (default {getattr(Rule(), name)}); wrote {path}")
     for kind in ("choosing", "held_out"):

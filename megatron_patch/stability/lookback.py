@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_patch.stability import record
+from megatron_patch.stability.writer import write_whole
 
 
 def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
@@ -47,5 +48,5 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
     kept = past[(past["step"] <= step) & (past["step"] > max(step - steps, *changed, 0))]
     if not len(kept):
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
-    record.write_whole(kept_file, kept.tobytes())
+    write_whole(kept_file, kept.tobytes())
     return found

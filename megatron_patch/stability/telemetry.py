@@ -31,6 +31,7 @@ from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
 from megatron_patch.stability.weights import SpectralNorms
+from megatron_patch.stability.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +127,7 @@ class Stability:
         self._observing = False
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
-        self._writer: record.Writer | None = None
+        self._writer: Writer | None = None
         self.switched_at = 0
         self.history = record.History(self.rule, compensated=self._compensated)
         self._switch_due = False
@@ -174,7 +175,7 @@ class Stability:
             rule=self.rule,
             attention=self._attention,
         )
-        self._writer = record.Writer(self.run_dir, meta, start_step=step)
+        self._writer = Writer(self.run_dir, meta, start_step=step)
         if self._writer.set_aside:
             self.monitor.say(
                 f"early warning: begins anew at step {step:,}; the records before it are of "

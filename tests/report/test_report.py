@@ -122,12 +122,13 @@ def write_telemetry(folder: Path, *, layers: int = 3, heads: int = 4, records: i
     from megatron_patch.stability import record
     from megatron_patch.stability.names import HEAD_METRICS
     from megatron_patch.stability.warning import Rule
+    from megatron_patch.stability.writer import Writer
 
     meta = record.make_meta(
         layers=layers, heads=heads, interval=10, rule=Rule(), attention="stable_flash/none"
     )
     rng = np.random.default_rng(0)
-    writer = record.Writer(folder, meta, start_step=0)
+    writer = Writer(folder, meta, start_step=0)
     for i in range(records):
         found = {n: rng.random((layers, heads), dtype=np.float32) for n in HEAD_METRICS}
         found["kappa"][0, 0] = np.nan
@@ -326,11 +327,12 @@ def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
     from megatron_patch.stability import record
     from megatron_patch.stability.names import HEAD_METRICS
     from megatron_patch.stability.warning import Rule
+    from megatron_patch.stability.writer import Writer
 
     run = make_run(tmp_path / "run", losses=FLAT)
     meta = record.make_meta(layers=1, heads=1, interval=50, rule=Rule(), attention="a/none")
     heads = {name: np.ones((1, 1), np.float32) * 1e-9 for name in HEAD_METRICS}
-    writer = record.Writer(run, meta, start_step=0)
+    writer = Writer(run, meta, start_step=0)
     for i in range(1, 81):
         norm = 0.3 if i <= 40 else 0.45  # two smoothed values: danger in the 44th record
         scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}

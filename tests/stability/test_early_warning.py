@@ -15,6 +15,7 @@ import pytest
 from megatron_patch.stability import record
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Point, Rule
+from megatron_patch.stability.writer import Writer
 
 CURVES = json.loads((Path(__file__).parent / "recorded_curves.json").read_text())
 
@@ -125,7 +126,7 @@ def run_dir(folder: Path, *, explodes: bool) -> str:
     """A run directory with telemetry of 120 records of 50 steps."""
     rule = Rule(settle_steps=500)
     meta = record.make_meta(layers=1, heads=1, interval=50, rule=rule, attention="a/b")
-    writer = record.Writer(folder, meta, start_step=0)
+    writer = Writer(folder, meta, start_step=0)
     heads = {name: np.full((1, 1), 1e-4, np.float32) for name in HEAD_METRICS}
     for i in range(1, 121):
         late = max(0, i - 60) if explodes else 0

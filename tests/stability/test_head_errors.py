@@ -14,6 +14,7 @@ import pytest
 from megatron_patch.stability import record
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Rule
+from megatron_patch.stability.writer import Writer
 
 L, H = 3, 12
 
@@ -27,7 +28,7 @@ def write(folder: Path, *, goes: bool, side: float, seed: int = 0) -> str:
     """1,000 steps of errors of size 1, of the first row of heads 1 to 3 times as large in delta."""
     random = np.random.default_rng(seed)
     meta = record.make_meta(layers=L, heads=H, interval=10, rule=Rule(), attention="a/none")
-    writer = record.Writer(folder, meta, start_step=0)
+    writer = Writer(folder, meta, start_step=0)
     for i in range(1, 101):
         heads = {name: np.ones((L, H), np.float32) for name in HEAD_METRICS}
         heads["delta_rms"][0, :3] = 2, 3, 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_patch.stability import record
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import NOWHERE, Rule, Spot, judge
+from megatron_patch.stability.writer import Writer
 
 L, H = 3, 4
 
@@ -29,8 +31,8 @@ def heads(value: float) -> dict[str, np.ndarray]:
     }
 
 
-def write(folder: Path, steps: list[int], *, start: int = 0, value: float = 0.0) -> record.Writer:
-    writer = record.Writer(folder, meta(), start_step=start)
+def write(folder: Path, steps: list[int], *, start: int = 0, value: float = 0.0) -> Writer:
+    writer = Writer(folder, meta(), start_step=start)
     for step in steps:
         scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3 + value, "grad_norm_max": 0.5}
         layers = {"grad_norm": np.arange(L, dtype=np.float32) + step}
@@ -80,75 +82,100 @@ def test_a_resume_sets_repeated_steps_aside(tmp_path: Path) -> None:
 def test_records_of_another_shape_are_kept_beside(tmp_path: Path) -> None:
     write(tmp_path, [10]).close()
     other = record.make_meta(layers=L + 1, heads=H, interval=10, rule=Rule(), attention="a/b")
-    record.Writer(tmp_path, other, start_step=10).close()
+    Writer(tmp_path, other, start_step=10).close()
     assert len(record.read(tmp_path).steps) == 0
     assert (tmp_path / "stability" / "records.until_10.bin").exists()
 
 
-def killed(write_whole: Any, path: Path, data: bytes) -> None:
-    if path.name == "meta.json":
-        raise KeyboardInterrupt
-    write_whole(path, data)
+OLD = [n for n in HEAD_METRICS if n != "kappa"]
 
 
-def test_records_of_an_earlier_version_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A metric more is no reason to forget a run of weeks, nor what its early warning looks at."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    old = meta() | {"head_metrics": [n for n in HEAD_METRICS if n != "kappa"]}
-    for folder in (first, second):
-        data = np.zeros(3, record.record_dtype(old))
-        data["step"], data["scalars"][:, 0] = (10, 20, 30), (1.0, 2.0, 3.0)
-        data["heads"][:] = np.arange(len(old["head_metrics"]))[:, None, None]
-        (folder / "stability").mkdir(parents=True)
-        (folder / "stability" / "records.bin").write_bytes(data.tobytes() + b"torn")
-        (folder / "stability" / "meta.json").write_text(json.dumps(old))
-    (second / "stability" / "before.bin").write_bytes(data[:1].tobytes())
+def earlier_version(folder: Path) -> bytes:
+    """Records of steps 10, 20, 30 without a metric of this version; what records.bin holds."""
+    old = meta() | {"head_metrics": OLD}
+    data = np.zeros(3, record.record_dtype(old))
+    data["step"], data["scalars"][:, 0] = (10, 20, 30), (1.0, 2.0, 3.0)
+    data["heads"][:] = np.arange(len(OLD))[:, None, None]
+    (folder / "stability").mkdir(parents=True)
+    (folder / "stability" / "records.bin").write_bytes(data.tobytes() + b"torn")
+    past = np.zeros(9, data.dtype)  # long enough to hold records of another layout
+    past["step"] = range(1, 10)
+    (folder / "stability" / "before.bin").write_bytes(past.tobytes())
+    (folder / "stability" / "meta.json").write_text(json.dumps(old))
     rows = "step,layer,max_logit,worst_head\n" + "".join(f"{s},0,{s}.5,2\n" for s in (10, 20, 30))
-    (first / "stability" / "layers.csv").write_text(rows)
-    before = record.read(first)
+    (folder / "stability" / "layers.csv").write_text(rows)
+    return data.tobytes() + b"torn"
+
+
+def test_records_of_an_earlier_version_are_continued(tmp_path: Path) -> None:
+    """A metric more is no reason to forget a run of weeks, nor what its early warning looks at."""
+    data = earlier_version(tmp_path)
+    before = record.read(tmp_path)
     assert "kappa" not in before.heads and before.steps.tolist() == [10, 20, 30]
-
-    # Killed before meta.json says what the new files are: no file is read as what it is not.
-    whole = record.write_whole
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(record, "write_whole", lambda path, text: killed(whole, path, text))
-        write(first, [], start=20)
-    assert not (first / "stability" / "meta.json").exists()
-
-    writer = write(first, [30], start=20, value=0.5)
-    assert writer.set_aside is None
+    writer = write(tmp_path, [30], start=20, value=0.5)
+    assert writer.abandoned == 1 and writer.set_aside is None
     writer.close()
-    found = record.read(first)
+    found = record.read(tmp_path)
     assert found.steps.tolist() == [10, 20, 30]
     assert found.scalars["loss_mean"][:2].tolist() == [1.0, 2.0]
     assert np.isnan(found.heads["kappa"][:2]).all() and np.isfinite(found.heads["kappa"][2]).all()
-    for i, name in enumerate(old["head_metrics"]):
+    for i, name in enumerate(OLD):
         assert (found.heads[name][:2] == i).all(), name
-    table = (first / "stability" / "layers.csv").read_text().splitlines()
+    assert found.before is not None and found.before["step"].tolist() == [*range(1, 10)]
+    folder = tmp_path / "stability"
+    table = (folder / "layers.csv").read_text().splitlines()
     assert len(table) == 3 + L and len({line.count(",") for line in table}) == 1
-    aside = sorted(p.name for p in (first / "stability").glob("*until_20*"))
-    assert aside == ["meta.until_20.json", "records.until_20.bin"]  # whole, as they were
-    assert (first / "stability" / aside[1]).read_bytes() == data.tobytes() + b"torn"
     told = dict(zip(table[0].split(","), table[1].split(","), strict=True))
-    assert (told["step"], told["max_logit"], told["kappa"], told["worst_head"]) == (
-        "10", "10.5", "", "2",
-    )  # fmt: skip
-    write(second, [], start=30).close()
-    kept = record.read(second).before
-    assert kept is not None and kept["step"].tolist() == [10]
-    third = tmp_path / "third"
-    write(third, []).close()
-    (first / "stability" / "meta.json").write_text(json.dumps(old))  # as the old version wrote it
-    (first / "stability" / "records.bin").write_bytes(data.tobytes())
-    look_back(third, first, step=30, steps=100)
-    assert [p.step for p in record.read(third).history().points] == [10, 20, 30]
+    assert (told["step"], told["max_logit"]) == ("10", "10.5")
+    assert (told["kappa"], told["worst_head"]) == ("", "2")
+    aside = sorted(p.name for p in folder.glob("*until_20*"))
+    assert aside == ["before.until_20.bin", "meta.until_20.json", "records.until_20.bin"]
+    assert (folder / aside[2]).read_bytes() == data  # whole, as they were
+
+
+def test_killed_while_it_takes_over_an_earlier_version(tmp_path: Path) -> None:
+    """At any rename: no file is ever read as what it is not, and none is lost."""
+    replace = os.replace
+    for allowed in range(20):
+        folder, left = tmp_path / str(allowed), iter(range(allowed))
+        data = earlier_version(folder)
+
+        def until(a: Any, b: Any, left: Any = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            replace(a, b)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "replace", until)
+            try:
+                write(folder, [], start=20).close()
+            except KeyboardInterrupt:
+                done = False
+            else:
+                done = True
+        write(folder, [], start=20).close()
+        found = record.read(folder)
+        assert found.steps.tolist() in ([10, 20], [])
+        assert found.scalars["loss_mean"].tolist() == [1.0, 2.0][: len(found.steps)]
+        assert found.before is None or found.before["step"].tolist() == [*range(1, 10)]
+        assert (folder / "stability" / "records.until_20.bin").read_bytes() == data
+        if done:
+            break
+    assert done and allowed > 4
+
+
+def test_looking_back_on_an_earlier_version(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    earlier_version(first)
+    (first / "stability" / "before.bin").unlink()
+    write(second, []).close()
+    look_back(second, first, step=30, steps=100)
+    assert [p.step for p in record.read(second).history().points] == [10, 20, 30]
     # What a later version measured has no place here.
-    later = old | {"head_metrics": [*old["head_metrics"], "unheard_of"]}
+    later = meta() | {"head_metrics": [*OLD, "unheard_of"]}
     (first / "stability" / "meta.json").write_text(json.dumps(later))
     with pytest.raises(ValueError, match="no place for"):
-        look_back(third, first, step=30, steps=100)
+        look_back(second, first, step=30, steps=100)
     writer = write(first, [], start=30)
     writer.close()
     assert writer.set_aside == "records.until_30.bin"
@@ -271,7 +298,7 @@ def test_heads_without_norms_have_no_growth() -> None:
 def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
     rule = Rule(head_steps=30)
     described = record.make_meta(layers=L, heads=H, interval=10, rule=rule, attention="a/b")
-    writer = record.Writer(tmp_path, described, start_step=0)
+    writer = Writer(tmp_path, described, start_step=0)
     whole = record.History(rule)
     for i in range(12):
         heads_ = norms(odd=1.2**i)
@@ -296,7 +323,7 @@ def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     write(first, [10, 20]).close()
     for start, name in ((20, "a/b"), (30, "a/b"), (40, "c/d")):
-        writer = record.Writer(first, meta(name), start_step=start)
+        writer = Writer(first, meta(name), start_step=start)
         full = dict.fromkeys(HEAD_METRICS, QUIET)
         writer.write(start + 10, scalars=SCALARS, layers={}, heads=full)
         writer.close()
@@ -307,17 +334,17 @@ def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
     assert [p.step for p in found.points()] == [10, 20, 30, 40, 50]
     assert [p.step for p in found.history().points] == [50]
     # Back before the last change: what was changed later never was.
-    record.Writer(first, meta("a/b"), start_step=30).close()
+    Writer(first, meta("a/b"), start_step=30).close()
     assert record.read(first).meta["earlier"] == [[20, "stable_flash/none"]]
-    record.Writer(first, meta("c/d"), start_step=30).close()
+    Writer(first, meta("c/d"), start_step=30).close()
     assert record.read(first).history().points == []  # nothing is known of it yet
     # Whoever continues it sees the stretch its checkpoint is from, if that is its attention.
     for name, step, seen in (("a/b", 30, [30]), ("stable_flash/none", 20, [10, 20])):
-        record.Writer(second, meta(name), start_step=step).close()
+        Writer(second, meta(name), start_step=step).close()
         look_back(second, first, step=step, steps=100)
         assert [p.step for p in record.read(second).history().points] == seen
         (second / "stability" / "meta.json").unlink()
-    record.Writer(second, meta("a/b"), start_step=20).close()
+    Writer(second, meta("a/b"), start_step=20).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'a/b'"):
         look_back(second, first, step=20, steps=100)
 
@@ -345,14 +372,14 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no telemetry of the steps up to 5"):
         look_back(third, first, step=5, steps=25)
     # Another attempt, before the first record, with other attention: nothing is left of the first.
-    record.Writer(third, meta("sdpa_cudnn/compensated"), start_step=50).close()
+    Writer(third, meta("sdpa_cudnn/compensated"), start_step=50).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'sdpa_cudnn"):
         look_back(third, second, step=50, steps=25)
     assert record.read(third).history().points == []
 
 
 def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
-    writer = record.Writer(tmp_path, meta(), start_step=0)
+    writer = Writer(tmp_path, meta(), start_step=0)
     for i in range(20):
         norm = 0.3 if i < 12 else 0.3 * 1.2 ** (i - 11)
         scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}
@@ -371,7 +398,7 @@ def rescued(folder: Path, *, switched_at: int, until: int = 60, odd: int = 0) ->
     The gradient norm rises by half at step 300 and stays there. ``switched_at``: steps between the
     record that shows the danger and the step in which it is read.
     """
-    writer = record.Writer(folder, meta(), start_step=0)
+    writer = Writer(folder, meta(), start_step=0)
     found, switched, said = record.History(Rule()), odd, []
     for i in range(until):
         step, norm = 10 * (i + 1), 0.3 if i < 30 else 0.45
@@ -420,7 +447,7 @@ def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path: Path) 
     """
 
     def write_on(name: str, steps: dict[int, int]) -> None:
-        writer = record.Writer(tmp_path, meta(name), start_step=min(steps) - 10)
+        writer = Writer(tmp_path, meta(name), start_step=min(steps) - 10)
         for step, switched in steps.items():
             extra = {"switched": float(switched)}
             full = dict.fromkeys(HEAD_METRICS, QUIET)
@@ -434,7 +461,7 @@ def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path: Path) 
     write_on("stable_flash/none", {60: 0})
     write_on("stable_flash/compensated", {70: 0})
     assert record.read(tmp_path).history().compensated
-    record.Writer(tmp_path, meta("stable_flash/none"), start_step=70).close()
+    Writer(tmp_path, meta("stable_flash/none"), start_step=70).close()
     found = record.read(tmp_path)
     assert not found.history().compensated and found.history().points == []
     told = [(p.step, p.compensated) for p in found.points()]
@@ -446,7 +473,7 @@ def test_head_growth_does_not_look_back_over_a_switch(tmp_path: Path) -> None:
     described = record.make_meta(
         layers=L, heads=H, interval=10, rule=Rule(head_steps=20), attention="a/b"
     )
-    writer = record.Writer(tmp_path, described, start_step=0)
+    writer = Writer(tmp_path, described, start_step=0)
     for i in range(6):
         full = {name: norms(odd=1.5**i).get(name, QUIET) for name in HEAD_METRICS}
         switched = {"switched": 31.0 if i >= 2 else 0.0}

@@ -1,0 +1,177 @@
+"""Writes the telemetry that `record` reads: the first rank's part. numpy only."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS
+from megatron_patch.stability.record import (
+    FOLDER,
+    FORMAT,
+    attention_at,
+    bias_to_signal,
+    record_dtype,
+    records_of,
+    relaid,
+    same_layout,
+    worst,
+)
+
+BINARY = ("before.bin", "abandoned.bin", "records.bin")
+"""Files that mean nothing without meta.json; records.bin, which a resume asks for, last."""
+
+
+class Writer:
+    """Appends records; the first rank has one.
+
+    Args:
+        run_dir: of the run.
+        meta: from `make_meta`.
+        start_step: steps done; later records are moved to abandoned.bin. Records of an earlier
+            version are continued if this one has a place for all they hold; otherwise they are
+            kept under the name ``set_aside``.
+    """
+
+    def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
+        self.folder, self.meta = run_dir / FOLDER, dict(meta)
+        self.set_aside: str | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.abandoned, self.meta["earlier"] = self._take_over(start_step)
+        text = json.dumps(self.meta, indent=1) + "\n"
+        write_whole(self.folder / "meta.json", text.encode())
+        self._dtype = record_dtype(meta)
+        self._file = (self.folder / "records.bin").open("ab")
+        self._rows = _LayerTable(self.folder / "layers.csv", start_step=start_step)
+
+    def _take_over(self, start_step: int) -> tuple[int, list[tuple[int, str]]]:
+        """(records moved aside, what meta.json says of earlier attention)."""
+        file = self.folder / "records.bin"
+        if not (self.folder / "meta.json").exists() or not file.exists():
+            return 0, []
+        before = json.loads((self.folder / "meta.json").read_text())
+        records = looked_back = None
+        past = self.folder / "before.bin"
+        if before.get("format") == FORMAT:
+            dtype = record_dtype(before)
+            records = relaid(records_of(file, dtype), before, self.meta)
+            looked_back = relaid(records_of(past, dtype), before, self.meta)
+        if records is None or looked_back is None:
+            # They have no place here: kept, but not continued.
+            self.set_aside = f"records.until_{start_step}.bin"
+            self._keep_aside(start_step, "layers.csv", *BINARY)
+            return 0, []
+        if not same_layout(before, self.meta):
+            self._keep_aside(start_step, *BINARY)
+            if len(looked_back):
+                write_whole(past, looked_back.tobytes())
+        keep = records[records["step"] <= start_step]
+        drop = records[records["step"] > start_step]
+        if len(drop):
+            with (self.folder / "abandoned.bin").open("ab") as out:
+                out.write(drop.tobytes())
+        write_whole(file, keep.tobytes())
+        earlier = [(until, name) for until, name in before.get("earlier", ()) if until < start_step]
+        at = attention_at(before, start_step)
+        if at != self.meta["attention"] and len(keep):
+            earlier.append((start_step, at))
+        return len(drop), earlier
+
+    def _keep_aside(self, start_step: int, *names: str) -> None:
+        """Rename files, meta.json last.
+
+        meta.json must never lie beside a file of another layout, whenever this is killed: until
+        records.bin is renamed the old ones are whole, and without it nothing is taken over.
+        """
+        for name in (*names, "meta.json"):
+            old = self.folder / name
+            if old.exists():
+                os.replace(old, old.with_name(f"{old.stem}.until_{start_step}{old.suffix}"))
+
+    def write(
+        self,
+        step: int,
+        *,
+        scalars: Mapping[str, float],
+        layers: Mapping[str, np.ndarray],
+        heads: Mapping[str, np.ndarray],
+    ) -> None:
+        """Append one record; what a mapping lacks is NaN."""
+        record = np.zeros((), self._dtype)
+        record["step"] = step
+        record["scalars"] = [scalars.get(name, math.nan) for name in self.meta["scalars"]]
+        for part, found in (("layers", layers), ("heads", heads)):
+            for i, name in enumerate(self.meta[f"{part[:-1]}_metrics"]):
+                record[part][i] = found.get(name, np.float32(math.nan))
+        self._file.write(record.tobytes())
+        self._file.flush()
+        self._rows.write(step, layers, heads)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        self._rows.close()
+
+
+class _LayerTable:
+    """layers.csv: one row a record and layer; of every head metric the worst head."""
+
+    columns = ("step", "layer", *LAYER_METRICS, *HEAD_METRICS, "worst_head")
+
+    def __init__(self, path: Path, *, start_step: int) -> None:
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            keep = [x for x in lines[1:] if x.endswith("\n") and _first(x) <= start_step]
+            header = next(csv.reader(lines[:1]), [])
+            if header and tuple(header) != self.columns:
+                rows = csv.DictReader(keep, fieldnames=header)
+                keep = [
+                    ",".join(row.get(name) or "" for name in self.columns) + "\n" for row in rows
+                ]
+                lines = [",".join(self.columns) + "\n"]
+            write_whole(path, "".join([lines[0] if lines else "", *keep]).encode())
+        new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", newline="")
+        self._writer = csv.writer(self._file)
+        if new:
+            self._writer.writerow(self.columns)
+
+    def write(
+        self, step: int, layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
+    ) -> None:
+        found = {n: worst(n, v) for n, v in heads.items()}
+        signal = bias_to_signal(heads["delta_error_mean"], heads["kappa"])
+        for layer in range(signal.shape[0]):
+            numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
+            numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]
+            row = signal[layer]
+            head = int(np.nanargmax(row)) if np.isfinite(row).any() else ""
+            self._writer.writerow([step, layer, *(f"{float(x):.6g}" for x in numbers), head])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _first(line: str) -> int:
+    try:
+        return int(line.split(",", 1)[0])
+    except ValueError:
+        return 1 << 62
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file, so that a reader finds the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)
