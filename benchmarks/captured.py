@@ -15,6 +15,7 @@ import torch
 from megatron_patch.stability import capture
 
 CAPTURES = Path(__file__).resolve().parent.parent / "tests" / "experiments" / "captures"
+PLACE = ("run", "step", "layer", "head")
 SKIPPED = 64
 """Rows left out, as `megatron-patch probe` does: they see few keys."""
 
@@ -24,7 +25,7 @@ class Head:
     """One query head of one sequence: q, k [s, d]; v, dout [s, dv]; all float64."""
 
     place: dict[str, Any]
-    """run, step, layer, head."""
+    """What `PLACE` names."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -64,8 +65,14 @@ def write(name: str, text: str | None, examine: Callable[[Head], dict[str, Any]]
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("captures", nargs="*", type=Path, metavar="CAPTURE")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
     rows = [examine(one) for one in heads(parser, args.captures)]
+    if args.keep:
+        old = machine.read_result(args.keep, "--keep")
+        new = {tuple(row[key] for key in PLACE) for row in rows}
+        kept = [row for row in old["heads"] if tuple(row[key] for key in PLACE) not in new]
+        rows = [{"commit": old["commit"]} | row for row in kept] + rows
     print(f"wrote {machine.write_result(name, {'heads': rows}, args.out)}")
     return 0

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_patch.stability import record
 
-HEAD = ("max_logit", "wq_norm", "wk_norm", "entropy", "kappa", "used_error_rms")
+HEAD = ("max_logit", "wq_norm", "wk_norm", "entropy", "kappa", "used_error_rms", "growth_noise")
 RUN = ("loss_mean", "grad_norm_mean")
 
 
@@ -32,7 +32,8 @@ def at(telemetry: record.Telemetry, step: int, layer: int, head: int) -> dict[st
         return None
     i = int(found[0])
     values = {name: float(telemetry.scalars[name][i]) for name in RUN}
-    values |= {name: float(telemetry.heads[name][i, layer, head]) for name in HEAD}
+    known = [name for name in HEAD if name in telemetry.heads]  # earlier versions measured fewer
+    values |= {name: float(telemetry.heads[name][i, layer, head]) for name in known}
     # JSON knows no NaN.
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 

@@ -10,12 +10,14 @@ A factor on all logits of a head has, for row r, the derivative
 The true one vanishes where a row is saturated, however large its logits; the error of delta does
 not, because it is multiplied by the row's mean logit. Per head over its rows:
 
-    noise   RMS of the error / RMS of the true one: above 1 the error decides whether logits grow
+    noise   RMS of the error / RMS of the true one: above 1 the error decides whether logits grow;
+            null where the true one is below what float64 can tell
     side    sum of the error / root of the sum of its squares: 1 in RMS over heads where errors
             push logits up as often as down, larger where they do either
 
 for plain FlashAttention-2 numerics and for `compensated`. Default: the heads of the captures in
-tests/experiments/captures. Writes docs/results/logit_growth.json. CPU.
+tests/experiments/captures. Writes docs/results/logit_growth.json. CPU. ``--keep`` adds to the heads
+of an earlier result, whose captures may be gone.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import torch
 
 from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
 
+NOTHING = 1e-12
+"""Share of the error below which a derivative is float64's own rounding."""
 KINDS = {"none": FLASH2, "compensated": COMPENSATED}
 
 
@@ -39,8 +43,9 @@ def examine(one: captured.Head) -> dict[str, Any]:
     found: dict[str, Any] = {"largest_logit": float(one.scores().max() * one.scale)}
     for name, rounding in KINDS.items():
         error = growth(one, _ds(one, rounding))[captured.SKIPPED :] - true
+        floor = NOTHING * error.norm()
         found[name] = {
-            "noise": float(error.norm() / true.norm()),
+            "noise": float(error.norm() / true.norm()) if true.norm() > floor else None,
             "side": float(error.sum() / error.norm()),
         }
     return one.place | found

@@ -163,16 +163,54 @@ def timeline(result: dict[str, Any]) -> str:
     """One head through the runs, a line a step, the runs side by side."""
     names = {"max_logit": "largest logit", "wq_norm": "W_Q", "grad_norm_mean": "gradient norm"}
     runs = sorted(result["runs"])
+    where = f"Layer {result['layer']}, head {result['head']}: its largest logit and the spectral "
+    where += "norm of its W_Q; the gradient norm of the whole model. - : no record."
+    if any(
+        row and "growth_noise" in row for run in runs for row in result["runs"][run]["at"].values()
+    ):
+        names = {"growth_noise": "noise", **names}
+        where += " Noise: error over true derivative by a factor on the logits."
     rows = []
     for step in sorted({int(step) for run in runs for step in result["runs"][run]["at"]}):
         at = [result["runs"][run]["at"].get(str(step)) or {} for run in runs]
         cells = [found.get(name) for name in names for found in at]
         told = ["-" if c is None else f"{c:,.0f}" if c >= 1000 else f"{c:.3g}" for c in cells]
         rows.append([f"{step:,}", *told])
-    where = f"Layer {result['layer']}, head {result['head']}: its largest logit and the spectral "
-    where += "norm of its W_Q; the gradient norm of the whole model. - : no record."
     where += kept_from([*result["runs"].items()], "Read")
     head = ["step", *(f"{name}, {run}" for name in names.values() for run in runs)]
+    return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
+
+
+def growth_noise(result: dict[str, Any]) -> str:
+    """A line a run: how large the ratio is, where it passes 1, and which heads go."""
+
+    def told(head: dict[str, Any]) -> str:
+        return f"{head['layer']}.{head['head']}"
+
+    rows = []
+    for name, run in result["runs"].items():
+        end = run["before_step"] or run["until"]
+        row = [name, f"{end:,}{'' if run['before_step'] else ' (its end)'}"]
+        row += [f"{run[key]:.2g}" for key in ("median", "p99", "largest")]
+        went = {told(head) for head in run["went"]}
+        others = [head for head in run["passed"] if told(head) not in went]
+        first = ", ".join(f"{told(h)} at {h['step']:,}" for h in others[:4])
+        row += [f"{len(others)} of {run['heads'] - len(went)}{': ' + first if first else ''}"]
+        told_went = (
+            f"{told(h)}: {h['step']:,}"
+            + (
+                f", above 1 from {h['passed']['step']:,}, at logits of "
+                f"{h['passed']['largest_logit']:,.0f}"
+                if h["passed"]
+                else ""
+            )
+            for h in run["went"]
+        )
+        rows.append([*row, "; ".join(told_went) or "none"])
+    head = ["run", "until step", "noise, median", "99 %", "largest", "above 1 in other heads"]
+    head += ["first heads with logits above 1,000"]
+    where = "Heads as layer.head; above 1: the median of five records is."
+    where += kept_from([*result["runs"].items()], "Read")
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
@@ -210,11 +248,10 @@ def logit_growth(result: dict[str, Any]) -> str:
     for (run, step, layer), heads in sorted(captures.items()):
         first, *others = sorted(heads, key=lambda one: -one["largest_logit"])
         row = [f"{run}, {step:,}", f"{layer}.{first['head']}", f"{first['largest_logit']:,.0f}"]
-        row += [f"{first[kind]['noise']:.2g}" for kind in ("none", "compensated")]
+        row += [_noise([first[kind]["noise"]]) for kind in ("none", "compensated")]
         row += [f"{max(one['largest_logit'] for one in others):,.0f}" if others else "-"]
         for kind in ("none", "compensated"):
-            noise = [one[kind]["noise"] for one in others]
-            row += [f"{min(noise):.2g} to {max(noise):.2g}" if noise else "-"]
+            row += [_noise([one[kind]["noise"] for one in others])]
         rows.append(row)
     sides = [
         math.sqrt(statistics.mean(one[kind]["side"] ** 2 for one in result["heads"]))
@@ -224,7 +261,18 @@ def logit_growth(result: dict[str, Any]) -> str:
     head += ["largest logit of the others", "noise of the others, plain", "`compensated`"]
     words = f"Side, RMS over all {len(result['heads'])} heads: plain {sides[0]:.2f}, "
     words += f"`compensated` {sides[1]:.2f} (1: none)."
+    words += kept_from(
+        [(f"{run}, {step:,}", heads[0]) for (run, step, _), heads in sorted(captures.items())],
+        "Computed",
+    )
     return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
+
+
+def _noise(values: list[float | None]) -> str:
+    """One ratio or the range of several; None is one whose true derivative is zero."""
+    found = sorted(math.inf if value is None else value for value in values)
+    told = ["error only" if value == math.inf else f"{value:.2g}" for value in found]
+    return " to ".join(dict.fromkeys([told[0], told[-1]])) if told else "-"
 
 
 def exponent(result: dict[str, Any]) -> str:
@@ -297,7 +345,9 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     found["stability-timeline"] = ("head_timeline", timeline, read)
     found["stability-timeline-s1"] = ("head_timeline_s1", timeline, read)
+    found["stability-timeline-paper"] = ("head_timeline_paper", timeline, read)
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
+    found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)

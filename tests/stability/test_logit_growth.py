@@ -41,7 +41,28 @@ def test_in_the_head_that_ran_away_the_error_decides(
     noise = {one["head"]: one["none"]["noise"] for one in heads}
     assert sorted(noise) == [6, 7, 8, 9] and noise.pop(8) > 30 > 0.5 > max(noise.values())
     assert all(one["compensated"]["noise"] < 0.5 * one["none"]["noise"] for one in heads)
+    kept = ["--keep", str(tmp_path / "logit_growth.json")]
+    other = str(script.captured.CAPTURES / "step_00006152.layer_001.tp_0.danger.pt")
+    for files, count in ([other], 8), ([other, str(file)], 8):  # computed again: replaced
+        arguments = ["logit_growth.py", *files, *kept, "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        assert script.main() == 0
+        both = json.loads((tmp_path / "logit_growth.json").read_text())["heads"]
+        assert len(both) == count
+        assert ["commit" in one for one in both] == [len(files) == 1] * 4 + [False] * 4
     monkeypatch.setattr(sys, "argv", ["logit_growth.py", str(tmp_path / "nothing.pt")])
     with pytest.raises(SystemExit):
         script.main()
     assert "nothing.pt" in capsys.readouterr().err
+
+
+def test_a_head_without_a_derivative_is_error_only(script: Any) -> None:
+    """Rows that are saturated to the last bit of float64."""
+    q, k = torch.eye(80, dtype=torch.float64) * 1e4, torch.eye(80, dtype=torch.float64)
+    v = torch.randn(80, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one = script.captured.Head(place={}, q=q, k=k, v=v, dout=v.flip(0), scale=1.0)
+    noise = script.examine(one)["none"]["noise"]
+    assert noise is None
+    tables = benchmark_scripts.load("stability_tables")
+    assert tables._noise([noise]) == "error only" and tables._noise([]) == "-"
+    assert tables._noise([None, 0.25]) == "0.25 to error only"
