@@ -261,10 +261,8 @@ def logit_growth(result: dict[str, Any]) -> str:
     head += ["largest logit of the others", "noise of the others, plain", "`compensated`"]
     words = f"Side, RMS over all {len(result['heads'])} heads: plain {sides[0]:.2f}, "
     words += f"`compensated` {sides[1]:.2f} (1: none)."
-    words += kept_from(
-        [(f"{run}, {step:,}", heads[0]) for (run, step, _), heads in sorted(captures.items())],
-        "Computed",
-    )
+    files = {f"{run}, {step:,}": found[0] for (run, step, _), found in sorted(captures.items())}
+    words += kept_from([*files.items()], "Computed")
     return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
 
 
