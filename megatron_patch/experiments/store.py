@@ -181,8 +181,8 @@ def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int,
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What keeps two entries of experiment.json from being one run: all but choices of the day.
 
-    Those are where the data lie (the hash of the batches says whether they are the same) and into
-    how many passes a batch is cut. What only one of them has is of a later version, and says
+    Those are where the data lie (the hash of the batches says whether they are the same), into how
+    many passes a batch is cut, and what is captured on the way. What only one of them has is of a later version, and says
     nothing about the other.
     """
     shared = [key for key in one if key in other]
@@ -213,7 +213,7 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-_OF_THE_DAY = re.compile(r"data\.[\w.]*path=|training\.micro_batch_size=")
+_OF_THE_DAY = re.compile(r"(data\.[\w.]*path|training\.micro_batch_size|stability\.capture\w*)=")
 _RULES = ("steps", "checked_steps", "explosion", "config")
 
 

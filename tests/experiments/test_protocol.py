@@ -39,8 +39,8 @@ def test_the_baselines_are_what_was_promised() -> None:
             assert loaded.stability.capture_at_grad_norm == experiment.protocol.explosion.grad_norm
             assert capture_mib(loaded, heads=loaded.stability.capture_worst_heads) * 2**20 < 5e6
         assert experiment.protocol.steps == 15000
-        assert seeds["compensated"] == [1, 2, 3]
-        two = ("none", "sdpa_cudnn", "sdpa_flash", "fp32_attention", "paper_bf16")
+        assert seeds["compensated"] == seeds["none"] == [1, 2, 3]
+        two = ("sdpa_cudnn", "sdpa_flash", "fp32_attention", "paper_bf16")
         assert all(seeds[cell] == [1, 2] for cell in two)
 
 
@@ -139,11 +139,15 @@ def test_a_started_protocol_cannot_be_changed(protocol: Path, tmp_path: Path) ->
 
 
 def test_choices_of_the_day_may_differ(protocol: Path, tmp_path: Path) -> None:
-    """Machines keep data in different places, and cut a batch into passes that fit them."""
+    """Machines keep data in different places, and cut a batch into passes that fit them.
+
+    What is captured changes nothing.
+    """
     out = tmp_path / "out"
     here = ["data.blend.0.path=here/books", "data.tokenizer.path=null"]
     Store(out, read(protocol, here)).close()
     there = ["data.blend.0.path=there/books", "training.micro_batch_size=2"]
+    there += ["stability.capture_steps=[2,3]", "stability.capture_layers=[0]"]
     Store(out, read(protocol, there)).close()
     with pytest.raises(ExperimentError, match="--out") as refused:
         Store(out, read(protocol, [*here, "data.seed=5"]))
