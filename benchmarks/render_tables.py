@@ -35,6 +35,8 @@ PAGES = (
     "docs/checkpoints.md",
     "docs/context_parallelism.md",
     "docs/data.md",
+    "docs/experiments.md",
+    "docs/explosions.md",
     "docs/kernels.md",
     "docs/numerics.md",
     "docs/planning.md",

@@ -1,4 +1,4 @@
-"""Tables of docs/stability.md: protocols as fixed, verdicts and probes as measured."""
+"""Tables of docs/stability.md, experiments.md and explosions.md: protocols, verdicts, probes."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def pace(result: dict[str, Any]) -> str:
 
 
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
-    """Markers of docs/stability.md, as `render_tables.TABLES` has them."""
+    """Markers of those pages, as `render_tables.TABLES` has them."""
     command = "megatron-patch experiment stability --config configs/stability/{}.yaml"
     found: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
         f"stability-{name.replace('_', '-')}": (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run a fixed protocol of training runs that differ in one thing each, through the real trainer, and
-say which of them exploded. See docs/stability.md.
+say which of them exploded. See docs/experiments.md.
 
   megatron-patch experiment stability --config configs/stability/smoke.yaml
   megatron-patch experiment stability --config configs/stability/baselines.yaml --minutes 25

@@ -35,7 +35,7 @@ class CellConfig:
     set: list[str] = field(default_factory=list)
     """Keys of the trainer configuration this cell changes, as ``section.key=value``."""
     variant: str = "plain"
-    """Change of core attention that is no key of the trainer; see docs/stability.md."""
+    """Change of core attention that is no key of the trainer; see docs/experiments.md."""
     seeds: list[int] | None = None
     """Seeds of this cell; default: the protocol's."""
     asks: str = ""

@@ -18,8 +18,8 @@ from stable_attention.probes import BackendResult
 from stable_attention.reference.regimes import make_regime
 
 CPU = torch.device("cpu")
-# Captures of failing runs as `capture_at` leaves them (docs/stability.md says how to add one); the
-# synthetic ones below stand in for them always, and are never put there.
+# Captures of failing runs as `capture_at` leaves them (docs/experiments.md says how to add one);
+# the synthetic ones below stand in for them always, and are never put there.
 CAPTURED = sorted((Path(__file__).parent / "captures").glob("*.pt"))
 LARGEST = 5_000_000
 
