@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError
-from megatron_patch.checkpoint.files import describe, read_small, sync_directory
+from megatron_patch.checkpoint.files import describe, read_small
 from megatron_patch.checkpoint.manifest import SEAL, Manifest, check_file
 from megatron_patch.checkpoint.shelf import ASIDE, IDENTITY, LATEST, TMP, parse_name
 from megatron_patch.checkpoint.store import DELETING, CheckpointStore
+from megatron_patch.runtime.files import sync_directory
 
 State = Literal["complete", "good", "damaged", "unreadable", "unfinished", "being deleted", "aside"]
 Progress = Callable[[int, int], None]

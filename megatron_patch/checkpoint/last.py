@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_patch.checkpoint.errors import CheckpointError, is_passing, no_checkpoint
-from megatron_patch.checkpoint.files import describe, sync_directory, write_file
+from megatron_patch.checkpoint.files import describe
+from megatron_patch.runtime.files import sync_directory, write_whole
 
 FILE = "last_checkpoint.json"
 
@@ -24,11 +25,9 @@ log = logging.getLogger(__name__)
 
 def remember(run_dir: Path, path: Path, *, step: int, store: Callable[[], str]) -> None:
     """Note a complete checkpoint. A failure is logged: the checkpoint counts without it."""
-    draft = run_dir / (FILE + ".tmp")
     try:
         facts = {"step": step, "store": store(), "path": os.path.abspath(path)}
-        write_file(draft, (json.dumps(facts) + "\n").encode())
-        os.replace(draft, run_dir / FILE)
+        write_whole(run_dir / FILE, json.dumps(facts) + "\n")
         sync_directory(run_dir)
     except OSError as error:
         log.warning("checkpoint %s is complete, but %s: %s", path.name, FILE, describe(error))

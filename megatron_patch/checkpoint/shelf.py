@@ -17,8 +17,9 @@ import uuid
 from pathlib import Path
 
 from megatron_patch.checkpoint.errors import BadCheckpoint
-from megatron_patch.checkpoint.files import read_small, sync_directory, write_file
+from megatron_patch.checkpoint.files import read_small, write_file
 from megatron_patch.checkpoint.manifest import MANIFEST, SEAL, check_seal
+from megatron_patch.runtime.files import sync_directory, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,7 @@ class Shelf:
         identity = uuid.uuid4().hex
         if create:
             draft = self.root / (IDENTITY + TMP + "-file")
-            write_file(draft, (json.dumps({"store": identity}) + "\n").encode())
-            os.replace(draft, path)
+            write_whole(path, json.dumps({"store": identity}) + "\n", draft=draft)
             sync_directory(self.root)
         return identity
 
@@ -122,8 +122,7 @@ class Shelf:
     def write_latest(self, name: str) -> None:
         """Move the pointer; a reader sees the old name or the new one."""
         draft = self.root / (LATEST + TMP + "-file")
-        write_file(draft, (name + "\n").encode())
-        os.replace(draft, self.root / LATEST)
+        write_whole(self.root / LATEST, name + "\n", draft=draft)
         sync_directory(self.root)
 
     def discard(self, path: Path, kind: str, reason: str) -> Path:

@@ -46,7 +46,6 @@ from megatron_patch.checkpoint.files import (
     describe,
     read_small,
     share_files,
-    sync_directory,
     write_file,
 )
 from megatron_patch.checkpoint.lineage import Branch
@@ -62,6 +61,7 @@ from megatron_patch.checkpoint.manifest import (
     seal,
 )
 from megatron_patch.checkpoint.shelf import LATEST, TMP, Shelf, directory_name, key_of, parse_name
+from megatron_patch.runtime.files import sync_directory
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import DTYPES, dtype_for
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.sources import Batch
+from megatron_patch.runtime.files import replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,10 @@ class Encoder:
             open_end=open_end,
         )
         path = part_path(self._parts, number)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with partial.open("wb") as stream:
+        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with replacing(path, "wb", draft=draft) as stream:
             stream.write(json.dumps(asdict(header)).encode() + b"\n")
             stream.write(payload)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
         return header
 
     def _encode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int]:

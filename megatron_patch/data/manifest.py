@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.data.errors import DataError, unread
+from megatron_patch.runtime.files import sync_directory, write_whole
 
 FORMAT = "megatron-patch dataset 1"
 SAMPLE_PAGES = 256
@@ -130,23 +130,9 @@ def read_manifest(prefix: str | Path) -> Manifest:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write atomically and durably: temporary file, fsync, rename, fsync of the directory."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    """Write atomically and durably, the rename included."""
+    write_whole(path, content)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def chunk_bytes_for(size: int) -> int:

@@ -37,12 +37,12 @@ from megatron_patch.data.manifest import (
     read_manifest,
     record_file,
     render,
-    sync_directory,
     write_file,
 )
 from megatron_patch.data.options import PrepareOptions, add_arguments, from_args
 from megatron_patch.data.progress import Progress, human
 from megatron_patch.data.sources import Batch, Source, find_sources, kind_of, read_batches
+from megatron_patch.runtime.files import sync_directory
 
 __all__ = ["PrepareOptions", "add_arguments", "adopt", "from_args", "prepare"]
 

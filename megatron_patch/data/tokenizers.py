@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megatron_patch.data.errors import DataError
+from megatron_patch.runtime.files import write_whole
 
 if TYPE_CHECKING:
     from megatron_patch.data.config import TokenizerConfig
@@ -248,9 +249,7 @@ def train_bpe(
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
     native.train_from_iterator(texts, trainer=trainer)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".tmp")
-    partial.write_text(native.to_str(pretty=False), encoding="utf-8")
-    partial.replace(target)
+    write_whole(target, native.to_str(pretty=False))
     return target
 
 

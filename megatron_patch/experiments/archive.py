@@ -22,6 +22,7 @@ from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.store import differences, job_of, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
+from megatron_patch.runtime.files import replacing
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"
@@ -98,12 +99,10 @@ def _write(target: Path, names: dict[str, str], content: list[tuple[Path, bytes]
         for relative, data in content
     }
     manifest = {"format": FORMAT, **names, "files": files}
-    draft = target.with_suffix(".tmp")
-    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+    with replacing(target, "wb") as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
         for relative, data in content:
             archive.writestr(relative.as_posix(), data)
-    os.replace(draft, target)
 
 
 def unpack(archives: list[Path], out: Path) -> Iterator[str]:

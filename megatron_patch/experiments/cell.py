@@ -79,9 +79,10 @@ def fingerprint(run: Any, chunks: list[Any], checked_steps: int) -> dict[str, An
 
 def record(run: Any, variant: str, mine: dict[str, Any]) -> None:
     """Leave variant and hashes in the run directory."""
-    from megatron_patch.training.rundir import run_directory, write_atomically
+    from megatron_patch.runtime.files import write_whole
+    from megatron_patch.training.rundir import run_directory
 
     facts = {key: value for key, value in mine.items() if key != "weights"}
     facts |= {"variant": variant, "meaning": variants.VARIANTS[variant].meaning}
     path = run_directory(run) / FINGERPRINT
-    write_atomically(path, json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    write_whole(path, json.dumps(facts, indent=1, sort_keys=True) + "\n")

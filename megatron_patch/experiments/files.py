@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.runtime.files import write_whole
 
 REMEDIES = {
     "states.json": "move it away: what its runs have come to is read from their directories then",
@@ -42,12 +42,7 @@ def damaged(path: Path, why: str) -> ExperimentError:
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
     """Replace a file by a mapping: durable before the old content is gone."""
-    draft = path.with_name(path.name + ".tmp")
-    with draft.open("w", encoding="utf-8") as out:
-        out.write(json.dumps(tree, indent=1, sort_keys=True) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(draft, path)
+    write_whole(path, json.dumps(tree, indent=1, sort_keys=True) + "\n")
 
 
 def make_folder(path: Path, option: str) -> None:

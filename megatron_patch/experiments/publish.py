@@ -8,8 +8,6 @@ a copy made in between, never sees half of one.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 from megatron_patch.experiments import archive, earlier, results
 from megatron_patch.experiments.files import make_folder, read_json
 from megatron_patch.experiments.store import Store, job_of
+from megatron_patch.runtime.files import write_whole
 
 COPIES = {"verdicts.json": ".json", "curves.png": ".png", "curves.csv": ".csv"}
 
@@ -55,9 +54,7 @@ def publish(store: Store, target: Target) -> Iterator[str]:
     for source, suffix in COPIES.items():
         path = store.path / "results" / source
         if path.exists():
-            draft = target.folder / f".{name}{suffix}.tmp"
-            shutil.copyfile(path, draft)
-            os.replace(draft, target.folder / f"{name}{suffix}")
+            write_whole(target.folder / f"{name}{suffix}", path.read_bytes())
     if target.archives:
         store.save()
         job = job_of(read_json(store.path / "experiment.json"))

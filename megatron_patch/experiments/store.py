@@ -182,8 +182,8 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What keeps two entries of experiment.json from being one run: all but choices of the day.
 
     Those are where the data lie (the hash of the batches says whether they are the same), into how
-    many passes a batch is cut, and what is captured on the way. What only one of them has is of a later version, and says
-    nothing about the other.
+    many passes a batch is cut, and what is captured on the way. What only one of them has is of a
+    later version, and says nothing about the other.
     """
     shared = [key for key in one if key in other]
     return [

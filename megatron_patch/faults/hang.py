@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.faults import ledger, stacks
 from megatron_patch.faults.stacks import Witness
+from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.heartbeat import PAUSES, PHASES, PULSE, Beat, Pulse
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class HangWatcher:
             stacks.write(folder, me)
             if lead:
                 text = self._summary(folder, me, limit)
-                _replace(folder / "summary.txt", text)
+                write_whole(folder / "summary.txt", text, durable=False)
                 print(f"{text}\nstacks of all ranks: {folder}", file=sys.stderr, flush=True)
                 self._call_the_silent(folder)
                 if len(set(self.hosts)) > 1:
@@ -342,9 +343,3 @@ def _there(path: Path) -> bool:
         return path.name in os.listdir(path.parent)
     except OSError:
         return False
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

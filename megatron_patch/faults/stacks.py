@@ -16,6 +16,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_patch.runtime.files import replacing
+
 RECORDER_SECONDS = 5.0
 RECORDER_PREFIX = "nccl_trace_rank_"
 """As torch's own analyzer (``torchfrtrace``) wants the files named."""
@@ -66,13 +68,11 @@ def write(folder: Path, witness: Witness) -> Path:
         The file; it appears complete or not at all.
     """
     result = file_of(folder, witness.rank)
-    temporary = result.with_suffix(".tmp")
-    with temporary.open("w") as out:
+    with replacing(result, durable=False) as out:
         out.write(json.dumps(asdict(witness)) + "\n\n")
         out.flush()
         faulthandler.dump_traceback(file=out, all_threads=True)
         out.write(f"\nflight recorder: {dump_recorder(folder, witness.rank)}\n")
-    os.replace(temporary, result)
     return result
 
 

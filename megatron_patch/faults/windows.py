@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.config.problem import ConfigError, Problem
-from megatron_patch.training.rundir import write_atomically
+from megatron_patch.runtime.files import write_whole
 
 FILE = "skipped_batches.json"
 
@@ -102,4 +102,4 @@ def read(run_dir: Path) -> Skips | None:
 
 def write(run_dir: Path, skips: Skips) -> None:
     """Replace the file."""
-    write_atomically(run_dir / FILE, json.dumps(skips.as_dict()) + "\n")
+    write_whole(run_dir / FILE, json.dumps(skips.as_dict()) + "\n")

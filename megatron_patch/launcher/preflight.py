@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.runtime import environment
+from megatron_patch.runtime.files import write_whole
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -168,6 +169,4 @@ def _uncorrected_errors() -> dict[int, int | None]:
 
 
 def _write(path: Path, value: object) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(value, indent=1) + "\n", durable=False)

@@ -23,6 +23,7 @@ import time
 import traceback
 from pathlib import Path
 
+from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR, die_with_parent
 
 SECRETS_FILE = "MEGATRON_PATCH_SECRETS_FILE"
@@ -157,9 +158,7 @@ def _redirect(path: Path) -> None:
 def _leave(path: Path, text: str) -> None:
     """Write a small file so that a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, text, durable=False)
 
 
 def load_secrets(name: str) -> None:

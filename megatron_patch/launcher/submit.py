@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.launcher import render
 from megatron_patch.launcher.render import Job
-from megatron_patch.training.rundir import run_directory, write_atomically
+from megatron_patch.runtime.files import write_whole
+from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
@@ -59,12 +60,12 @@ def write(job: Job, loaded: Loaded) -> Path:
     (job.run_dir / "logs").mkdir(exist_ok=True)
     source = render.scripts()
     for part in render.PARTS:
-        write_atomically(job.launch_dir / part, (source / part).read_text(encoding="utf-8"))
-    write_atomically(job.config_file, loaded.dump_yaml())
+        write_whole(job.launch_dir / part, (source / part).read_text(encoding="utf-8"))
+    write_whole(job.config_file, loaded.dump_yaml())
     script, text = job.launch_dir / "job.sbatch", render.render(job)
     if script.exists() and script.read_text(encoding="utf-8") != text:
         os.replace(script, script.with_suffix(f".{int(script.stat().st_mtime)}.sbatch"))
-    write_atomically(script, text)
+    write_whole(script, text)
     return script
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
+from megatron_patch.runtime.files import replacing
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.config import WandbConfig
@@ -74,12 +74,10 @@ class CsvSink:
             (keep if step is not None and step <= start_step else drop).append(row)
         if drop:
             _append(self.path.with_name("metrics.abandoned.csv"), drop)
-        temporary = self.path.with_name("metrics.csv.tmp")
-        with temporary.open("w", newline="") as out:
+        with replacing(self.path, newline="") as out:
             writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", restval="")
             writer.writeheader()
             writer.writerows(keep)
-        os.replace(temporary, self.path)
         return len(drop)
 
     def log(self, metrics: StepMetrics) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megatron_patch.report.collect import ReportError, RunFacts, collect
 from megatron_patch.report.markup import Child, Markup, table, tag
 from megatron_patch.report.style import STYLE
 from megatron_patch.report.verdicts import answers
+from megatron_patch.runtime.files import write_whole
 
 # Nothing may be fetched or run, whatever got into the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -50,11 +50,9 @@ def write(run_dir: Path, out: Path) -> Path:
     if out.is_dir():
         raise ReportError(f"{out}: is a directory; name an HTML file, e.g. {out / 'report.html'}")
     text = render(collect(run_dir))
-    draft = out.with_name(out.name + ".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, out)
+        write_whole(out, text)
     except OSError as error:
         raise ReportError(
             f"{out}: cannot be written ({error.strerror or error}); name an HTML file in a "

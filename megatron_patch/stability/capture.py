@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
+from megatron_patch.runtime.files import replacing
 from megatron_patch.stability import capture_check
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
@@ -82,10 +83,9 @@ class Capture:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
         names = (f.name for f in fields(self))
-        torch.save({"format": FORMAT} | {n: getattr(self, n) for n in names}, temporary)
-        temporary.replace(path)
+        with replacing(path, "wb") as out:
+            torch.save({"format": FORMAT} | {n: getattr(self, n) for n in names}, out)
 
 
 def load(path: Path | str) -> Capture:

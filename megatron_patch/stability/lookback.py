@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_patch.runtime.files import write_whole
 from megatron_patch.stability import record
-from megatron_patch.stability.writer import write_whole
 
 
 def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:

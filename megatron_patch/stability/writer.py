@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_patch.runtime.files import write_whole
 from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS
 from megatron_patch.stability.record import (
     FOLDER,
@@ -165,13 +166,3 @@ def _first(line: str) -> int:
         return int(line.split(",", 1)[0])
     except ValueError:
         return 1 << 62
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file, so that a reader finds the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)

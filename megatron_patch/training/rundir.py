@@ -23,6 +23,7 @@ from megatron_patch.checkpoint import last
 from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.config.problem import DEFAULT, Problem
 from megatron_patch.runtime.environment import DISTRIBUTIONS
+from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 
@@ -363,11 +364,11 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
     saved = path / "config.yaml"
     if saved.exists() and saved.read_text() != text:
         os.replace(saved, path / f"config.attempt_{max(len(attempts), 1)}.yaml")
-    write_atomically(saved, text)
-    write_atomically(path / "origins.yaml", loaded.dump_origins())
+    write_whole(saved, text)
+    write_whole(path / "origins.yaml", loaded.dump_origins())
     before = attempts[-1] if attempts and isinstance(attempts[-1], dict) else {}
     attempts.append({"utc": utc(), **report})
-    write_atomically(file, json.dumps({"attempts": attempts}, indent=1) + "\n")
+    write_whole(file, json.dumps({"attempts": attempts}, indent=1) + "\n")
     return [
         f"software changed since the last attempt: {name}: {before[name]} -> {report[name]}; the "
         "same bits as before are not promised"
@@ -394,7 +395,7 @@ def check_data(run: RunConfig, fingerprint: str, *, step: int) -> list[Problem]:
                 "checkpoint.load_from",
             )
         ]
-    write_atomically(file, fingerprint + "\n")
+    write_whole(file, fingerprint + "\n")
     return []
 
 
@@ -421,17 +422,7 @@ def sees_token(path: Path, name: str) -> bool:
 def mark_finished(path: Path, *, step: int, consumed_tokens: int) -> None:
     """Leave the marker that tells a launcher not to start the run again."""
     facts = {"step": step, "consumed_tokens": consumed_tokens, "utc": utc()}
-    write_atomically(path / FINISHED, json.dumps(facts) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that readers and crashes see the old or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
+    write_whole(path / FINISHED, json.dumps(facts) + "\n")
 
 
 def utc() -> str:
