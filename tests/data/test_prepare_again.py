@@ -125,11 +125,11 @@ def interrupt_joining(monkeypatch: pytest.MonkeyPatch, options: PrepareOptions) 
     [
         (prepare_module, "record_file", 1, False),
         (prepare_module, "record_file", 2, False),
-        (Path, "replace", -3, False),  # joined.bin
-        (Path, "replace", -3, True),
-        (Path, "replace", -2, True),  # joined.idx
-        (Path, "replace", -1, False),  # manifest
-        (Path, "replace", -1, True),
+        (os, "replace", -3, False),  # joined.bin
+        (os, "replace", -3, True),
+        (os, "replace", -2, True),  # joined.idx
+        (os, "replace", -1, False),  # manifest
+        (os, "replace", -1, True),
         (prepare_module.shutil, "rmtree", 1, False),
     ],
 )
@@ -148,9 +148,9 @@ def test_interrupted_while_committing(
     source.write_bytes(lines(texts))
     count = [0]
     if call < 0:  # counted from the end
-        original = Path.replace
+        original = os.replace
         monkeypatch.setattr(
-            Path, "replace", lambda *a: count.__setitem__(0, count[0] + 1) or original(*a)
+            os, "replace", lambda *a: count.__setitem__(0, count[0] + 1) or original(*a)
         )
     prepare(kit.options(tmp_path / "unbroken", source))
     monkeypatch.undo()
