@@ -100,10 +100,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
-    runs: dict[str, Any] = {}
-    if args.keep:
-        old = machine.read_result(args.keep, "--keep")
-        runs = {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
+    runs = machine.kept_runs(machine.read_result(args.keep, "--keep")) if args.keep else {}
     for name in args.runs:
         telemetry = head_timeline.read(parser, name)
         found = examine(telemetry) if len(telemetry.records) else None

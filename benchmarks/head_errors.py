@@ -98,7 +98,7 @@ def main() -> int:
         old = machine.read_result(args.keep, "--keep")
         if old.get("steps") != args.steps:
             parser.error(f"{args.keep} is of --steps {old.get('steps')}")
-        runs = {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
+        runs = machine.kept_runs(old)
     for name in args.runs:
         telemetry = head_timeline.read(parser, name)
         if not len(telemetry.records):

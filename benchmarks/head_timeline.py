@@ -62,7 +62,7 @@ def main() -> int:
         old = machine.read_result(args.keep, "--keep")
         if (old.get("layer"), old.get("head")) != (args.layer, args.head):
             parser.error(f"{args.keep} is about layer {old.get('layer')}, head {old.get('head')}")
-        runs = {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
+        runs = machine.kept_runs(old)
     for name in args.runs:
         telemetry = read(parser, name)
         layers, heads = telemetry.meta["layers"], telemetry.meta["heads"]

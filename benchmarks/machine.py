@@ -168,6 +168,11 @@ def read_result(path: Path, option: str) -> dict[str, Any]:
     return found
 
 
+def kept_runs(old: dict[str, Any]) -> dict[str, Any]:
+    """``runs`` of an earlier result; each names the commit it was read at."""
+    return {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
+
+
 def write_result(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
     """Write ``<folder or docs/results>/<name>.json`` with ``describe()`` beside the figures."""
     target = (folder or RESULTS) / f"{name}.json"

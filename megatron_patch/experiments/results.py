@@ -21,6 +21,7 @@ from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, Store
 from megatron_patch.experiments.verdict import Row, Window, begins_with, judge, read_rows, windows
+from megatron_patch.runtime.files import replacing, write_whole
 
 HEAD = (
     "cell",
@@ -55,8 +56,8 @@ def write(store: Store, before: earlier.Earlier | None = None) -> dict[str, Any]
     curves = {name: windows(found, size) for name, found in rows.items()}
     result = collect(store, rows)
     earlier.join(result, curves, before)
-    (folder / "verdicts.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    (folder / "verdicts.md").write_text(markdown(result))
+    write_whole(folder / "verdicts.json", json.dumps(result, indent=1, sort_keys=True) + "\n")
+    write_whole(folder / "verdicts.md", markdown(result))
     _write_curves(folder / "curves.csv", store, curves)
     if any(curves.values()):
         draw(folder / "curves.png", store, curves)
@@ -269,7 +270,7 @@ def seed_spread(result: dict[str, Any]) -> str:
 
 def _write_curves(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
     """One line a window of every run."""
-    with path.open("w", newline="") as out:
+    with replacing(path, newline="") as out:
         writer = csv.writer(out)
         writer.writerow(["run", "cell", "seed", "step", *earlier.FIGURES])
         for run in store.experiment.runs:
