@@ -358,10 +358,11 @@ def worst(name: str, values: np.ndarray) -> np.ndarray:
 
     The smallest entropy, the error mean that is largest in size (with its sign), else the largest.
     """
-    found = np.full(values.shape[0], np.nan, np.float32)
-    for layer, row in enumerate(values):
-        if not np.isfinite(row).any():
-            continue
-        size = -row if name in SMALLEST else np.abs(row) if np.nanmin(row) < 0 else row
-        found[layer] = row[int(np.nanargmax(size))]
-    return found
+    if name in SMALLEST:
+        size = -values
+    else:
+        signed = (values < 0).any(axis=1, keepdims=True)
+        size = np.where(signed, np.abs(values), values)
+    heads = np.where(np.isnan(size), -np.inf, size).argmax(axis=1)
+    found = np.take_along_axis(values, heads[:, None], axis=1)[:, 0].astype(np.float32)
+    return np.where(np.isfinite(values).any(axis=1), found, np.float32(np.nan))

@@ -12,8 +12,9 @@ of a block. Row tensors are [b, kv, g, R(, ...)].
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from megatron_patch.context_parallel import layout
 
+LOWEST = -1e30  # of a float32 that is subtracted: -inf would leave NaN
 BLOCK_BYTES = 64 << 20  # float32 scores of one block of keys; a few such buffers live at a time
 GOLDEN = 0.6180339887498949
 
@@ -47,12 +49,24 @@ class Geometry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Which rows are looked at and whom they see: one for all layers with the same mask."""
+
+    rows: torch.Tensor
+    """Local row numbers [r], the same number on all ranks."""
+    hidden: torch.Tensor | None
+    """Bool [R, s], true where a row of any rank does not see a key of this one; None: sees all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RowFacts:
     """Float32 facts of the sampled rows, [b, h, r] for this rank's rows unless said otherwise."""
 
+    dout: torch.Tensor
+    """dO, [b, h, r, dv]."""
     out: torch.Tensor
     """O, [b, h, r, dv]."""
-    plain: torch.Tensor
+    plain: torch.Tensor | None
     """O as a plain flash kernel computes it (P rounded to 16 bits for P V, O rounded once)."""
     delta: torch.Tensor
     logit: torch.Tensor
@@ -85,6 +99,24 @@ def pick_rows(
     return first + (places * ((tokens - first) / count)).long()
 
 
+def sample(rows: torch.Tensor, *, tokens: int, geometry: Geometry) -> Sample:
+    """The mask of local rows [r], of ``tokens`` a rank. Collective over ``geometry.group``."""
+    keys = layout.positions(
+        tokens * geometry.size, rank=geometry.rank, size=geometry.size, device=rows.device
+    )
+    if not geometry.causal and geometry.window is None:
+        return Sample(rows=rows, hidden=None)
+    gap = _gathered(keys[rows], geometry.group, 0)[:, None] - keys[None, :]
+    hidden = gap < 0 if geometry.causal else torch.zeros_like(gap, dtype=torch.bool)
+    if geometry.window is not None:
+        left, right = geometry.window
+        if left >= 0:
+            hidden = hidden | (gap > left)
+        if right >= 0:
+            hidden = hidden | (-gap > right)
+    return Sample(rows=rows, hidden=hidden)
+
+
 def gather(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """``x`` of every rank of ``group``, in rank order; [x] without a group."""
     if group is None:
@@ -95,51 +127,64 @@ def gather(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return parts
 
 
+def _gathered(x: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
+    return x if group is None else torch.cat(gather(x, group), dim)
+
+
 def _reduce(x: torch.Tensor, group: Any, op: Any) -> torch.Tensor:
     if group is not None:
         torch.distributed.all_reduce(x, op=op, group=group)
     return x
 
 
-class _Scores:
-    """Scores of the rows against this rank's keys, a block at a time; kept if one block does."""
+class _Block:
+    """Scores of the rows against a block of keys, -inf where hidden, and the block's values."""
+
+    def __init__(self, scores: torch.Tensor, values: torch.Tensor) -> None:
+        """``scores`` [b, kv, g, R, n], ``values`` [b, kv, 1, n, dv]."""
+        self.scores, self.values = scores, values
+        self._p: torch.Tensor | None = None
+
+    def p(self, m: torch.Tensor) -> torch.Tensor:
+        """exp(S - m), the same m at every call."""
+        if self._p is None:
+            self._p = torch.exp(self.scores - m[..., None])
+        return self._p
+
+
+class _Blocks:
+    """The blocks of this rank's keys in turn, made anew at every pass; kept if one is enough."""
 
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, *, rows: torch.Tensor, geometry: Geometry
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden: torch.Tensor | None,
+        scale: float,
     ) -> None:
-        """``q`` [b, kv, g, R, d] float32, ``k`` [s, b, kv, d], ``rows`` global positions [R]."""
-        self.q, self.k, self.rows, self.geometry = q, k, rows, geometry
+        """``q`` [b, kv, g, R, d] float32, ``k`` [s, b, kv, d], ``v`` [s, b, kv, dv]."""
+        self._q, self._k, self._v, self._hidden, self._scale = q, k, v, hidden, scale
         tokens = k.shape[0]
-        per_key = 4 * q[..., 0].numel()
-        step = max(1, min(tokens, BLOCK_BYTES // max(1, per_key)))
-        self.blocks = [slice(i, min(tokens, i + step)) for i in range(0, tokens, step)]
-        self.keys = layout.positions(
-            tokens * geometry.size, rank=geometry.rank, size=geometry.size, device=k.device
-        )
-        self._only: torch.Tensor | None = None
+        step = max(1, min(tokens, BLOCK_BYTES // max(1, 4 * q[..., 0].numel())))
+        self._slices = [slice(i, min(tokens, i + step)) for i in range(0, tokens, step)]
+        self._only: list[_Block] = []
 
-    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        for block in self.blocks:
-            if self._only is not None:
-                yield block, self._only
-                continue
-            s = self._block(block)
-            if len(self.blocks) == 1:
-                self._only = s
-            yield block, s
+    def __iter__(self) -> Iterator[_Block]:
+        if self._only:
+            return iter(self._only)
+        if len(self._slices) == 1:
+            self._only.append(self._block(self._slices[0]))
+            return iter(self._only)
+        return map(self._block, self._slices)
 
-    def _block(self, block: slice) -> torch.Tensor:
-        keys = self.k[block].float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, kv, 1, d, n]
-        s = torch.matmul(self.q, keys) * self.geometry.scale
-        gap = self.rows[:, None] - self.keys[block][None, :]
-        hidden = gap < 0 if self.geometry.causal else torch.zeros_like(gap, dtype=torch.bool)
-        if self.geometry.window is not None:
-            left, right = self.geometry.window
-            if left >= 0:
-                hidden = hidden | (gap > left)
-            if right >= 0:
-                hidden = hidden | (-gap > right)
-        return s.masked_fill(hidden, -math.inf)
+    def _block(self, block: slice) -> _Block:
+        keys = self._k[block].float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, kv, 1, d, n]
+        s = torch.matmul(self._q, keys).mul_(self._scale)
+        if self._hidden is not None:
+            s.masked_fill_(self._hidden[:, block], -math.inf)
+        return _Block(s, self._v[block].float().permute(1, 2, 0, 3).unsqueeze(2))
 
 
 @torch.no_grad()
@@ -149,71 +194,66 @@ def measure(
     v: torch.Tensor,
     dout: torch.Tensor,
     *,
-    rows: torch.Tensor,
+    rows: Sample,
     geometry: Geometry,
     sinks: torch.Tensor | None = None,
+    plain: bool = False,
 ) -> RowFacts:
     """Attention of some rows in float32. Collective over ``geometry.group``.
+
+    An observation is bound by kernel launches, a call of this a layer: what all layers share is in
+    ``rows``, nothing is computed that is not asked for, and nothing is added to zeros.
 
     Args:
         q: [s, b, h, d], k: [s, b, kv, d], v: [s, b, kv, dv]: this rank's tokens.
         dout: [s, b, h, dv], the gradient of the output.
-        rows: local row numbers [r], the same number on all ranks.
+        rows: of `sample`, with the same geometry.
         geometry: mask, scale, process group.
         sinks: [h] sink logits that join the softmax without a value.
+        plain: whether the O of a plain kernel is wanted.
     """
-    kv = k.shape[2]
-    here = layout.positions(
-        q.shape[0] * geometry.size, rank=geometry.rank, size=geometry.size, device=q.device
-    )[rows]
-    positions = torch.cat(gather(here, geometry.group))
-    q_rows = torch.cat(gather(_by_head(q[rows], kv), geometry.group), 3)
-    do_rows = torch.cat(gather(_by_head(dout[rows], kv), geometry.group), 3)
-    scores = _Scores(q_rows, k, rows=positions, geometry=geometry)
+    kv, group = k.shape[2], geometry.group
+    q_rows = _gathered(_by_head(q[rows.rows], kv), group, 3)
+    do_rows = _gathered(_by_head(dout[rows.rows], kv), group, 3)
+    blocks = _Blocks(q_rows, k, v, hidden=rows.hidden, scale=geometry.scale)
     sink = None if sinks is None else sinks.float().view(1, kv, -1, 1)
-    top = q_rows.new_full(q_rows.shape[:-1], -math.inf)
-    for _, s in scores:
-        top = torch.maximum(top, s.amax(-1))
-    top = _reduce(top, geometry.group, torch.distributed.ReduceOp.MAX)
-    # The shift of the softmax; a row that sees no key (a window's) shifts by 0 and sums to 0.
-    m = top if sink is None else torch.maximum(top, sink)
-    m = m.masked_fill(m == -math.inf, 0.0)
-    sums = _sums(scores, v, m, geometry)
+    top = _fold(torch.maximum, (block.scores.amax(-1) for block in blocks))
+    top = _reduce(top, group, torch.distributed.ReduceOp.MAX)
+    # The shift of the softmax; a row that sees no key (a window's) sums to 0.
+    m = (top if sink is None else torch.maximum(top, sink)).clamp_min(LOWEST)
+    sums = _sums(blocks, m, geometry, narrow=_narrow(v.dtype) if plain else None)
     l = sums["l"] if sink is None else sums["l"] + torch.exp(sink - m)
     l = l.clamp_min(torch.finfo(torch.float32).tiny)
     out = sums["acc"] / l[..., None]
-    plain = (sums["rounded"] / l[..., None]).to(_narrow(v.dtype)).float()
     delta = (do_rows * out).sum(-1)
     logit = (sums["weighted"] + m * sums["l"]) / l
-    spread, growth = torch.zeros_like(delta), torch.zeros_like(delta)
-    for block, s in scores:
-        p = torch.exp(s - m[..., None]) / l[..., None]
-        dp = torch.matmul(do_rows, v[block].float().permute(1, 2, 3, 0).unsqueeze(2))
-        ds = p * (dp - delta[..., None])
-        spread += (ds * (dp - delta[..., None])).sum(-1)
-        # Against the mean, not zero: dS sums to zero, large logits would leave rounding only.
-        growth += (ds * (s - logit[..., None]).masked_fill(p == 0, 0.0)).sum(-1)
-    growth = _reduce(growth, geometry.group, torch.distributed.ReduceOp.SUM)
-    sink_share = torch.zeros_like(l)
+    spread, growth = _fold(
+        torch.add, (_derivatives(b, do_rows, m=m, l=l, delta=delta, logit=logit) for b in blocks)
+    )
+    growth = _reduce(growth, group, torch.distributed.ReduceOp.SUM)
+    entropy = torch.log(l) - sums["weighted"] / l
     if sink is not None:  # the sink's own term: no value, so dP = 0; its part of the entropy
         share = torch.exp(sink - m) / l
-        spread += share * delta.pow(2) / geometry.size
-        growth += share * delta * logit  # what is left of the sum of dS over the keys
-        sink_share = share * (sink - m)
-    lse = torch.log(l)
-    r = rows.numel()
+        spread = spread + share * delta.pow(2) / geometry.size
+        growth = growth + share * delta * logit  # what is left of the sum of dS over the keys
+        entropy = entropy - share * (sink - m)
+    r = rows.rows.numel()
     mine = slice(geometry.rank * r, (geometry.rank + 1) * r)
 
     def flat(x: torch.Tensor) -> torch.Tensor:
         return x[:, :, :, mine].flatten(1, 2)
 
+    rounded = None
+    if plain:
+        rounded = flat((sums["rounded"] / l[..., None]).to(_narrow(v.dtype)).float())
     return RowFacts(
+        dout=flat(do_rows),
         out=flat(out),
-        plain=flat(plain),
+        plain=rounded,
         delta=flat(delta),
         logit=flat(logit),
         growth=flat(growth),
-        entropy=flat(lse - sums["weighted"] / l - sink_share),
+        entropy=flat(entropy),
         first=flat(sums["first"] / l),
         top=flat(torch.exp(top - m) / l),
         max_logit=top.amax((0, 3)).flatten(),
@@ -221,30 +261,50 @@ def measure(
     )
 
 
+def _fold(operation: Callable[..., torch.Tensor], parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(operation, parts)
+
+
+def _derivatives(
+    block: _Block,
+    do_rows: torch.Tensor,
+    *,
+    m: torch.Tensor,
+    l: torch.Tensor,
+    delta: torch.Tensor,
+    logit: torch.Tensor,
+) -> torch.Tensor:
+    """[2, b, kv, g, R]: sums over the block's keys of P (dP - delta)^2 and of dS (S - logit)."""
+    gap = torch.matmul(do_rows, block.values.mT) - delta[..., None]
+    ds = block.p(m) / l[..., None] * gap
+    # Against the mean, not zero: dS sums to zero, large logits would leave rounding only.
+    away = (block.scores - logit[..., None]).clamp_min(LOWEST)  # dS is 0 where S is -inf
+    return torch.stack([(ds * gap).sum(-1), (ds * away).sum(-1)])
+
+
 def _sums(
-    scores: _Scores, v: torch.Tensor, m: torch.Tensor, geometry: Geometry
+    blocks: _Blocks, m: torch.Tensor, geometry: Geometry, *, narrow: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Sums over all keys under shift m: l, P (S - m), P of key 0, P V, and P V with P rounded."""
-    dv = v.shape[-1]
-    narrow = _narrow(v.dtype)
-    total = m.new_zeros(*m.shape, 3 + 2 * dv)
-    for block, s in scores:
-        s = s - m[..., None]
-        p = torch.exp(s)
-        values = v[block].float().transpose(0, 1).transpose(1, 2).unsqueeze(2)  # [b, kv, 1, n, dv]
-        total[..., 0] += p.sum(-1)
-        total[..., 1] += (p * s.masked_fill(p == 0, 0.0)).sum(-1)
-        if block.start == 0 and geometry.rank == 0:  # rank 0 holds the sequence's first token
-            total[..., 2] += p[..., 0]
-        total[..., 3 : 3 + dv] += torch.matmul(p, values)
-        total[..., 3 + dv :] += torch.matmul(p.to(narrow).float(), values)
-    total = _reduce(total, geometry.group, torch.distributed.ReduceOp.SUM)
+    """Sums over all keys under shift m: l, P (S - m), P of key 0, P V; P V with P in ``narrow``."""
+    found: dict[str, torch.Tensor] = {}
+    for number, block in enumerate(blocks):
+        p = block.p(m)
+        new = {"l": p.sum(-1), "weighted": -torch.special.entr(p).sum(-1)}  # log P is S - m
+        new["acc"] = torch.matmul(p, block.values)
+        if narrow is not None:
+            new["rounded"] = torch.matmul(p.to(narrow).float(), block.values)
+        if number == 0:  # rank 0 holds the sequence's first token
+            found["first"] = p[..., 0] if geometry.rank == 0 else torch.zeros_like(m)
+        for name, value in new.items():
+            found[name] = found[name] + value if name in found else value
+    if geometry.group is None:
+        return found
+    wide = [x if x.dim() > m.dim() else x[..., None] for x in found.values()]
+    total = _reduce(torch.cat(wide, -1), geometry.group, torch.distributed.ReduceOp.SUM)
+    parts = total.split([x.shape[-1] for x in wide], -1)
     return {
-        "l": total[..., 0],
-        "weighted": total[..., 1],
-        "first": total[..., 2],
-        "acc": total[..., 3 : 3 + dv],
-        "rounded": total[..., 3 + dv :],
+        name: part if old.dim() > m.dim() else part[..., 0]
+        for (name, old), part in zip(found.items(), parts, strict=True)
     }
 
 

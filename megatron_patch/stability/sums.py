@@ -11,22 +11,31 @@ sampled rows.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.observe import EXACT, Seen
-from megatron_patch.stability.sampling import RowFacts, measure, pick_rows
+from megatron_patch.stability.sampling import (
+    Geometry,
+    RowFacts,
+    Sample,
+    measure,
+    pick_rows,
+    sample,
+)
 from stable_attention.api import stable_attention
 from stable_attention.probes import decode_residual
 from stable_attention.reference import reference_attention
 from stable_attention.stabilizers import KNOWN
 
-FIELDS = (
-    "rows", "delta2", "entropy", "first", "top", "spread",
-    "plain_rows", "plain", "plain2", "plain_sign", "used_rows", "used", "used2", "growth2", "push2",
+LINEAR = (
+    "rows", "entropy", "first", "top", "plain_rows", "plain", "plain_sign", "used_rows", "used",
 )  # fmt: skip
+SQUARES = ("delta2", "plain2", "used2", "growth2", "push2")
+FIELDS = (*LINEAR, *SQUARES, "spread")
 
 
 class HeadSums:
@@ -53,79 +62,100 @@ class HeadSums:
         self.sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
         self.maxima = torch.full((layers, heads), -math.inf, device=device)
         self.phase = 0
+        self._samples: dict[Any, Sample] = {}
 
     def clear(self, *, phase: int) -> None:
         """Begin another observation; the rows are a function of ``phase`` alone."""
         self.sums.zero_()
         self.maxima.fill_(-math.inf)
         self.phase = phase
+        self._samples = {}
 
     def add(self, seen: Seen, dout: torch.Tensor) -> None:
         """One call and its dO [s, b, h, dv]. Collective over the context-parallel group."""
         geometry, b = seen.geometry, min(self.sequences, seen.q.shape[1])
-        per_rank = -(-self.rows // geometry.size)
-        rows = pick_rows(seen.q.shape[0], per_rank, phase=self.phase, device=seen.q.device)
+        low = None if seen.low is None else seen.low[:, :b]
+        exact = low is None and seen.dropout_p == 0.0 and seen.site.backend in EXACT
+        sampled = self._sample(seen.q, geometry)
         facts = measure(
             seen.q[:, :b],
             seen.k[:, :b],
             seen.v[:, :b],
             dout[:, :b],
-            rows=rows,
+            rows=sampled,
             geometry=geometry,
             sinks=seen.sinks,
+            plain=exact,
         )
         h = seen.q.shape[2]
         heads = slice(self.first_head, self.first_head + h)
         mine = self.sums[seen.site.layer, heads]  # [h, fields]
-        values = self._values(seen, dout[rows, :b], rows, facts)
-        nothing = torch.zeros_like(facts.delta)
+        rows = sampled.rows
+        stored = seen.out[rows, :b], None if low is None else low[rows]
+        values = _values(seen, *stored, facts)
+        whole = len(values) == len(FIELDS) - 1
+        nothing = facts.delta if whole else torch.zeros_like(facts.delta)
         # One stack and one sum for all fields: an observation is bound by kernel launches.
-        every = torch.stack([values.get(name, nothing) for name in FIELDS])  # [fields, b, h, r]
-        mine += every.sum((1, 3), dtype=torch.float64).T
+        every = torch.stack([values.get(name, nothing) for name in FIELDS[:-1]])  # [.., b, h, r]
+        every[len(LINEAR) :].square_()
+        mine[:, :-1].add_(every.sum((1, 3), dtype=torch.float64).T)
         if seen.dropout_p == 0.0:
-            mine[:, FIELDS.index("spread")] += facts.spread
+            mine[:, -1].add_(facts.spread)
         top = seen.max_logits
         if top is None:
             top = facts.max_logit if geometry.size > 1 else exact_max_logits(seen)
         where = self.maxima[seen.site.layer, heads]
         torch.maximum(where, top.detach().float(), out=where)
 
-    def _values(
-        self, seen: Seen, dout: torch.Tensor, rows: torch.Tensor, facts: RowFacts
-    ) -> dict[str, torch.Tensor]:
-        """Values of the sampled rows by field, [b, h, r]; what was not measured is left out."""
-        do, out = _rows(dout), _rows(seen.out[rows, : dout.shape[1]])
-        delta = (do * out).sum(-1)
-        clean = seen.dropout_p == 0.0
-        values = {
-            "rows": torch.ones_like(delta),
-            "delta2": delta.pow(2),
-            "entropy": facts.entropy,
-            "first": facts.first,
-            "top": facts.top,
-        }
-        plain = used = None
-        if seen.low is not None:
-            stored = seen.out[rows, : dout.shape[1]], seen.low[rows, : dout.shape[1]]
-            low = _rows(decode_residual(*stored))
-            plain = -(do * low).sum(-1)
-            used = (do * (out + low - facts.out)).sum(-1) if clean else None
-        elif clean and seen.site.backend in EXACT:
-            plain = (do * (facts.plain - facts.out)).sum(-1)
-        elif clean:
-            plain = (do * (out - facts.out)).sum(-1)
-            # Where a low-order part exists that was not handed out (context parallelism), delta
-            # is better than O alone.
-            kept = KNOWN.get(seen.site.stabilizer)
-            used = None if kept is not None and kept.keeps_residual else plain
-        for name, e in (("plain", plain), ("used", used)):
-            if e is not None:
-                values |= {f"{name}_rows": values["rows"], name: e, f"{name}2": e.pow(2)}
-        if plain is not None:
-            values["plain_sign"] = plain.sign()
-        if used is not None:
-            values |= {"growth2": facts.growth.pow(2), "push2": (used * facts.logit).pow(2)}
-        return values
+    def _sample(self, q: torch.Tensor, geometry: Geometry) -> Sample:
+        """Rows and mask, made once an observation for all layers that share them."""
+        key = (q.shape[0], geometry.causal, geometry.window)
+        if key not in self._samples:
+            per_rank = -(-self.rows // geometry.size)
+            rows = pick_rows(q.shape[0], per_rank, phase=self.phase, device=q.device)
+            self._samples[key] = sample(rows, tokens=q.shape[0], geometry=geometry)
+        return self._samples[key]
+
+
+def _values(
+    seen: Seen, out: torch.Tensor, low: torch.Tensor | None, facts: RowFacts
+) -> dict[str, torch.Tensor]:
+    """Values of the sampled rows by field, [b, h, r], those of `SQUARES` not squared yet.
+
+    ``out`` and ``low`` [r, b, h, dv] are as stored. What was not measured is left out.
+    """
+    clean, stored = seen.dropout_p == 0.0, _rows(out)
+    ones = torch.ones_like(facts.delta)
+    values = {"rows": ones, "entropy": facts.entropy, "first": facts.first, "top": facts.top}
+    plain = used = None
+    if low is not None:
+        lost = _rows(decode_residual(out, low))
+        of = [stored, -lost, *([stored + lost - facts.out] if clean else [])]
+        values["delta2"], plain, *rest = _dots(facts.dout, of)
+        used = rest[0] if rest else None
+    elif clean:
+        truth = facts.plain if facts.plain is not None else stored
+        values["delta2"], plain = _dots(facts.dout, [stored, truth - facts.out])
+        # Where a low-order part exists that was not handed out (context parallelism), delta is
+        # better than O alone; a backend that is exact has not used such an O.
+        kept = KNOWN.get(seen.site.stabilizer)
+        better = facts.plain is not None or (kept is not None and kept.keeps_residual)
+        used = None if better else plain
+    else:
+        (values["delta2"],) = _dots(facts.dout, [stored])
+    for name, e in (("plain", plain), ("used", used)):
+        if e is not None:
+            values |= {f"{name}_rows": ones, name: e, f"{name}2": e}
+    if plain is not None:
+        values["plain_sign"] = plain.sign()
+    if used is not None:
+        values |= {"growth2": facts.growth, "push2": used * facts.logit}
+    return values
+
+
+def _dots(dout: torch.Tensor, of: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """rowsum(dO * x) of several x at once."""
+    return (dout * torch.stack(of)).sum(-1).unbind()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

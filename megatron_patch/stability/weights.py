@@ -34,8 +34,7 @@ class SpectralNorms:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self._q: torch.Tensor | None = None
-        self._k: torch.Tensor | None = None
+        self._x: torch.Tensor | None = None
 
     @torch.no_grad()
     def measure(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -48,9 +47,11 @@ class SpectralNorms:
         if found is None:
             return None
         w_q, w_k = found
-        self._q, q_norm = _iterate(w_q, self._q)
-        self._k, k_norm = _iterate(w_k, self._k)
-        return q_norm, k_norm.repeat_interleave(w_q.shape[0] // w_k.shape[0])
+        # Together: an observation is bound by kernel launches.
+        self._x, norms = _iterate(torch.cat([w_q, w_k]), self._x)
+        q_norm, k_norm = norms.split([w_q.shape[0], w_k.shape[0]])
+        per_group = w_q.shape[0] // w_k.shape[0]
+        return q_norm, k_norm if per_group == 1 else k_norm.repeat_interleave(per_group)
 
 
 @torch.no_grad()

@@ -149,11 +149,12 @@ class _LayerTable:
     ) -> None:
         found = {n: worst(n, v) for n, v in heads.items()}
         signal = bias_to_signal(heads["delta_error_mean"], heads["kappa"])
+        known = np.isfinite(signal).any(axis=1)
+        worst_heads = np.where(np.isnan(signal), -np.inf, signal).argmax(axis=1)
         for layer in range(signal.shape[0]):
             numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
             numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]
-            row = signal[layer]
-            head = int(np.nanargmax(row)) if np.isfinite(row).any() else ""
+            head = int(worst_heads[layer]) if known[layer] else ""
             self._writer.writerow([step, layer, *(f"{float(x):.6g}" for x in numbers), head])
         self._file.flush()
 

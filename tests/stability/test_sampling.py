@@ -11,7 +11,7 @@ import torch
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.stability import sampling
-from megatron_patch.stability.sampling import Geometry, RowFacts, measure, pick_rows
+from megatron_patch.stability.sampling import Geometry, RowFacts, measure, pick_rows, sample
 from stable_attention.reference.emulators import FLASH2, emulate
 
 S, B, KV, G, D, DV = 48, 2, 2, 3, 16, 8
@@ -67,6 +67,19 @@ def truth(
     }
 
 
+def look(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    rows: torch.Tensor,
+    geometry: Geometry,
+    **options: Any,
+) -> RowFacts:
+    seen = sample(rows, tokens=q.shape[0], geometry=geometry)
+    return measure(q, k, v, do, rows=seen, geometry=geometry, **options)
+
+
 def check(facts: RowFacts, want: dict[str, torch.Tensor], rows: torch.Tensor) -> None:
     for name in ("out", "delta", "logit", "growth", "entropy", "first", "top"):
         torch.testing.assert_close(
@@ -91,7 +104,7 @@ def test_row_facts(
     q, k, v, do = tensors()
     sinks = torch.linspace(-1, 2, H) if with_sinks else None
     rows = pick_rows(S, 9, phase=3)
-    facts = measure(q, k, v, do, rows=rows, geometry=geometry, sinks=sinks)
+    facts = look(q, k, v, do, rows, geometry, sinks=sinks)
     want = truth(q, k, v, do, geometry, sinks)
     check(facts, want, rows)
     torch.testing.assert_close(
@@ -109,7 +122,7 @@ def test_a_saturated_sink_keeps_its_kappa() -> None:
     geometry = Geometry(scale=SCALE, causal=True)
     k[0] = 6.0
     rows = torch.arange(8, S)
-    facts = measure(q, k, v, do, rows=rows, geometry=geometry)
+    facts = look(q, k, v, do, rows, geometry)
     want = truth(q, k, v, do, geometry, None)
     spread = want["spread"][:, :, rows].sum((0, 2))
     assert float((want["delta"][:, :, rows] ** 2).sum((0, 2)).div(spread).sqrt().min()) > 30
@@ -125,7 +138,7 @@ def test_large_logits_leave_their_growth_its_digits() -> None:
     geometry = Geometry(scale=SCALE, causal=True)
     want = truth(q, k, v, do, geometry, None)
     assert float(want["logit"][:, :, rows].min()) > 300 and float(want["top"].min()) > 0.999
-    found = measure(q, k, v, do, rows=rows, geometry=geometry).growth.double()
+    found = look(q, k, v, do, rows, geometry).growth.double()
     growth = want["growth"][:, :, rows]
     error = (found - growth).norm(dim=(0, 2)) / growth.norm(dim=(0, 2))
     assert float(error.max()) < 1e-3
@@ -134,7 +147,7 @@ def test_large_logits_leave_their_growth_its_digits() -> None:
 def test_plain_is_what_a_plain_kernel_stores() -> None:
     q, k, v, do = tensors(dtype=torch.bfloat16)
     rows = torch.arange(6, S)
-    facts = measure(q, k, v, do, rows=rows, geometry=Geometry(scale=SCALE, causal=True))
+    facts = look(q, k, v, do, rows, Geometry(scale=SCALE, causal=True), plain=True)
     flat = [x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(G, 2),
                                             v.repeat_interleave(G, 2), do)]  # fmt: skip
     mask = torch.ones(S, S, dtype=torch.bool).tril()
@@ -195,7 +208,7 @@ def test_split_over_ranks(
         ranks.local.rank = rank
         mine = [shard(x, rank=rank, size=size, dim=0) for x in every]
         try:
-            found[rank] = measure(*mine, rows=local, geometry=split, sinks=sinks)
+            found[rank] = look(*mine, local, split, sinks=sinks)
         except BaseException as error:
             found[rank] = error
             ranks.barrier.abort()

@@ -1,0 +1,116 @@
+"""What an observation of the telemetry cost in runs as they were made, from their own step times.
+
+    python benchmarks/observation_cost.py RUN ...
+
+A RUN is a run directory whose every step is in metrics.csv (``logging.interval: 1``). An observed
+step, a multiple of ``stability.interval``, and the one after it, which reads the record, are
+compared with the median step around them; the same is done between observations, where nothing
+should be found. Medians over the run: checkpoints, captures and other work fall out. A line an
+attempt, because attempts may have had other numbers of GPUs. Writes
+docs/results/observation_cost.json. No GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+
+from megatron_patch.stability import record
+
+SETTLED = 100
+"""Steps of an attempt that are left out: compilation, first allocations, clocks."""
+AROUND = range(4, 20)
+"""Distances of the steps that an observation is compared with."""
+BETWEEN = 10
+"""Distance of the steps where nothing is observed."""
+FEWEST = 10  # observations
+
+
+def attempts(run: Path) -> list[dict[int, float]]:
+    """Seconds by step of every attempt; its clock starts anew with it."""
+    found: list[dict[int, float]] = []
+    last = math.inf
+    with (run / "metrics.csv").open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            elapsed = float(row["elapsed_seconds"])
+            if elapsed < last:
+                found.append({})
+            found[-1][int(row["step"])] = float(row["step_seconds"])
+            last = elapsed
+    return found
+
+
+def cost(seconds: dict[int, float], interval: int) -> dict[str, Any] | None:
+    """Figures of one attempt; None if it has too few observations."""
+    if not seconds:
+        return None
+    first, last = min(seconds) + SETTLED, max(seconds)
+    observed, control, steps = [], [], []
+    for step in range(first + interval - first % interval, last - AROUND.stop, interval):
+        near = [seconds.get(step + sign * far) for far in AROUND for sign in (-1, 1)]
+        usual = statistics.median(x for x in near if x is not None)
+        observed.append(_extra(seconds, step, usual))
+        control.append(_extra(seconds, step + BETWEEN, usual))
+        steps.append(usual)
+    if len(observed) < FEWEST:
+        return None
+    step_seconds = statistics.median(steps)
+    extra, nothing = statistics.median(observed), statistics.median(control)
+    low, _, high = statistics.quantiles(observed, n=4)
+    return {
+        "observations": len(observed),
+        "from_step": min(seconds),
+        "to_step": last,
+        "step_seconds": step_seconds,
+        "observation_seconds": extra,
+        "quartiles": [low, high],
+        "between_seconds": nothing,
+        "share": (extra - nothing) / interval / step_seconds,
+    }
+
+
+def _extra(seconds: dict[int, float], step: int, usual: float) -> float:
+    return sum(seconds.get(s, usual) - usual for s in (step, step + 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    rows = []
+    for run in args.runs:
+        try:
+            interval = record.read(run).meta["interval"]
+            there = json.loads((run / "environment.json").read_text())["attempts"]
+            found = attempts(run)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"{run} is no run directory with telemetry and metrics: {error}")
+        if len(there) != len(found):
+            parser.error(f"{run}: {len(there)} attempts were made and {len(found)} are in its log")
+        for attempt, seconds in zip(there, found, strict=True):
+            figures = cost(seconds, interval)
+            if figures is None:
+                print(f"{run.name}: an attempt of {len(seconds)} steps says too little")
+                continue
+            facts = {name: attempt.get(name) for name in ("world_size", "gpu", "commit", "torch")}
+            rows.append({"run": run.name, "interval": interval} | facts | figures)
+    if not rows:
+        parser.error(f"no attempt has {FEWEST} observations after its first {SETTLED} steps")
+    print(f"wrote {machine.write_result('observation_cost', {'attempts': rows}, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
