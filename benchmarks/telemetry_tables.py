@@ -94,6 +94,31 @@ def overhead(result: dict[str, Any]) -> str:
     return f"{origin(result)}\n\n{table(head, rows)}"
 
 
+def observations(result: dict[str, Any]) -> str:
+    """Cost of an observation in runs as they were made, a line an attempt."""
+    rows = [
+        [
+            row["run"],
+            str(row["world_size"]),
+            f"{row['from_step']:,} to {row['to_step']:,}",
+            f"{1e3 * row['step_seconds']:.1f} ms",
+            str(row["observations"]),
+            f"{1e3 * row['observation_seconds']:.1f} ms",
+            f"{1e3 * row['quartiles'][0]:.0f} to {1e3 * row['quartiles'][1]:.0f} ms",
+            f"{1e3 * row['between_seconds']:.1f} ms",
+            f"{100 * row['share']:.2f} %",
+        ]
+        for row in result["attempts"]
+    ]
+    made = {(row["gpu"], row["torch"], row["commit"][:12]) for row in result["attempts"]}
+    where = "; ".join(
+        f"{gpu}, torch {torch}, commit {commit}" for gpu, torch, commit in sorted(made)
+    )
+    head = ["run", "GPUs", "steps", "step", "observations", "one costs, median", "quartiles"]
+    head += ["between them", "share"]
+    return f"{origin(result)} Runs made on {where}.\n\n{table(head, rows)}"
+
+
 def _percent(value: float | None) -> str:
     return "?" if value is None else f"{100 * value:.2f} %"
 
@@ -120,5 +145,6 @@ def tables() -> dict[str, Entry]:
             early_warning,
             "early_warning.py --error-alone --judge RUN ...",
         ),
+        "observation-cost": ("observation_cost", observations, "observation_cost.py RUN ..."),
         "telemetry-overhead": ("telemetry_overhead", overhead, "telemetry_overhead.py"),
     }

@@ -1,0 +1,79 @@
+"""`benchmarks/observation_cost.py`: what observations cost in runs as they were made."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import benchmark_scripts
+import numpy as np
+import pytest
+
+from megatron_patch.stability import record
+from megatron_patch.stability.warning import Rule
+from megatron_patch.stability.writer import Writer
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return benchmark_scripts.load("observation_cost")
+
+
+def write(folder: Path, *attempts: tuple[int, int, float, float], logged: int | None = None) -> str:
+    """A run of (first step, last step, step seconds, observation seconds) an attempt."""
+    random = np.random.default_rng(0)
+    meta = record.make_meta(layers=1, heads=1, interval=50, rule=Rule(), attention="a/none")
+    Writer(folder, meta, start_step=0).close()
+    there = [{"world_size": i + 1, "commit": "c"} for i in range(len(attempts))]
+    (folder / "environment.json").write_text(json.dumps({"attempts": there}))
+    with (folder / "metrics.csv").open("w", newline="") as out:
+        rows = csv.writer(out)
+        rows.writerow(["step", "step_seconds", "elapsed_seconds"])
+        for first, last, seconds, cost in attempts[:logged]:
+            elapsed = 0.0
+            for step in range(first, last + 1):
+                extra = 0.7 * cost * (step % 50 == 0) + 0.3 * cost * (step % 50 == 1)
+                extra += 5.0 * (step % 500 == 0)  # checkpoints
+                elapsed += (taken := seconds + extra + 1e-3 * random.standard_normal())
+                rows.writerow([step, taken, elapsed])
+    return str(folder)
+
+
+def call(script: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *runs: str) -> Any:
+    monkeypatch.setattr(sys, "argv", ["observation_cost.py", *runs, "--out", str(out)])
+    assert script.main() == 0
+    return json.loads((out / "observation_cost.json").read_text())
+
+
+def test_what_was_put_in_is_found(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run", (1, 4000, 0.125, 0.025), (4001, 6000, 0.08, 0.05),
+                (6001, 6200, 0.08, 0.05))  # fmt: skip
+    result = call(script, monkeypatch, tmp_path, run)
+    one, two = result["attempts"]  # the third is too short to say anything
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert one["observation_seconds"] == pytest.approx(0.025, abs=1e-3)
+    assert two["share"] == pytest.approx(0.05 / 50 / 0.08, rel=0.1)
+    assert abs(one["between_seconds"]) < 1e-3 and one["step_seconds"] == pytest.approx(0.125, 0.01)
+    lines = benchmark_scripts.load("telemetry_tables").observations(result).splitlines()
+    assert lines[-1].startswith("| run | 2 | 4,001 to 6,000 |") and "1.2" in lines[-1]
+
+
+def test_what_cannot_be_told_is_refused(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for run, told in (
+        (write(tmp_path / "short", (1, 300, 0.1, 0.1)), "no attempt has 10 observations"),
+        (
+            write(tmp_path / "lost", (1, 900, 0.1, 0.1), (901, 999, 0.1, 0.1), logged=1),
+            "2 attempts",
+        ),
+        (str(tmp_path / "nothing"), "is no run directory"),
+    ):
+        with pytest.raises(SystemExit):
+            call(script, monkeypatch, tmp_path, run)
+        assert told in capsys.readouterr().err
