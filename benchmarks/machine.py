@@ -170,6 +170,8 @@ def read_result(path: Path, option: str) -> dict[str, Any]:
 
 def kept_runs(old: dict[str, Any]) -> dict[str, Any]:
     """``runs`` of an earlier result; each names the commit it was read at."""
+    if not isinstance(old.get("runs"), dict):
+        raise SystemExit("--keep: a result of something else, it has no runs by name")
     return {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
 
 

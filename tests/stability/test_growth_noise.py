@@ -97,3 +97,9 @@ def test_a_run_without_the_figure_is_refused(
         with pytest.raises(SystemExit):
             call(script, monkeypatch, tmp_path, wrong)
         assert told in capsys.readouterr().err
+    good = write(tmp_path / "good", goes=False)
+    call(script, monkeypatch, tmp_path, good)
+    other_kind = tmp_path / "other.json"
+    other_kind.write_text(json.dumps({"commit": "c", "heads": []}))
+    with pytest.raises(SystemExit, match="a result of something else"):
+        call(script, monkeypatch, tmp_path, good, "--keep", str(other_kind))
