@@ -29,8 +29,9 @@ def replacing(
     draft = path.with_name(path.name + ".tmp") if draft is None else draft
     if "b" not in mode:
         options.setdefault("encoding", "utf-8")
+    opened = draft.open(mode, **options)  # what cannot be opened is not ours to remove
     try:
-        with draft.open(mode, **options) as out:
+        with opened as out:
             yield out
             out.flush()
             if durable:

@@ -43,6 +43,19 @@ def test_a_rename_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_whole(tmp_path / "nowhere" / "file", "text")
 
 
+def test_a_draft_of_somebody_else_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "facts.json"
+    (tmp_path / "facts.json.tmp").write_text("another's")
+
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "not yours", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError):
+        write_whole(file, "text")
+    assert names(tmp_path) == ["facts.json.tmp"]
+
+
 def test_content_is_on_disk_before_the_old_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
