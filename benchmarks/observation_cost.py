@@ -33,6 +33,8 @@ AROUND = range(4, 20)
 BETWEEN = 10
 """Distance of the steps where nothing is observed."""
 FEWEST = 10  # observations
+SHORTEST = AROUND.stop + 1
+"""Interval from which the steps around an observation hold no other."""
 
 
 def attempts(run: Path) -> list[dict[int, float]]:
@@ -97,6 +99,8 @@ def main() -> int:
             found = attempts(run)
         except (OSError, ValueError, KeyError) as error:
             parser.error(f"{run} is no run directory with telemetry and metrics: {error}")
+        if interval < SHORTEST:
+            parser.error(f"{run}: observed every {interval} steps; {SHORTEST} or more are needed")
         if len(there) != len(found):
             parser.error(f"{run}: {len(there)} attempts were made and {len(found)} are in its log")
         for attempt, seconds in zip(there, found, strict=True):

@@ -353,6 +353,11 @@ def records_of(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
     return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
+def largest(values: np.ndarray) -> np.ndarray:
+    """Of [layers, heads], the head with the largest value in each layer; 0 where all are NaN."""
+    return np.asarray(np.where(np.isnan(values), -np.inf, values).argmax(axis=1))
+
+
 def worst(name: str, values: np.ndarray) -> np.ndarray:
     """Of a head metric [layers, heads], the head to look at in each layer: [layers], NaN if none.
 
@@ -363,6 +368,6 @@ def worst(name: str, values: np.ndarray) -> np.ndarray:
     else:
         signed = (values < 0).any(axis=1, keepdims=True)
         size = np.where(signed, np.abs(values), values)
-    heads = np.where(np.isnan(size), -np.inf, size).argmax(axis=1)
+    heads = largest(size)
     found = np.take_along_axis(values, heads[:, None], axis=1)[:, 0].astype(np.float32)
     return np.where(np.isfinite(values).any(axis=1), found, np.float32(np.nan))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,12 +138,17 @@ def _reduce(x: torch.Tensor, group: Any, op: Any) -> torch.Tensor:
 
 
 class _Block:
-    """Scores of the rows against a block of keys, -inf where hidden, and the block's values."""
+    """Scores of the rows against a block of keys, -inf where hidden; the rest when asked for."""
 
-    def __init__(self, scores: torch.Tensor, values: torch.Tensor) -> None:
-        """``scores`` [b, kv, g, R, n], ``values`` [b, kv, 1, n, dv]."""
-        self.scores, self.values = scores, values
+    def __init__(self, scores: torch.Tensor, v: torch.Tensor) -> None:
+        """``scores`` [b, kv, g, R, n], ``v`` [n, b, kv, dv]."""
+        self.scores, self._v = scores, v
         self._p: torch.Tensor | None = None
+
+    @functools.cached_property
+    def values(self) -> torch.Tensor:
+        """Float32 [b, kv, 1, n, dv]."""
+        return self._v.float().permute(1, 2, 0, 3).unsqueeze(2)
 
     def p(self, m: torch.Tensor) -> torch.Tensor:
         """exp(S - m), the same m at every call."""
@@ -184,7 +189,7 @@ class _Blocks:
         s = torch.matmul(self._q, keys).mul_(self._scale)
         if self._hidden is not None:
             s.masked_fill_(self._hidden[:, block], -math.inf)
-        return _Block(s, self._v[block].float().permute(1, 2, 0, 3).unsqueeze(2))
+        return _Block(s, self._v[block])
 
 
 @torch.no_grad()
@@ -194,7 +199,7 @@ def measure(
     v: torch.Tensor,
     dout: torch.Tensor,
     *,
-    rows: Sample,
+    sampled: Sample,
     geometry: Geometry,
     sinks: torch.Tensor | None = None,
     plain: bool = False,
@@ -202,22 +207,22 @@ def measure(
     """Attention of some rows in float32. Collective over ``geometry.group``.
 
     An observation is bound by kernel launches, a call of this a layer: what all layers share is in
-    ``rows``, nothing is computed that is not asked for, and nothing is added to zeros.
+    ``sampled``, nothing is computed that is not asked for, and nothing is added to zeros.
 
     Args:
         q: [s, b, h, d], k: [s, b, kv, d], v: [s, b, kv, dv]: this rank's tokens.
         dout: [s, b, h, dv], the gradient of the output.
-        rows: of `sample`, with the same geometry.
+        sampled: of `sample`, with the same geometry.
         geometry: mask, scale, process group.
         sinks: [h] sink logits that join the softmax without a value.
         plain: whether the O of a plain kernel is wanted.
     """
     kv, group = k.shape[2], geometry.group
-    q_rows = _gathered(_by_head(q[rows.rows], kv), group, 3)
-    do_rows = _gathered(_by_head(dout[rows.rows], kv), group, 3)
-    blocks = _Blocks(q_rows, k, v, hidden=rows.hidden, scale=geometry.scale)
+    q_rows = _gathered(_by_head(q[sampled.rows], kv), group, 3)
+    do_rows = _gathered(_by_head(dout[sampled.rows], kv), group, 3)
+    blocks = _Blocks(q_rows, k, v, hidden=sampled.hidden, scale=geometry.scale)
     sink = None if sinks is None else sinks.float().view(1, kv, -1, 1)
-    top = _fold(torch.maximum, (block.scores.amax(-1) for block in blocks))
+    top = functools.reduce(torch.maximum, (block.scores.amax(-1) for block in blocks))
     top = _reduce(top, group, torch.distributed.ReduceOp.MAX)
     # The shift of the softmax; a row that sees no key (a window's) sums to 0.
     m = (top if sink is None else torch.maximum(top, sink)).clamp_min(LOWEST)
@@ -227,7 +232,7 @@ def measure(
     out = sums["acc"] / l[..., None]
     delta = (do_rows * out).sum(-1)
     logit = (sums["weighted"] + m * sums["l"]) / l
-    spread, growth = _fold(
+    spread, growth = functools.reduce(
         torch.add, (_derivatives(b, do_rows, m=m, l=l, delta=delta, logit=logit) for b in blocks)
     )
     growth = _reduce(growth, group, torch.distributed.ReduceOp.SUM)
@@ -237,7 +242,7 @@ def measure(
         spread = spread + share * delta.pow(2) / geometry.size
         growth = growth + share * delta * logit  # what is left of the sum of dS over the keys
         entropy = entropy - share * (sink - m)
-    r = rows.rows.numel()
+    r = sampled.rows.numel()
     mine = slice(geometry.rank * r, (geometry.rank + 1) * r)
 
     def flat(x: torch.Tensor) -> torch.Tensor:
@@ -259,10 +264,6 @@ def measure(
         max_logit=top.amax((0, 3)).flatten(),
         spread=spread.sum((0, 3)).flatten(),
     )
-
-
-def _fold(operation: Callable[..., torch.Tensor], parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    return functools.reduce(operation, parts)
 
 
 def _derivatives(

@@ -82,7 +82,7 @@ class HeadSums:
             seen.k[:, :b],
             seen.v[:, :b],
             dout[:, :b],
-            rows=sampled,
+            sampled=sampled,
             geometry=geometry,
             sinks=seen.sinks,
             plain=exact,

@@ -19,6 +19,7 @@ from megatron_patch.stability.record import (
     FORMAT,
     attention_at,
     bias_to_signal,
+    largest,
     record_dtype,
     records_of,
     relaid,
@@ -150,7 +151,7 @@ class _LayerTable:
         found = {n: worst(n, v) for n, v in heads.items()}
         signal = bias_to_signal(heads["delta_error_mean"], heads["kappa"])
         known = np.isfinite(signal).any(axis=1)
-        worst_heads = np.where(np.isnan(signal), -np.inf, signal).argmax(axis=1)
+        worst_heads = largest(signal)
         for layer in range(signal.shape[0]):
             numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
             numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]

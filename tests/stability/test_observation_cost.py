@@ -22,10 +22,15 @@ def script() -> Any:
     return benchmark_scripts.load("observation_cost")
 
 
-def write(folder: Path, *attempts: tuple[int, int, float, float], logged: int | None = None) -> str:
+def write(
+    folder: Path,
+    *attempts: tuple[int, int, float, float],
+    logged: int | None = None,
+    interval: int = 50,
+) -> str:
     """A run of (first step, last step, step seconds, observation seconds) an attempt."""
     random = np.random.default_rng(0)
-    meta = record.make_meta(layers=1, heads=1, interval=50, rule=Rule(), attention="a/none")
+    meta = record.make_meta(layers=1, heads=1, interval=interval, rule=Rule(), attention="a/none")
     Writer(folder, meta, start_step=0).close()
     there = [{"world_size": i + 1, "commit": "c"} for i in range(len(attempts))]
     (folder / "environment.json").write_text(json.dumps({"attempts": there}))
@@ -73,6 +78,7 @@ def test_what_cannot_be_told_is_refused(
             "2 attempts",
         ),
         (str(tmp_path / "nothing"), "is no run directory"),
+        (write(tmp_path / "often", (1, 900, 0.1, 0.1), interval=10), "21 or more are needed"),
     ):
         with pytest.raises(SystemExit):
             call(script, monkeypatch, tmp_path, run)

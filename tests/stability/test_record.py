@@ -1,195 +1,19 @@
-"""Telemetry files: readers that come early, late or after a crash find what was written."""
+"""What records say: points, growth of heads, and verdicts over resumes, switches and other runs."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from telemetry_records import H, L, heads, meta, write
 
 from megatron_patch.stability import record
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import NOWHERE, Rule, Spot, judge
 from megatron_patch.stability.writer import Writer
-
-L, H = 3, 4
-
-
-def meta(attention: str = "stable_flash/none") -> dict:
-    return record.make_meta(layers=L, heads=H, interval=10, rule=Rule(), attention=attention)
-
-
-def heads(value: float) -> dict[str, np.ndarray]:
-    return {
-        name: np.full((L, H), value + i, np.float32)
-        for i, name in enumerate(list(HEAD_METRICS)[:-2])
-    }
-
-
-def write(folder: Path, steps: list[int], *, start: int = 0, value: float = 0.0) -> Writer:
-    writer = Writer(folder, meta(), start_step=start)
-    for step in steps:
-        scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3 + value, "grad_norm_max": 0.5}
-        layers = {"grad_norm": np.arange(L, dtype=np.float32) + step}
-        writer.write(step, scalars=scalars, layers=layers, heads=heads(step + value))
-    return writer
-
-
-def test_read_while_writing(tmp_path: Path) -> None:
-    writer = write(tmp_path, [10, 20, 30])
-    found = record.read(tmp_path)  # the writer is still open
-    assert found.steps.tolist() == [10, 20, 30]
-    assert found.heads["max_logit"].shape == (3, L, H) and found.heads["max_logit"][1, 2, 3] == 20
-    assert np.isnan(found.heads["wk_norm"]).all()
-    assert found.layers["grad_norm"][2].tolist() == [30, 31, 32]
-    assert found.scalars["grad_norm_max"].tolist() == [0.5] * 3
-    assert math.isnan(found.scalars["lr"][0])
-    writer.close()
-
-
-def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path) -> None:
-    write(tmp_path, [10, 20]).close()
-    file = tmp_path / "stability" / "records.bin"
-    whole = file.read_bytes()
-    for cut in (1, 7, len(whole) // 2 - 1):
-        file.write_bytes(whole[:-cut])
-        assert record.read(tmp_path).steps.tolist() == [10]
-    write(tmp_path, [20, 30], start=10).close()
-    assert record.read(tmp_path).steps.tolist() == [10, 20, 30]
-
-
-def test_a_resume_sets_repeated_steps_aside(tmp_path: Path) -> None:
-    write(tmp_path, [10, 20, 30, 40]).close()
-    writer = write(tmp_path, [30, 40], start=20, value=0.5)
-    assert writer.abandoned == 2 and writer.meta["earlier"] == []
-    writer.close()
-    found = record.read(tmp_path)
-    assert found.steps.tolist() == [10, 20, 30, 40]
-    assert found.heads["max_logit"][:, 0, 0].tolist() == [10, 20, 30.5, 40.5]
-    size = record.record_dtype(meta()).itemsize
-    assert (tmp_path / "stability" / "abandoned.bin").stat().st_size == 2 * size
-    rows = (tmp_path / "stability" / "layers.csv").read_text().splitlines()
-    assert [int(r.split(",")[0]) for r in rows[1:]] == [
-        s for s in (10, 20, 30, 40) for _ in range(L)
-    ]
-
-
-def test_records_of_another_shape_are_kept_beside(tmp_path: Path) -> None:
-    write(tmp_path, [10]).close()
-    other = record.make_meta(layers=L + 1, heads=H, interval=10, rule=Rule(), attention="a/b")
-    Writer(tmp_path, other, start_step=10).close()
-    assert len(record.read(tmp_path).steps) == 0
-    assert (tmp_path / "stability" / "records.until_10.bin").exists()
-
-
-OLD = [n for n in HEAD_METRICS if n != "kappa"]
-
-
-def earlier_version(folder: Path) -> bytes:
-    """Records of steps 10, 20, 30 without a metric of this version; what records.bin holds."""
-    old = meta() | {"head_metrics": OLD}
-    data = np.zeros(3, record.record_dtype(old))
-    data["step"], data["scalars"][:, 0] = (10, 20, 30), (1.0, 2.0, 3.0)
-    data["heads"][:] = np.arange(len(OLD))[:, None, None]
-    (folder / "stability").mkdir(parents=True)
-    (folder / "stability" / "records.bin").write_bytes(data.tobytes() + b"torn")
-    past = np.zeros(9, data.dtype)  # long enough to hold records of another layout
-    past["step"] = range(1, 10)
-    (folder / "stability" / "before.bin").write_bytes(past.tobytes())
-    (folder / "stability" / "meta.json").write_text(json.dumps(old))
-    rows = "step,layer,max_logit,worst_head\n" + "".join(f"{s},0,{s}.5,2\n" for s in (10, 20, 30))
-    (folder / "stability" / "layers.csv").write_text(rows)
-    return data.tobytes() + b"torn"
-
-
-def test_records_of_an_earlier_version_are_continued(tmp_path: Path) -> None:
-    """A metric more is no reason to forget a run of weeks, nor what its early warning looks at."""
-    data = earlier_version(tmp_path)
-    before = record.read(tmp_path)
-    assert "kappa" not in before.heads and before.steps.tolist() == [10, 20, 30]
-    writer = write(tmp_path, [30], start=20, value=0.5)
-    assert writer.abandoned == 1 and writer.set_aside is None
-    writer.close()
-    found = record.read(tmp_path)
-    assert found.steps.tolist() == [10, 20, 30]
-    assert found.scalars["loss_mean"][:2].tolist() == [1.0, 2.0]
-    assert np.isnan(found.heads["kappa"][:2]).all() and np.isfinite(found.heads["kappa"][2]).all()
-    for i, name in enumerate(OLD):
-        assert (found.heads[name][:2] == i).all(), name
-    assert found.before is not None and found.before["step"].tolist() == [*range(1, 10)]
-    folder = tmp_path / "stability"
-    table = (folder / "layers.csv").read_text().splitlines()
-    assert len(table) == 3 + L and len({line.count(",") for line in table}) == 1
-    told = dict(zip(table[0].split(","), table[1].split(","), strict=True))
-    assert (told["step"], told["max_logit"]) == ("10", "10.5")
-    assert (told["kappa"], told["worst_head"]) == ("", "2")
-    aside = sorted(p.name for p in folder.glob("*until_20*"))
-    assert aside == ["before.until_20.bin", "meta.until_20.json", "records.until_20.bin"]
-    assert (folder / aside[2]).read_bytes() == data  # whole, as they were
-
-
-def test_killed_while_it_takes_over_an_earlier_version(tmp_path: Path) -> None:
-    """At any rename: no file is ever read as what it is not, and none is lost."""
-    replace = os.replace
-    for allowed in range(20):
-        folder, left = tmp_path / str(allowed), iter(range(allowed))
-        data = earlier_version(folder)
-
-        def until(a: Any, b: Any, left: Any = left) -> None:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            replace(a, b)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "replace", until)
-            try:
-                write(folder, [], start=20).close()
-            except KeyboardInterrupt:
-                done = False
-            else:
-                done = True
-        write(folder, [], start=20).close()
-        found = record.read(folder)
-        assert found.steps.tolist() in ([10, 20], [])
-        assert found.scalars["loss_mean"].tolist() == [1.0, 2.0][: len(found.steps)]
-        assert found.before is None or found.before["step"].tolist() == [*range(1, 10)]
-        assert (folder / "stability" / "records.until_20.bin").read_bytes() == data
-        if done:
-            break
-    assert done and allowed > 4
-
-
-def test_looking_back_on_an_earlier_version(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    earlier_version(first)
-    (first / "stability" / "before.bin").unlink()
-    write(second, []).close()
-    look_back(second, first, step=30, steps=100)
-    assert [p.step for p in record.read(second).history().points] == [10, 20, 30]
-    # What a later version measured has no place here.
-    later = meta() | {"head_metrics": [*OLD, "unheard_of"]}
-    (first / "stability" / "meta.json").write_text(json.dumps(later))
-    with pytest.raises(ValueError, match="no place for"):
-        look_back(second, first, step=30, steps=100)
-    writer = write(first, [], start=30)
-    writer.close()
-    assert writer.set_aside == "records.until_30.bin"
-
-
-def test_missing_and_foreign_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        record.read(tmp_path)
-    write(tmp_path, [10]).close()
-    file = tmp_path / "stability" / "meta.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
-    with pytest.raises(ValueError, match="format 99"):
-        record.read(tmp_path)
-
 
 SCALARS = {"loss_mean": 3.0, "grad_norm_mean": 0.3, "grad_norm_max": 0.5}
 QUIET = np.zeros((L, H), np.float32)

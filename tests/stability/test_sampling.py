@@ -77,7 +77,7 @@ def look(
     **options: Any,
 ) -> RowFacts:
     seen = sample(rows, tokens=q.shape[0], geometry=geometry)
-    return measure(q, k, v, do, rows=seen, geometry=geometry, **options)
+    return measure(q, k, v, do, sampled=seen, geometry=geometry, **options)
 
 
 def check(facts: RowFacts, want: dict[str, torch.Tensor], rows: torch.Tensor) -> None:

@@ -1,0 +1,34 @@
+"""Small records for tests: files of a run as telemetry writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_patch.stability import record
+from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.warning import Rule
+from megatron_patch.stability.writer import Writer
+
+L, H = 3, 4
+
+
+def meta(attention: str = "stable_flash/none") -> dict:
+    return record.make_meta(layers=L, heads=H, interval=10, rule=Rule(), attention=attention)
+
+
+def heads(value: float) -> dict[str, np.ndarray]:
+    return {
+        name: np.full((L, H), value + i, np.float32)
+        for i, name in enumerate(list(HEAD_METRICS)[:-2])
+    }
+
+
+def write(folder: Path, steps: list[int], *, start: int = 0, value: float = 0.0) -> Writer:
+    writer = Writer(folder, meta(), start_step=start)
+    for step in steps:
+        scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3 + value, "grad_norm_max": 0.5}
+        layers = {"grad_norm": np.arange(L, dtype=np.float32) + step}
+        writer.write(step, scalars=scalars, layers=layers, heads=heads(step + value))
+    return writer
