@@ -15,7 +15,8 @@ not, because it is multiplied by the row's mean logit. Per head over its rows:
     side    sum of the error / root of the sum of its squares: 1 in RMS over heads where errors
             push logits up as often as down, larger where they do either
 
-for plain FlashAttention-2 numerics and for `compensated`. Default: the heads of the captures in
+for plain FlashAttention-2 numerics, for `compensated` and for its halves: the low-order part of O
+alone, the sum of the rounded P alone. Default: the heads of the captures in
 tests/experiments/captures. Writes docs/results/logit_growth.json. CPU. ``--keep`` adds to the heads
 of an earlier result, whose captures may be gone.
 """
@@ -23,6 +24,7 @@ of an earlier result, whose captures may be gone.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,12 @@ from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, 
 
 NOTHING = 1e-12
 """Share of the error below which a derivative is float64's own rounding."""
-KINDS = {"none": FLASH2, "compensated": COMPENSATED}
+KINDS = {
+    "none": FLASH2,
+    "low_order_o": replace(FLASH2, residual=COMPENSATED.residual),
+    "consistent_sum": replace(COMPENSATED, residual=None),
+    "compensated": COMPENSATED,
+}
 
 
 def examine(one: captured.Head) -> dict[str, Any]:

@@ -266,6 +266,35 @@ def logit_growth(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
 
 
+HALVES = {
+    "low_order_o": "low-order part alone",
+    "consistent_sum": "rounded sum alone",
+    "compensated": "`compensated`",
+}
+LOGITS = (25, 100, 1000, math.inf)
+"""Upper ends of the classes of heads, by their largest logit."""
+
+
+def halves(result: dict[str, Any]) -> str:
+    """What is left of the plain noise, by size of the logits: median over heads, and the range."""
+    of = [one for one in result["heads"] if all(one.get(k, {}).get("noise") for k in HALVES)]
+    rows, low = [], 0.0
+    for high in LOGITS:
+        heads = [one for one in of if low <= one["largest_logit"] < high]
+        row = [f"over {low:,.0f}" if high == math.inf else f"{low:,.0f} to {high:,.0f}"]
+        row += [str(len(heads)), _noise([one["none"]["noise"] for one in heads])]
+        for kind in HALVES:
+            left = [one[kind]["noise"] / one["none"]["noise"] for one in heads]
+            row.append(f"{statistics.median(left):.2f} ({_noise(left)})" if left else "-")
+        rows.append(row)
+        low = high
+    head = ["largest logit", "heads", "noise, plain"]
+    head += [f"left of it, {name}" for name in HALVES.values()]
+    words = "Median over heads, and the range. Heads whose true derivative is not zero, of "
+    words += f"{len({(one['run'], one['step'], one['layer']) for one in of})} captures."
+    return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
+
+
 def _noise(values: list[float | None]) -> str:
     """One ratio or the range of several; None is one whose true derivative is zero."""
     found = sorted(math.inf if value is None else value for value in values)
@@ -347,6 +376,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
+    found["logit-growth-halves"] = ("logit_growth", halves, "logit_growth.py")
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)
     return found

@@ -66,3 +66,30 @@ def test_a_head_without_a_derivative_is_error_only(script: Any) -> None:
     tables = benchmark_scripts.load("stability_tables")
     assert tables._noise([noise]) == "error only" and tables._noise([]) == "-"
     assert tables._noise([None, 0.25]) == "0.25 to error only"
+
+
+def test_what_the_halves_leave_is_told_by_size_of_the_logits(script: Any) -> None:
+    tables = benchmark_scripts.load("stability_tables")
+    place = {"run": "a-s1", "step": 5, "layer": 1}
+
+    def head(number: int, logit: float, *noise: float | None) -> dict[str, Any]:
+        kinds = dict(zip(script.KINDS, ({"noise": x, "side": 0.0} for x in noise), strict=False))
+        return place | {"head": number, "largest_logit": logit} | kinds
+
+    rows = [
+        head(0, 30, 0.1, 0.05, 0.1, 0.02),
+        head(1, 40, 0.2, 0.02, 0.22, 0.04),
+        head(2, 5000, None, None, None, None),  # saturated: nothing to compare with
+        head(3, 50, 0.3),  # an earlier result, without the halves
+    ]
+    text = tables.halves(
+        {"heads": rows, "versions": {}, "machine": {"cpu": ""}, "commit": "", "utc": ""}
+    )
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    found = {line[0]: line[1:] for line in lines if line}
+    assert found["25 to 100"] == [
+        *("2", "0.1 to 0.2", "0.30 (0.1 to 0.5)", "1.05 (1 to 1.1)", "0.20 (0.2)"),
+    ]
+    assert found["over 1,000"] == ["0", "-", "-", "-", "-"]
+    assert "of 1 captures" in text
+    assert list(script.KINDS) == ["none", *tables.HALVES]
