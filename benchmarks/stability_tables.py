@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import functools
+import json
 import math
 import statistics
 import sys
@@ -28,13 +31,11 @@ PROTOCOLS = (
 
 def cells(_: dict[str, Any]) -> str:
     """The cells of every protocol, from configs/stability."""
-    from megatron_patch.experiments.protocol import read
     from megatron_patch.experiments.variants import VARIANTS
 
     rows = []
     for name in PROTOCOLS:
-        experiment = read(ROOT / "configs" / "stability" / f"{name}.yaml")
-        protocol = experiment.protocol
+        protocol = _experiment(name).protocol
         if name == "rescue_paper":
             text = "the cells of `rescue`, the run to be saved computes the paper's emulation"
             rows.append([f"`{name}`", "all", "as there", text])
@@ -62,12 +63,60 @@ def verdicts(name: str) -> Callable[[dict[str, Any]], str]:
         from megatron_patch.experiments import results
 
         lines = [_run_origin(result["environment"]), "", results.markdown(result).rstrip()]
+        if made := made_for_baselines(name, result):
+            text = "the same configuration from the same weights on the same batches:"
+            lines += ["", f"Made for `{_baselines(name)}`, {text}", ""]
+            lines += [results.verdict_table(made, result["explosion"])]
         plot = f"stability_{name}.png"
         if (ROOT / "docs" / "results" / plot).exists():
             lines += ["", f"![Loss and gradient norm of all runs](results/{plot})"]
         return "\n".join(lines)
 
     return render
+
+
+def made_for_baselines(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs of ``baselines`` that are what a cell of this protocol asks for, and was not made here.
+
+    Of seeds of which something was made here, and with the same fingerprint: weights and batches.
+    """
+    path = ROOT / "docs" / "results" / f"stability_{_baselines(name)}.json"
+    if name == _baselines(name) or not path.exists():
+        return []
+    other = json.loads(path.read_text())
+    made = {run["run"]: run for run in other["runs"] if run["steps"]}
+    known = {_asked(run, _baselines(name)): run.id for run in _experiment(_baselines(name)).runs}
+    waiting = {run["run"] for run in result["runs"] if not run["steps"]}
+    found = []
+    for run in _experiment(name).runs:
+        seed = str(run.seed)
+        mine, theirs = (one["fingerprints"].get(seed) for one in (result, other))
+        if run.id not in waiting or run.base is not None or mine is None or mine != theirs:
+            continue
+        if same := made.get(known.get(_asked(run, name), "")):
+            found.append(same)
+    return found
+
+
+def _baselines(name: str) -> str:
+    """The protocol whose runs are the controls of ``name``."""
+    return "baselines_bf16_residual" if name.endswith("_bf16_residual") else "baselines"
+
+
+@functools.cache
+def _experiment(name: str) -> Any:
+    from megatron_patch.experiments.protocol import read
+
+    return read(ROOT / "configs" / "stability" / f"{name}.yaml")
+
+
+def _asked(run: Any, name: str) -> str:
+    """What a run computes: its whole configuration, but for name and place, and its variant."""
+    from megatron_patch.experiments.protocol import trainer_config
+
+    experiment = _experiment(name)
+    config = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+    return repr((run.cell.variant, dataclasses.replace(config, name="-")))
 
 
 def probes(result: dict[str, Any]) -> str:
@@ -159,25 +208,53 @@ def _losses(protocol: str) -> dict[str, dict[int, float]]:
     return found
 
 
-def timeline(result: dict[str, Any]) -> str:
-    """One head through the runs, a line a step, the runs side by side."""
-    names = {"max_logit": "largest logit", "wq_norm": "W_Q", "grad_norm_mean": "gradient norm"}
-    runs = sorted(result["runs"])
-    where = f"Layer {result['layer']}, head {result['head']}: its largest logit and the spectral "
-    where += "norm of its W_Q; the gradient norm of the whole model. - : no record."
-    if any(
-        row and "growth_noise" in row for run in runs for row in result["runs"][run]["at"].values()
-    ):
-        names = {"growth_noise": "noise", **names}
-        where += " Noise: error over true derivative by a factor on the logits."
+def timeline(*names: str) -> Callable[[dict[str, Any]], str]:
+    """One head through runs (``names`` of them, or all), a line a step, the runs side by side."""
+
+    def render(result: dict[str, Any]) -> str:
+        runs = {run: result["runs"][run] for run in names or sorted(result["runs"])}
+        where = f"Layer {result['layer']}, head {result['head']}: its largest logit and the "
+        where += "spectral norm of its W_Q; the gradient norm of the whole model. - : no record."
+        noisy = [run for run, one in runs.items() if _measured(one, "growth_noise")]
+        if noisy:
+            where += " Noise: error over true derivative by a factor on the logits."
+        columns = [("noise", "growth_noise", run) for run in noisy]
+        for told, key in TIMELINE.items():
+            columns += [(told, key, run) for run in runs]
+        rows = []
+        for step in sorted({int(s) for run in runs.values() for s, at in run["at"].items() if at}):
+            found = [(runs[run]["at"].get(str(step)) or {}).get(key) for _, key, run in columns]
+            rows.append([f"{step:,}", *map(_three_digits, found)])
+        where += kept_from([*runs.items()], "Read")
+        head = ["step", *(f"{told}, {run}" for told, _, run in columns)]
+        return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
+
+    return render
+
+
+TIMELINE = {"largest logit": "max_logit", "W_Q": "wq_norm", "gradient norm": "grad_norm_mean"}
+
+
+def _measured(run: dict[str, Any], key: str) -> bool:
+    return any(row and row.get(key) is not None for row in run["at"].values())
+
+
+def _three_digits(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def layer_heads(result: dict[str, Any]) -> str:
+    """The largest logit of every head of a layer, a line a run and step."""
     rows = []
-    for step in sorted({int(step) for run in runs for step in result["runs"][run]["at"]}):
-        at = [result["runs"][run]["at"].get(str(step)) or {} for run in runs]
-        cells = [found.get(name) for name in names for found in at]
-        told = ["-" if c is None else f"{c:,.0f}" if c >= 1000 else f"{c:.3g}" for c in cells]
-        rows.append([f"{step:,}", *told])
+    for run, one in result["runs"].items():
+        for i, (step, values) in enumerate(sorted(one["at"].items(), key=lambda at: int(at[0]))):
+            rows.append([run if i == 0 else "", f"{int(step):,}", *map(_three_digits, values)])
+    heads = max(len(values) for one in result["runs"].values() for values in one["at"].values())
+    where = f"Largest logit of every head of layer {result['layer']}."
     where += kept_from([*result["runs"].items()], "Read")
-    head = ["step", *(f"{name}, {run}" for name in names.values() for run in runs)]
+    head = ["run", "step", *(f"head {h}" for h in range(heads))]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
@@ -370,13 +447,19 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["stability-rescue-cost"] = ("stability_rescue", rescue_cost, command.format("rescue"))
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
-    found["stability-timeline"] = ("head_timeline", timeline, read)
-    found["stability-timeline-s1"] = ("head_timeline_s1", timeline, read)
-    found["stability-timeline-paper"] = ("head_timeline_paper", timeline, read)
+    kernels = ("compensated-s2", "none-s2", "sdpa_cudnn-s2", "sdpa_flash-s2")
+    halves_of = ("none-s2", "consistent_sum-s2", "low_order_o-s2", "compensated-s2")
+    found["stability-timeline"] = ("head_timeline", timeline(*kernels), read)
+    found["stability-timeline-halves"] = ("head_timeline", timeline(*halves_of), read)
+    found["stability-layer-heads"] = (
+        "layer_heads", layer_heads, "layer_heads.py RUN ... --layer L --steps ...",
+    )  # fmt: skip
+    found["stability-timeline-s1"] = ("head_timeline_s1", timeline(), read)
+    found["stability-timeline-paper"] = ("head_timeline_paper", timeline(), read)
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
     found["logit-growth-halves"] = ("logit_growth", halves, "logit_growth.py")
-    found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline, read)
-    found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline, read)
+    found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
+    found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
     return found

@@ -175,8 +175,7 @@ def _finite(value: Any) -> Any:
 def markdown(result: dict[str, Any]) -> str:
     """The verdict table, the spread over seeds, and what is missing, as Markdown."""
     rule = result["explosion"]
-    head = [text.format(**rule) for text in HEAD]
-    lines = [table(head, [_row(run) for run in result["runs"]])]
+    lines = [verdict_table(result["runs"], rule)]
     if any(run.get("origin") for run in result["runs"]):
         lines += ["", _continued(result)]
     lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
@@ -200,6 +199,11 @@ def markdown(result: dict[str, Any]) -> str:
     if len(commits) > 1:
         lines += ["", f"Runs were made with commits {', '.join(commits)}; each has its own."]
     return "\n".join(lines) + "\n"
+
+
+def verdict_table(runs: Sequence[dict[str, Any]], rule: dict[str, Any]) -> str:
+    """A line a run, judged by ``rule`` (the protocol's ``explosion``)."""
+    return table([text.format(**rule) for text in HEAD], [_row(run) for run in runs])
 
 
 def _row(run: dict[str, Any]) -> list[str]:

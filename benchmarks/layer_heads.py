@@ -1,0 +1,69 @@
+"""The largest logit of every head of one layer, at some steps of several runs.
+
+    python benchmarks/layer_heads.py RUN ... --layer 1 --steps 2000 4000 5300
+
+`head_timeline.py` follows one head; this tells which of its neighbours go with it. A RUN is a run
+directory with telemetry (``<run_dir>/stability``). Writes docs/results/layer_heads.json. No GPU, no
+torch. ``--keep`` adds to the runs of an earlier result, whose records may be gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine
+import numpy as np
+from head_timeline import read
+
+from megatron_patch.stability import record
+
+
+def at(telemetry: record.Telemetry, step: int, layer: int) -> list[float | None] | None:
+    """Head by head, None where it is not finite; None if the run has no record of that step."""
+    found = np.flatnonzero(telemetry.steps == step)
+    if not len(found):
+        return None
+    values = telemetry.heads["max_logit"][int(found[0]), layer].tolist()
+    return [value if np.isfinite(value) else None for value in values]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--layer", type=int, required=True, help="counted from 0")
+    parser.add_argument("--steps", type=int, nargs="+", required=True)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    runs: dict[str, Any] = {}
+    if args.keep:
+        old = machine.read_result(args.keep, "--keep")
+        if old.get("layer") != args.layer:
+            parser.error(f"{args.keep} is about layer {old.get('layer')}")
+        runs = machine.kept_runs(old)
+    for name in args.runs:
+        telemetry = read(parser, name)
+        if not 0 <= args.layer < telemetry.meta["layers"]:
+            parser.error(f"{name} has {telemetry.meta['layers']} layers, counted from 0")
+        rows = {step: at(telemetry, step, args.layer) for step in args.steps}
+        missing = [str(step) for step, row in rows.items() if row is None]
+        if missing:
+            every, last = telemetry.meta["interval"], max(telemetry.steps, default=0)
+            parser.error(
+                f"{name} has no record of step {', '.join(missing)}; it has one every {every} "
+                f"steps, the last at {last}"
+            )
+        runs[Path(name).name] = {"attention": telemetry.meta["attention"], "at": rows}
+    result = {"layer": args.layer, "runs": runs}
+    print(f"wrote {machine.write_result('layer_heads', result, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
