@@ -1,13 +1,14 @@
 """What an observation of the telemetry cost in runs as they were made, from their own step times.
 
-    python benchmarks/observation_cost.py RUN ...
+    python benchmarks/observation_cost.py RUN ... [--keep docs/results/observation_cost.json]
 
 A RUN is a run directory whose every step is in metrics.csv (``logging.interval: 1``). An observed
 step, a multiple of ``stability.interval``, and the one after it, which reads the record, are
 compared with the median step around them; the same is done between observations, where nothing
 should be found. Medians over the run: checkpoints, captures and other work fall out. A line an
 attempt, because attempts may have had other numbers of GPUs. Writes
-docs/results/observation_cost.json. No GPU, no torch.
+docs/results/observation_cost.json. No GPU, no torch. ``--keep`` adds to the attempts of an earlier
+result, whose records may be gone.
 """
 
 from __future__ import annotations
@@ -84,14 +85,24 @@ def _extra(seconds: dict[int, float], step: int, usual: float) -> float:
     return sum(seconds.get(s, usual) - usual for s in (step, step + 1))
 
 
+def kept(path: Path) -> list[dict[str, Any]]:
+    """Attempts of an earlier result; each names the commit it was read at."""
+    old = machine.read_result(path, "--keep")
+    if not isinstance(old.get("attempts"), list):
+        raise SystemExit(f"--keep {path}: a result of something else, it has no attempts")
+    return [{"read_at": old["commit"]} | row for row in old["attempts"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
-    rows = []
+    rows = kept(args.keep) if args.keep else []
+    before = len(rows)
     for run in args.runs:
         try:
             interval = record.read(run).meta["interval"]
@@ -110,7 +121,7 @@ def main() -> int:
                 continue
             facts = {name: attempt.get(name) for name in ("world_size", "gpu", "commit", "torch")}
             rows.append({"run": run.name, "interval": interval} | facts | figures)
-    if not rows:
+    if len(rows) == before:
         parser.error(f"no attempt has {FEWEST} observations after its first {SETTLED} steps")
     print(f"wrote {machine.write_result('observation_cost', {'attempts': rows}, args.out)}")
     return 0

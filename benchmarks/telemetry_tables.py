@@ -116,7 +116,9 @@ def observations(result: dict[str, Any]) -> str:
     )
     head = ["run", "GPUs", "steps", "step", "observations", "one costs, median", "quartiles"]
     head += ["between them", "share"]
-    return f"{origin(result)} Runs made on {where}.\n\n{table(head, rows)}"
+    told = [(row["run"], {"commit": row.get("read_at")}) for row in result["attempts"]]
+    read = kept_from([(run, at) for run, at in told if at["commit"]], "Read")
+    return f"{origin(result)} Runs made on {where}.{read}\n\n{table(head, rows)}"
 
 
 def _percent(value: float | None) -> str:

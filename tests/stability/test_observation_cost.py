@@ -68,6 +68,24 @@ def test_what_was_put_in_is_found(
     assert lines[-1].startswith("| run | 2 | 4,001 to 6,000 |") and "1.2" in lines[-1]
 
 
+def test_an_earlier_result_is_added_to(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write(tmp_path / "first", (1, 2000, 0.125, 0.025))
+    second = write(tmp_path / "second", (1, 2000, 0.125, 0.01))
+    call(script, monkeypatch, tmp_path, first)
+    keep = ["--keep", str(tmp_path / "observation_cost.json")]
+    result = call(script, monkeypatch, tmp_path, second, *keep)
+    assert [row["run"] for row in result["attempts"]] == ["first", "second"]
+    assert "read_at" in result["attempts"][0] and "read_at" not in result["attempts"][1]
+    told = benchmark_scripts.load("telemetry_tables").observations(result)
+    assert f"Read at commit {result['attempts'][0]['read_at'][:12]}: first." in told
+    for wrong in ('{"commit": "c"}', "{"):
+        (tmp_path / "other.json").write_text(wrong)
+        with pytest.raises(SystemExit, match="result"):
+            call(script, monkeypatch, tmp_path, second, "--keep", str(tmp_path / "other.json"))
+
+
 def test_what_cannot_be_told_is_refused(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
