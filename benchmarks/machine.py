@@ -176,10 +176,15 @@ def kept_runs(old: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_result(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
-    """Write ``<folder or docs/results>/<name>.json`` with ``describe()`` beside the figures."""
+    """Write ``<folder or docs/results>/<name>.json`` with ``describe()`` beside the figures.
+
+    Whole or not at all: hours of a GPU may be in the file that it replaces.
+    """
     target = (folder or RESULTS) / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({**describe(), **figures}, indent=1, sort_keys=True) + "\n")
+    draft = target.with_name(f"{target.name}.tmp")
+    draft.write_text(json.dumps({**describe(), **figures}, indent=1, sort_keys=True) + "\n")
+    draft.replace(target)
     return target
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drift_table
 from table_text import kept_from, origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -460,6 +461,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
     found["logit-growth-halves"] = ("logit_growth", halves, "logit_growth.py")
+    found["gradient-drift"] = ("gradient_drift", drift_table.rendered, "gradient_drift.py ...")
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
     return found

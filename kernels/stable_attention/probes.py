@@ -24,6 +24,7 @@ from stable_attention.reference.geometry import (
     Window,
     allowed,
     bounds,
+    from_bhsd,
     head_group,
     key_range,
     to_bhsd,
@@ -295,16 +296,8 @@ def probe_results(
     budget: int | None = None,
 ) -> dict[str, ProbeReport]:
     """``probe`` for several results of the same inputs, computing the truth once."""
-    if layout == "thd":
-        raise ValueError("layout='thd': probe sequences one by one as layout='bshd' with b = 1")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() == 0:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: nothing in it to probe")
+    flat, scale, budget = _flat_heads((q, k, v, dout), layout=layout, scale=scale, budget=budget)
     hq = to_bhsd(q, layout).shape[1]
-    flat = tuple(_flat(x, layout, hq) for x in (q, k, v, dout))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if budget is None:
-        budget = (1 << 30) if q.is_cuda else (64 << 20)
     facts = _Facts(flat[0].shape[0], q.device)
     errors = {name: _Errors(result, layout, hq) for name, result in results.items()}
     truth = _TrueGradients(flat, scale, wanted=any(r.dk is not None for r in results.values()))
@@ -321,6 +314,52 @@ def probe_results(
             if dq is not None:
                 grads[name].add(block, keep, dq[:, keep])
     return {name: _report(facts, errors[name], grads[name], truth) for name in results}
+
+
+def true_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    budget: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dQ and dK in float64, in ``layout``, with the shapes of q and k (GQA: summed over the group).
+
+    What `probe` compares with. Arguments and ValueErrors as there; rows that see no key have a dQ
+    of 0.
+    """
+    flat, scale, budget = _flat_heads((q, k, v, dout), layout=layout, scale=scale, budget=budget)
+    truth = _TrueGradients(flat, scale, wanted=True)
+    dq = torch.zeros_like(flat[0], dtype=torch.float64)
+    for block in _blocks(*flat, scale=scale, reach=bounds(causal, window), budget=budget):
+        dq[block.heads, block.rows] = truth.add(block)
+    b, hq, sq, d = to_bhsd(q, layout).shape
+    hk, sk = to_bhsd(k, layout).shape[1:3]
+    assert truth.dk is not None
+    dk = truth.dk.view(b, hk, hq // hk, sk, d).sum(2)
+    return from_bhsd(dq.view(b, hq, sq, d), layout), from_bhsd(dk, layout)
+
+
+def _flat_heads(
+    tensors: tuple[torch.Tensor, ...], *, layout: str, scale: float | None, budget: int | None
+) -> tuple[tuple[torch.Tensor, ...], float, int]:
+    """q, k, v, dO as [b * hq, s, d], the scale, and the bytes of a block."""
+    if layout == "thd":
+        raise ValueError("layout='thd': probe sequences one by one as layout='bshd' with b = 1")
+    for name, x in zip("qkv", tensors, strict=False):
+        if x.numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: nothing in it to probe")
+    q = tensors[0]
+    hq = to_bhsd(q, layout).shape[1]
+    if budget is None:
+        budget = (1 << 30) if q.is_cuda else (64 << 20)
+    flat = tuple(_flat(x, layout, hq) for x in tensors)
+    return flat, q.shape[-1] ** -0.5 if scale is None else scale, budget
 
 
 class _TrueGradients:
@@ -417,4 +456,5 @@ __all__ = [
     "probe",
     "probe_results",
     "spectral_norm",
+    "true_gradients",
 ]

@@ -9,7 +9,13 @@ import torch
 from attention_cases import Case, make_inputs
 from error_rule import run_oracle
 
-from stable_attention.probes import BackendResult, decode_residual, probe, spectral_norm
+from stable_attention.probes import (
+    BackendResult,
+    decode_residual,
+    probe,
+    spectral_norm,
+    true_gradients,
+)
 from stable_attention.reference.emulators import (
     COMPENSATED,
     DYNAMIC_MAX,
@@ -23,6 +29,7 @@ from stable_attention.reference.emulators import (
     half_ulp,
     low_order_part,
 )
+from stable_attention.reference.geometry import from_bhsd
 from stable_attention.reference.regimes import REGIMES, make_regime
 
 HEADS, N = 8, 256
@@ -144,6 +151,45 @@ def test_probe_handles_gqa_windows_and_layouts() -> None:
         backend=BackendResult(out=truth.out, lse=truth.lse, dq=truth.dq, dk=truth.dk),
     )  # fmt: skip
     assert max(report.rms, report.dq_error, report.dk_error, report.lse_error) < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize(
+    ("causal", "window", "sq", "sk"),
+    [(False, None, 37, 21), (True, None, 37, 37), (True, (9, 0), 33, 33), (True, None, 33, 21)],
+)
+def test_true_gradients_are_those_of_autograd(
+    layout: str, causal: bool, window: tuple[int, int] | None, sq: int, sk: int
+) -> None:
+    """In float64, GQA, rows without keys (the first ones where sq > sk), in blocks of rows."""
+    gen = torch.Generator().manual_seed(0)
+    b, hq, hk, d, dv = 2, 4, 2, 8, 6
+    shapes = ((b, hq, sq, d), (b, hk, sk, d), (b, hk, sk, dv), (b, hq, sq, dv))
+    tensors = [torch.randn(s, generator=gen, dtype=torch.float64) for s in shapes]
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    dout = tensors[3]
+    i, j = torch.arange(sq)[:, None] + sk - sq, torch.arange(sk)
+    hidden = torch.zeros(sq, sk, dtype=torch.bool)
+    if causal:
+        hidden |= j > i
+    if window is not None:
+        hidden |= j < i - window[0]
+    keys, values = (x.repeat_interleave(hq // hk, 1) for x in (k, v))
+    seen = ~hidden.all(-1)  # a row that sees no key has no softmax
+    scores = (q @ keys.mT * d**-0.5).masked_fill(hidden, -math.inf)[:, :, seen]
+    out = torch.softmax(scores, -1) @ values
+    expected = torch.autograd.grad((out * dout[:, :, seen]).sum(), (q, k))
+
+    given = [from_bhsd(x.detach(), layout) for x in (q, k, v, dout)]
+    for budget in (None, 8 * sk * 5):
+        found = true_gradients(*given, layout=layout, causal=causal, window=window, budget=budget)
+        for mine, theirs in zip(found, expected, strict=True):
+            theirs = from_bhsd(theirs, layout)
+            assert mine.dtype == torch.float64 and mine.shape == theirs.shape
+            # Sums of some tens of products: a few units of float64's rounding.
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="probe sequences one by one"):
+        true_gradients(*given, layout="thd")
 
 
 @pytest.mark.parametrize("row", [0, 40])

@@ -1,0 +1,66 @@
+"""The table of `gradient_drift.py`: medians over heads, and the head with the largest coherence."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from table_text import kept_from, origin, table
+
+SIDES = ("q", "k")
+MEDIANS = {
+    "scatter of a walk's": "walk_sd",
+    "ahead": "ahead",
+    "cross": "cross",
+    "line": "line",
+    "rank one": "rank_one",
+    "growth": "growth",
+}
+SURE = 1e-3
+"""Heads are counted whose coherence random signs reach less often; none of 2^15 is 3e-5."""
+
+
+def figures(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line a checkpoint and layer, side and kind: medians over heads, and the worst head."""
+    rows = []
+    for name, facts in runs.items():
+        for side in SIDES:
+            for kind, heads in facts[side].items():
+                middle = functools.partial(_median, heads)
+                worst = max(heads, key=lambda head: _or(head["coherence"], -math.inf))
+                value, error, p = (_text(worst[k]) for k in ("coherence", "coherence_se", "walk_p"))
+                sure = sum(_or(head["walk_p"], 1.0) < SURE for head in heads)
+                row = [name, f"W_{side.upper()}", kind, middle("relative"), middle("coherence")]
+                row += [f"head {worst['head']}: {value} +- {error}", p, f"{sure} of {len(heads)}"]
+                rows.append([*row, *(middle(key) for key in MEDIANS.values())])
+    head = ["checkpoint", "side", "kind", "relative", "coherence", "the largest", "its p"]
+    return table([*head, f"heads with p < {SURE:g}", *MEDIANS], rows)
+
+
+def rendered(result: dict[str, Any]) -> str:
+    """For a page: where it comes from, how much was looked at, and the figures."""
+    runs = result["runs"]
+    told = "; ".join(
+        f"{name}: {one['batches']} batches of {one['sequences']} sequences"
+        + (f", {one['repeated_sequences']} seen before" if one["repeated_sequences"] else "")
+        for name, one in runs.items()
+    )
+    where = f"Medians over heads, but for the largest coherence. {told}."
+    where += kept_from([*runs.items()], "Measured")
+    return "\n".join([f"{origin(result)} {where}", "", figures(runs)])
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
+
+
+def _median(heads: Sequence[Mapping[str, Any]], name: str) -> str:
+    known = [head[name] for head in heads if head.get(name) is not None]
+    return _text(statistics.median(known)) if known else "-"
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
