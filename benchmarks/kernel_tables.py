@@ -255,6 +255,23 @@ def compared_table(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {shapes}", "", table(head, body)])
 
 
+FLOAT32 = {"split": "split products", "torch": "PyTorch, float32", "compensated": "`compensated`"}
+
+
+def float32_attention(result: dict[str, Any]) -> str:
+    """Errors against float64 and times of attention in float32, a line an implementation."""
+    times = result.get("times", {})
+    body = []
+    for name, found in result["errors"].items():
+        took = times.get(name, {})
+        both = f"{took['both_ms']:.2f} ms" if took else "-"
+        body.append([FLOAT32[name], both, *(f"{error:.1e}" for error in found.values())])
+    b, s, h, d = result["shape"]
+    where = f"b {b}, s {s:,}, {h} heads, d {d}, causal; relative RMS errors."
+    head = ["implementation", "forward and backward", "O", "dQ", "dK", "dV"]
+    return "\n".join([f"{origin(result)} {where}", "", table(head, body)])
+
+
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     """Marker -> (result file, renderer, command that measures it)."""
     return {
@@ -270,6 +287,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
             )
             for name in ("own_tiles", "l2", "sums")
         },
+        "float32-attention": (
+            "float32_attention",
+            float32_attention,
+            "float32_attention.py",
+        ),
         "kernel-checks": ("kernel_checks", checks_table, "kernel_checks.py"),
         "sanitizer": ("sanitizer", sanitizer_line, "kernel_sanitizer.py"),
         "kernel-faults": ("kernel_faults", faults_table, "kernel_faults.py"),

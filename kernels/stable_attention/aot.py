@@ -76,8 +76,8 @@ class Report:
 
 
 @contextlib.contextmanager
-def capture(arch: str) -> Iterator[list[Launch]]:
-    """Record launches instead of running them, with the tiles of ``arch``."""
+def capture(arch: str, kernels: tuple[Any, ...] = KERNELS) -> Iterator[list[Launch]]:
+    """Record launches of ``kernels`` instead of running them, with the tiles of ``arch``."""
     launches: list[Launch] = []
     arch_of = configs.arch_of
 
@@ -91,12 +91,12 @@ def capture(arch: str) -> Iterator[list[Launch]]:
 
     configs.arch_of = lambda device: arch
     try:
-        for kernel in KERNELS:
+        for kernel in kernels:
             kernel.run = recorder(kernel)
         yield launches
     finally:
         configs.arch_of = arch_of
-        for kernel in KERNELS:
+        for kernel in kernels:
             del kernel.run
 
 

@@ -122,7 +122,7 @@ def _minus(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 
 
 def float32_attention(run: Backend) -> Backend:
-    """Attention in float32 from the same 16-bit q, k, v: PyTorch's memory-efficient kernel.
+    """Attention in float32 from the same BF16 q, k, v: products of split P and dS.
 
     O is rounded to 16 bits for the output projection only; the backward reads it in float32. On
     the CPU the blockwise reference does the same.
@@ -131,18 +131,17 @@ def float32_attention(run: Backend) -> Backend:
     def changed(call: Call) -> Result:
         if call.q.device.type != "cuda":
             return run(call)
-        import torch.nn.functional as F
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from stable_attention.reference.split_products import split_product_attention
 
-        q, k, v = (x.permute(1, 2, 0, 3).float() for x in (call.q, call.k, call.v))
-        if q.shape[1] != k.shape[1] or call.window is not None or call.sinks is not None:
+        if call.window is not None or call.sinks is not None:
             raise ValueError(
-                "fp32_attention is full attention with as many key/value heads as query heads, "
-                "without window or sinks: remove them from the model"
+                "fp32_attention is full attention without window or sinks: remove them from the "
+                "model"
             )
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, scale=call.scale)
-        return out.permute(2, 0, 1, 3).to(call.q.dtype), None
+        out = split_product_attention(
+            call.q, call.k, call.v, layout=call.layout, causal=call.causal, scale=call.scale
+        )
+        return out, None
 
     return changed
 

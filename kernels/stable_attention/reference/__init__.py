@@ -1,8 +1,9 @@
-"""Attention in plain PyTorch: what the kernels are judged against, and what runs where they do not.
+"""Attention outside the kernels: what they are judged against, and what runs where they do not.
 
 - ``reference_attention``: float32 inside, blocks of keys, trainable on CPU and GPU.
 - ``oracle_attention``: float64, one matrix at a time, gradients by autograd; small shapes.
 - ``emulators``: the rounding of other implementations, step by step.
+- ``split_products``: float32 from BF16 tensors on tensor cores (Triton), for whole training runs.
 """
 
 from stable_attention.reference.blockwise import reference_attention
