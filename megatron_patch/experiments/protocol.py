@@ -96,8 +96,9 @@ class Protocol:
     save_seconds: float = 90.0
     """Time kept free at the end of a time budget for saving and leaving."""
     steps_per_second: float | None = None
-    """Expected speed of one run, for the plan that --dry-run prints; null: unknown. With
-    another number of GPUs a run (--gpus-per-run) it is taken to grow in proportion."""
+    """Expected speed of one run, for the plan that --dry-run prints; null: unknown. Where runs
+    share a GPU, the speed beside the others. With another number of GPUs a run (--gpus-per-run) it
+    is taken to grow in proportion."""
     explosion: ExplosionConfig = field(default_factory=ExplosionConfig)
     """When a run counts as exploded."""
     cells: list[CellConfig]
