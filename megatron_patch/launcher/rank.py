@@ -54,6 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     _note_term(attempt / "asked" / f"{rank:05d}")
     _redirect(attempt / f"rank_{rank:05d}.log")
     code, reason = _settled(attempt / "exit") or _run(arguments[0], arguments[1:])
+    # What asks to stop comes again until the rank is gone, and reaches nodes at different times:
+    # a rank that has saved because another one was asked must not die of it on its way out. An
+    # interpreter that ends gives the signals of Python handlers back to the system.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
     leave(rank, code, reason)

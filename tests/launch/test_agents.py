@@ -140,6 +140,36 @@ def test_an_exit_code_does_not_wait_for_threads(tmp_path):
     assert (tmp_path / "exit" / "00000").read_text().startswith("2 ")
 
 
+LEAVES = """
+import atexit, sys, time
+from pathlib import Path
+
+def slowly():
+    Path(sys.argv[1]).touch()
+    time.sleep(2)
+
+atexit.register(slowly)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_that_comes_late_does_not_kill_a_rank_that_has_ended(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """It reaches one node later than another, or is sent again, while an interpreter ends."""
+    (tmp_path / "program.py").write_text(LEAVES)
+    environment = os.environ | {"RANK": "0", "MEGATRON_PATCH_ATTEMPT_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "megatron_patch.launcher.rank", str(tmp_path / "program.py")]
+    process = subprocess.Popen([*command, str(tmp_path / "leaving")], env=environment)
+    try:
+        wait_for((tmp_path / "leaving").exists)
+        process.send_signal(number)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert (tmp_path / "exit" / "00000").read_text().startswith("0 ")
+
+
 WAITS = """
 import ctypes, os, sys, time
 from pathlib import Path
