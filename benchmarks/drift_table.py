@@ -23,12 +23,12 @@ SURE = 1e-3
 """Heads are counted whose coherence random signs reach less often; none of 2^15 is 3e-5."""
 
 
-def figures(runs: Mapping[str, Mapping[str, Any]]) -> str:
+def figures(runs: Mapping[str, Mapping[str, Any]], sides: Sequence[str] = SIDES) -> str:
     """A line a checkpoint and layer, side and kind: medians over heads, and the worst head."""
     rows = []
     for name, facts in runs.items():
-        for side in SIDES:
-            for kind, heads in facts[side].items():
+        for side in sides:
+            for kind, heads in sorted(facts[side].items(), key=lambda item: _place(facts, item[0])):
                 middle = functools.partial(_median, heads)
                 worst = max(heads, key=lambda head: _or(head["coherence"], -math.inf))
                 value, error, p = (_text(worst[k]) for k in ("coherence", "coherence_se", "walk_p"))
@@ -48,9 +48,15 @@ def rendered(result: dict[str, Any]) -> str:
         + (f", {one['repeated_sequences']} seen before" if one["repeated_sequences"] else "")
         for name, one in runs.items()
     )
-    where = f"Medians over heads, but for the largest coherence. {told}."
-    where += kept_from([*runs.items()], "Measured")
-    return "\n".join([f"{origin(result)} {where}", "", figures(runs)])
+    where = "W_Q (W_K is in the result file); medians over heads, but for the largest coherence. "
+    where += f"{told}." + kept_from([*runs.items()], "Measured")
+    return "\n".join([f"{origin(result)} {where}", "", figures(runs, ("q",))])
+
+
+def _place(facts: Mapping[str, Any], kind: str) -> int:
+    """The true gradient first, then as asked for: a result file has names in their own order."""
+    kinds = facts.get("kinds", [])
+    return kinds.index(kind) if kind in kinds else -1
 
 
 def _or(value: float | None, other: float) -> float:
