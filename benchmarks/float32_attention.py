@@ -5,10 +5,11 @@
 Forward and backward of causal self-attention from BF16 tensors, as the cell `fp32_attention` of the
 experiments has it: `split` (stable_attention.reference.split_products), `torch` (PyTorch's
 memory-efficient kernel on float32 copies, rounded to BF16 at the end), and `compensated` for scale.
-Time: medians over CUDA events, the three in turn. Errors against float64: RMS over RMS of the
-result, of the float32 O and gradients before their rounding (of `compensated` after it), on the
-first sequence. Writes docs/results/float32_attention.json. One GPU; on the CPU (under Triton's
-interpreter) errors only, with PyTorch's unfused float32 attention.
+Time: medians over CUDA events, the three in turn, each behind work that keeps the GPU busy until
+the host has launched all of it. Errors against float64: RMS over RMS of the result, of the float32
+O and gradients before their rounding (of `compensated` after it), on the first sequence. Writes
+docs/results/float32_attention.json. One GPU; on the CPU (under Triton's interpreter) errors only,
+with PyTorch's unfused float32 attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 import torch
 import torch.nn.functional as F
+from attention import QUEUE_CYCLES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import stable_attention
@@ -88,6 +90,7 @@ def times(given: list[torch.Tensor]) -> dict[str, dict[str, float]]:
     for turn in range(WARM + ROUNDS):
         for name, run in backends().items():
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            torch.cuda._sleep(QUEUE_CYCLES)
             marks[0].record()
             out = run(*leaves)
             marks[1].record()

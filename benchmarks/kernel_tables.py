@@ -256,19 +256,20 @@ def compared_table(result: dict[str, Any]) -> str:
 
 
 FLOAT32 = {"split": "split products", "torch": "PyTorch, float32", "compensated": "`compensated`"}
+FLOAT32_OF = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
 
 def float32_attention(result: dict[str, Any]) -> str:
     """Errors against float64 and times of attention in float32, a line an implementation."""
     times = result.get("times", {})
     body = []
-    for name, found in result["errors"].items():
-        took = times.get(name, {})
+    for name, told in FLOAT32.items():
+        found, took = result["errors"][name], times.get(name, {})
         both = f"{took['both_ms']:.2f} ms" if took else "-"
-        body.append([FLOAT32[name], both, *(f"{error:.1e}" for error in found.values())])
+        body.append([told, both, *(f"{found[tensor]:.1e}" for tensor in FLOAT32_OF)])
     b, s, h, d = result["shape"]
     where = f"b {b}, s {s:,}, {h} heads, d {d}, causal; relative RMS errors."
-    head = ["implementation", "forward and backward", "O", "dQ", "dK", "dV"]
+    head = ["implementation", "forward and backward", *FLOAT32_OF.values()]
     return "\n".join([f"{origin(result)} {where}", "", table(head, body)])
 
 

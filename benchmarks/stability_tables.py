@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +209,11 @@ def _losses(protocol: str) -> dict[str, dict[int, float]]:
     return found
 
 
-def timeline(*names: str) -> Callable[[dict[str, Any]], str]:
-    """One head through runs (``names`` of them, or all), a line a step, the runs side by side."""
+def timeline(*names: str, during: Sequence[str] = ()) -> Callable[[dict[str, Any]], str]:
+    """One head through runs (``names`` of them, or all), a line a step, the runs side by side.
+
+    With ``during`` only the steps at which one of those runs has a record.
+    """
 
     def render(result: dict[str, Any]) -> str:
         runs = {run: result["runs"][run] for run in names or sorted(result["runs"])}
@@ -223,7 +226,8 @@ def timeline(*names: str) -> Callable[[dict[str, Any]], str]:
         for told, key in TIMELINE.items():
             columns += [(told, key, run) for run in runs]
         rows = []
-        for step in sorted({int(s) for run in runs.values() for s, at in run["at"].items() if at}):
+        at = {int(s) for run in during or runs for s, row in runs[run]["at"].items() if row}
+        for step in sorted(at):
             found = [(runs[run]["at"].get(str(step)) or {}).get(key) for _, key, run in columns]
             rows.append([f"{step:,}", *map(_three_digits, found)])
         where += kept_from([*runs.items()], "Read")
@@ -449,13 +453,18 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     kernels = ("compensated-s2", "none-s2", "sdpa_cudnn-s2", "sdpa_flash-s2")
-    halves_of = ("none-s2", "consistent_sum-s2", "low_order_o-s2", "compensated-s2")
     found["stability-timeline"] = ("head_timeline", timeline(*kernels), read)
-    found["stability-timeline-halves"] = ("head_timeline", timeline(*halves_of), read)
+    for seed, file, marker in (("s2", "head_timeline", ""), ("s1", "head_timeline_s1", "-s1")):
+        parts = [f"consistent_sum-{seed}", f"low_order_o-{seed}"]
+        ends = f"none-{seed}", f"compensated-{seed}"
+        view = timeline(ends[0], *parts, ends[1], during=parts if marker else ())
+        found[f"stability-timeline-halves{marker}"] = (file, view, read)
     found["stability-layer-heads"] = (
         "layer_heads", layer_heads, "layer_heads.py RUN ... --layer L --steps ...",
     )  # fmt: skip
-    found["stability-timeline-s1"] = ("head_timeline_s1", timeline(), read)
+    found["stability-timeline-s1"] = (
+        "head_timeline_s1", timeline("compensated-s1", "none-s1"), read,
+    )  # fmt: skip
     found["stability-timeline-paper"] = ("head_timeline_paper", timeline(), read)
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")

@@ -161,7 +161,11 @@ def test_the_benchmark_measures_errors_here(
         found = {backend: result["errors"][backend][name] for backend in result["errors"]}
         assert found["split"] < 2 * found["torch"] < 2**-10 < found["compensated"] < 2**-7
     table = benchmark_scripts.load("kernel_tables").float32_attention(result)
-    assert "| split products | - |" in table and "| PyTorch, float32 | - |" in table
+    assert "| implementation | forward and backward | O | dQ | dK | dV |" in table
+    given = ("out", *NAMES[1:])
+    for backend, told in (("split", "split products"), ("torch", "PyTorch, float32")):
+        columns = " | ".join(f"{result['errors'][backend][name]:.1e}" for name in given)
+        assert f"| {told} | - | {columns} |" in table
     monkeypatch.setattr(sys, "argv", ["x", "--shape", "1", "70", "2", "48"])
     with pytest.raises(SystemExit):
         script.main()
