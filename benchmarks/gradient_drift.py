@@ -41,8 +41,9 @@ run directory or a configuration file (a run of an experiment keeps its variant)
 keys (micro_batch_size, where data lies).
 Batches that a run left out after a loss spike are not left out here. A sequence that comes twice (a
 new epoch) makes errors repeat that are no bias: `repeated_sequences` counts them. Writes
-docs/results/gradient_drift.json; ``--keep`` adds to the runs of an earlier result. ``--seconds``
-ends at the batch after which there is no time for another, start-up included.
+docs/results/gradient_drift.json, every minute and at the end, so that a machine that is lost takes
+little with it; ``--keep`` adds to the runs of an earlier result. ``--seconds`` ends at the batch
+after which there is no time for another, start-up included.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ ROUNDED, TRAINER = "rounded", "trainer"
 KINDS = ("none", "compensated", "low_order_o", "consistent_sum", ROUNDED, TRAINER)
 SAY_EVERY = 20.0
 """Seconds between lines of progress."""
+WRITE_EVERY = 60.0
+"""Seconds between results of the batches until then."""
 
 
 def runners(kinds: Sequence[str], device: torch.device) -> dict[str, probing.Runner]:
@@ -249,11 +252,12 @@ def measure(
     table: Mapping[str, probing.Runner],
     batches: int,
     over: Callable[[], bool] = lambda: False,
+    write: Callable[[dict[int, dict[str, Any]]], object] = lambda facts: None,
 ) -> dict[int, dict[str, Any]]:
     """Up to ``batches`` global batches from number ``first`` (0-based) on; facts by layer.
 
     ``table`` says how every kind but `ROUNDED` and `TRAINER` is computed; ``over`` is asked after
-    every batch whether it was the last one.
+    every batch whether it was the last one; ``write`` gets the facts so far every `WRITE_EVERY`.
 
     Raises:
         Refusal: fewer than `FEWEST` batches were done.
@@ -263,11 +267,16 @@ def measure(
     still = Still(session, layers, kinds)
     reader = loaders.iterate("train", start_step=first)
     losses: list[float] = []
+    written = time.monotonic()
     try:
         while len(losses) < batches:
             losses.append(still.batch(fetch(session, reader), table))
             if over():
                 break
+            due = time.monotonic() - written >= WRITE_EVERY
+            if due and FEWEST <= len(losses) < batches:
+                write(_facts(still, loaders, first, losses))
+                written = time.monotonic()
     finally:
         reader.close()  # type: ignore[attr-defined]
         for layer in still.layers.values():
@@ -276,7 +285,14 @@ def measure(
         raise Refusal(
             f"--seconds: only {len(losses)} batches were done, {FEWEST} are needed; give more time"
         )
-    run = session.run
+    return _facts(still, loaders, first, losses)
+
+
+def _facts(
+    still: Still, loaders: Loaders, first: int, losses: list[float]
+) -> dict[int, dict[str, Any]]:
+    """What is known after the batches whose losses these are, by layer."""
+    run = still.session.run
     samples = [x for b in range(len(losses)) for x in loaders.samples("train", first + b)]
     facts = {
         "first_batch": first,
@@ -287,7 +303,6 @@ def measure(
         "precision": run.training.precision,
         "loss_mean": statistics.mean(losses),
         "loss_sd": statistics.stdev(losses),
-        "kinds": list(kinds),
         "groups": GROUPS,
         "sketch": SKETCH,
         "floor": 1 / SKETCH,
@@ -296,13 +311,21 @@ def measure(
     for number, layer in still.layers.items():
         attention = {"backend": layer.site.backend, "stabilizer": layer.site.stabilizer}
         figures = {side: layer.sides[side].report() for side in SIDES}
-        found[number] = facts | {"layer": number, "attention": attention} | figures
+        told = {"layer": number, "attention": attention, "kinds": layer.kinds}
+        found[number] = facts | told | figures
     return found
 
 
 def run_it(args: argparse.Namespace, began: float) -> int:
     """Everything after the command line."""
-    runs = machine.kept_runs(machine.read_result(args.keep, "--keep")) if args.keep else {}
+    kept = machine.kept_runs(machine.read_result(args.keep, "--keep")) if args.keep else {}
+
+    def written(facts: Mapping[int, dict[str, Any]]) -> tuple[dict[str, Any], Path]:
+        place = {"run": run.name, "step": step, "variant": variant, "batches_wanted": args.batches}
+        new = {f"{run.name}, step {step:,}, layer {n}": place | one for n, one in facts.items()}
+        figures = {"runs": kept | new, "seconds": time.monotonic() - began}
+        return new, machine.write_result("gradient_drift", figures, args.out)
+
     with tempfile.TemporaryDirectory() as scratch:
         run = configuration(args, Path(scratch))
         table = runners(args.kinds, torch.device(run.training.device))
@@ -319,19 +342,11 @@ def run_it(args: argparse.Namespace, began: float) -> int:
                 table=table,
                 batches=args.batches,
                 over=_Progress(args.batches, began, args.seconds).over,
+                write=written,
             )
-    place = {"run": run.name, "step": step, "variant": variant, "batches_wanted": args.batches}
-    new = {
-        f"{run.name}, step {step:,}, layer {number}": place | facts
-        for number, facts in found.items()
-    }
+    new, where = written(found)
     print(drift_table.figures(new))
-    runs |= new
-    seconds = time.monotonic() - began
-    figures = {"runs": runs, "seconds": seconds}
-    print(
-        f"wrote {machine.write_result('gradient_drift', figures, args.out)} after {seconds:.0f} s"
-    )
+    print(f"wrote {where} after {time.monotonic() - began:.0f} s")
     return 0
 
 

@@ -354,6 +354,20 @@ def test_a_constant_added_to_dq_is_a_bias(script: Any, opened: Any) -> None:
         assert head["relative"] < 64 * torch.finfo(torch.float64).eps
 
 
+def test_what_is_known_so_far_is_written_every_minute(
+    script: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what as many batches would have found, and looking at it changes nothing."""
+    told: list[Any] = []
+    fewer = measured(script, opened, {}, layers=[0], batches=5, write=told.append)
+    whole = measured(script, opened, {}, layers=[0])
+    assert not told
+    monkeypatch.setattr(script, "WRITE_EVERY", 0.0)
+    assert measured(script, opened, {}, layers=[0], write=told.append) == whole
+    assert [facts[0]["batches"] for facts in told] == [4, 5]
+    assert told[1] == fewer
+
+
 def test_it_ends_when_there_is_no_time_for_another_batch(
     script: Any, opened: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
