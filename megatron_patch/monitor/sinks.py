@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
-from megatron_patch.runtime.files import replacing
+from megatron_patch.runtime.growing import resume_table
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.config import WandbConfig
@@ -53,32 +53,16 @@ class CsvSink:
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         self.path = path
-        self.abandoned = self._take_over(start_step)
+        self.abandoned = 0
         new = not path.exists()
+        if not new:
+            aside = path.with_name("metrics.abandoned.csv")
+            self.abandoned = resume_table(path, CSV_COLUMNS, start_step=start_step, aside=aside)
         self._file = path.open("a", newline="")
         self._writer = csv.DictWriter(self._file, CSV_COLUMNS)
         if new:
             self._writer.writeheader()
             self._file.flush()
-
-    def _take_over(self, start_step: int) -> int:
-        """Keep rows up to ``start_step``; returns how many later ones were moved aside."""
-        if not self.path.exists():
-            return 0
-        with self.path.open(newline="") as lines:
-            rows = list(csv.DictReader(lines))
-        keep: list[dict[str, str]] = []
-        drop: list[dict[str, str]] = []
-        for row in rows:
-            step = _step_of(row)
-            (keep if step is not None and step <= start_step else drop).append(row)
-        if drop:
-            _append(self.path.with_name("metrics.abandoned.csv"), drop)
-        with replacing(self.path, newline="") as out:
-            writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", restval="")
-            writer.writeheader()
-            writer.writerows(keep)
-        return len(drop)
 
     def log(self, metrics: StepMetrics) -> None:
         self._writer.writerow(metrics.csv_row())
@@ -89,23 +73,6 @@ class CsvSink:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _step_of(row: dict[str, str]) -> int | None:
-    """The row's step, None for a row that was torn by a crash."""
-    try:
-        return int(row["step"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _append(path: Path, rows: list[dict[str, str]]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as out:
-        writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", restval="")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 class TensorBoardSink:

@@ -39,14 +39,14 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
         if theirs.get(key) != meta[key]:
             told = f"{theirs.get(key)!r:.80}, this run has {meta[key]!r:.80}"
             raise ValueError(f"{key} {told}")
-    past = other.records if other.before is None else np.concatenate([other.before, other.records])
-    known = record.relaid(past, other.meta, meta)
-    if known is None:
+    if not record.continues(other.meta, meta):
         raise ValueError("its records hold something that this version has no place for")
-    past = known
     changed = [until for until, _ in other.meta.get("earlier", ()) if until < step]
-    kept = past[(past["step"] <= step) & (past["step"] > max(step - steps, *changed, 0))]
-    if not len(kept):
+    recent = other.since(max(step - steps, *changed, 0))
+    parts = [part[: record.up_to(part, step)] for part in (recent.before, recent.records)
+             if part is not None]  # fmt: skip
+    kept = record.relaid(np.concatenate(parts), other.meta, meta)
+    if kept is None or not len(kept):
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
     write_whole(kept_file, kept.tobytes())
     return found

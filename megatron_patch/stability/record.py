@@ -13,9 +13,10 @@ run goes on; a record that a crash tore is ignored by readers and cut off by the
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,12 +57,10 @@ def relaid(
 
     None if they are of another model or format, or hold something that ``new`` has no place for.
     """
-    if any(old.get(key) != new[key] for key in MODEL):
+    if not continues(old, new):
         return None
     if same_layout(old, new):
         return records
-    if any(set(old[names]) - set(new[names]) for names in PARTS.values()):
-        return None
     found = np.zeros(len(records), record_dtype(new))
     found["step"] = records["step"]
     for part, names in PARTS.items():
@@ -69,6 +68,18 @@ def relaid(
         for i, name in enumerate(old[names]):
             found[part][:, new[names].index(name)] = records[part][:, i]
     return found
+
+
+def continues(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether ``new`` has a place for everything in records of meta.json ``old``."""
+    if any(old.get(key) != new[key] for key in MODEL):
+        return False
+    return not any(set(old[names]) - set(new[names]) for names in PARTS.values())
+
+
+def up_to(records: np.ndarray, step: int) -> int:
+    """How many records are of steps up to this one; in order of steps, and few of them are read."""
+    return bisect.bisect_right(range(len(records)), step, key=lambda i: int(records[i]["step"]))
 
 
 def same_layout(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -186,15 +197,14 @@ class Telemetry:
         run before come first. Never empty; a history may be.
         """
         rule = self.rule if rule is None else rule
-        whole = self
-        if self.before is not None:
-            whole = Telemetry(self.meta, np.concatenate([self.before, self.records]))
-        scalars, heads = whole.scalars, whole.heads
-        switched = np.nan_to_num(scalars.get("switched", np.zeros(len(whole.steps))))
         changes = [int(until) for until, _ in self.meta.get("earlier", ())]
         found, before = [self._stretch(rule, 0)], 0
-        for i, step in enumerate(int(s) for s in whole.steps):
-            now = int(switched[i])
+        names = self.meta["scalars"]
+        at = names.index("switched") if "switched" in names else None
+        metrics = {name: i for i, name in enumerate(self.meta["head_metrics"])}
+        for one in self._each():
+            step = int(one["step"])
+            now = 0 if at is None else int(np.nan_to_num(one["scalars"][at]))
             # The record that made the guard switch was read in that step or the next, is judged
             # with those before it, and tells of the switch already.
             last = now != before and step <= now <= step + 1
@@ -207,12 +217,29 @@ class Telemetry:
             if step > after:
                 found[-1].add(
                     step=step,
-                    scalars={name: float(values[i]) for name, values in scalars.items()},
-                    heads={name: heads[name][i] for name in READ},
+                    scalars=dict(zip(names, map(float, one["scalars"]), strict=True)),
+                    heads={name: one["heads"][metrics[name]] for name in READ},
                 )
             if last:
                 found.append(self._stretch(rule, step, switched=True))
         return [*found, self._stretch(rule, changes[-1] + 1)] if changes else found
+
+    def _each(self) -> Iterator[Any]:
+        """Every record, those of the run before first; never in one array, which may be too big."""
+        for part in (self.before, self.records):
+            if part is not None:
+                yield from part
+
+    def since(self, step: int) -> Telemetry:
+        """The records after a step alone; the others are not read."""
+        before = self.before
+        if before is not None:
+            before = before[up_to(before, step) :]
+        return Telemetry(
+            self.meta,
+            self.records[up_to(self.records, step) :],
+            before if before is not None and len(before) else None,
+        )
 
     def _stretch(self, rule: Rule, step: int, *, switched: bool = False) -> History:
         """Of records from ``step`` on."""
@@ -323,6 +350,9 @@ def error_to_signal(rms: np.ndarray, kappa: np.ndarray) -> np.ndarray:
 
 def read(run_dir: Path | str) -> Telemetry:
     """The telemetry of a run, also of one that is going on.
+
+    Arrays lie in the file (memory-mapped). A resume cuts off what it repeats: read anew after it,
+    touching that part through old arrays ends the process (SIGBUS).
 
     Raises:
         FileNotFoundError: nothing was recorded there.

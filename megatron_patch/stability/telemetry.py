@@ -184,7 +184,9 @@ class Stability:
         found = record.read(self.run_dir)
         if step and not len(found.records) and self._look_back(step):
             found = record.read(self.run_dir)
-        history = found.history(self.rule, after=self.switched_at)
+        # What lies further back the rule does not look at, and weeks of it are gigabytes.
+        after = max(self.switched_at, step - self._reach)
+        history = found.since(after).history(self.rule, after=after)
         # Another guard setting has just taken its switch back: nothing is known of these numerics.
         same = history.compensated == self._compensated
         return history if same else record.History(self.rule, compensated=self._compensated)
@@ -222,7 +224,7 @@ class Stability:
     @property
     def _reach(self) -> int:
         """Steps that the rule can look back on."""
-        return self.rule.reference_steps + RECENT * self.options.interval
+        return max(self.rule.reference_steps, self.rule.head_steps) + RECENT * self.options.interval
 
     # ------------------------------------------------------------------- step
 

@@ -12,23 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from megatron_patch.runtime.files import write_whole
+from megatron_patch.runtime.files import replacing, write_whole
+from megatron_patch.runtime.growing import cut, resume_table
 from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS
 from megatron_patch.stability.record import (
     FOLDER,
     FORMAT,
     attention_at,
     bias_to_signal,
+    continues,
     largest,
     record_dtype,
     records_of,
     relaid,
     same_layout,
+    up_to,
     worst,
 )
 
 BINARY = ("before.bin", "abandoned.bin", "records.bin")
 """Files that mean nothing without meta.json; records.bin, which a resume asks for, last."""
+STRETCH = 64
+"""Records of an earlier layout that are held at a time."""
 
 
 class Writer:
@@ -59,32 +64,40 @@ class Writer:
         if not (self.folder / "meta.json").exists() or not file.exists():
             return 0, []
         before = json.loads((self.folder / "meta.json").read_text())
-        records = looked_back = None
         past = self.folder / "before.bin"
-        if before.get("format") == FORMAT:
-            dtype = record_dtype(before)
-            records = relaid(records_of(file, dtype), before, self.meta)
-            looked_back = relaid(records_of(past, dtype), before, self.meta)
-        if records is None or looked_back is None:
+        if before.get("format") != FORMAT or not continues(before, self.meta):
             # They have no place here: kept, but not continued.
             self.set_aside = f"records.until_{start_step}.bin"
             self._keep_aside(start_step, "layers.csv", *BINARY)
             return 0, []
-        if not same_layout(before, self.meta):
+        dtype = record_dtype(before)
+        records, looked_back = records_of(file, dtype), records_of(past, dtype)
+        kept = up_to(records, start_step)
+        dropped = len(records) - kept
+        if same_layout(before, self.meta):
+            aside = self.folder / "abandoned.bin" if dropped else None
+            cut(file, len(records) * dtype.itemsize, None)  # a record that a crash tore
+            cut(file, kept * dtype.itemsize, aside)
+        else:
             self._keep_aside(start_step, *BINARY)
             if len(looked_back):
-                write_whole(past, looked_back.tobytes())
-        keep = records[records["step"] <= start_step]
-        drop = records[records["step"] > start_step]
-        if len(drop):
-            with (self.folder / "abandoned.bin").open("ab") as out:
-                out.write(drop.tobytes())
-        write_whole(file, keep.tobytes())
+                self._rewrite(past, looked_back, before)
+            if dropped:
+                self._rewrite(self.folder / "abandoned.bin", records[kept:], before)
+            self._rewrite(file, records[:kept], before)
         earlier = [(until, name) for until, name in before.get("earlier", ()) if until < start_step]
         at = attention_at(before, start_step)
-        if at != self.meta["attention"] and len(keep):
+        if at != self.meta["attention"] and kept:
             earlier.append((start_step, at))
-        return len(drop), earlier
+        return dropped, earlier
+
+    def _rewrite(self, path: Path, records: np.ndarray, before: dict[str, Any]) -> None:
+        """``records`` of an earlier layout in this one, a stretch at a time."""
+        with replacing(path, "wb") as out:
+            for i in range(0, len(records), STRETCH):
+                found = relaid(records[i : i + STRETCH], before, self.meta)
+                assert found is not None  # `continues`
+                out.write(found.tobytes())
 
     def _keep_aside(self, start_step: int, *names: str) -> None:
         """Rename files, meta.json last.
@@ -129,16 +142,7 @@ class _LayerTable:
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            keep = [x for x in lines[1:] if x.endswith("\n") and _first(x) <= start_step]
-            header = next(csv.reader(lines[:1]), [])
-            if header and tuple(header) != self.columns:
-                rows = csv.DictReader(keep, fieldnames=header)
-                keep = [
-                    ",".join(row.get(name) or "" for name in self.columns) + "\n" for row in rows
-                ]
-                lines = [",".join(self.columns) + "\n"]
-            write_whole(path, "".join([lines[0] if lines else "", *keep]).encode())
+            resume_table(path, self.columns, start_step=start_step, aside=None)
         new = not path.exists() or path.stat().st_size == 0
         self._file = path.open("a", newline="")
         self._writer = csv.writer(self._file)
@@ -161,10 +165,3 @@ class _LayerTable:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _first(line: str) -> int:
-    try:
-        return int(line.split(",", 1)[0])
-    except ValueError:
-        return 1 << 62

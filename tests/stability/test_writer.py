@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,59 @@ def test_looking_back_on_an_earlier_version(tmp_path: Path) -> None:
     writer = write(first, [], start=30)
     writer.close()
     assert writer.set_aside == "records.until_30.bin"
+
+
+def long_run(folder: Path, described: dict[str, Any], count: int = 300) -> int:
+    """Records of many heads, all zero; bytes of one."""
+    data = np.zeros(count, record.record_dtype(described))
+    data["step"] = range(10, 10 * count + 10, 10)
+    (folder / "stability").mkdir()
+    (folder / "stability" / "records.bin").write_bytes(data.tobytes())
+    (folder / "stability" / "meta.json").write_text(json.dumps(described))
+    return data.itemsize
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_resume_does_not_hold_the_whole_run_in_memory(missing: int, tmp_path: Path) -> None:
+    """After weeks of a large model it is tens of gigabytes. ``missing`` metrics: rewritten."""
+    described = record.make_meta(layers=16, heads=64, interval=10, rule=Rule(), attention="a/b")
+    names = described["head_metrics"]
+    size = long_run(tmp_path, described | {"head_metrics": names[: len(names) - missing]})
+    tracemalloc.start()
+    writer = Writer(tmp_path, described, start_step=2980)
+    history = record.read(tmp_path).since(2900).history(after=2900)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    writer.close()
+    assert writer.abandoned == 2 and [p.step for p in history.points] == [*range(2910, 2990, 10)]
+    assert peak < (150 if missing else 40) * size
+    assert record.read(tmp_path).steps.tolist() == [*range(10, 2990, 10)]
+    assert (tmp_path / "stability" / "abandoned.bin").stat().st_size == 2 * (
+        record.record_dtype(described).itemsize
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_end_of_a_run_is_judged_as_in_the_whole_of_it(seed: int, tmp_path: Path) -> None:
+    """Switches of the guard, other attention, a run before: wherever the records are cut."""
+    rng = np.random.default_rng(seed)
+    steps, switched = [*range(10, 410, 10)], 0
+    changes = sorted(rng.choice(steps, rng.integers(0, 3), replace=False).tolist())
+    described = meta() | {"earlier": [[until, f"a/{until}"] for until in changes]}
+    data = np.zeros(len(steps), record.record_dtype(described))
+    at = described["scalars"].index("switched")
+    for row, step in zip(data, steps, strict=True):
+        if rng.random() < 0.08:
+            switched = int(rng.choice([0, step, step + 1, step - 30, step + 55]))
+        row["step"], row["scalars"] = step, rng.random(len(row["scalars"]))
+        row["scalars"][at], row["heads"] = switched, rng.random(row["heads"].shape)
+    cut = int(rng.integers(0, 20)) if seed % 2 else 0
+    whole = record.Telemetry(described, data[cut:], data[:cut] if cut else None)
+    for after in (0, 5, *rng.choice(steps, 8).tolist(), 400):
+        expected, found = (t.history(after=after) for t in (whole, whole.since(after)))
+        assert repr(found.points) == repr(expected.points)  # NaN is NaN
+        if found.points:
+            assert found.compensated == expected.compensated
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
