@@ -1,4 +1,4 @@
-"""The table of `gradient_drift.py`: medians over heads, and the head with the largest coherence."""
+"""Tables of `gradient_drift.py`: medians and the head with the largest coherence; every head."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ MEDIANS = {
     "rank one": "rank_one",
     "growth": "growth",
 }
+PLAIN = "none"
 SURE = 1e-3
 """Heads are counted whose coherence random signs reach less often; none of 2^15 is 3e-5."""
 
@@ -51,6 +52,26 @@ def rendered(result: dict[str, Any]) -> str:
     where = "W_Q (W_K is in the result file); medians over heads, but for the largest coherence. "
     where += f"{told}." + kept_from([*runs.items()], "Measured")
     return "\n".join([f"{origin(result)} {where}", "", figures(runs, ("q",))])
+
+
+def by_head(result: dict[str, Any]) -> str:
+    """For a page: what `rendered` has, and the coherence of every head under every kind."""
+    rows = []
+    for name, facts in result["runs"].items():
+        kinds = ["true", *facts["kinds"]]
+        for side in SIDES:
+            for i, plain in enumerate(facts[side][PLAIN]):
+                cells = [_sure_is_bold(facts[side][kind][i]) for kind in kinds]
+                cells += [_text(plain["relative"]), _text(plain["growth"])]
+                rows.append([name, f"W_{side.upper()}", str(plain["head"]), *cells])
+    head = ["checkpoint", "side", "head", *kinds, f"relative, {PLAIN}", f"growth, {PLAIN}"]
+    told = f"Coherence by head; bold where random signs reach it with p < {SURE:g}."
+    return "\n".join([rendered(result), "", told, "", table(head, rows)])
+
+
+def _sure_is_bold(head: Mapping[str, Any]) -> str:
+    sure = _or(head["walk_p"], 1.0) < SURE
+    return f"**{_text(head['coherence'])}**" if sure else _text(head["coherence"])
 
 
 def _place(facts: Mapping[str, Any], kind: str) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import drift_table
+import loss_tables
 from table_text import kept_from, origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,41 +173,6 @@ def probed_dq(result: dict[str, Any]) -> str:
 
 def _at(capture: dict[str, Any]) -> tuple[int, int]:
     return capture["capture"]["step"], capture["capture"]["layer"]
-
-
-SAME_STEPS = 4
-"""Windows of 50 steps, the last that both runs have, in which losses are compared."""
-
-
-def rescue_cost(result: dict[str, Any]) -> str:
-    """How far a continued run ends above the one that had compensated numerics from the start."""
-    losses, whole = _losses("rescue"), _losses("baselines")
-    rows = []
-    for run in result["runs"]:
-        begun, peer = run.get("origin"), whole.get(f"compensated-s{run['seed']}", {})
-        if not begun or not run["steps"]:
-            continue
-        own, base = losses[run["run"]], losses[begun["base"]]
-        both = sorted(set(own) & set(peer))[-SAME_STEPS:]
-        before = [s for s in sorted(set(base) & set(peer)) if s <= begun["step"]][-SAME_STEPS:]
-        if len(both) < SAME_STEPS or len(before) < SAME_STEPS:
-            continue
-        mean, of_peer = (statistics.mean(x[s] for s in both) for x in (own, peer))
-        behind = statistics.mean(base[s] - peer[s] for s in before)
-        facts = [run["run"], f"{begun['step']:,}", f"{behind:+.3f}", f"{both[-1]:,}"]
-        rows.append([*facts, f"{mean:.3f}", f"{of_peer:.3f}", f"{mean - of_peer:+.3f}"])
-    head = ["run", "continued from", "behind before that", "to step"]
-    head += ["loss", "`compensated` from step 0", "behind at the end"]
-    return table(head, rows)
-
-
-def _losses(protocol: str) -> dict[str, dict[int, float]]:
-    """Mean loss of every window, by run and last step of the window."""
-    found: dict[str, dict[int, float]] = {}
-    with (ROOT / "docs" / "results" / f"stability_{protocol}.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            found.setdefault(row["run"], {})[int(row["step"])] = float(row["loss"])
-    return found
 
 
 def timeline(*names: str, during: Sequence[str] = ()) -> Callable[[dict[str, Any]], str]:
@@ -449,7 +415,10 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         probed_dq,
         "megatron-patch probe RUN ... --out probe",
     )
-    found["stability-rescue-cost"] = ("stability_rescue", rescue_cost, command.format("rescue"))
+    found["stability-rescue-cost"] = ("stability_rescue", loss_tables.rescue_cost, command.format("rescue"))
+    found["stability-loss"] = (
+        "stability_baselines", loss_tables.beside_float32, command.format("baselines"),
+    )  # fmt: skip
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     kernels = ("compensated-s2", "none-s2", "sdpa_cudnn-s2", "sdpa_flash-s2")
@@ -471,6 +440,9 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
     found["logit-growth-halves"] = ("logit_growth", halves, "logit_growth.py")
     found["gradient-drift"] = ("gradient_drift", drift_table.rendered, "gradient_drift.py ...")
+    found["gradient-drift-heads"] = (
+        "gradient_drift_s1", drift_table.by_head, "gradient_drift.py ...",
+    )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
     return found

@@ -1,0 +1,79 @@
+"""Tables that compare losses of runs at the same steps: rescued runs, and FP32 attention."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+from table_text import table
+
+ROOT = Path(__file__).resolve().parent.parent
+YARDSTICK = "fp32_attention"
+WINDOW = 50
+SETTLED = 2000
+"""Losses are compared from this step on, as a protocol's verdicts are."""
+SAME_STEPS = 4
+"""Windows of 50 steps, the last that both runs have, in which losses are compared."""
+
+
+def rescue_cost(result: dict[str, Any]) -> str:
+    """How far a continued run ends above the one that had compensated numerics from the start."""
+    losses, whole = losses_of("rescue"), losses_of("baselines")
+    rows = []
+    for run in result["runs"]:
+        begun, peer = run.get("origin"), whole.get(f"compensated-s{run['seed']}", {})
+        if not begun or not run["steps"]:
+            continue
+        own, base = losses[run["run"]], losses[begun["base"]]
+        both = sorted(set(own) & set(peer))[-SAME_STEPS:]
+        before = [s for s in sorted(set(base) & set(peer)) if s <= begun["step"]][-SAME_STEPS:]
+        if len(both) < SAME_STEPS or len(before) < SAME_STEPS:
+            continue
+        mean, of_peer = (statistics.mean(x[s] for s in both) for x in (own, peer))
+        behind = statistics.mean(base[s] - peer[s] for s in before)
+        facts = [run["run"], f"{begun['step']:,}", f"{behind:+.3f}", f"{both[-1]:,}"]
+        rows.append([*facts, f"{mean:.3f}", f"{of_peer:.3f}", f"{mean - of_peer:+.3f}"])
+    head = ["run", "continued from", "behind before that", "to step"]
+    head += ["loss", "`compensated` from step 0", "behind at the end"]
+    return table(head, rows)
+
+
+def losses_of(protocol: str) -> dict[str, dict[int, float]]:
+    """Mean loss of every window, by run and last step of the window."""
+    found: dict[str, dict[int, float]] = {}
+    with (ROOT / "docs" / "results" / f"stability_{protocol}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["run"], {})[int(row["step"])] = float(row["loss"])
+    return found
+
+
+def beside_float32(result: dict[str, Any]) -> str:
+    """Loss of every run less that of FP32 attention on the same seed, and between two seeds.
+
+    Windows that both runs have and that end before either has exploded.
+    """
+    losses = losses_of("baselines")
+    ends = {run["run"]: run["first_large_gradient"] for run in result["runs"]}
+    rows = []
+
+    def compare(one: str, other: str, told: str) -> None:
+        last = min(end for end in (ends.get(one), ends.get(other), 10**9) if end)
+        steps = [s for s in sorted({*losses[one]} & {*losses[other]}) if SETTLED < s < last and s % WINDOW == 0]
+        if len(steps) < 2 or one == other:
+            return
+        apart = [losses[one][step] - losses[other][step] for step in steps]
+        later = [losses[one][step] - losses[other][step] for step in steps[-len(steps) // 4 :]]
+        facts = [one, told, f"{steps[-1]:,}", f"{statistics.mean(apart):+.4f}"]
+        rows.append([*facts, f"{statistics.stdev(apart):.4f}", f"{statistics.mean(later):+.4f}"])
+
+    for yardstick in sorted(run for run in losses if run.startswith(f"{YARDSTICK}-")):
+        seed = yardstick.rpartition("-")[2]
+        for run in sorted(run for run in losses if run.endswith(f"-{seed}")):
+            compare(run, yardstick, yardstick)
+    for one, other in itertools.combinations(sorted(r for r in losses if "compensated-" in r), 2):
+        compare(one, other, other)
+    head = ["run", "less", "until step", "mean", "scatter of windows", "mean of the last quarter"]
+    return table(head, rows)
