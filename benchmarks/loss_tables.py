@@ -61,7 +61,11 @@ def beside_float32(result: dict[str, Any]) -> str:
 
     def compare(one: str, other: str, told: str) -> None:
         last = min(end for end in (ends.get(one), ends.get(other), 10**9) if end)
-        steps = [s for s in sorted({*losses[one]} & {*losses[other]}) if SETTLED < s < last and s % WINDOW == 0]
+        steps = [
+            s
+            for s in sorted({*losses[one]} & {*losses[other]})
+            if SETTLED < s < last and s % WINDOW == 0
+        ]
         if len(steps) < 2 or one == other:
             return
         apart = [losses[one][step] - losses[other][step] for step in steps]

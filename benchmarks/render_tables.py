@@ -239,6 +239,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "grid": ("kernel_grid", grid, "kernel_grid.py"),
     "split-keys": ("split_keys", split_keys, "split_keys.py"),
     "saved-bytes": ("", saved_bytes, ""),
+    "step-profile": ("step_profile", run_tables.step_profile, "step_profile.py ..."),
     "throughput-1": ("gpt2_124m_throughput_1gpu", run_tables.throughput, "gpt2_throughput.py"),
     "throughput-2": ("gpt2_124m_throughput_2gpu", run_tables.throughput, "gpt2_throughput.py"),
     "layouts": ("layouts_cuda_4", run_tables.layouts, "layouts.py"),

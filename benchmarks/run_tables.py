@@ -11,6 +11,21 @@ from typing import Any
 from table_text import origin, table
 
 
+def step_profile(result: dict[str, Any]) -> str:
+    """Milliseconds of a step by kind of kernel, a column a profile."""
+    profiles = result["profiles"]
+    parts = sorted({k for p in profiles for k in p["parts_ms"]}, key=lambda k: -_most(profiles, k))
+    rows = [[k, *(f"{p['parts_ms'].get(k, 0.0):.1f}" for p in profiles)] for k in parts]
+    rows.append(["**no kernel runs**", *(f"{p['step_ms'] - p['busy_ms']:.1f}" for p in profiles)])
+    rows.append(["**step**, not profiled", *(f"{p['step_ms']:.1f}" for p in profiles)])
+    told = [f"{p['label']}: {origin(p)}" for p in profiles]
+    return "\n".join([*told, "", table(["ms a step", *(p["label"] for p in profiles)], rows)])
+
+
+def _most(profiles: list[dict[str, Any]], part: str) -> float:
+    return max(p["parts_ms"].get(part, 0.0) for p in profiles)
+
+
 def throughput(result: dict[str, Any]) -> str:
     """Tokens/s and MFU of GPT-2 124M, plain PyTorch beside the trainer."""
     best = max(r["tokens_per_s"] for r in result["runs"])

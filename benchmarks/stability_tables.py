@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import json
@@ -415,7 +414,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         probed_dq,
         "megatron-patch probe RUN ... --out probe",
     )
-    found["stability-rescue-cost"] = ("stability_rescue", loss_tables.rescue_cost, command.format("rescue"))
+    found["stability-rescue-cost"] = (
+        "stability_rescue",
+        loss_tables.rescue_cost,
+        command.format("rescue"),
+    )
     found["stability-loss"] = (
         "stability_baselines", loss_tables.beside_float32, command.format("baselines"),
     )  # fmt: skip

@@ -9,7 +9,7 @@ Reports milliseconds of a step by part, the largest kernels with the operators t
 and how long any kernel ran. The profiler slows the
 host, not the kernels: the time of a step without it is the median of those before. One GPU; kernels
 of several streams that overlap are each counted whole. Writes docs/results/step_profile.json, a
-profile a label.
+profile a label; ``--read TRACE`` puts the kernels of a kept trace down anew.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 PARTS: tuple[tuple[str, str], ...] = (
-    ("attention", r"_(forward|backward)_kernel|attn_|attention|flash|fmha|delta|sdpa|_preprocess"),
+    ("attention", r"^(forward|dq|dkdv|preprocess)_kernel|attention|flash|fmha|cudnn.*sdpa"),
     ("matrix products", r"gemm|cutlass|nvjet|cublas|splitK|_mm_"),
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|l2norm"),
-    ("embedding", r"embedding"),
-    ("cross entropy", r"cross_entropy|log_softmax"),
-    ("compiled, fused", r"^triton_"),
-    ("copies", r"copy|Memcpy|Memset|CatArray|fill|FillFunctor"),
-    ("elementwise", r"elementwise"),
+    ("norms, compiled", r"^triton_.*norm"),
+    ("cross entropy, compiled", r"^triton_.*exp"),
+    ("other compiled", r"^triton_"),
+    ("activation", r"Gelu|Silu|silu"),
+    ("sums of gradients", r"CUDAFunctor_add"),
+    ("copies", r"copy|Memcpy|Memset|CatArray|FillFunctor"),
+    ("other elementwise", r"elementwise"),
     ("reductions", r"reduce"),
 )
 """Part -> pattern of kernel names, the first that fits."""
@@ -156,22 +158,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps that are profiled")
     parser.add_argument("--trace", type=Path, help="keep the trace there (.json or .json.gz)")
     parser.add_argument("--keep", type=Path, help="an earlier result whose other labels stay")
+    parser.add_argument("--read", type=Path, help="no run: the kept trace of this label in --keep")
     parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     args = parser.parse_args()
+    earlier = json.loads(args.keep.read_text())["profiles"] if args.keep else []
+    if args.read:
+        mine = next((p for p in earlier if p["label"] == args.label), None)
+        if mine is None:
+            parser.error(f"--read: --keep has no profile {args.label!r}")
+        write(mine | read_trace(args.read, args.steps), earlier, args.out)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         trace = args.trace or Path(scratch) / "trace.json"
         seconds = profile(args.config, args.set, settle=args.settle, steps=args.steps, trace=trace)
         found = read_trace(trace, args.steps)
-    earlier = json.loads(args.keep.read_text())["profiles"] if args.keep else []
     mine = {"label": args.label, "settings": args.set, "config": args.config} | found
     mine |= machine.describe() | {"step_ms": seconds * 1000}
-    profiles = [p for p in earlier if p["label"] != args.label] + [mine]
-    for part, ms in found["parts_ms"].items():
-        print(f"{part:20} {ms:8.2f} ms")
+    write(mine, earlier, args.out)
+
+
+def write(mine: dict[str, Any], earlier: list[dict[str, Any]], out: Path) -> None:
+    """Say and write what was found, in the place of an earlier profile of that label."""
+    for part, ms in mine["parts_ms"].items():
+        print(f"{part:24} {ms:8.2f} ms")
     print(
-        f"busy {found['busy_ms']:.1f} of {found['window_ms']:.1f} ms, step {seconds * 1e3:.1f} ms"
+        f"busy {mine['busy_ms']:.1f} of {mine['window_ms']:.1f} ms, step {mine['step_ms']:.1f} ms"
     )
-    print(f"wrote {machine.write_result('step_profile', {'profiles': profiles}, args.out)}")
+    profiles = [p for p in earlier if p["label"] != mine["label"]] + [mine]
+    print(f"wrote {machine.write_result('step_profile', {'profiles': profiles}, out)}")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ scores above its threshold; only upwards, and only once ``min_history`` steps ar
 finite step enters the window, spikes too, so that a new level is accepted after half a window.
 Steps that are not finite are the business of `training.finite`.
 
-The decision. Loss and norm are summed over all ranks in one reduction of three numbers, between the
-gradient norm and the update; every rank reads the same three numbers and applies the same pure rule
-to the same history, which is part of every checkpoint. So all ranks, and a resumed run, decide
-alike.
+The decision. Between the gradient norm and the update every rank is told the same loss and norm
+(`training.agreement`) and applies the same pure rule to the same history, which is part of every
+checkpoint. So all ranks, and a resumed run, decide alike.
 """
 
 from __future__ import annotations
@@ -146,7 +145,6 @@ class SpikePolicy:
         self._session, self._loaders, self._monitor = session, loaders, monitor
         self._run_dir, self._telemetry = run_dir, telemetry
         self._step = 0
-        self._report: torch.Tensor | None = None
         self._modules = _attention_modules(session.chunks)
         self.can_rewind: Callable[[int], bool] = lambda step: True
         """Whether there is a checkpoint of at most this step to go back to. Collective."""
@@ -157,30 +155,17 @@ class SpikePolicy:
 
     def begin(self, step: int) -> None:
         """``step`` (1-based) begins."""
-        self._step, self._report = step, None
+        self._step = step
         for _, module in self._modules:
             if module.want_max_logits:
                 module.current_max_attn_logits = None
 
-    def loss(self, report: torch.Tensor | None) -> None:
-        """[sum of token losses, tokens] of this rank's micro-batches; None off the last stage."""
-        self._report = report
-
-    def decide(self, norm: torch.Tensor | float) -> None:
-        """Called with the gradient norm, before it clips and before the update. Collective.
+    def decide(self, loss: float, grad_norm: float) -> None:
+        """Called on all ranks with what they agreed on, before it clips and before the update.
 
         Raises:
             UpdateDropped, RewindWanted, RewindsUsedUp: as ``action`` says; on all ranks.
         """
-        layout = self._session.layout
-        sums = torch.zeros(3, dtype=torch.float64, device=layout.device)
-        if self._report is not None and layout.reports_loss:
-            sums[:2] = self._report.double()
-        if layout.rank == 0:
-            sums[2] = norm if isinstance(norm, float | int) else norm.double().reshape(())
-        torch.distributed.all_reduce(sums)
-        total, tokens, grad_norm = sums.tolist()
-        loss = total / max(tokens, 1.0)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return
         spiked, loss_z, norm_z = self.detector.judge(loss, grad_norm)

@@ -1,6 +1,6 @@
 """What the training loop sees of this room: one object an attempt, `FaultWatch`.
 
-    begin(step) -> the step: loss(report), guard -> policy -> stepped(step) -> ... -> close()
+    begin(step) -> the step: guard -> policy -> stepped(step) -> ... -> close()
 
 It holds the batches left out so far, the spike policy and the straggler comparison. Hangs are
 watched by `faults.hang`, which must work when all of this is stuck.
@@ -54,10 +54,6 @@ class FaultWatch:
     def begin(self, step: int) -> None:
         """``step`` (1-based) begins."""
         self.spikes.begin(step)
-
-    def loss(self, report: torch.Tensor | None) -> None:
-        """[sum of token losses, tokens] of this rank, before the update."""
-        self.spikes.loss(report)
 
     def stepped(self, step: int) -> None:
         """``step`` is over."""

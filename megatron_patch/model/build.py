@@ -63,6 +63,8 @@ _NORM_FIELDS = frozenset(
         "layer_norm",
     }
 )
+_HEADS_OF_LAYERS = frozenset({"input_layernorm", "pre_mlp_layernorm"})
+"""Norms whose input is the residual stream of a `TransformerLayer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +154,15 @@ def layer_specs(
 def _with_our_modules(run: RunConfig, spec: Any) -> Any:
     """Every local norm replaced, the final one of the block included, and latent attention."""
     ours = norm_class(run.model.normalization)
+    # At the head of a layer, where core's layers take the residual stream from the norm.
+    first = norm_class(run.model.normalization, with_residual=run.training.compile_fusions)
 
     def decide(name: str, value: Any) -> Any:
         if name == "module" and value is multi_latent_attention.MLASelfAttention:
             return MLASelfAttention
         if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
             return KEEP
-        return ours
+        return first if name in _HEADS_OF_LAYERS else ours
 
     return None if spec is None else rewrite_spec(spec, decide)[0]
 

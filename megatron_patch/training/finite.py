@@ -1,10 +1,10 @@
 """Stop before the update when the loss or a gradient is not finite, and say where it came from.
 
-Once a step, after the gradients have been reduced and before they are clipped, every rank
-contributes three numbers to one MAX reduction: loss not finite, gradient norm not finite, stop
-requested. The result is the step's only host synchronization beyond Megatron-Core's own (its
-PyTorch path reads the gradient norm to the host as well), and because all ranks read the same
-result they stop together: no rank updates its weights, no rank waits for one that left.
+Once a step, after the gradients have been reduced and before they are clipped, the ranks agree
+on what they know of it (`agreement`): loss, gradient norm, whether either is not finite, stops that
+were requested. That is the step's only wait for the device beyond Megatron-Core's own (its PyTorch
+path reads the gradient norm to the host as well), and because all ranks read the same result they
+stop together: no rank updates its weights, no rank waits for one that left.
 
 Finding the culprit costs nothing until it is needed, except one sum over each gradient buffer
 before the reduction: afterwards a NaN has reached every data-parallel rank, and only those flags
@@ -13,7 +13,6 @@ tell whose it was.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.training.agreement import Agreed, Agreement
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class StepGuard:
 
     ``watch(optimizer)`` puts the check between the gradient norm and the update;
     ``before_reduction(chunks)`` is called when local gradients are complete. After ``step()`` of
-    the optimizer, ``stop_code`` holds the agreed reason to stop, if any.
+    the optimizer, ``stop_code`` holds the agreed reason to stop, if any, and ``agreed`` everything
+    else the ranks told each other.
 
     Args:
         layout: coordinates, for the message.
@@ -97,8 +98,12 @@ class StepGuard:
         self.step = 0
         self.stop_code = NO_STOP
         self.nonfinite = 0
-        self.judge: Callable[[torch.Tensor | float], None] | None = None
-        """Called with a finite step's gradient norm, before the update; may raise on all ranks."""
+        self.agreed: Agreed | None = None
+        """What is known of the last step; None before the first."""
+        self.judge: Callable[[float, float], None] | None = None
+        """Called with a finite step's loss and gradient norm, before the update; may raise on all
+        ranks."""
+        self._agreement = Agreement(layout)
         self._loss: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._chunks: list[torch.nn.Module] = []
@@ -107,10 +112,12 @@ class StepGuard:
         """Start watching the update of ``step`` (1-based)."""
         self.step, self._chunks = step, chunks
         self._loss = self._local = None
+        self._agreement.begin()
 
-    def loss(self, total: torch.Tensor | None) -> None:
-        """This rank's loss sum of the step; None on ranks without a loss."""
-        self._loss = total
+    def loss(self, report: torch.Tensor | None) -> None:
+        """This rank's [sum of token losses, tokens] of the step; None on ranks without a loss."""
+        self._loss = None if report is None else report[0]
+        self._agreement.report(report)
 
     @torch.no_grad()
     def before_reduction(self, chunks: list[torch.nn.Module]) -> None:
@@ -147,27 +154,16 @@ class StepGuard:
 
         optimizer.get_grad_norm = checked
 
-    @torch.no_grad()
     def _agree(self, norm: torch.Tensor | float) -> None:
-        """Reduce flags over all ranks; raise on all of them when this step must not be taken."""
-        device = self.layout.device
-        flags = torch.zeros(3, dtype=torch.float32, device=device)
-        if self._loss is not None:
-            flags[0] = self._loss.isfinite().logical_not().float()
-        if isinstance(norm, torch.Tensor):
-            flags[1] = norm.isfinite().logical_not().float().max()
-        else:
-            flags[1] = float(not math.isfinite(norm))
-        flags[2] = float(self.stop.code())
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        loss_bad, norm_bad, stop = flags.tolist()
-        self.stop_code = int(stop)
-        if loss_bad or norm_bad:
+        """Tell each other; raise on all ranks when this step must not be taken."""
+        agreed = self.agreed = self._agreement.reduce(norm, self.stop.code())
+        self.stop_code = agreed.stop_code
+        if agreed.loss_bad or agreed.norm_bad:
             self.nonfinite += 1
             if self.check:
                 raise NonFiniteError(self._explain(), step=self.step)
         elif self.judge is not None:
-            self.judge(norm)
+            self.judge(agreed.loss, agreed.grad_norm)
 
     def _explain(self) -> str:
         """Collective: every rank scans its gradients, all build the same message."""

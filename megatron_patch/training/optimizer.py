@@ -136,6 +136,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
     multi_tensor.install()
     with _adam(o.implementation) as name:
         optimizer = get_megatron_optimizer(config, chunks)
+    multi_tensor.copy_weights_at_once(optimizer)
     detail = ""
     if name == "torch" and run.training.device == "cuda":
         use_fused_kernel(optimizer)

@@ -1,4 +1,4 @@
-"""Turns steps into records: reads values to the host and takes times, at logging intervals only."""
+"""Turns steps into records, at logging intervals only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_patch.monitor.flops import flops_per_token
 from megatron_patch.monitor.metrics import StepMetrics
 from megatron_patch.monitor.peaks import peak_tflops
 from megatron_patch.training import auxiliary
-from megatron_patch.training.step import Session, StepResult, global_loss
+from megatron_patch.training.step import Session, StepResult
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -75,9 +75,13 @@ class Recorder:
             self._away += time.perf_counter() - begin
 
     def record(self, step: int, result: StepResult, consumed_tokens: int) -> StepMetrics:
-        """The record of ``step``. Collective; waits for the device."""
+        """The record of ``step``, from what the ranks agreed on before its update. Collective.
+
+        Waits for the device for no more than an expert model's auxiliary losses: what was
+        dispatched after the update runs on, and the clock is read where each step's wait has ended.
+        """
         session = self._session
-        loss, _ = global_loss(session, result.report)
+        assert session.guard.agreed is not None, "a step was made"
         now = time.perf_counter()
         seconds = (now - self._window - self._away) / max(self._steps, 1)
         self._window, self._away, self._steps = now, 0.0, 0
@@ -86,7 +90,7 @@ class Recorder:
         return StepMetrics(
             step=step,
             consumed_tokens=consumed_tokens,
-            loss=loss,
+            loss=session.guard.agreed.loss,
             grad_norm=float(result.grad_norm),
             lr=result.lr,
             step_seconds=seconds,

@@ -14,7 +14,7 @@ from types import FrameType
 
 from megatron_patch.runtime.handlers import KeptHandlers
 
-# Codes travel through a MAX reduction: with several reasons at once the largest is reported.
+# With several reasons at once the largest is reported.
 NO_STOP, STOP_TIME, STOP_USR1, STOP_TERM, STOP_INT = 0, 1, 2, 3, 4
 REASONS = {
     STOP_TIME: "training.exit_after_minutes is over",

@@ -146,9 +146,7 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     report = run_schedule(session, batches, forward_only=False)
     if session.stability is not None:
         session.stability.reduced()
-    session.guard.loss(None if report is None else report[0])
-    if session.faults is not None:
-        session.faults.loss(report)
+    session.guard.loss(report)
     session.schedule.step(increment=1)
     lr = learning_rate(session)
     PULSE.enter("optimizer")

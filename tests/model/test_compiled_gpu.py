@@ -60,12 +60,13 @@ def test_cross_entropy_holds_the_logits_and_their_gradient(group):
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(8192, 768), (33, 4096), (1, 100)])
-def test_norms(name, stream, rows, width):
+def test_norms(name, stream, with_residual, rows, width):
     torch.manual_seed(2)
     facts = {"sequence_parallel": False, "use_cpu_initialization": False}
     compiled, eager = (
-        norms.norm_class(name)(
+        norms.norm_class(name, with_residual=on and with_residual)(
             SimpleNamespace(cross_entropy_loss_fusion=on, params_dtype=torch.bfloat16, **facts),
             width,
         )
@@ -76,13 +77,17 @@ def test_norms(name, stream, rows, width):
             one.copy_(other.normal_())
     x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
     dy = torch.randn(rows, 1, width, device="cuda").bfloat16()
+    dstream = torch.randn_like(x)
 
-    def run(module, x, dy):
+    def run(module, x, dy, dstream):
         x = x.clone().requires_grad_()
         out = module(x)
-        return [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+        if not with_residual:
+            return [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+        both = out if isinstance(out, tuple) else (out, x * 1)
+        return [*both, *torch.autograd.grad(both, [x, *module.parameters()], (dy, dstream))]
 
-    found, peer = run(compiled, x, dy), run(eager, x, dy)
-    exact = run(eager.double(), x.double(), dy.double())
+    found, peer = run(compiled, x, dy, dstream), run(eager, x, dy, dstream)
+    exact = run(eager.double(), x.double(), dy.double(), dstream.double())
     assert [x.dtype for x in found] == [x.dtype for x in peer]
     check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)

@@ -177,6 +177,46 @@ def test_a_compiled_norm_is_as_exact(compiles, name, stream):
     assert [f.dtype for f in found] == [e.dtype for e in eager]
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+def test_a_norm_that_hands_the_stream_on_is_as_exact(compiles, name, stream):
+    """Both outputs, and gradients of what came through both, against norm and stream apart."""
+    layer = fused({"normalization": name}).decoder.layers[0]
+    norm = layer.input_layernorm
+    plain = fused({"normalization": name}, on=False).decoder.layers[0].input_layernorm
+    assert type(norm) is type(layer.pre_mlp_layernorm)
+    assert type(norm) is norms.norm_class(name, with_residual=True) is not type(plain)
+    with torch.no_grad():
+        for one, other in zip(norm.parameters(), plain.parameters(), strict=True):
+            one.copy_(other.normal_())
+    x = (torch.randn(9, 2, 32) * 3 + 1).to(stream)
+    dy, dstream = torch.randn(9, 2, 32).bfloat16(), torch.randn(9, 2, 32).to(stream)
+
+    def run(module, x, dy, dstream):
+        x = x.clone().requires_grad_()
+        out = module(x)
+        both = out if isinstance(out, tuple) else (out, x * 1)
+        return [*both, *torch.autograd.grad(both, [x, *module.parameters()], (dy, dstream))]
+
+    found, eager = run(norm, x, dy, dstream), run(plain, x, dy, dstream)
+    exact = run(plain.double(), x.double(), dy.double(), dstream.double())
+    check(found, eager, exact, floor=2.0**-9)
+    assert [f.dtype for f in found] == [e.dtype for e in eager]
+    assert torch.equal(found[1], x) and found[0].shape == x.shape
+
+
+def test_a_stream_that_nobody_reads(compiles):
+    """The other gradient comes alone; without gradients there is no graph."""
+    norm = fused({}).decoder.layers[0].input_layernorm
+    x = torch.randn(5, 1, 32).bfloat16().requires_grad_()
+    out, stream = norm(x)
+    (of_out,) = torch.autograd.grad(out.float().square().sum(), x, retain_graph=True)
+    (of_stream,) = torch.autograd.grad(stream.sum(), x)
+    assert of_out.abs().sum() > 0 and torch.equal(of_stream, torch.ones_like(x))
+    with torch.no_grad():
+        assert all(not y.requires_grad for y in norm(x.detach()))
+
+
 def test_no_norm_is_left_to_run_eagerly(compiles, monkeypatch):
     """Latent attention, more depths and full recompute make more shapes than torch's limit of 8."""
     compiled = []

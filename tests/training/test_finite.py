@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_patch.parallel.setup import Layout
+from megatron_patch.training.agreement import Agreement
 from megatron_patch.training.finite import (
     NonFiniteError,
     StepGuard,
@@ -16,7 +17,7 @@ from megatron_patch.training.finite import (
     _message,
     global_name,
 )
-from megatron_patch.training.signals import STOP_TERM, StopFlags
+from megatron_patch.training.signals import STOP_TERM, STOP_USR1, StopFlags
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,7 +81,7 @@ def guarded(norm: Any, *, check: bool = True) -> tuple[StepGuard, Optimizer]:
 @pytest.mark.parametrize("norm", [1.5, torch.tensor([1.5])])
 def test_finite_steps_pass(norm: Any) -> None:
     guard, optimizer = guarded(norm)
-    guard.loss(torch.tensor(3.0))
+    guard.loss(torch.tensor([3.0, 2.0]))
     optimizer.step()
     assert optimizer.stepped == 1 and guard.nonfinite == 0
 
@@ -97,7 +98,7 @@ def test_a_bad_norm_prevents_the_update(norm: Any) -> None:
 
 def test_a_bad_loss_prevents_the_update_although_the_norm_is_finite() -> None:
     guard, optimizer = guarded(1.0)
-    guard.loss(torch.tensor(float("inf")))
+    guard.loss(torch.tensor([float("inf"), 2.0]))
     with pytest.raises(NonFiniteError, match=r"loss not finite.*\n.*loss not finite on rank 0"):
         optimizer.step()
     assert optimizer.stepped == 0
@@ -122,6 +123,52 @@ def test_the_stop_request_travels_with_the_check() -> None:
     guard.stop._signal = STOP_TERM
     optimizer.step()
     assert guard.stop_code == STOP_TERM and optimizer.stepped == 1
+
+
+def test_what_is_agreed_on() -> None:
+    """Loss per token and norm, to the guard and to whoever judges a finite step."""
+    guard, optimizer = guarded(torch.tensor([0.25]))
+    judged: list[tuple[float, float]] = []
+    guard.judge = lambda loss, norm: judged.append((loss, norm))
+    guard.loss(torch.tensor([6.0, 4.0]))
+    optimizer.step()
+    assert judged == [(1.5, 0.25)]
+    assert guard.agreed is not None and (guard.agreed.loss, guard.agreed.grad_norm) == judged[0]
+    guard.begin(8, [])  # a stage without a loss, after one with
+    optimizer.step()
+    assert (guard.agreed.loss, guard.agreed.loss_bad) == (0.0, False)
+
+
+def test_a_bad_step_is_not_judged() -> None:
+    guard, optimizer = guarded(1.0, check=False)
+    guard.judge = lambda loss, norm: pytest.fail("judged")
+    guard.loss(torch.tensor([float("nan"), 4.0]))
+    optimizer.step()
+    assert guard.nonfinite == 1 and guard.agreed is not None
+    assert guard.agreed.loss_bad and not guard.agreed.norm_bad and guard.agreed.loss != 0.0
+
+
+def test_a_rank_that_does_not_report_the_loss_still_sees_that_it_is_bad() -> None:
+    quiet = layout(cp_rank=1, cp_size=2, tp_rank=1, tp_size=2)
+    assert not quiet.reports_loss
+    for loss, bad in ((2.0, False), (float("inf"), True)):
+        agreement = Agreement(quiet)
+        agreement.report(torch.tensor([loss, 1.0]))
+        agreed = agreement.reduce(1.0, STOP_USR1)
+        assert (agreed.loss, agreed.loss_bad, agreed.stop_code) == (0.0, bad, STOP_USR1)
+
+
+def test_one_reduction_a_step(monkeypatch: Any) -> None:
+    """Finite check, stop, loss and spikes had one each; every one of them waited for the device."""
+    guard, optimizer = guarded(1.0)
+    guard.judge = lambda loss, norm: None
+    reduce, calls = torch.distributed.all_reduce, []
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda *args, **kw: (calls.append(1), reduce(*args, **kw))
+    )
+    guard.loss(torch.tensor([6.0, 4.0]))
+    optimizer.step()
+    assert len(calls) == 1
 
 
 def test_layers_are_counted_over_the_whole_model() -> None:

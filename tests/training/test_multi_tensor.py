@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
-from megatron_cpu import single_rank
+from megatron_cpu import VOCAB, single_rank, tiny_run
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_patch.model.build import build_model
+from megatron_patch.model.config import MoEConfig
 from megatron_patch.training import multi_tensor
+from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 
 
 @pytest.fixture
@@ -82,3 +85,42 @@ def test_kernels_of_apex_and_transformer_engine_stay(core, monkeypatch):
     monkeypatch.setattr(core, "multi_tensor_scale_impl", print)
     assert not multi_tensor.install()
     assert core.l2_norm_impl is print is core.multi_tensor_scale_impl
+
+
+def buffers(chunks):
+    return [b.param_data for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+
+
+@pytest.mark.parametrize("shape", [{}, {"moe": MoEConfig(num_experts=2)}])
+def test_weights_are_copied_as_core_copies_them(shape):
+    """Every bit of the model's BF16 buffers, beside core's own loop on the same main weights."""
+    run = tiny_run(shape, training={"precision": "bf16"})
+    with single_rank():
+        chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
+        optimizer, _ = build_optimizer(run, chunks)
+        for part in optimizer.chained_optimizers:
+            assert part._copy_main_params_to_model_params.func is multi_tensor._copy_weights
+            for group in part.shard_fp32_from_float16_groups:
+                for shard in group:
+                    shard.data.normal_()
+        found = []
+        for copy in (
+            lambda part: part._copy_main_params_to_model_params(),
+            lambda part: type(part)._copy_main_params_to_model_params(part),
+        ):
+            for buffer in buffers(chunks):
+                buffer.fill_(math.nan)
+            for part in optimizer.chained_optimizers:
+                copy(part)
+            found.append([buffer.clone() for buffer in buffers(chunks)])
+    for ours, cores in zip(*found, strict=True):
+        assert torch.equal(ours.view(torch.int16), cores.view(torch.int16))
+        assert ours.isfinite().any()
+
+
+def test_optimizers_that_are_not_sharded_keep_cores_way():
+    run = tiny_run(parallel={"use_distributed_optimizer": False})
+    with single_rank():
+        chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
+        optimizer, _ = build_optimizer(run, chunks)
+        assert multi_tensor.copy_weights_at_once(optimizer) == 0
