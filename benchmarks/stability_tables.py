@@ -342,6 +342,33 @@ def halves(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
 
 
+SHARED = {
+    "O that is one vector": "shared_o",
+    "rounding error: times independent rows'": "shared_error",
+    "of delta's error by a common one": "explained",
+    "along O - v": "dead",
+}
+
+
+def shared_rounding(result: dict[str, Any]) -> str:
+    """Whether rows share the rounding error of O, by size of the logits."""
+    rows, low = [], 0.0
+    for high in LOGITS:
+        heads = [one for one in result["heads"] if low <= one["largest_logit"] < high]
+        row = [f"over {low:,.0f}" if high == math.inf else f"{low:,.0f} to {high:,.0f}"]
+        row.append(str(len(heads)))
+        for key in SHARED.values():
+            known = [one[key] for one in heads]
+            spread = f" ({min(known):.2g} to {max(known):.2g})" if len(known) > 1 else ""
+            row.append(f"{statistics.median(known):.2g}{spread}" if known else "-")
+        rows.append(row)
+        low = high
+    places = {(one["run"], one["step"], one["layer"]) for one in result["heads"]}
+    words = f"Median over heads, and the range, of {len(places)} captures."
+    head = ["largest logit", "heads", *SHARED]
+    return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
+
+
 def _noise(values: list[float | None]) -> str:
     """One ratio or the range of several; None is one whose true derivative is zero."""
     found = sorted(math.inf if value is None else value for value in values)
@@ -442,6 +469,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
     found["logit-growth-halves"] = ("logit_growth", halves, "logit_growth.py")
+    found["shared-rounding"] = (
+        "shared_rounding",
+        shared_rounding,
+        "shared_rounding.py CAPTURE ...",
+    )
     found["gradient-drift"] = ("gradient_drift", drift_table.rendered, "gradient_drift.py ...")
     found["gradient-drift-heads"] = (
         "gradient_drift_s1", drift_table.by_head, "gradient_drift.py ...",
