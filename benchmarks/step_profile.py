@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help="no run: the kept trace of this label in --keep")
     parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     args = parser.parse_args()
-    earlier = json.loads(args.keep.read_text())["profiles"] if args.keep else []
+    earlier = machine.read_result(args.keep, "--keep").get("profiles", []) if args.keep else []
     if args.read:
         mine = next((p for p in earlier if p["label"] == args.label), None)
         if mine is None:
