@@ -57,11 +57,12 @@ def rendered(result: dict[str, Any]) -> str:
 def by_head(result: dict[str, Any]) -> str:
     """For a page: what `rendered` has, and the coherence of every head under every kind."""
     rows = []
+    kinds = ["true", *dict.fromkeys(k for one in result["runs"].values() for k in one["kinds"])]
     for name, facts in result["runs"].items():
-        kinds = ["true", *facts["kinds"]]
         for side in SIDES:
             for i, plain in enumerate(facts[side][PLAIN]):
-                cells = [_sure_is_bold(facts[side][kind][i]) for kind in kinds]
+                known = [facts[side][kind][i] if kind in facts[side] else None for kind in kinds]
+                cells = ["-" if one is None else _sure_is_bold(one) for one in known]
                 cells += [_text(plain["relative"]), _text(plain["growth"])]
                 rows.append([name, f"W_{side.upper()}", str(plain["head"]), *cells])
     head = ["checkpoint", "side", "head", *kinds, f"relative, {PLAIN}", f"growth, {PLAIN}"]

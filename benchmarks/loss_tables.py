@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from table_text import table
 ROOT = Path(__file__).resolve().parent.parent
 YARDSTICK = "fp32_attention"
 WINDOW = 50
+"""Steps of a window; the last of a run may be shorter."""
 SETTLED = 2000
 """Losses are compared from this step on, as a protocol's verdicts are."""
 SAME_STEPS = 4
@@ -56,28 +58,23 @@ def beside_float32(result: dict[str, Any]) -> str:
     Windows that both runs have and that end before either has exploded.
     """
     losses = losses_of("baselines")
-    ends = {run["run"]: run["first_large_gradient"] for run in result["runs"]}
-    rows = []
-
-    def compare(one: str, other: str, told: str) -> None:
-        last = min(end for end in (ends.get(one), ends.get(other), 10**9) if end)
-        steps = [
-            s
-            for s in sorted({*losses[one]} & {*losses[other]})
-            if SETTLED < s < last and s % WINDOW == 0
-        ]
-        if len(steps) < 2 or one == other:
-            return
-        apart = [losses[one][step] - losses[other][step] for step in steps]
-        later = [losses[one][step] - losses[other][step] for step in steps[-len(steps) // 4 :]]
-        facts = [one, told, f"{steps[-1]:,}", f"{statistics.mean(apart):+.4f}"]
-        rows.append([*facts, f"{statistics.stdev(apart):.4f}", f"{statistics.mean(later):+.4f}"])
-
+    ends = {run["run"]: run["first_large_gradient"] or math.inf for run in result["runs"]}
+    pairs = []
     for yardstick in sorted(run for run in losses if run.startswith(f"{YARDSTICK}-")):
         seed = yardstick.rpartition("-")[2]
-        for run in sorted(run for run in losses if run.endswith(f"-{seed}")):
-            compare(run, yardstick, yardstick)
-    for one, other in itertools.combinations(sorted(r for r in losses if "compensated-" in r), 2):
-        compare(one, other, other)
+        of_seed = sorted(run for run in losses if run.rpartition("-")[2] == seed)
+        pairs += [(run, yardstick) for run in of_seed if run != yardstick]
+    pairs += itertools.combinations(sorted(r for r in losses if r.startswith("compensated-")), 2)
+    rows = []
+    for one, other in pairs:
+        last = min(ends[one], ends[other])
+        both = sorted(losses[one].keys() & losses[other].keys())
+        steps = [s for s in both if SETTLED < s < last and s % WINDOW == 0]
+        if len(steps) < 2:
+            continue
+        apart = [losses[one][step] - losses[other][step] for step in steps]
+        facts = [one, other, f"{steps[-1]:,}", f"{statistics.mean(apart):+.4f}"]
+        late = statistics.mean(apart[-math.ceil(len(apart) / 4) :])
+        rows.append([*facts, f"{statistics.stdev(apart):.4f}", f"{late:+.4f}"])
     head = ["run", "less", "until step", "mean", "scatter of windows", "mean of the last quarter"]
     return table(head, rows)

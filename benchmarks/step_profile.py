@@ -6,10 +6,10 @@
 Trains in this process (`megatron-patch train`) until ``settle`` steps are over, profiles ``steps``
 of them and ends. Every kernel is put down to one of `PARTS` by its name; what fits none is `other`.
 Reports milliseconds of a step by part, the largest kernels with the operators that launched them,
-and how long any kernel ran. The profiler slows the
-host, not the kernels: the time of a step without it is the median of those before. One GPU; kernels
-of several streams that overlap are each counted whole. Writes docs/results/step_profile.json, a
-profile a label; ``--read TRACE`` puts the kernels of a kept trace down anew.
+and how long any kernel ran. The profiler slows the host, not the kernels: the time of a step
+without it is the median of those before. One GPU; kernels of several streams that overlap are each
+counted whole. Writes docs/results/step_profile.json, a profile a label; ``--read TRACE`` puts the
+kernels of a kept trace down anew.
 """
 
 from __future__ import annotations
@@ -145,6 +145,13 @@ def profile(config: str, settings: list[str], *, settle: int, steps: int, trace:
     return profiled.step_seconds()
 
 
+def named(config: str) -> str:
+    """The configuration as the repository names it; of another file its name alone."""
+    path = Path(config).resolve()
+    inside = path.is_relative_to(machine.ROOT)
+    return path.relative_to(machine.ROOT).as_posix() if inside else path.name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -166,13 +173,14 @@ def main() -> None:
         mine = next((p for p in earlier if p["label"] == args.label), None)
         if mine is None:
             parser.error(f"--read: --keep has no profile {args.label!r}")
-        write(mine | read_trace(args.read, args.steps), earlier, args.out)
+        facts = {"config": named(args.config)} | read_trace(args.read, args.steps)
+        write(mine | facts, earlier, args.out)
         return
     with tempfile.TemporaryDirectory() as scratch:
         trace = args.trace or Path(scratch) / "trace.json"
         seconds = profile(args.config, args.set, settle=args.settle, steps=args.steps, trace=trace)
         found = read_trace(trace, args.steps)
-    mine = {"label": args.label, "settings": args.set, "config": args.config} | found
+    mine = {"label": args.label, "settings": args.set, "config": named(args.config)} | found
     mine |= machine.describe() | {"step_ms": seconds * 1000}
     write(mine, earlier, args.out)
 

@@ -108,12 +108,11 @@ def _layer_backward(
 
 
 def _rms_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: None, eps: float | None
+    x: torch.Tensor, weight: torch.Tensor, bias: None, eps: float
 ) -> tuple[torch.Tensor, ...]:
     """Output [rows, h] and 1 / root mean square [rows, 1] in float32."""
     rows = _float(x).flatten(0, -2)
-    small = torch.finfo(rows.dtype).eps if eps is None else eps  # as torch.nn.RMSNorm
-    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + small)
+    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
     return (rows * rstd * _float(weight)).to(weight.dtype), rstd
 
 
@@ -155,7 +154,7 @@ class _WithResidual(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        eps: float | None,
+        eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         forward = _compiled_layer_forward if kind == _LAYER else _compiled_rms_forward
         out, *statistics = forward(x, weight, bias, eps)  # type: ignore[arg-type]

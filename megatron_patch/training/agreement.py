@@ -27,7 +27,7 @@ class Agreed:
     """The same on every rank."""
 
     loss: float
-    """Mean loss of the global batch's tokens, nats; not finite where any rank's is not."""
+    """Mean loss of the global batch's tokens, nats."""
     grad_norm: float
     """The first rank's gradient norm."""
     loss_bad: bool

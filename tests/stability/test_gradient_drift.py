@@ -177,6 +177,23 @@ def test_what_is_no_number_is_none(script: Any, stats: Any) -> None:
     assert told.splitlines()[2].startswith("| run | W_Q | true |") and "| planted |" in told
 
 
+def test_every_head_by_kind_bold_where_it_repeats() -> None:
+    def heads(coherence: float, p: float) -> list[dict[str, Any]]:
+        known = {"coherence": coherence, "walk_p": p, "relative": 0.01, "growth": 0.5}
+        return [{"head": 4, "coherence_se": 0.0, **known}]
+
+    def run(**kinds: list[dict[str, Any]]) -> dict[str, Any]:
+        side = {"true": heads(0.5, 1e-5), "none": heads(0.25, 1e-4), **kinds}
+        of = {"batches": 2, "sequences": 3, "repeated_sequences": 0}
+        return {"q": side, "k": side, "kinds": [k for k in side if k != "true"], **of}
+
+    runs = {"one": run(), "two": run(low_order_o=heads(0.125, 0.2))}
+    origin = {"versions": {}, "machine": {"cpu": ""}, "commit": "", "utc": ""}
+    table = benchmark_scripts.load("drift_table").by_head({"runs": runs, **origin})
+    assert "| one | W_Q | 4 | **0.5** | **0.25** | - | 0.01 | 0.5 |" in table
+    assert "| two | W_K | 4 | **0.5** | **0.25** | 0.12 | 0.01 | 0.5 |" in table
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "told"),
     [

@@ -64,3 +64,21 @@ def test_a_trace_of_a_cpu_is_refused(script: Any, tmp_path: Path) -> None:
 )
 def test_parts(script: Any, kernel: str, part: str) -> None:
     assert script.part_of(kernel) == part
+
+
+def test_a_configuration_is_named_as_the_repository_names_it(script: Any, tmp_path: Path) -> None:
+    root = script.machine.ROOT
+    assert script.named(str(root / "configs" / "quickstart.yaml")) == "configs/quickstart.yaml"
+    assert script.named(str(tmp_path / "mine.yaml")) == "mine.yaml"
+
+
+def test_table() -> None:
+    one = {"label": "a", "parts_ms": {"attention": 2.0}, "step_ms": 10.0, "busy_ms": 7.0}
+    other = {"label": "b", "parts_ms": {"copies": 3.0}, "step_ms": 9.0, "busy_ms": 8.5}
+    origin = {"versions": {}, "machine": {"cpu": ""}, "commit": "", "utc": ""}
+    text = benchmark_scripts.load("run_tables").step_profile(
+        {"profiles": [one | origin, other | origin]}
+    )
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows[2:4] == ["| copies | 0.0 | 3.0 |", "| attention | 2.0 | 0.0 |"]
+    assert rows[4] == "| **no kernel runs** | 3.0 | 0.5 |"

@@ -1,0 +1,30 @@
+"""`benchmarks/loss_tables.py`: losses beside FP32 attention's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import benchmark_scripts
+
+
+def test_windows_of_both_runs_before_either_explodes(monkeypatch: Any) -> None:
+    script = benchmark_scripts.load("loss_tables")
+    whole = range(50, 3001, 50)
+    losses = {
+        "fp32_attention-s2": dict.fromkeys(whole, 3.0),
+        "none-s2": {s: 3.5 if s < 2800 else 9.0 for s in whole},
+        "compensated-s2": {s: 3.25 if s <= 2500 else 3.75 for s in whole} | {3011: 99.0},
+        "compensated-s1": dict.fromkeys(whole, 3.0),
+        "none-s1": dict.fromkeys(whole, 1.0),  # a seed without the yardstick
+        "sdpa_flash-s2": {50: 1.0, 2050: 1.0},  # one window only
+    }
+    monkeypatch.setattr(script, "losses_of", lambda protocol: losses)
+    ends = {run: 2800 if run == "none-s2" else None for run in losses}
+    runs = [{"run": run, "first_large_gradient": end} for run, end in ends.items()]
+    rows = script.beside_float32({"runs": runs}).splitlines()[2:]
+    assert [row.split(" | ")[:4] for row in rows] == [
+        ["| compensated-s2", "fp32_attention-s2", "3,000", "+0.5000"],
+        ["| none-s2", "fp32_attention-s2", "2,750", "+0.5000"],
+        ["| compensated-s1", "compensated-s2", "3,000", "-0.5000"],
+    ]
+    assert rows[0].endswith("+0.7500 |")  # the last quarter
