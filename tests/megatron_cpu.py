@@ -88,3 +88,19 @@ def loss_and_grads(chunk: torch.nn.Module) -> tuple[float, dict[str, torch.Tenso
     loss.backward()
     grads = {n: p.grad for n, p in chunk.named_parameters() if p.grad is not None}
     return loss.item(), grads
+
+
+def fused(
+    model: dict[str, Any] | None = None,
+    *,
+    on: bool = True,
+    precision: str = "bf16",
+    **training: Any,
+) -> Any:
+    """The chunk of `tiny_run`, weights of one seed, with ``training.compile_fusions`` or not."""
+    from megatron_patch.model.build import build_model
+
+    reseed()
+    run = tiny_run(model, training={"compile_fusions": on, "precision": precision} | training)
+    (chunk,) = build_model(run, vocab_size=VOCAB).chunks
+    return chunk.bfloat16() if precision == "bf16" else chunk

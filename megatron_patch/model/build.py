@@ -29,6 +29,7 @@ from megatron_patch.attention.replace import (
     replace_core_attention,
     rewrite_spec,
 )
+from megatron_patch.model import residual
 from megatron_patch.model.gpt import GPTModel
 from megatron_patch.model.mla import MLASelfAttention
 from megatron_patch.model.norms import norm_class
@@ -63,8 +64,8 @@ _NORM_FIELDS = frozenset(
         "layer_norm",
     }
 )
-_HEADS_OF_LAYERS = frozenset({"input_layernorm", "pre_mlp_layernorm"})
-"""Norms whose input is the residual stream of a `TransformerLayer`."""
+_ALONG_THE_STREAM = {"input_layernorm": False, "pre_mlp_layernorm": False, "layer_norm": True}
+"""Norms whose input is the residual stream; whether it ends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +154,17 @@ def layer_specs(
 
 def _with_our_modules(run: RunConfig, spec: Any) -> Any:
     """Every local norm replaced, the final one of the block included, and latent attention."""
-    ours = norm_class(run.model.normalization)
-    # At the head of a layer, where core's layers take the residual stream from the norm.
-    first = norm_class(run.model.normalization, with_residual=run.training.compile_fusions)
+    kind = run.model.normalization
 
     def decide(name: str, value: Any) -> Any:
         if name == "module" and value is multi_latent_attention.MLASelfAttention:
             return MLASelfAttention
         if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
             return KEEP
-        return first if name in _HEADS_OF_LAYERS else ours
+        last = _ALONG_THE_STREAM.get(name)
+        if last is None or not run.training.compile_fusions:
+            return norm_class(kind)
+        return residual.stream_norm_class(kind, last=last)
 
     return None if spec is None else rewrite_spec(spec, decide)[0]
 
@@ -205,6 +207,8 @@ def _chunk(
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
+    if is_compiled(config) and config.recompute_granularity != "full":
+        residual.join(chunk.decoder)
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from error_bound import check
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 
-from megatron_patch.model import norms
+from megatron_patch.model import norms, residual
 from megatron_patch.model.cross_entropy import cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -58,23 +59,37 @@ def test_cross_entropy_holds_the_logits_and_their_gradient(group):
     assert peak < 1.1 * logits.numel() * 2
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(8192, 768), (33, 4096), (1, 100)])
-def test_norms(name, stream, with_residual, rows, width):
-    torch.manual_seed(2)
+def norms_of(name, width, *, along_the_stream):
+    """A compiled norm and an eager one with the same random weights."""
     facts = {"sequence_parallel": False, "use_cpu_initialization": False}
     compiled, eager = (
-        norms.norm_class(name, with_residual=on and with_residual)(
+        kind(
             SimpleNamespace(cross_entropy_loss_fusion=on, params_dtype=torch.bfloat16, **facts),
             width,
         )
-        for on in (True, False)
+        for on, kind in (
+            (True, (residual.stream_norm_class if along_the_stream else norms.norm_class)(name)),
+            (False, norms.norm_class(name)),
+        )
     )
     with torch.no_grad():
         for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
             one.copy_(other.normal_())
+    return compiled, eager
+
+
+NAMES = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+STREAMS = pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+SIZES = pytest.mark.parametrize(("rows", "width"), [(8192, 768), (33, 4096), (1, 100)])
+
+
+@NAMES
+@STREAMS
+@pytest.mark.parametrize("along_the_stream", [False, True])
+@SIZES
+def test_norms(name, stream, along_the_stream, rows, width):
+    torch.manual_seed(2)
+    compiled, eager = norms_of(name, width, along_the_stream=along_the_stream)
     x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
     dy = torch.randn(rows, 1, width, device="cuda").bfloat16()
     dstream = torch.randn_like(x)
@@ -82,12 +97,46 @@ def test_norms(name, stream, with_residual, rows, width):
     def run(module, x, dy, dstream):
         x = x.clone().requires_grad_()
         out = module(x)
-        if not with_residual:
+        if not along_the_stream:
             return [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
         both = out if isinstance(out, tuple) else (out, x * 1)
         return [*both, *torch.autograd.grad(both, [x, *module.parameters()], (dy, dstream))]
 
     found, peer = run(compiled, x, dy, dstream), run(eager, x, dy, dstream)
     exact = run(eager.double(), x.double(), dy.double(), dstream.double())
+    assert [x.dtype for x in found] == [x.dtype for x in peer]
+    check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)
+
+
+@NAMES
+@STREAMS
+@pytest.mark.parametrize("biased", [False, True])
+@SIZES
+def test_additions(name, stream, biased, rows, width):
+    """What a norm adds to the stream and normalizes, against core's addition and a norm."""
+    torch.manual_seed(3)
+    compiled, eager = norms_of(name, width, along_the_stream=True)
+    x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
+    branch, dy = torch.randn(2, rows, 1, width, device="cuda").bfloat16()
+    shift = torch.randn(width, device="cuda").bfloat16() if biased else None
+    dstream = torch.randn_like(x)
+
+    def run(module, *given):
+        x, branch, shift, dy, dstream = given
+        inputs = [t.clone().requires_grad_() for t in (x, branch, shift) if t is not None]
+        branch_and_shift = inputs[1], inputs[2] if biased else None
+        if module is compiled:
+            both = module(module.add(inputs[0], *branch_and_shift))
+        else:
+            stream = bias_dropout_add_unfused(True)(branch_and_shift, inputs[0], 0.0)
+            both = module(stream), stream
+        return [
+            *both,
+            *torch.autograd.grad(both, [*inputs, *module.parameters()], (dy, dstream)),
+        ]
+
+    given = [x, branch, shift, dy, dstream]
+    found, peer = run(compiled, *given), run(eager, *given)
+    exact = run(eager.double(), *(None if t is None else t.double() for t in given))
     assert [x.dtype for x in found] == [x.dtype for x in peer]
     check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)

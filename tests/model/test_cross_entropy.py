@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from error_bound import check
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
+from megatron_cpu import VOCAB, fused, loss_and_grads, tiny_run
 
-from megatron_patch.model import cross_entropy as losses_of
 from megatron_patch.model import norms
 from megatron_patch.model.build import RECOMPILE_LIMIT, build_model
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
@@ -18,19 +17,6 @@ from megatron_patch.model.cross_entropy import cross_entropy
 pytestmark = pytest.mark.usefixtures("rank")
 SHAPE = (7, 3, 129)
 INF = float("inf")
-
-
-@pytest.fixture
-def compiles(monkeypatch):
-    """Traced, decomposed, split into passes; `test_compiled_gpu.py` has what a GPU makes of it."""
-    torch.compiler.set_stance("default")  # CPU mode runs eagerly
-    for owner in (norms, losses_of):
-        for name in [n for n in vars(owner) if n.startswith("_compiled_")]:
-            function = getattr(owner, name.replace("_compiled", ""))
-            traced = torch.compile(function, backend="aot_eager_decomp_partition", dynamic=False)
-            monkeypatch.setattr(owner, name, traced)
-    yield
-    torch.compiler.set_stance("force_eager")
 
 
 def ours(logits, labels):
@@ -113,13 +99,6 @@ def test_one_token():
     assert ours(logits, labels).shape == weight.shape == (1, 1)
 
 
-def fused(model=None, *, on=True, precision="bf16"):
-    reseed()
-    run = tiny_run(model, training={"compile_fusions": on, "precision": precision})
-    (chunk,) = build_model(run, vocab_size=VOCAB).chunks
-    return chunk.bfloat16() if precision == "bf16" else chunk
-
-
 MLA = MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 LIKE_GPT2 = {"normalization": "LayerNorm", "activation": "gelu", "fp32_residual_connection": True}
 
@@ -155,9 +134,10 @@ def test_without_compile_fusions_the_loss_is_cores(monkeypatch):
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
 def test_a_compiled_norm_is_as_exact(compiles, name, stream):
     """Output and gradients of input and weights, BF16 weights, against float64."""
-    chunk = fused({"normalization": name})
-    norm = chunk.decoder.final_layernorm
-    plain = fused({"normalization": name}, on=False).decoder.final_layernorm
+    model = {"normalization": name, "qk_layernorm": True, "kv_channels": 32}
+    norm, plain = (
+        fused(model, on=on).decoder.layers[0].self_attention.q_layernorm for on in (True, False)
+    )
     assert type(norm) is type(plain) is norms.norm_class(name) and norm.function != plain.function
     with torch.no_grad():
         for one, other in zip(norm.parameters(), plain.parameters(), strict=True):
@@ -175,46 +155,6 @@ def test_a_compiled_norm_is_as_exact(compiles, name, stream):
     dy = dy.bfloat16()
     check(found, eager, run(plain.double(), x.double(), dy.double()), floor=2.0**-9)
     assert [f.dtype for f in found] == [e.dtype for e in eager]
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
-def test_a_norm_that_hands_the_stream_on_is_as_exact(compiles, name, stream):
-    """Both outputs, and gradients of what came through both, against norm and stream apart."""
-    layer = fused({"normalization": name}).decoder.layers[0]
-    norm = layer.input_layernorm
-    plain = fused({"normalization": name}, on=False).decoder.layers[0].input_layernorm
-    assert type(norm) is type(layer.pre_mlp_layernorm)
-    assert type(norm) is norms.norm_class(name, with_residual=True) is not type(plain)
-    with torch.no_grad():
-        for one, other in zip(norm.parameters(), plain.parameters(), strict=True):
-            one.copy_(other.normal_())
-    x = (torch.randn(9, 2, 32) * 3 + 1).to(stream)
-    dy, dstream = torch.randn(9, 2, 32).bfloat16(), torch.randn(9, 2, 32).to(stream)
-
-    def run(module, x, dy, dstream):
-        x = x.clone().requires_grad_()
-        out = module(x)
-        both = out if isinstance(out, tuple) else (out, x * 1)
-        return [*both, *torch.autograd.grad(both, [x, *module.parameters()], (dy, dstream))]
-
-    found, eager = run(norm, x, dy, dstream), run(plain, x, dy, dstream)
-    exact = run(plain.double(), x.double(), dy.double(), dstream.double())
-    check(found, eager, exact, floor=2.0**-9)
-    assert [f.dtype for f in found] == [e.dtype for e in eager]
-    assert torch.equal(found[1], x) and found[0].shape == x.shape
-
-
-def test_a_stream_that_nobody_reads(compiles):
-    """The other gradient comes alone; without gradients there is no graph."""
-    norm = fused({}).decoder.layers[0].input_layernorm
-    x = torch.randn(5, 1, 32).bfloat16().requires_grad_()
-    out, stream = norm(x)
-    (of_out,) = torch.autograd.grad(out.float().square().sum(), x, retain_graph=True)
-    (of_stream,) = torch.autograd.grad(stream.sum(), x)
-    assert of_out.abs().sum() > 0 and torch.equal(of_stream, torch.ones_like(x))
-    with torch.no_grad():
-        assert all(not y.requires_grad for y in norm(x.detach()))
 
 
 def test_no_norm_is_left_to_run_eagerly(compiles, monkeypatch):
