@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_patch.model.activation import activation_function, core_fuses
 from megatron_patch.model.config import ffn_hidden_size
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
 
 def _shape(run: RunConfig) -> dict[str, Any]:
     model = run.model
-    activation = {
-        "gelu": F.gelu,
-        "swiglu": F.silu,
-        "relu": F.relu,
-        "squared_relu": squared_relu,
-    }[model.activation]
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -55,7 +49,7 @@ def _shape(run: RunConfig) -> dict[str, Any]:
         "ffn_hidden_size": ffn_hidden_size(model),
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
-        "activation_func": activation,
+        "activation_func": activation_function(run),
         "gated_linear_unit": model.activation == "swiglu",
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
@@ -69,11 +63,6 @@ def _shape(run: RunConfig) -> dict[str, Any]:
         "fp32_residual_connection": model.fp32_residual_connection,
         "transformer_impl": "transformer_engine" if model.layer_spec == "te" else "local",
     }
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 (So et al. 2021), eager: core's own is wrapped in torch.compile."""
-    return torch.pow(F.relu(x), 2)
 
 
 def _precision(run: RunConfig) -> dict[str, Any]:
@@ -102,11 +91,9 @@ def is_compiled(config: Any) -> bool:
 
 
 def _fusions(run: RunConfig) -> dict[str, Any]:
-    model, on = run.model, run.training.compile_fusions
-    # Core fuses SwiGLU with or without a bias, GELU only with one, and no other activation.
-    fusible = model.activation == "swiglu" or (model.activation == "gelu" and model.add_bias_linear)
+    on = run.training.compile_fusions
     return {
-        "bias_activation_fusion": on and fusible,
+        "bias_activation_fusion": on and core_fuses(run),
         "bias_dropout_fusion": on,
         "cross_entropy_loss_fusion": on,
         "cross_entropy_fusion_impl": "native",

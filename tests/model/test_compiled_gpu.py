@@ -1,4 +1,4 @@
-"""The compiled loss and norms as a GPU runs them: errors against float64, and what is allocated."""
+"""Compiled loss, norms and activations as a GPU runs them: errors to float64, memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from error_bound import check
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 
-from megatron_patch.model import norms, residual
+from megatron_patch.model import activation, norms, residual
 from megatron_patch.model.cross_entropy import cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -140,3 +140,21 @@ def test_additions(name, stream, biased, rows, width):
     exact = run(eager.double(), *(None if t is None else t.double() for t in given))
     assert [x.dtype for x in found] == [x.dtype for x in peer]
     check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)
+
+
+@pytest.mark.parametrize("name", ["gelu", "squared_relu"])
+@pytest.mark.parametrize("size", [1, 3000, 1 << 22])
+def test_activations(name, size):
+    torch.manual_seed(4)
+    ours = getattr(activation, f"fused_{name}")
+    plain = activation.squared_relu if name == "squared_relu" else F.gelu
+    x, dout = (2 * torch.randn(2, size, device="cuda")).bfloat16()
+
+    def run(function, x, dout):
+        x = x.clone().requires_grad_()
+        out = function(x)
+        return out, *torch.autograd.grad(out, x, dout)
+
+    found, peer = run(ours, x, dout), run(plain, x, dout)
+    assert [f.dtype for f in found] == [p.dtype for p in peer]
+    check(found, peer, run(plain, x.double(), dout.double()), floor=2.0**-23)
