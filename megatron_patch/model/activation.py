@@ -1,9 +1,10 @@
-"""Activations of the MLP; under ``training.compile_fusions`` compiled where core fuses none.
+"""Activations of the MLP; under ``training.compile_fusions`` squared ReLU is compiled.
 
-PyTorch's squared ReLU takes two passes forward and more backward, its GELU one each, slower than
-memory would let it. Compiled, each is one kernel a direction that reads and writes in the type of
-its input and computes in float32, like PyTorch's. Experts are left alone: they see another number
-of tokens at every step.
+PyTorch's takes two passes forward and more backward; compiled it is one kernel a direction that
+reads and writes in the type of its input and computes in float32. Experts are left alone: they see
+another number of tokens at every step. SwiGLU, and GELU with a bias, are core's to fuse. GELU
+without one is a kernel of PyTorch's that is faster than what the compiler makes of it (0.27 and
+0.35 ms forward and backward on 201M elements on an H200, compiled 0.33 and 0.44).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def activation_function(run: RunConfig) -> Activation:
         "squared_relu": squared_relu,
     }
     name = run.model.activation
-    if run.training.compile_fusions and not core_fuses(run) and run.model.moe is None:
-        return {"gelu": fused_gelu, "squared_relu": fused_squared_relu}.get(name, plain[name])
+    if name == "squared_relu" and run.training.compile_fusions and run.model.moe is None:
+        return fused_squared_relu
     return plain[name]
 
 
@@ -45,37 +46,23 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.pow(F.relu(x), 2)
 
 
-def fused_gelu(x: torch.Tensor) -> torch.Tensor:
-    """`torch.nn.functional.gelu`, one kernel a direction."""
-    return _Fused.apply(_compiled_gelu, _compiled_gelu_gradient, x)
-
-
 def fused_squared_relu(x: torch.Tensor) -> torch.Tensor:
     """`squared_relu`, one kernel a direction."""
-    return _Fused.apply(_compiled_squared_relu, _compiled_squared_relu_gradient, x)
+    return _SquaredReLU.apply(x)
 
 
-class _Fused(torch.autograd.Function):
-    """``forward(x)``; its gradient from dout and x. Saves x."""
+class _SquaredReLU(torch.autograd.Function):
+    """Saves x."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Activation, gradient: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return forward(x)
+        return _compiled_squared_relu(x)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return None, None, ctx.gradient(dout, x)
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
-
-
-def _gelu_gradient(dout: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(dout, x)
+        return _compiled_squared_relu_gradient(dout, x)
 
 
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +73,5 @@ def _squared_relu_gradient(dout: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (dout.float() * (2 * F.relu(x).float())).to(x.dtype)
 
 
-_compiled_gelu = torch.compile(_gelu, dynamic=False)
-_compiled_gelu_gradient = torch.compile(_gelu_gradient, dynamic=False)
 _compiled_squared_relu = torch.compile(_squared_relu, dynamic=False)
 _compiled_squared_relu_gradient = torch.compile(_squared_relu_gradient, dynamic=False)

@@ -12,17 +12,12 @@ from megatron_patch.model import activation
 from megatron_patch.model.config import MoEConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
-FUSED = {
-    "gelu": (activation.fused_gelu, F.gelu),
-    "squared_relu": (activation.fused_squared_relu, activation.squared_relu),
-}
 
 
-@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_error_against_float64(compiles, name, dtype):
-    """Ordinary values, the tails, exact zeros, and what overflows the square."""
-    ours, plain = FUSED[name]
+def test_squared_relu_against_float64(compiles, dtype):
+    """Ordinary and large values, exact zeros, and what is not finite."""
+    ours, plain = activation.fused_squared_relu, activation.squared_relu
     x = torch.cat([torch.randn(500), torch.linspace(-12, 12, 400), torch.zeros(3)]).to(dtype)
     dout = torch.randn(x.shape).to(dtype)
 
@@ -43,11 +38,12 @@ def test_error_against_float64(compiles, name, dtype):
 @pytest.mark.parametrize(
     ("model", "on", "expected"),
     [
-        ({"activation": "gelu"}, True, activation.fused_gelu),
+        ({"activation": "gelu"}, True, F.gelu),
         ({"activation": "gelu"}, False, F.gelu),
         ({"activation": "gelu", "add_bias_linear": True}, True, F.gelu),
         ({"activation": "gelu", "moe": MoEConfig(num_experts=4)}, True, F.gelu),
         ({"activation": "squared_relu"}, True, activation.fused_squared_relu),
+        ({"activation": "squared_relu", "moe": MoEConfig(4)}, True, activation.squared_relu),
         ({"activation": "squared_relu"}, False, activation.squared_relu),
         ({"activation": "relu"}, True, F.relu),
         ({"activation": "swiglu"}, True, F.silu),
@@ -60,9 +56,8 @@ def test_which_one_a_model_gets(model, on, expected):
     assert model.get("moe") or mlp.activation_func is expected
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_a_model_trains_alike_with_it(name):
-    model = {"activation": name}
+def test_a_model_trains_alike_with_it():
+    model = {"activation": "squared_relu"}
     loss, grads = loss_and_grads(fused(model, precision="fp32"))
     plain, expected = loss_and_grads(fused(model, on=False, precision="fp32"))
     assert loss == pytest.approx(plain, rel=1e-6)
