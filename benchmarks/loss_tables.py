@@ -22,12 +22,13 @@ SAME_STEPS = 4
 
 
 def rescue_cost(result: dict[str, Any]) -> str:
-    """How far a continued run ends above the one that had compensated numerics from the start."""
+    """How far a run whose numerics were exchanged ends above one that had them from the start."""
     losses, whole = losses_of("rescue"), losses_of("baselines")
     rows = []
     for run in result["runs"]:
-        begun, peer = run.get("origin"), whole.get(f"compensated-s{run['seed']}", {})
-        if not begun or not run["steps"]:
+        peer = whole.get(f"compensated-s{run['seed']}", {})
+        begun = run.get("origin") or {"base": run["run"], "step": run.get("switched_at")}
+        if begun["step"] is None or not run["steps"]:
             continue
         own, base = losses[run["run"]], losses[begun["base"]]
         both = sorted(set(own) & set(peer))[-SAME_STEPS:]
@@ -38,7 +39,7 @@ def rescue_cost(result: dict[str, Any]) -> str:
         behind = statistics.mean(base[s] - peer[s] for s in before)
         facts = [run["run"], f"{begun['step']:,}", f"{behind:+.3f}", f"{both[-1]:,}"]
         rows.append([*facts, f"{mean:.3f}", f"{of_peer:.3f}", f"{mean - of_peer:+.3f}"])
-    head = ["run", "continued from", "behind before that", "to step"]
+    head = ["run", "switched after", "behind before that", "to step"]
     head += ["loss", "`compensated` from step 0", "behind at the end"]
     return table(head, rows)
 

@@ -16,6 +16,8 @@ import drift_table
 import loss_tables
 from table_text import kept_from, origin, table
 
+from megatron_patch.runtime.environment import short_commit
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 PROTOCOLS = (
@@ -399,7 +401,8 @@ def exponent(result: dict[str, Any]) -> str:
 def _run_origin(environment: dict[str, Any]) -> str:
     named = [f"{n} {environment[n]}" for n in ("torch", "triton", "cuda") if environment.get(n)]
     what = environment.get("gpu") or "a CPU"
-    return f"Measured on {what}; {', '.join(named)}; commit {str(environment.get('commit'))[:12]}."
+    commit = short_commit(str(environment.get("commit")))
+    return f"Measured on {what}; {', '.join(named)}; commit {commit}."
 
 
 def pace(result: dict[str, Any]) -> str:
@@ -412,7 +415,7 @@ def pace(result: dict[str, Any]) -> str:
                 continue
             rate = steps / attempt["seconds"]
             facts = [run["run"], str(attempt["gpus"]), f"{attempt['from_step']:,}"]
-            facts += [run["commit"][:12], f"{rate:.1f}"]
+            facts += [short_commit(run["commit"]), f"{rate:.1f}"]
             rows.append([*facts, f"{rate * 24 * 60 // 100 * 100:,.0f}"])
     head = ["run", "GPUs", "from step", "commit", "steps/s", "in 24 minutes"]
     return f"With start, checkpoints and evaluation:\n\n{table(head, rows)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_patch.runtime.environment import short_commit
+
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Markdown table; the first column left-aligned, the others right-aligned."""
@@ -16,8 +18,8 @@ def origin(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     named = [f"{p} {versions[p]}" for p in ("torch", "triton", "cuda", "cudnn") if p in versions]
     what = machine.get("gpu", f"CPU ({machine['cpu']})")
-    commit = result["commit"][:12] + ("+changes" if result["commit"].endswith("+changes") else "")
-    return f"Measured on {what}; {', '.join(named)}; commit {commit}; {result['utc'][:10]}."
+    commit, day = short_commit(result["commit"]), result["utc"][:10]
+    return f"Measured on {what}; {', '.join(named)}; commit {commit}; {day}."
 
 
 def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
@@ -25,5 +27,5 @@ def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
     told = ""
     for commit in sorted({row["commit"] for _, row in rows if "commit" in row}):
         names = [name for name, row in rows if row.get("commit") == commit]
-        told += f" {verb} at commit {commit[:12]}: {'; '.join(names)}."
+        told += f" {verb} at commit {short_commit(commit)}: {'; '.join(names)}."
     return told

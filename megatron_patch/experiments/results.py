@@ -21,7 +21,9 @@ from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, Store
 from megatron_patch.experiments.verdict import Row, Window, begins_with, judge, read_rows, windows
+from megatron_patch.runtime.environment import short_commit
 from megatron_patch.runtime.files import replacing, write_whole
+from megatron_patch.stability import record
 
 HEAD = (
     "cell",
@@ -38,7 +40,9 @@ HEAD = (
 
 
 SAVED_WINDOWS = 4
-"""A continued run is saved if its last windows, so many, all have small gradients."""
+"""A run whose numerics were exchanged is saved if its last windows, so many, have small gradients.
+"""
+GUARD = "stability.guard=switch"
 
 
 def write(store: Store, before: earlier.Earlier | None = None) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
     runs = []
     for run in store.experiment.runs:
         state = store.states[run.id]
+        switched_at = _switched_at(store, run)
         runs.append(
             {
                 "run": run.id,
@@ -83,7 +88,12 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
                 "attempts": state.attempts,
                 "origin": state.origin,
                 "commit": _commit(store.run_dir(run)),
-                "saved": _saved(run, rows[run.id], protocol.explosion),
+                "switched_at": switched_at,
+                "saved": (
+                    _saved(rows[run.id], protocol.explosion)
+                    if run.base is not None or switched_at is not None
+                    else None
+                ),
                 **_figures(rows[run.id], protocol.explosion),
             }
         )
@@ -106,14 +116,24 @@ def _figures(rows: list[Row], rule: ExplosionConfig) -> dict[str, Any]:
     return {name: _finite(value) for name, value in judge(rows, rule).as_dict().items()}
 
 
-def _saved(run: Run, rows: list[Row], rule: ExplosionConfig) -> bool | None:
-    """Of a run that continues another one: whether its gradients became and stayed small."""
-    if run.base is None:
-        return None
+def _saved(rows: list[Row], rule: ExplosionConfig) -> bool | None:
+    """Whether the gradients became and stayed small; None if there are too few windows to say."""
     last = windows(rows, rule.window)[-SAVED_WINDOWS:]
     if len(last) < SAVED_WINDOWS:
         return None
     return all(w.grad_norm <= rule.grad_norm and w.loss <= rule.loss for w in last)
+
+
+def _switched_at(store: Store, run: Run) -> int | None:
+    """The step after which the guard of a run exchanged its numerics, by its telemetry."""
+    if GUARD not in run.overrides:
+        return None
+    try:
+        switched = record.read(store.run_dir(run)).scalars["switched"]
+    except (OSError, ValueError, KeyError):  # not started, or its records are not here
+        return None
+    # Of a record that was made before anyone could know it is NaN.
+    return int(switched[-1]) if len(switched) and switched[-1] > 0 else None
 
 
 def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
@@ -176,7 +196,7 @@ def markdown(result: dict[str, Any]) -> str:
     """The verdict table, the spread over seeds, and what is missing, as Markdown."""
     rule = result["explosion"]
     lines = [verdict_table(result["runs"], rule)]
-    if any(run.get("origin") for run in result["runs"]):
+    if any(run.get("origin") or run.get("switched_at") for run in result["runs"]):
         lines += ["", _continued(result)]
     lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
     spread = seed_spread(result)
@@ -195,7 +215,7 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", f"Never started: {', '.join(missing)}."]
     if kept := earlier.note(result):
         lines += ["", kept]
-    commits = sorted({str(r["commit"])[:12] for r in result["runs"] if r.get("commit")})
+    commits = sorted({short_commit(r["commit"]) for r in result["runs"] if r.get("commit")})
     if len(commits) > 1:
         lines += ["", f"Runs were made with commits {', '.join(commits)}; each has its own."]
     return "\n".join(lines) + "\n"
@@ -231,16 +251,30 @@ def step_text(step: int | None, run: dict[str, Any]) -> str:
 
 
 def _continued(result: dict[str, Any]) -> str:
-    """Of runs that continue another one: where they began, and whether that saved them."""
+    """Of runs whose numerics were exchanged: when that was, and whether it saved them.
+
+    By continuing another run with others, or by the guard; then the event is that of the run which
+    the same seed's others continue.
+    """
+    events = {r["seed"]: r["origin"]["event"] for r in result["runs"] if r.get("origin")}
     rows = []
     for run in result["runs"]:
-        begun = run.get("origin")
-        if begun:
-            saved = {True: "yes", False: "no", None: "too short to say"}[run["saved"]]
-            gap = begun["event"] - begun["step"]
-            where = f"{abs(gap):,} {'before' if gap >= 0 else 'after'}"
-            rows.append([run["cell"], str(run["seed"]), f"{begun['event']:,}", where, saved])
-    return table(["cell", "seed", "event of the base", "continued, steps", "saved"], rows)
+        begun, switched = run.get("origin"), run.get("switched_at")
+        if not begun and not switched:
+            continue
+        event = begun["event"] if begun else events.get(run["seed"])
+        saved = {True: "yes", False: "no", None: "too short to say"}[run["saved"]]
+        if not begun and (event is None or run["steps"] < event):
+            saved = "too short to say" if event else "no run to compare"
+        where = "-" if event is None else _apart(event, begun["step"] if begun else switched)
+        how = "continued" if begun else f"guard, at {switched:,}"
+        known = "-" if event is None else f"{event:,}"
+        rows.append([run["cell"], str(run["seed"]), known, how, where, saved])
+    return table(["cell", "seed", "event of the base", "switched", "steps", "saved"], rows)
+
+
+def _apart(event: int, step: int) -> str:
+    return f"{abs(event - step):,} {'before' if event >= step else 'after'}"
 
 
 def number(value: Any, form: str) -> str:

@@ -130,6 +130,11 @@ def commit(root: Path = ROOT) -> str:
         return "unknown"
 
 
+def short_commit(found: str) -> str:
+    """The first 12 digits of `commit`, and whether the tree had changes beside it."""
+    return found[:12] + ("+changes" if found.endswith("+changes") else "")
+
+
 def other_copies() -> list[str]:
     """Other packages named ``megatron_patch`` on sys.path (Pai-Megatron-Patch has that name)."""
     ours = Path(megatron_patch.__file__).resolve().parent

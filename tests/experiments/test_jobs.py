@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from telemetry_records import heads, write
 
 from megatron_patch.experiments import archive, origin, publish, results, stability
 from megatron_patch.experiments.errors import ExperimentError
@@ -247,12 +248,45 @@ def test_runs_that_continue_another_one(
     rows = {run.id: store.rows(run) for run in store.experiment.runs}
     assert [int(r["step"]) for r in rows["early-s1"]] == list(range(21, 91))
     table = results.markdown(results.collect(store, rows))
-    assert "| early | 1 | 50 | 30 before | yes |" in table
-    assert "| late | 1 | 50 | 10 after | yes |" in table
+    assert "| early | 1 | 50 | continued | 30 before | yes |" in table
+    assert "| late | 1 | 50 | continued | 10 after | yes |" in table
     assert [a["from_step"] for a in found["late-s1"].attempts] == [60]
     again, said = go(rescue, tmp_path / "out", devices=[0, 1])
     assert not [line for line in said if line.startswith("start")]
     assert states(again) == states(store)
+
+
+def test_a_run_that_its_guard_switched(
+    rescue: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """Its row says when, beside the event of the run that the others of its seed continue."""
+    plain = "attention.backend=stable_flash, attention.stabilizer=none"
+    guard = f"  - {{name: guard, set: [{plain}, stability.guard=switch]}}\n"
+    rescue.write_text(rescue.read_text() + guard)
+    quick |= {"base-s1": "explode", "pause": "0.01"}
+    store, _ = go(rescue, tmp_path / "out", devices=[0, 1])
+    rows = {run.id: store.rows(run) for run in store.experiment.runs}
+
+    def line() -> str:
+        said = results.markdown(results.collect(store, rows))
+        return next((x for x in said.splitlines() if x.startswith("| guard | 1 | 50 ")), "")
+
+    assert not line()  # no telemetry, no switch
+    folder = store.run_dir(store.experiment.by_id("guard-s1"))
+    write(folder, [10, 20, 30]).close()
+    assert not line()
+    writer = write(folder, [10, 20])
+    told = {"loss_mean": 3.0, "switched": 21.0}
+    writer.write(30, scalars=told, layers={}, heads=heads(1.0))
+    writer.close()
+    assert line() == "| guard | 1 | 50 | guard, at 21 | 29 before | yes |"
+    rows["guard-s1"] = rows["guard-s1"][:45]  # the other run's event has not come yet
+    assert line().endswith("| too short to say |")
+    store.states["early-s1"].origin = store.states["late-s1"].origin = None
+    assert "| guard | 1 | - | guard, at 21 | - | no run to compare |" in results.markdown(
+        results.collect(store, rows)
+    )
+    store.close()
 
 
 def test_the_speed_of_a_run_is_that_of_its_own_steps(
