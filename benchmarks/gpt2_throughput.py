@@ -5,6 +5,10 @@
 Runs, one after the other on the same GPUs, ``benchmarks/plain_gpt2.py`` and the trainer with every
 backend named, same shape and batch, and again the plain peer at the end (its two figures bound the
 machine's drift). Writes ``gpt2_124m_throughput_<N>gpu.json``.
+
+    python benchmarks/gpt2_throughput.py --join FIRST.json SECOND.json --out FOLDER
+
+puts together what was run in several goes on one machine, in that order.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
@@ -97,11 +102,27 @@ def add_mfu(row: dict[str, object], flops_per_token: float, peak: float | None) 
             row["mfu"] = rate / 1e12 / peak
 
 
+def join(paths: list[Path]) -> dict[str, Any]:
+    """One result of several; they must agree in everything but their runs and the time of day."""
+    first, *others = (machine.read_result(path, "--join") for path in paths)
+    for path, other in zip(paths[1:], others, strict=True):
+        for name in sorted((first.keys() | other.keys()) - {"runs", "utc"}):
+            if first.get(name) != other.get(name):
+                raise SystemExit(
+                    f"--join {path}: {name} is {other.get(name)!r}, in {paths[0]} "
+                    f"{first.get(name)!r}; join runs of one machine, commit and shape"
+                )
+        if first["utc"][:10] != other["utc"][:10]:
+            raise SystemExit(f"--join {path}: it was made on another day than {paths[0]}")
+    return first | {"runs": [row for result in (first, *others) for row in result["runs"]]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", required=True, help="uint16 token file for the plain peer")
-    parser.add_argument("--dataset", required=True, help="prepared dataset prefix of the same text")
-    parser.add_argument("--tokenizer", required=True, help="tokenizer.json of both")
+    parser.add_argument("--join", nargs="+", type=Path, help="no run: results to put together")
+    parser.add_argument("--tokens", help="uint16 token file for the plain peer")
+    parser.add_argument("--dataset", help="prepared dataset prefix of the same text")
+    parser.add_argument("--tokenizer", help="tokenizer.json of both")
     parser.add_argument("--config", default="configs/gpt2_124m.yaml", help="trainer configuration")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="GPU counts to time")
     parser.add_argument("--first-device", type=int, default=0, help="index of the first GPU used")
@@ -114,6 +135,15 @@ def main() -> None:
     parser.add_argument("--work", default="runs/throughput", help="scratch folder")
     parser.add_argument("--out", default=None, help="folder of the result; default docs/results")
     args = parser.parse_args()
+    out = Path(args.out) if args.out else None
+    if args.join:
+        joined = join(args.join)
+        gpus = "_".join(str(n) for n in dict.fromkeys(row["gpus"] for row in joined["runs"]))
+        print(machine.write_result(f"gpt2_124m_throughput_{gpus}gpu", joined, out))
+        return
+    for name in ("tokens", "dataset", "tokenizer"):
+        if getattr(args, name) is None:
+            parser.error(f"--{name} is needed to run anything")
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
 
@@ -135,7 +165,6 @@ def main() -> None:
         "global_batch": args.global_batch,
         "micro_batch": args.micro_batch,
     }
-    out = Path(args.out) if args.out else None
     tag = "_".join(map(str, args.gpus))
     for gpus in args.gpus:
         plan = [("plain", f"plain_{gpus}_a"), *(("trainer", b) for b in args.backends)]

@@ -40,7 +40,7 @@ def throughput(result: dict[str, Any]) -> str:
     ]
     shape = (
         f"GPUs: {result['runs'][0]['gpus']}; {result['global_batch']} sequences a step in "
-        f"micro-batches of {result['micro_batch']}; medians over {result['steps']} steps."
+        f"micro-batches of {result['micro_batch']}; medians of runs of {result['steps']} steps."
     )
     head = ["in the order they ran", "tokens/s", "MFU", "of the fastest"]
     return "\n".join([f"{origin(result)} {shape}", "", table(head, rows)])

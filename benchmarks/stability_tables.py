@@ -483,4 +483,5 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
+    found["stability-guard-timeline"] = ("guard_head_timeline", timeline(), read)
     return found

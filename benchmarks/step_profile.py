@@ -180,7 +180,8 @@ def main() -> None:
         trace = args.trace or Path(scratch) / "trace.json"
         seconds = profile(args.config, args.set, settle=args.settle, steps=args.steps, trace=trace)
         found = read_trace(trace, args.steps)
-    mine = {"label": args.label, "settings": args.set, "config": named(args.config)} | found
+    settings = [key for key in args.set if not key.startswith("data.")]  # places of a machine
+    mine = {"label": args.label, "settings": settings, "config": named(args.config)} | found
     mine |= machine.describe() | {"step_ms": seconds * 1000}
     write(mine, earlier, args.out)
 
