@@ -156,20 +156,34 @@ PROBED = {
     "rounded sum alone": "stable_flash consistent_sum",
     "`compensated`": "stable_flash compensated",
 }
+EMULATED = {
+    "FP32 attention": "reference",
+    "`none`": "emulated none",
+    "`dynamic_max`": "emulated dynamic_max",
+    "`dynamic_max` as published": "emulated dynamic_max as published",
+    "low-order O alone": "emulated low_order_o",
+    "rounded sum alone": "emulated consistent_sum",
+    "`compensated`": "emulated compensated",
+    "`paper_bf16`": "emulated paper_bf16",
+}
 
 
-def probed_dq(result: dict[str, Any]) -> str:
-    """Relative error of dQ, a line a capture, the kernels side by side."""
-    from megatron_patch.experiments import probe_report
+def probed_dq(kernels: dict[str, str]) -> Callable[[dict[str, Any]], str]:
+    """Relative error of dQ, a line a capture, ``kernels`` (by heading) side by side."""
 
-    rows = []
-    for one in sorted(result["captures"], key=lambda c: (c["capture"]["run_name"], _at(c))):
-        facts, cells = one["capture"], one["backends"]
-        where = f"{facts['run_name']}, {facts['step']:,}, layer {facts['layer']}"
-        found = [probe_report.figure(cells[n], "dq_error", "{:.2g}") for n in PROBED.values()]
-        rows.append([where, *found])
-    head = ["captured in, at step", *PROBED]
-    return "\n".join([_run_origin(result["environment"]), "", table(head, rows)])
+    def render(result: dict[str, Any]) -> str:
+        from megatron_patch.experiments import probe_report
+
+        rows = []
+        for one in sorted(result["captures"], key=lambda c: (c["capture"]["run_name"], _at(c))):
+            facts, cells = one["capture"], one["backends"]
+            where = f"{facts['run_name']}, {facts['step']:,}, layer {facts['layer']}"
+            found = [probe_report.figure(cells[n], "dq_error", "{:.2g}") for n in kernels.values()]
+            rows.append([where, *found])
+        head = ["captured in, at step", *kernels]
+        return "\n".join([_run_origin(result["environment"]), "", table(head, rows)])
+
+    return render
 
 
 def _at(capture: dict[str, Any]) -> tuple[int, int]:
@@ -441,8 +455,13 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )
     found["stability-probe-vendor"] = (
         "stability_probe_vendor",
-        probed_dq,
+        probed_dq(PROBED),
         "megatron-patch probe RUN ... --out probe",
+    )
+    found["stability-probe-guard"] = (
+        "stability_probe_guard",
+        probed_dq(EMULATED),
+        "megatron-patch probe RUN --out probe",
     )
     found["stability-rescue-cost"] = (
         "stability_rescue",

@@ -24,6 +24,7 @@ from stable_attention.probes import BackendResult, ProbeReport, probe_results
 from stable_attention.reference.emulators import (
     COMPENSATED,
     DYNAMIC_MAX,
+    DYNAMIC_MAX_PUBLISHED,
     FLASH2,
     FLASH4,
     PAPER,
@@ -213,6 +214,7 @@ def backends(device: torch.device) -> dict[str, Runner]:
         "emulated consistent_sum": emulated(dataclasses.replace(COMPENSATED, residual=None)),
         "emulated fp32 O": emulated(dataclasses.replace(FLASH2, residual="float32")),
         "emulated dynamic_max": emulated(DYNAMIC_MAX),
+        "emulated dynamic_max as published": emulated(DYNAMIC_MAX_PUBLISHED),
         "emulated lagging maximum": emulated(FLASH4),
         "emulated paper_bf16": emulated(PAPER),
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import Case, make_inputs
 from error_rule import run_oracle
 
+from stable_attention import numerics
 from stable_attention.probes import (
     BackendResult,
     decode_residual,
@@ -18,7 +20,9 @@ from stable_attention.probes import (
 )
 from stable_attention.reference.emulators import (
     COMPENSATED,
+    DYNAMIC_BOUND,
     DYNAMIC_MAX,
+    DYNAMIC_MAX_PUBLISHED,
     FLASH2,
     FLASH4,
     PAPER,
@@ -83,6 +87,32 @@ def test_dynamic_max_trades_the_bias_for_a_larger_error() -> None:
     plain, dynamic = run("tie2s", FLASH2), run("tie2s", DYNAMIC_MAX)
     assert abs(dynamic.mean) < 0.3 * abs(plain.mean)
     assert dynamic.rms > 1.3 * plain.rms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_published_rule_loses_rows_that_the_bounded_one_keeps(dtype: torch.dtype) -> None:
+    """Repeated maxima of 200, all of them negative in every other row; beside them a plain row."""
+    torch.manual_seed(1)
+    q, k, v, dout = torch.randn(4, 1, 1, 8, 16).to(dtype).unbind()
+    k[..., :3, :] = k[..., :1, :] = 10.0
+    q[..., ::2, :], q[..., 1::2, :] = 5.0, -5.0
+    q[..., -1, :] = torch.randn(16).to(dtype) / 100
+    plain, bounded, published = (
+        emulate(q, k, v, dout, rounding=replace(rule, dtype=dtype))
+        for rule in (FLASH2, DYNAMIC_MAX, DYNAMIC_MAX_PUBLISHED)
+    )
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        expected, found = getattr(plain, name).float(), getattr(bounded, name).float()
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    rows = published.lse[0, 0].isfinite()
+    assert not rows[:-1:2].any() and rows[-1], "l underflows to 0"
+    assert {t: numerics_bound(t) for t in DYNAMIC_BOUND} == DYNAMIC_BOUND
+
+
+def numerics_bound(dtype: torch.dtype) -> float:
+    """The kernels' own."""
+    short = "BF16" if dtype == torch.bfloat16 else "FP16"
+    return float(getattr(numerics, f"DYNAMIC_BOUND_{short}").value)
 
 
 def test_lagging_maximum_needs_the_rounded_sum() -> None:

@@ -7,6 +7,8 @@ Float32 everywhere except where a named implementation rounds. Whole score matri
   the dominant P is not 1 and its rounding no longer cancels in O / l.
 - ``PAPER``: the emulation that fails in arXiv 2510.04212: S, the unnormalised O and l in BF16.
 - ``PAPER_DYNAMIC_MAX``: the paper's remedy on top, its reference code's clamp included.
+- ``DYNAMIC_MAX``: the remedy as ``stabilizer="dynamic_max"`` has it, its shift bounded;
+  ``DYNAMIC_MAX_PUBLISHED``: not bounded, so that a row with a large repeated maximum is lost.
 - ``COMPENSATED``: what ``stabilizer="compensated"`` is specified to do.
 
 Shapes: q [b, h, sq, d], k [b, h, sk, d], v [b, h, sk, dv] (query heads everywhere).
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 import torch
 
 INT8_CODES = 127
+DYNAMIC_BOUND = {torch.bfloat16: 60.0, torch.float16: 4.0}
+"""In powers of two; the kernels' is `numerics.DYNAMIC_BOUND_BF16` and ``_FP16``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class Rounding:
     lag: float = 5.5
     beta: float = 2.0
     eps: float = 1e-3
+    bounded: bool = False
+    """Whether the dynamic shift exceeds the maximum by at most `DYNAMIC_BOUND`."""
     clamp: float = 0.0
     dscores: bool = True
     """dS to ``dtype`` for its two products."""
@@ -53,7 +59,8 @@ FLASH2 = Rounding()
 FLASH4 = Rounding(shift="lagging")
 PAPER = Rounding(scores=True, accumulator=True)
 PAPER_DYNAMIC_MAX = Rounding(scores=True, accumulator=True, shift="dynamic", clamp=1e-10)
-DYNAMIC_MAX = Rounding(shift="dynamic")
+DYNAMIC_MAX = Rounding(shift="dynamic", bounded=True)
+DYNAMIC_MAX_PUBLISHED = Rounding(shift="dynamic")
 COMPENSATED = Rounding(normalizer="rounded", weights="rounded", residual="bf16")
 
 
@@ -99,6 +106,8 @@ def _shift(s: torch.Tensor, rounding: Rounding, gen: torch.Generator) -> torch.T
     if rounding.shift == "dynamic":
         repeated = (s >= m - rounding.eps).sum(-1, keepdim=True) > 1
         moved = torch.where(m > 0, rounding.beta * m, torch.zeros_like(m))
+        if rounding.bounded:
+            moved = moved.clamp(m, m + DYNAMIC_BOUND[rounding.dtype] * math.log(2))
         return torch.where(repeated & (m != 0), moved, m)
     return m
 
