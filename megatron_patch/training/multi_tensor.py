@@ -2,7 +2,9 @@
 
 Without Transformer Engine and Apex, core's stand-ins bring the norm of every single gradient to the
 host while the GPU waits, and scale the gradients through a copy of each. With or without them it
-copies updated weights one parameter at a time.
+copies updated weights one parameter at a time, and looks up where to in every step. All this is
+done between the moment the norm is known and the update, or just after it, when the GPU has nothing
+else to do: host time there is time lost.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ def install() -> bool:
     """Replace core's stand-ins, and nothing else; whether there was something to replace."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads as core
+    from megatron.core.optimizer import optimizer as callers
 
     replaced = False
     for name, stand_in, ours in (
@@ -26,6 +29,9 @@ def install() -> bool:
         if getattr(core, name) is stand_in:
             setattr(core, name, ours)
             replaced = True
+    if replaced:
+        clip = functools.partial(_clip, core.clip_grad_by_total_norm_fp32)
+        callers.clip_grad_by_total_norm_fp32 = clip
     return replaced
 
 
@@ -43,29 +49,52 @@ def copy_weights_at_once(optimizer: Any) -> int:
         ddp, own = part.ddp_config, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         if ddp.use_megatron_fsdp or ddp.fp8_param_gather or ddp.fp4_param_gather or own:
             continue
-        part._copy_main_params_to_model_params = functools.partial(_copy_weights, part)
+        part._copy_main_params_to_model_params = _CopyWeights(part)
         changed += 1
     return changed
 
 
-@torch.no_grad()
-def _copy_weights(part: Any) -> None:
-    """This rank's shards of the FP32 weights, rounded into the model's buffers."""
-    new: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
-    for shards, parameters in (
-        (part.shard_fp32_from_float16_groups, part.model_float16_groups),
-        (part.shard_fp32_groups, part.model_fp32_groups),
-    ):
-        for group, models in zip(shards, parameters, strict=True):
-            for shard, model in zip(group, models, strict=True):
-                where = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-                buffer, _, bucket = part.model_param_gbuf_map[model]
-                flat = part.buffers[buffer].buckets[bucket].param_data.view(-1)
-                new.append(shard)
-                places.append(flat[where.start : where.end])
-    if new:
-        torch._foreach_copy_(places, new)
+class _CopyWeights:
+    """This rank's shards of the FP32 weights, rounded into the model's buffers.
+
+    Where each belongs is looked up again when core has put another tensor in the place of one.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._of: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        part = self._part
+        groups = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
+        new = [shard for group in groups for shard in group]
+        held = [bucket.param_data for buffer in part.buffers for bucket in buffer.buckets]
+        of = [*new, *held]
+        # By identity; both lists are alive, so that no address has been used again.
+        if len(of) != len(self._of) or any(a is not b for a, b in zip(of, self._of, strict=True)):
+            self._of, self._places = of, self._look_up()
+        if new:
+            torch._foreach_copy_(self._places, new)
+
+    def _look_up(self) -> list[torch.Tensor]:
+        part, places = self._part, []
+        for model in (m for g in (*part.model_float16_groups, *part.model_fp32_groups) for m in g):
+            where = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            buffer, _, bucket = part.model_param_gbuf_map[model]
+            flat = part.buffers[buffer].buckets[bucket].param_data.view(-1)
+            places.append(flat[where.start : where.end])
+        return places
+
+
+def _clip(
+    core: Any, parameters: Any, max_norm: float, total_norm: Any, *rest: Any, **options: Any
+) -> None:
+    """Core's clipping, where there is something to clip: it gathers all gradients first."""
+    if isinstance(total_norm, float) and max_norm / (total_norm + 1.0e-6) >= 1.0:
+        return
+    core(parameters, max_norm, total_norm, *rest, **options)
 
 
 def _l2_norm(

@@ -99,7 +99,7 @@ def test_weights_are_copied_as_core_copies_them(shape):
         chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
         optimizer, _ = build_optimizer(run, chunks)
         for part in optimizer.chained_optimizers:
-            assert part._copy_main_params_to_model_params.func is multi_tensor._copy_weights
+            assert isinstance(part._copy_main_params_to_model_params, multi_tensor._CopyWeights)
             for group in part.shard_fp32_from_float16_groups:
                 for shard in group:
                     shard.data.normal_()
@@ -116,6 +116,52 @@ def test_weights_are_copied_as_core_copies_them(shape):
     for ours, cores in zip(*found, strict=True):
         assert torch.equal(ours.view(torch.int16), cores.view(torch.int16))
         assert ours.isfinite().any()
+
+
+def test_weights_find_their_place_again_when_core_exchanged_a_tensor():
+    """A shard, then a bucket's buffer: what is copied, and where to, are those of now."""
+    run = tiny_run(training={"precision": "bf16"})
+    with single_rank():
+        chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
+        optimizer, _ = build_optimizer(run, chunks)
+        (part,) = optimizer.chained_optimizers
+        copy = part._copy_main_params_to_model_params
+        copy()
+        looked_up = copy._places
+        copy()
+        assert copy._places is looked_up
+        shards = part.shard_fp32_from_float16_groups[0]
+        shards[0] = torch.full_like(shards[0], 3.0)
+        copy()
+        model = part.model_float16_groups[0][0]
+        assert copy._places is not looked_up and (model == 3.0).all()
+        (bucket,) = chunks[0].buffers[0].buckets
+        old, bucket.param_data = bucket.param_data, torch.zeros_like(bucket.param_data)
+        before = old.clone()
+        shards[0].fill_(4.0)
+        copy()
+        assert torch.equal(old, before) and (bucket.param_data == 4.0).any()
+
+
+def test_clipping_that_changes_nothing_gathers_nothing(core, monkeypatch):
+    """And where there is something to clip, or no telling, core is asked."""
+    from megatron.core.optimizer import optimizer as callers
+
+    asked = []
+    monkeypatch.setattr(core, "clip_grad_by_total_norm_fp32", lambda *a, **b: asked.append((a, b)))
+    before = callers.clip_grad_by_total_norm_fp32
+    multi_tensor.install()
+    clip = callers.clip_grad_by_total_norm_fp32
+    try:
+        for total in (0.0, 0.5, 1.0 - 1e-6):
+            clip([], 1.0, total, use_decoupled_grad=False)
+        assert not asked
+        for total in (1.0, 7.0, math.inf, math.nan, torch.tensor(0.5)):
+            clip([], 1.0, total, use_decoupled_grad=False)
+        assert [a[2] for a, _ in asked[:3]] == [1.0, 7.0, math.inf] and len(asked) == 5
+        assert all(b == {"use_decoupled_grad": False} for _, b in asked)
+    finally:
+        callers.clip_grad_by_total_norm_fp32 = before
 
 
 def test_optimizers_that_are_not_sharded_keep_cores_way():
