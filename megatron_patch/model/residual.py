@@ -108,9 +108,9 @@ def join(decoder: Any) -> int:
     Args:
         decoder: Megatron-Core's `TransformerBlock`, just built.
     """
-    layers, joined = list(decoder.layers), 0
+    layers, joined = list(decoder.layers), 0  # none at all on a stage that only embeds
     heads = [layer.input_layernorm for layer in layers[1:]] + [decoder.final_layernorm]
-    for layer, head in zip(layers, heads, strict=True):
+    for layer, head in zip(layers, heads, strict=False):
         places = [("mlp_bda", head)]
         if isinstance(layer.pre_cross_attn_layernorm, IdentityOp):
             places.append(("self_attn_bda", layer.pre_mlp_layernorm))

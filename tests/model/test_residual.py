@@ -168,6 +168,21 @@ def test_whole_layers_that_are_recomputed_are_left_as_they_are(passes):
     assert not any(passes)
 
 
+def test_the_end_of_a_pipeline_stage(passes):
+    """Without a norm behind it the last addition is core's; a stage may have no layer at all."""
+    chunk = fused(precision="fp32")
+    decoder = chunk.decoder
+    last = decoder.layers[-1].mlp_bda._plain
+    for layer in decoder.layers:
+        layer.self_attn_bda, layer.mlp_bda = layer.self_attn_bda._plain, layer.mlp_bda._plain
+    final, decoder.final_layernorm = decoder.final_layernorm, None
+    assert residual.join(decoder) == 3 and decoder.layers[-1].mlp_bda is last
+    decoder(torch.randn(16, 1, 32), None)
+    assert passes == [False, True, True, True]
+    decoder.final_layernorm, decoder.layers = final, torch.nn.ModuleList()
+    assert residual.join(decoder) == 0
+
+
 def test_the_weights_are_read_after_the_hooks_of_their_module(passes):
     """Core waits in them for weights that other ranks still send (``overlap_param_gather``)."""
     chunk = fused(precision="fp32")
