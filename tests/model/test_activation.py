@@ -43,7 +43,11 @@ def test_squared_relu_against_float64(compiles, dtype):
         ({"activation": "gelu", "add_bias_linear": True}, True, F.gelu),
         ({"activation": "gelu", "moe": MoEConfig(num_experts=4)}, True, F.gelu),
         ({"activation": "squared_relu"}, True, activation.fused_squared_relu),
-        ({"activation": "squared_relu", "moe": MoEConfig(4)}, True, activation.squared_relu),
+        (
+            {"activation": "squared_relu", "moe": MoEConfig(num_experts=4)},
+            True,
+            activation.squared_relu,
+        ),
         ({"activation": "squared_relu"}, False, activation.squared_relu),
         ({"activation": "relu"}, True, F.relu),
         ({"activation": "swiglu"}, True, F.silu),
