@@ -105,6 +105,9 @@ def add_mfu(row: dict[str, object], flops_per_token: float, peak: float | None) 
 def join(paths: list[Path]) -> dict[str, Any]:
     """One result of several; they must agree in everything but their runs and the time of day."""
     first, *others = (machine.read_result(path, "--join") for path in paths)
+    for path, result in zip(paths, (first, *others), strict=True):
+        if not isinstance(result.get("runs"), list) or "micro_batch" not in result:
+            raise SystemExit(f"--join {path}: not a result of this script; name those it wrote")
     for path, other in zip(paths[1:], others, strict=True):
         for name in sorted((first.keys() | other.keys()) - {"runs", "utc"}):
             if first.get(name) != other.get(name):

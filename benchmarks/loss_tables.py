@@ -39,7 +39,7 @@ def rescue_cost(result: dict[str, Any]) -> str:
         behind = statistics.mean(base[s] - peer[s] for s in before)
         facts = [run["run"], f"{begun['step']:,}", f"{behind:+.3f}", f"{both[-1]:,}"]
         rows.append([*facts, f"{mean:.3f}", f"{of_peer:.3f}", f"{mean - of_peer:+.3f}"])
-    head = ["run", "switched after", "behind before that", "to step"]
+    head = ["run", "from step", "behind before that", "to step"]
     head += ["loss", "`compensated` from step 0", "behind at the end"]
     return table(head, rows)
 

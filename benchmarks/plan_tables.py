@@ -7,6 +7,8 @@ from typing import Any
 
 from table_text import kept_from, origin, table
 
+from megatron_patch.runtime.environment import short_commit
+
 GIB = 2**30
 
 
@@ -45,7 +47,7 @@ def memory(result: dict[str, Any]) -> str:
     if result["missing"]:
         held += f" {result['missing']} more cases were not reached."
     if "planned_at" in result:
-        held += f" Planned at commit {result['planned_at'][:12]}."
+        held += f" Planned at commit {short_commit(result['planned_at'])}."
     named = [(f"{case['model']} {case['layout']}", case) for case in result["cases"]]
     held += kept_from(named, "Measured")
     return "\n".join([origin(result), held, "", table(head, rows)])

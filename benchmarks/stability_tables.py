@@ -14,7 +14,8 @@ from typing import Any
 
 import drift_table
 import loss_tables
-from table_text import kept_from, origin, table
+import probe_tables
+from table_text import kept_from, origin, run_origin, table
 
 from megatron_patch.runtime.environment import short_commit
 
@@ -65,7 +66,7 @@ def verdicts(name: str) -> Callable[[dict[str, Any]], str]:
     def render(result: dict[str, Any]) -> str:
         from megatron_patch.experiments import results
 
-        lines = [_run_origin(result["environment"]), "", results.markdown(result).rstrip()]
+        lines = [run_origin(result["environment"]), "", results.markdown(result).rstrip()]
         if made := made_for_baselines(name, result):
             text = "the same configuration from the same weights on the same batches:"
             lines += ["", f"Made for `{_baselines(name)}`, {text}", ""]
@@ -120,74 +121,6 @@ def _asked(run: Any, name: str) -> str:
     experiment = _experiment(name)
     config = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
     return repr((run.cell.variant, dataclasses.replace(config, name="-")))
-
-
-def probes(result: dict[str, Any]) -> str:
-    """One line a captured layer and backend."""
-    from megatron_patch.experiments import probe_report
-
-    rows = []
-    for one in result["captures"]:
-        facts = one["capture"]
-        where = f"{facts['step']:,}, layer {facts['layer']}"
-        for name in probe_report.shown(one["backends"]):
-            cell = one["backends"][name]
-            if "error" in cell:
-                rows.append([where, name, "not measured", *["-"] * 4])
-                continue
-            forms = {"mean": "{:+.1e}", "t": "{:.1f}", "rms": "{:.1e}", "coherence": "{:.2f}",
-                     "dq_error": "{:.2g}"}  # fmt: skip
-            found = [probe_report.figure(cell, n, f) for n, f in forms.items()]
-            rows.append([where, name, *found])
-    head = ["captured at step", "backend", "delta bias", "t", "RMS", "coherence", "dQ error"]
-    lines = [_run_origin(result["environment"]), "", table(head, rows)]
-    if (ROOT / "docs" / "results" / "stability_probe.png").exists():
-        lines += ["", "![Errors of every backend on captured tensors](results/stability_probe.png)"]
-    return "\n".join(lines)
-
-
-PROBED = {
-    "FP32 attention": "reference",
-    "cuDNN": "sdpa_cudnn",
-    "FlashAttention-2": "sdpa_flash",
-    "`none`": "stable_flash none",
-    "`dynamic_max`": "stable_flash dynamic_max",
-    "low-order O alone": "stable_flash low_order_o",
-    "rounded sum alone": "stable_flash consistent_sum",
-    "`compensated`": "stable_flash compensated",
-}
-EMULATED = {
-    "FP32 attention": "reference",
-    "`none`": "emulated none",
-    "`dynamic_max`": "emulated dynamic_max",
-    "`dynamic_max` as published": "emulated dynamic_max as published",
-    "low-order O alone": "emulated low_order_o",
-    "rounded sum alone": "emulated consistent_sum",
-    "`compensated`": "emulated compensated",
-    "`paper_bf16`": "emulated paper_bf16",
-}
-
-
-def probed_dq(kernels: dict[str, str]) -> Callable[[dict[str, Any]], str]:
-    """Relative error of dQ, a line a capture, ``kernels`` (by heading) side by side."""
-
-    def render(result: dict[str, Any]) -> str:
-        from megatron_patch.experiments import probe_report
-
-        rows = []
-        for one in sorted(result["captures"], key=lambda c: (c["capture"]["run_name"], _at(c))):
-            facts, cells = one["capture"], one["backends"]
-            where = f"{facts['run_name']}, {facts['step']:,}, layer {facts['layer']}"
-            found = [probe_report.figure(cells[n], "dq_error", "{:.2g}") for n in kernels.values()]
-            rows.append([where, *found])
-        head = ["captured in, at step", *kernels]
-        return "\n".join([_run_origin(result["environment"]), "", table(head, rows)])
-
-    return render
-
-
-def _at(capture: dict[str, Any]) -> tuple[int, int]:
-    return capture["capture"]["step"], capture["capture"]["layer"]
 
 
 def timeline(*names: str, during: Sequence[str] = ()) -> Callable[[dict[str, Any]], str]:
@@ -412,13 +345,6 @@ def exponent(result: dict[str, Any]) -> str:
     return "\n".join([origin(result), "", table(head, rows)])
 
 
-def _run_origin(environment: dict[str, Any]) -> str:
-    named = [f"{n} {environment[n]}" for n in ("torch", "triton", "cuda") if environment.get(n)]
-    what = environment.get("gpu") or "a CPU"
-    commit = short_commit(str(environment.get("commit")))
-    return f"Measured on {what}; {', '.join(named)}; commit {commit}."
-
-
 def pace(result: dict[str, Any]) -> str:
     """Steps of a run in a job of 24 minutes, on one GPU and on two, as runs made them."""
     rows = []
@@ -447,22 +373,9 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         for name in PROTOCOLS
     }
     found["stability-pace"] = ("stability_baselines", pace, command.format("baselines"))
+    found["stability-pace-rescue"] = ("stability_rescue", pace, command.format("rescue"))
     found["stability-cells"] = ("", cells, "")
-    found["stability-probe"] = (
-        "stability_probe",
-        probes,
-        "megatron-patch probe runs/stability_baselines/runs/none-s2 --out probe",
-    )
-    found["stability-probe-vendor"] = (
-        "stability_probe_vendor",
-        probed_dq(PROBED),
-        "megatron-patch probe RUN ... --out probe",
-    )
-    found["stability-probe-guard"] = (
-        "stability_probe_guard",
-        probed_dq(EMULATED),
-        "megatron-patch probe RUN --out probe",
-    )
+    found |= probe_tables.tables()
     found["stability-rescue-cost"] = (
         "stability_rescue",
         loss_tables.rescue_cost,
@@ -502,5 +415,8 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
+    found["stability-guard-heads"] = (
+        "guard_layer_heads", layer_heads, "layer_heads.py RUN ... --layer L --steps ...",
+    )  # fmt: skip
     found["stability-guard-timeline"] = ("guard_head_timeline", timeline(), read)
     return found

@@ -22,6 +22,14 @@ def origin(result: dict[str, Any]) -> str:
     return f"Measured on {what}; {', '.join(named)}; commit {commit}; {day}."
 
 
+def run_origin(environment: dict[str, Any]) -> str:
+    """The same of a run's own account of its environment, which may lack some of it."""
+    named = [f"{n} {environment[n]}" for n in ("torch", "triton", "cuda") if environment.get(n)]
+    what = environment.get("gpu") or "a CPU"
+    commit = short_commit(str(environment.get("commit")))
+    return f"Measured on {what}; {', '.join(named)}; commit {commit}."
+
+
 def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
     """Which rows come from earlier results, by the commit they name; nothing for new rows."""
     told = ""

@@ -7,6 +7,8 @@ from typing import Any
 
 from table_text import kept_from, origin, table
 
+from megatron_patch.runtime.environment import short_commit
+
 
 def early_warning(result: dict[str, Any]) -> str:
     """Runs of both sets under the chosen threshold, and what other thresholds would have done."""
@@ -110,7 +112,7 @@ def observations(result: dict[str, Any]) -> str:
         ]
         for row in result["attempts"]
     ]
-    made = {(row["gpu"], row["torch"], row["commit"][:12]) for row in result["attempts"]}
+    made = {(row["gpu"], row["torch"], short_commit(row["commit"])) for row in result["attempts"]}
     where = "; ".join(
         f"{gpu}, torch {torch}, commit {commit}" for gpu, torch, commit in sorted(made)
     )

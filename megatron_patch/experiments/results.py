@@ -42,7 +42,6 @@ HEAD = (
 SAVED_WINDOWS = 4
 """A run whose numerics were exchanged is saved if its last windows, so many, have small gradients.
 """
-GUARD = "stability.guard=switch"
 
 
 def write(store: Store, before: earlier.Earlier | None = None) -> dict[str, Any]:
@@ -126,14 +125,10 @@ def _saved(rows: list[Row], rule: ExplosionConfig) -> bool | None:
 
 def _switched_at(store: Store, run: Run) -> int | None:
     """The step after which the guard of a run exchanged its numerics, by its telemetry."""
-    if GUARD not in run.overrides:
-        return None
     try:
-        switched = record.read(store.run_dir(run)).scalars["switched"]
-    except (OSError, ValueError, KeyError):  # not started, or its records are not here
+        return record.read(store.run_dir(run)).switched_at
+    except (OSError, ValueError):  # not started, or its records are not here
         return None
-    # Of a record that was made before anyone could know it is NaN.
-    return int(switched[-1]) if len(switched) and switched[-1] > 0 else None
 
 
 def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
@@ -197,7 +192,7 @@ def markdown(result: dict[str, Any]) -> str:
     rule = result["explosion"]
     lines = [verdict_table(result["runs"], rule)]
     if any(run.get("origin") or run.get("switched_at") for run in result["runs"]):
-        lines += ["", _continued(result)]
+        lines += ["", _rescues(result)]
     lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
     spread = seed_spread(result)
     if spread:
@@ -250,11 +245,10 @@ def step_text(step: int | None, run: dict[str, Any]) -> str:
     return "never" if run["state"] == FINISHED else f"not by {run['steps']:,}"
 
 
-def _continued(result: dict[str, Any]) -> str:
-    """Of runs whose numerics were exchanged: when that was, and whether it saved them.
+def _rescues(result: dict[str, Any]) -> str:
+    """Of runs that continue another one, or that their guard switched: from where, and how it went.
 
-    By continuing another run with others, or by the guard; then the event is that of the run which
-    the same seed's others continue.
+    The event beside a guard's run is that of the run which the same seed's others continue.
     """
     events = {r["seed"]: r["origin"]["event"] for r in result["runs"] if r.get("origin")}
     rows = []
@@ -262,19 +256,17 @@ def _continued(result: dict[str, Any]) -> str:
         begun, switched = run.get("origin"), run.get("switched_at")
         if not begun and not switched:
             continue
-        event = begun["event"] if begun else events.get(run["seed"])
+        how, step = ("continued", begun["step"]) if begun else (f"guard, at {switched:,}", switched)
+        event = events.get(run["seed"])
         saved = {True: "yes", False: "no", None: "too short to say"}[run["saved"]]
-        if not begun and (event is None or run["steps"] < event):
-            saved = "too short to say" if event else "no run to compare"
-        where = "-" if event is None else _apart(event, begun["step"] if begun else switched)
-        how = "continued" if begun else f"guard, at {switched:,}"
-        known = "-" if event is None else f"{event:,}"
-        rows.append([run["cell"], str(run["seed"]), known, how, where, saved])
-    return table(["cell", "seed", "event of the base", "switched", "steps", "saved"], rows)
-
-
-def _apart(event: int, step: int) -> str:
-    return f"{abs(event - step):,} {'before' if event >= step else 'after'}"
+        if event is None:
+            rows.append([run["cell"], str(run["seed"]), "-", how, "-", "no run to compare"])
+            continue
+        if not begun and run["steps"] < event:
+            saved = "too short to say"
+        apart = f"{abs(event - step):,} {'before' if event >= step else 'after'}"
+        rows.append([run["cell"], str(run["seed"]), f"{event:,}", how, apart, saved])
+    return table(["cell", "seed", "event of the base", "how", "steps", "saved"], rows)
 
 
 def number(value: Any, form: str) -> str:

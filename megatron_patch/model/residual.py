@@ -7,8 +7,10 @@ for it. In the backward pass one kernel reads the gradients of the norm's output
 and writes those of stream and branch, where autograd would normalize, add and round in three.
 
 A norm whose stream comes from elsewhere (the embedding, another pipeline stage, a layer with
-biases that drop out) hands it on, so that its backward pass adds the stream's gradient all the
-same.
+dropout) hands it on, so that its backward pass adds the stream's gradient all the same.
+
+The sum is rounded to the stream's type. Where that is 16-bit, the statistics and the output are
+those of the sum before it was rounded, and the backward pass reads the rounded one.
 
 Legend: rows all dimensions but the last, h hidden_size. x is the stream, ``branch`` what is added
 to it, ``shift`` the bias of the branch.
@@ -38,24 +40,24 @@ class StreamNorm(torch.nn.Module):
         super().__init__(*args, **kwargs)
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, x: torch.Tensor, *added: torch.Tensor | None) -> Any:
-        """Normalize x [..., h], or x + branch + shift.
-
-        Args:
-            x: the stream.
-            added: nothing, or branch [..., h] and shift [h] (or None).
+    def forward(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
+    ) -> Any:
+        """Normalize the stream x [..., h], or x + branch [..., h] + shift [h].
 
         Returns:
             (output in the weight's type, the stream that was normalized, in the type of x); of the
             last norm, unless something is added, the output alone.
         """
         kept, self._kept = self._kept, None
-        if added or kept is None or kept[1] is not x:
-            branch, shift = added or (None, None)
+        if branch is not None or kept is None or kept[1] is not x:
             kept = _StreamNorm.apply(
                 self.kind, x, branch, shift, self.weight, getattr(self, "bias", None), self.eps
             )
-        return kept if self.hands_on or added else kept[0]
+        return kept if self.hands_on or branch is not None else kept[0]
 
     def add(
         self, x: torch.Tensor, branch: torch.Tensor, shift: torch.Tensor | None

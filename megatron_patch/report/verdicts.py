@@ -138,9 +138,9 @@ def _warning(facts: RunFacts) -> Iterator[Answer]:
     if first is not None:
         text += f"; first danger at step {first[0]:,}: {first[1].reason}"
         grade = BAD if last.code == 2 else FAIR
-    switched = facts.telemetry.scalars.get("switched")
-    if switched is not None and len(switched) and switched[-1] > 0:
-        text += f"; the guard switched the stabilizer after step {switched[-1]:,.0f}"
+    switched = facts.telemetry.switched_at
+    if switched is not None:
+        text += f"; the guard switched the stabilizer after step {switched:,}"
     yield Answer("Early warning", grade, text)
 
 

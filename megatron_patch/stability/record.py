@@ -140,6 +140,14 @@ class Telemetry:
         return {n: self.records["heads"][:, i] for i, n in enumerate(self.meta["head_metrics"])}
 
     @property
+    def switched_at(self) -> int | None:
+        """The step after which the guard exchanged the numerics, as the last record has it."""
+        switched = self.scalars.get("switched")  # earlier versions did not write it
+        if switched is None or not len(switched) or not switched[-1] > 0:
+            return None
+        return int(switched[-1])
+
+    @property
     def rule(self) -> Rule:
         """The run's own.
 

@@ -61,7 +61,7 @@ class TrainingConfig:
     check_finite: bool = True
     """Stop before the update when loss or gradients are not finite; names step, rank, parameter."""
     compile_fusions: bool = False
-    """Compile additions to the residual stream and norms, activations and cross entropy."""
+    """Compile norms with the additions before them, bias + activation, and cross entropy."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""

@@ -166,7 +166,8 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
     found = environment.report() if layout.print_rank else {}
     names = ("megatron-patch-stable", "python", "torch", "triton", "megatron-core")
     versions = ", ".join(f"{n} {found.get(n)}" for n in names)
-    monitor.say(f"run {run.name}: {versions}, commit {str(found.get('commit'))[:12]}")
+    commit = environment.short_commit(str(found.get("commit")))
+    monitor.say(f"run {run.name}: {versions}, commit {commit}")
     optional = [
         f"{n} {found.get(n) or 'not installed'}" for n in ("transformer-engine", "apex", "cuda")
     ]

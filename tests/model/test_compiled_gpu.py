@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from error_bound import check
-from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
+from stream_cases import added, double, handed_on
 
 from megatron_patch.model import activation, norms, residual
 from megatron_patch.model.cross_entropy import cross_entropy
@@ -83,29 +83,41 @@ STREAMS = pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
 SIZES = pytest.mark.parametrize(("rows", "width"), [(8192, 768), (33, 4096), (1, 100)])
 
 
+def judge(run, compiled, eager, *given):
+    found, peer = run(compiled, *given), run(eager, *given)
+    assert [x.dtype for x in found] == [x.dtype for x in peer]
+    exact = run(eager.double(), *double(*given))
+    check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)
+
+
+def inputs(rows, width, stream):
+    """A stream, and gradients of a norm's output and of the stream."""
+    x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
+    return x, torch.randn_like(x, dtype=torch.bfloat16), torch.randn_like(x)
+
+
 @NAMES
 @STREAMS
-@pytest.mark.parametrize("along_the_stream", [False, True])
 @SIZES
-def test_norms(name, stream, along_the_stream, rows, width):
+def test_norms(name, stream, rows, width):
     torch.manual_seed(2)
-    compiled, eager = norms_of(name, width, along_the_stream=along_the_stream)
-    x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
-    dy = torch.randn(rows, 1, width, device="cuda").bfloat16()
-    dstream = torch.randn_like(x)
+    x, dy, _ = inputs(rows, width, stream)
 
-    def run(module, x, dy, dstream):
+    def run(module, x, dy):
         x = x.clone().requires_grad_()
         out = module(x)
-        if not along_the_stream:
-            return [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
-        both = out if isinstance(out, tuple) else (out, x * 1)
-        return [*both, *torch.autograd.grad(both, [x, *module.parameters()], (dy, dstream))]
+        return [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
 
-    found, peer = run(compiled, x, dy, dstream), run(eager, x, dy, dstream)
-    exact = run(eager.double(), x.double(), dy.double(), dstream.double())
-    assert [x.dtype for x in found] == [x.dtype for x in peer]
-    check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)
+    judge(run, *norms_of(name, width, along_the_stream=False), x, dy)
+
+
+@NAMES
+@STREAMS
+@SIZES
+def test_norms_that_hand_the_stream_on(name, stream, rows, width):
+    torch.manual_seed(2)
+    given = inputs(rows, width, stream)
+    judge(handed_on, *norms_of(name, width, along_the_stream=True), *given)
 
 
 @NAMES
@@ -115,31 +127,10 @@ def test_norms(name, stream, along_the_stream, rows, width):
 def test_additions(name, stream, biased, rows, width):
     """What a norm adds to the stream and normalizes, against core's addition and a norm."""
     torch.manual_seed(3)
-    compiled, eager = norms_of(name, width, along_the_stream=True)
-    x = (3 * torch.randn(rows, 1, width, device="cuda") + 1).to(stream)
-    branch, dy = torch.randn(2, rows, 1, width, device="cuda").bfloat16()
+    x, dy, dstream = inputs(rows, width, stream)
     shift = torch.randn(width, device="cuda").bfloat16() if biased else None
-    dstream = torch.randn_like(x)
-
-    def run(module, *given):
-        x, branch, shift, dy, dstream = given
-        inputs = [t.clone().requires_grad_() for t in (x, branch, shift) if t is not None]
-        branch_and_shift = inputs[1], inputs[2] if biased else None
-        if module is compiled:
-            both = module(module.add(inputs[0], *branch_and_shift))
-        else:
-            stream = bias_dropout_add_unfused(True)(branch_and_shift, inputs[0], 0.0)
-            both = module(stream), stream
-        return [
-            *both,
-            *torch.autograd.grad(both, [*inputs, *module.parameters()], (dy, dstream)),
-        ]
-
-    given = [x, branch, shift, dy, dstream]
-    found, peer = run(compiled, *given), run(eager, *given)
-    exact = run(eager.double(), *(None if t is None else t.double() for t in given))
-    assert [x.dtype for x in found] == [x.dtype for x in peer]
-    check(found, peer, exact, floor=torch.finfo(torch.bfloat16).eps / 2)
+    compiled, eager = norms_of(name, width, along_the_stream=True)
+    judge(added, compiled, eager, x, torch.randn_like(dy), shift, dy, dstream)
 
 
 @pytest.mark.parametrize("size", [1, 3000, 1 << 22])

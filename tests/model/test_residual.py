@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from error_bound import check
-from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 from megatron_cpu import fused, loss_and_grads
+from stream_cases import added, double, handed_on
 
 from megatron_patch.model import residual
 from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
@@ -34,17 +34,9 @@ def test_a_norm_that_hands_the_stream_on_is_as_exact(compiles, name, stream):
     """Both outputs, and gradients of what came through both, against norm and stream apart."""
     norm, plain = norm_and_plain(name)
     x = (torch.randn(9, 2, 32) * 3 + 1).to(stream)
-    dy, dstream = torch.randn(9, 2, 32).bfloat16(), torch.randn(9, 2, 32).to(stream)
-
-    def run(module, x, dy, dstream):
-        x = x.clone().requires_grad_()
-        out = module(x)
-        both = out if isinstance(out, tuple) else (out, x * 1)
-        return [*both, *torch.autograd.grad(both, [x, *module.parameters()], (dy, dstream))]
-
-    found, eager = run(norm, x, dy, dstream), run(plain, x, dy, dstream)
-    exact = run(plain.double(), x.double(), dy.double(), dstream.double())
-    check(found, eager, exact, floor=2.0**-9)
+    given = x, torch.randn(9, 2, 32).bfloat16(), torch.randn(9, 2, 32).to(stream)
+    found, eager = handed_on(norm, *given), handed_on(plain, *given)
+    check(found, eager, handed_on(plain.double(), *double(*given)), floor=2.0**-9)
     assert [f.dtype for f in found] == [e.dtype for e in eager]
     assert torch.equal(found[1], x) and found[0].shape == x.shape
 
@@ -60,23 +52,9 @@ def test_addition_and_norm_are_as_exact(compiles, name, stream, biased):
     shift = torch.randn(32).bfloat16() if biased else None
     dy, dstream = torch.randn(shape).bfloat16(), torch.randn(shape).to(stream)
 
-    def run(module, joined, *given):
-        x, branch, shift, dy, dstream = given
-        inputs = [t.clone().requires_grad_() for t in (x, branch, shift) if t is not None]
-        branch_and_shift = (inputs[1], inputs[2] if biased else None)
-        if joined:
-            out = module.add(inputs[0], *branch_and_shift)
-            both = module(out)
-        else:
-            out = bias_dropout_add_unfused(True)(branch_and_shift, inputs[0], 0.0)
-            both = module(out), out
-        wanted = [*inputs, *module.parameters()]
-        return [*both, *torch.autograd.grad(both, wanted, (dy, dstream))]
-
-    given = [x, branch, shift, dy, dstream]
-    found, eager = run(norm, True, *given), run(plain, False, *given)
-    exact = run(plain.double(), False, *(None if t is None else t.double() for t in given))
-    check(found, eager, exact, floor=2.0**-9)
+    given = x, branch, shift, dy, dstream
+    found, eager = added(norm, *given), added(plain, *given)
+    check(found, eager, added(plain.double(), *double(*given)), floor=2.0**-9)
     assert [f.dtype for f in found] == [e.dtype for e in eager]
     assert [f.shape for f in found] == [e.shape for e in eager]
     if stream == torch.float32:
@@ -88,15 +66,15 @@ def test_a_stream_that_nobody_reads(compiles):
     norm = fused().decoder.layers[0].input_layernorm
     x = torch.randn(5, 1, 32).bfloat16().requires_grad_()
     branch = torch.randn(5, 1, 32).bfloat16().requires_grad_()
-    for added in ((), (branch, None)):
-        inputs = (x, *added[:1])
-        out, stream = norm(x, *added)
+    for more in ((), (branch, None)):
+        inputs = (x, *more[:1])
+        out, stream = norm(x, *more)
         of_out = torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True)
         of_stream = torch.autograd.grad(stream.sum(), inputs)
         assert all(g.abs().sum() > 0 for g in of_out)
         assert all(torch.equal(g, torch.ones_like(x)) for g in of_stream)
         with torch.no_grad():
-            assert all(not y.requires_grad for y in norm(x.detach(), *added))
+            assert all(not y.requires_grad for y in norm(x.detach(), *more))
 
 
 MLA = MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)

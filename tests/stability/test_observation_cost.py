@@ -12,6 +12,7 @@ import benchmark_scripts
 import numpy as np
 import pytest
 
+from megatron_patch.runtime.environment import short_commit
 from megatron_patch.stability import record
 from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
@@ -79,7 +80,7 @@ def test_an_earlier_result_is_added_to(
     assert [row["run"] for row in result["attempts"]] == ["first", "second"]
     assert "read_at" in result["attempts"][0] and "read_at" not in result["attempts"][1]
     told = benchmark_scripts.load("telemetry_tables").observations(result)
-    assert f"Read at commit {result['attempts'][0]['read_at'][:12]}: first." in told
+    assert f"Read at commit {short_commit(result['attempts'][0]['read_at'])}: first." in told
     for wrong in ('{"commit": "c"}', "{"):
         (tmp_path / "other.json").write_text(wrong)
         with pytest.raises(SystemExit, match="result"):

@@ -8,7 +8,13 @@ from pathlib import Path
 import benchmark_scripts
 import pytest
 
-RESULT = {"commit": "c" * 40, "machine": {"gpu": "x"}, "steps": 28, "utc": "2026-11-24T07:45:37Z"}
+RESULT = {
+    "commit": "c" * 40,
+    "machine": {"gpu": "x"},
+    "micro_batch": 32,
+    "steps": 28,
+    "utc": "2026-11-24T07:45:37Z",
+}
 
 
 def write(path: Path, system: str, **changes: object) -> Path:
@@ -33,6 +39,7 @@ def test_runs_stand_in_the_order_they_were_made(tmp_path: Path) -> None:
         ({"machine": {"gpu": "y"}}, "machine is"),
         ({"utc": "2026-11-25T00:00:00Z"}, "another day"),
         ({"micro_batch": 4}, "micro_batch is 4"),
+        ({"runs": {"none-s1": {}}}, "not a result of this script"),
     ],
 )
 def test_what_cannot_stand_beside_each_other(tmp_path: Path, changes: dict, said: str) -> None:
