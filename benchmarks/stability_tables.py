@@ -350,11 +350,13 @@ def pace(result: dict[str, Any]) -> str:
     rows = []
     for run in result["runs"]:
         for attempt in run["attempts"]:
-            steps = attempt["to_step"] - attempt["from_step"]
+            # Records of an earlier version count a continued run from step 0.
+            begun = max(attempt["from_step"], (run.get("origin") or {}).get("step", 0))
+            steps = attempt["to_step"] - begun
             if attempt["exit_code"] != 0 or steps < 5000:
                 continue
             rate = steps / attempt["seconds"]
-            facts = [run["run"], str(attempt["gpus"]), f"{attempt['from_step']:,}"]
+            facts = [run["run"], str(attempt["gpus"]), f"{begun:,}"]
             facts += [short_commit(run["commit"]), f"{rate:.1f}"]
             rows.append([*facts, f"{rate * 24 * 60 // 100 * 100:,.0f}"])
     head = ["run", "GPUs", "from step", "commit", "steps/s", "in 24 minutes"]

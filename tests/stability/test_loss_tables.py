@@ -28,3 +28,18 @@ def test_windows_of_both_runs_before_either_explodes(monkeypatch: Any) -> None:
         ["| compensated-s1", "compensated-s2", "3,000", "-0.5000"],
     ]
     assert rows[0].endswith("+0.7500 |")  # the last quarter
+
+
+def test_the_pace_of_a_run_is_that_of_its_own_steps() -> None:
+    """Of one that continues another, records of an earlier version count the other's steps too."""
+    attempt = {"exit_code": 0, "from_step": 0, "gpus": 1, "seconds": 1000.0, "to_step": 9000}
+    runs = [
+        {"run": "whole-s1", "commit": "c" * 40, "attempts": [attempt]},
+        {"run": "late-s1", "commit": "c" * 40, "attempts": [attempt], "origin": {"step": 3000}},
+        {"run": "short-s1", "commit": "c" * 40, "attempts": [attempt], "origin": {"step": 8000}},
+    ]
+    told = benchmark_scripts.load("stability_tables").pace({"runs": runs}).splitlines()
+    assert told[-2:] == [
+        f"| whole-s1 | 1 | 0 | {'c' * 12} | 9.0 | 12,900 |",
+        f"| late-s1 | 1 | 3,000 | {'c' * 12} | 6.0 | 8,600 |",
+    ]
