@@ -102,6 +102,7 @@ def table() -> dict[str, dict[str, list[int]]]:
     return json.loads(text)
 
 
+@functools.cache
 def tile_width(d: int) -> int:
     """The smallest of `WIDTHS` that holds a head dim."""
     return next(width for width in WIDTHS if width >= d)

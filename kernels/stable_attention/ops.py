@@ -22,6 +22,7 @@ from stable_attention import dispatch
 from stable_attention.problem import Problem, dims, readable
 from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.options import Extras
+from stable_attention.triton.results import new_gradients, side_by_side
 
 # Decided when the kernels are decorated, that is at import.
 _INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"
@@ -186,8 +187,13 @@ def _backward(
     stabilizer: str,
     residual: str,
     deterministic: bool,
+    packed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dQ, dK, dV, dSinks); dSinks is empty without sinks."""
+    """(dQ, dK, dV, dSinks); dSinks is empty without sinks.
+
+    With ``packed`` the first is dQ, dK and dV side by side along the head dim, in one buffer, and
+    the next two are empty; q, k and v then have the same tokens and heads.
+    """
     problem = _problem(
         q,
         k,
@@ -220,15 +226,24 @@ def _backward(
     delta, dsinks = kernels.preprocess(
         problem, dout, out, low=low, lse=lse, dlse=dlse, extras=extras
     )
-    dq, dk, dv = kernels.backward(problem, dout, q, k, v, lse=lse, delta=delta, extras=extras)
+    whole, gradients = new_gradients(problem, q, k, v, packed=packed)
+    dq, dk, dv = kernels.backward(
+        problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=gradients
+    )
+    if whole is not None:
+        dq, dk, dv = whole, q.new_empty(0), q.new_empty(0)
     if sinks is None or dsinks is None:
         return dq, dk, dv, q.new_empty(0)
     return dq, dk, dv, dsinks.to(sinks.dtype)
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, low, sinks, *_):
+def _backward_fake(dout, dlse, q, k, v, out, lse, low, sinks, *rest):
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    if len(rest) > _PACKED and rest[_PACKED]:
+        whole = q.new_empty((*q.shape[:-1], q.shape[-1] + k.shape[-1] + v.shape[-1]))
+        return whole, q.new_empty(0), q.new_empty(0), dsinks
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return dq, dk, dv, dsinks
 
 
 # Kept alive: the registrations go with the object.
@@ -255,6 +270,8 @@ _TENSORS = 9
 _SCALARS = slice(9, 21)
 _DETERMINISTIC = 23
 _ARGUMENTS = 26
+# Of ``packed`` in the backward operator's list, counted from behind the sinks.
+_PACKED = 18
 
 
 class _Attention(torch.autograd.Function):
@@ -283,9 +300,12 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dout = readable(dout, ctx.scalars[0])
+        packed = side_by_side(q, k, v)
         dq, dk, dv, dsinks = backward_op(
-            dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars
+            dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars, packed
         )
+        if packed:
+            dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
         unused = (None,) * (_ARGUMENTS - 4)
         return (dq, dk, dv, None if sinks is None else dsinks, *unused)
 

@@ -29,6 +29,7 @@ FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
 MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
 PHILOX, OPTIONS = "philox.py", "triton/options.py"
+DESCRIPTORS = "triton/descriptors.py"
 TIMEOUT = 180.0
 
 
@@ -336,9 +337,9 @@ BUGS = (
         "(b * stride_b)", TMA_FLAT),
     Bug("flat packed output at the first head", MEMORY, "row, ptr[1] + COLUMN], tl",
         "row, COLUMN], tl", TMA_FLAT_PACKED),
-    Bug("flat columns of a padded head dim", OPTIONS, "if d == tile_width(d) and",
+    Bug("flat columns of a padded head dim", DESCRIPTORS, "if d == tile_width(d) and",
         "if", TMA),
-    Bug("descriptor with the strides of heads and tokens exchanged", OPTIONS,
+    Bug("descriptor with the strides of heads and tokens exchanged", DESCRIPTORS,
         "steps = [step_b, step_h, step_s, 1]", "steps = [step_b, step_s, step_h, 1]", TMA),
     Bug("second part read from the wrong column", PARTS, "WIDTH - C1, RAGGED, TMA, C1",
         "WIDTH - C1, RAGGED, TMA, C1 // 2", SPLIT_TMA),

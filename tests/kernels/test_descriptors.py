@@ -7,8 +7,8 @@ import torch
 
 from stable_attention.configs import Tile
 from stable_attention.problem import Problem
+from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.memory import DENSE, FLAT, POINTERS
-from stable_attention.triton.options import descriptors
 
 TILE = Tile(64, 64, 4, 2, tma=True)
 

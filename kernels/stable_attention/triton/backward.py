@@ -20,6 +20,7 @@ from stable_attention.numerics import lse_to_shift, round_scores, score_slope, s
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, strides
 from stable_attention.stabilizers import KNOWN
+from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
     align,
     edge_tile,
@@ -37,7 +38,7 @@ from stable_attention.triton.memory import (
     store_tile,
     tile_offsets,
 )
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, descriptors
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
 from stable_attention.triton.parts import (
     add_dot_parts,
     dot_over_parts,
@@ -48,6 +49,7 @@ from stable_attention.triton.parts import (
     read_parts,
     zero_parts,
 )
+from stable_attention.triton.results import new_gradients
 
 
 @triton.jit
@@ -393,21 +395,17 @@ def backward(
     delta: torch.Tensor,
     extras: Extras,
     accumulators: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dQ, dK, dV), laid out like q, k, v (contiguous), in q's dtype.
+    """(dQ, dK, dV), with the shapes of q, k, v and in their layout, in q's dtype.
 
     Args:
         lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE.
         accumulators: float32 (dQ, dK, dV) to add to and return instead of new tensors.
+        gradients: what to write to and return, from `results.new_gradients`; None makes them.
     """
     add = accumulators is not None
-    if accumulators is not None:
-        dq, dk, dv = accumulators
-    else:
-        # Packed tensors may hold tokens of no sequence, whose gradient is 0; so is that of keys
-        # without a query head.
-        new = torch.zeros if problem.varlen or problem.heads == 0 else torch.empty
-        dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     if problem.batch == 0:
         return dq, dk, dv
     tensors = (q, k, v, dout, lse, delta)

@@ -38,6 +38,7 @@ from stable_attention.numerics import (
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Problem, strides
 from stable_attention.stabilizers import KNOWN, Stabilizer
+from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
     AT_EDGE,
     align,
@@ -48,7 +49,7 @@ from stable_attention.triton.geometry import (
     tile_and_head,
 )
 from stable_attention.triton.memory import POINTERS, store_tile
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments, descriptors
+from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
 from stable_attention.triton.parts import (
     accumulate_parts,
     add_dot_parts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import Case, make_inputs
+from side_by_side import LAYOUTS, gradients, in_one_buffer, projected
 
 from stable_attention import stable_attention
 from stable_attention.chunks import (
@@ -99,6 +100,17 @@ def test_compile_fullgraph_gives_the_same_bits(line: str) -> None:
         strict=True,
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (96, 96), (40, 40), (192, 128), (8, 8)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_side_by_side_are_the_same_bits(layout: str, widths: tuple[int, int]) -> None:
+    """Stored between one another, by descriptor where the head dim fills its tile."""
+    q, k, v = projected(layout, d=widths[0], dv=widths[1], device="cuda", heads=3, length=300)
+    got = gradients(q, k, v, layout=layout)
+    want = gradients(*(x.detach().clone().requires_grad_() for x in (q, k, v)), layout=layout)
+    assert in_one_buffer(got[:3])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_compile_fullgraph_with_pointwise_neighbours_and_changing_lengths() -> None:
