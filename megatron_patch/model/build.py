@@ -29,7 +29,7 @@ from megatron_patch.attention.replace import (
     replace_core_attention,
     rewrite_spec,
 )
-from megatron_patch.model import residual
+from megatron_patch.model import residual, split
 from megatron_patch.model.gpt import GPTModel
 from megatron_patch.model.mla import MLASelfAttention
 from megatron_patch.model.norms import norm_class
@@ -109,6 +109,7 @@ def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
             log.info(selection.line())
         log.info(_HYBRID_NOTE)
     config = transformer_config(run)
+    split.install()
     if is_compiled(config):
         # A norm is compiled for every width, with and without gradients: latent attention under
         # full recompute reaches torch's limit of 8, after which the rest would run eagerly.
