@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
 from kernel_goals import DEFAULT, OURS, PASSES, geometric_mean, goals, speed, title
-from machine import device_digest, sources_digest
+from machine import RESULTS, device_digest, functions_digest, sources_digest
 from table_text import origin, table
 
 SHAPES = 39
@@ -24,13 +25,21 @@ NAMED = 6
 
 
 @functools.cache
-def _this_tree() -> tuple[str, str]:
-    return sources_digest(), device_digest()
+def _this_tree() -> tuple[str, str, str]:
+    return sources_digest(), device_digest(), functions_digest()
+
+
+@functools.cache
+def _functions_of(device: str | None) -> str | None:
+    """What `functions_digest` says of a tree measured earlier (kernel_history.py), by its device
+    digest; results from before it was kept do not hold it."""
+    history = json.loads((RESULTS / "kernel_history.json").read_text())
+    return next((t["functions"] for t in history["trees"] if t["device"] == device), None)
 
 
 def state(result: dict[str, Any]) -> str:
     """Origin, and whether the kernels measured are those of this tree."""
-    known, (whole, device) = result.get("kernels"), _this_tree()
+    known, (whole, device, functions) = result.get("kernels"), _this_tree()
     if known is None:
         said = (
             "The file does not say which kernel sources ran (it predates that): read these figures "
@@ -42,6 +51,11 @@ def state(result: dict[str, Any]) -> str:
         said = (
             "The kernels measured are those of this tree; what checks a call's arguments on the "
             "host before it has changed since."
+        )
+    elif _functions_of(result.get("device")) == functions:
+        said = (
+            "The kernels measured are those of this tree, with its tiles; the Python that launches "
+            "them has changed since."
         )
     else:
         said = (

@@ -8,6 +8,7 @@ kernels add ``sources_digest()``: results of the same sources, GPU and versions 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import io
 import json
@@ -77,6 +78,33 @@ def sources_digest(root: Path = ROOT) -> str:
 def device_digest(root: Path = ROOT) -> str:
     """Digest of `ON_THE_DEVICE` alone."""
     return _digest(root, lambda name: name.startswith(ON_THE_DEVICE))
+
+
+def functions_digest(root: Path = ROOT) -> str:
+    """Digest of what is compiled for the device: jitted functions, their constants, tile tables.
+
+    Not of the Python that launches them, which may change and leave all of them alone.
+    """
+    folder = root / "kernels" / "stable_attention"
+    found = [(folder / "configs.json").read_text()]
+    for path in folder.rglob("*.py"):
+        if path.relative_to(folder).as_posix().startswith(ON_THE_DEVICE):
+            found += filter(None, map(_compiled, ast.parse(path.read_text()).body))
+    return hashlib.sha256("\x00".join(sorted(found)).encode()).hexdigest()[:16]
+
+
+def _compiled(node: ast.stmt) -> str:
+    """A jitted function without its docstring, or a constant of such functions; "" for others."""
+    if isinstance(node, ast.FunctionDef):
+        if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            return ""
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return ast.unparse(node)
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        text = ast.unparse(node)
+        return text if "constexpr" in text else ""
+    return ""
 
 
 def _digest(root: Path, counts: Callable[[str], bool]) -> str:

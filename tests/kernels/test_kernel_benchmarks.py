@@ -166,7 +166,9 @@ def test_goals() -> None:
     assert not any(g["ok"] for g in kernel_goals.goals([], 3))
 
 
-def test_speed_page_says_what_the_file_does_not_vouch_for() -> None:
+def test_speed_page_says_what_the_file_does_not_vouch_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(list(attention.shapes())) == kernel_tables.SHAPES
     result = HEAD | {"rows": [row(4096, **GOOD)], "queued_ms": 1.2}
     old = kernel_tables.speed_table(result)
@@ -184,6 +186,15 @@ def test_speed_page_says_what_the_file_does_not_vouch_for() -> None:
     assert "have changed since" in kernel_tables.speed_table(result | {"kernels": "x"})
     host = {"kernels": "x", "device": machine.device_digest()}
     assert "those of this tree; what checks" in kernel_tables.speed_table(result | host)
+    launched = {"kernels": "x", "device": "y"}
+    history = {"trees": [{"device": "y", "functions": machine.functions_digest()}]}
+    (tmp_path / "kernel_history.json").write_text(json.dumps(history))
+    monkeypatch.setattr(kernel_tables, "RESULTS", tmp_path)
+    kernel_tables._functions_of.cache_clear()
+    text = kernel_tables.speed_table(result | launched)
+    assert "those of this tree, with its tiles; the Python that launches" in text
+    assert "have changed since" in kernel_tables.speed_table(result | {"kernels": "x"})
+    kernel_tables._functions_of.cache_clear()
     assert "| 386 | - | 259" not in kernel_tables.memory_table(result)
     assert "**missed**" in kernel_tables.goal_table(result)
 
@@ -316,6 +327,44 @@ def test_every_step_is_a_script_with_the_arguments_it_is_given() -> None:
         assert '"--out"' in text and f"{step.result}.json" in text
         assert ('"--resume"' in text) == step.resumes
         assert '"--minutes"' in text or step.script == "kernel_faults.py"
+
+
+def test_digest_of_compiled_functions(tmp_path: Path) -> None:
+    """Jitted functions, constants and tiles count; what launches them does not."""
+    folder = tmp_path / "kernels" / "stable_attention"
+    (folder / "triton").mkdir(parents=True)
+    file, tiles = folder / "triton" / "forward.py", folder / "configs.json"
+    tiles.write_text("{}")
+    plain = "WIDE = tl.constexpr(3)\n\n@triton.jit(do_not_specialize=N)\ndef k(x):\n    y = x + 1\n"
+    host = "\n\ndef launch(x):\n    return k[1](x)\n"
+
+    def digest(text: str) -> str:
+        file.write_text(text)
+        return machine.functions_digest(tmp_path)
+
+    found = digest(plain + host)
+    assert digest(plain.replace("k(x):", 'k(x):\n    """Doc."""') + "LIMIT = 4\n") == found
+    for old, new in (("x + 1", "x + 2"), ("(3)", "(4)"), ("=N", "=M")):
+        assert digest(plain.replace(old, new) + host) != found
+    assert digest(plain) == found
+    tiles.write_text("[1]")
+    assert digest(plain) != found
+
+
+def test_host_time_of_versions(tmp_path: Path) -> None:
+    versions = [f"old={ROOT}", f"new={ROOT}"]
+    options = ["--device=cpu", "--rounds", "1", "--calls", "1", "--out", str(tmp_path)]
+    done = run_script("benchmarks/host_time.py", *versions, *options, library=ROOT / "kernels")
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "host_time.json").read_text())
+    assert str(tmp_path) not in json.dumps(result) and set(result["compared"]) == {"old", "new"}
+    for name in ("old compensated", "old none", "new compensated", "new none"):
+        cell = result["microseconds"][name]
+        assert cell["forward_waited"] >= cell["forward"] > 0
+        assert cell["both_waited"] >= cell["both"] > 0
+    for wrong in (["old=."] * 2, ["tree"]):
+        done = run_script("benchmarks/host_time.py", *wrong, *options, library=ROOT / "kernels")
+        assert done.returncode == 2 and "error:" in done.stderr
 
 
 def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+# ruff: noqa: E402  (compare_trees.py chooses the interpreter before Triton is imported)
+"""How long the host takes to launch attention: versions of the kernel library and SDPA's backends.
+
+    PYTHONPATH=kernels python benchmarks/host_time.py old=../old-checkout new=.
+
+Figures of attention.py leave this out: there the GPU has more to do than the host. Where it has
+not (short sequences, small batches, many small layers), this is what a call costs. q, k and v are
+side by side as a projection leaves them, on lengths at which every kernel is shorter than its
+launch; calls are queued and not waited for, and all names take turns in one process. ``waited`` is
+the time until the GPU had done them too: much above the host's, and the host was not the slower
+one. Writes host_time.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import torch
+import torch.nn.functional as F
+from attention import DEVICE
+from compare_trees import BACKENDS, STABILIZERS, Version, copy_package, load
+from machine import write_result
+from torch.nn.attention import sdpa_kernel
+
+BATCH, LENGTH, HEADS, HEAD_DIM = (1, 128, 12, 64) if DEVICE == "cuda" else (1, 16, 1, 16)
+Call = Callable[..., torch.Tensor]
+
+
+def peers() -> dict[str, Call]:
+    """SDPA's fused backends on [b, s, h, d]."""
+    if DEVICE == "cpu":
+        return {}
+
+    def call(backend: Any) -> Call:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                heads = (x.transpose(1, 2) for x in (q, k, v))
+                return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+
+        return run
+
+    return {name: call(backend) for name, backend in BACKENDS.items()}
+
+
+def ours(version: Version, folder: Path) -> dict[str, Call]:
+    run = load(version, folder)
+
+    def call(stabilizer: str) -> Call:
+        return lambda q, k, v: run(q, k, v, causal=True, stabilizer=stabilizer)
+
+    return {f"{version.name} {stabilizer}": call(stabilizer) for stabilizer in STABILIZERS}
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], object], calls: int) -> tuple[float, float]:
+    """(host time, time until the device had done it) of one call, of so many queued."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    queued = time.perf_counter() - start
+    synchronize()
+    return queued / calls, (time.perf_counter() - start) / calls
+
+
+def measured(table: dict[str, Call], rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds, in microseconds, of forward and of forward and backward."""
+    size = (BATCH, LENGTH, HEADS, 3 * HEAD_DIM)
+    whole = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
+    qkv = [x.requires_grad_() for x in whole.split(HEAD_DIM, -1)]
+    dout = torch.randn((*size[:-1], HEAD_DIM), device=DEVICE, dtype=torch.bfloat16)
+    passes: dict[str, Callable[[Call], object]] = {
+        "forward": lambda call: call(*qkv),
+        "both": lambda call: torch.autograd.grad(call(*qkv), qkv, dout),
+    }
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for turn in range(rounds + 1):
+        for name, call in table.items():
+            for which, run in passes.items():
+                took = seconds(lambda run=run, call=call: run(call), calls)  # type: ignore[misc]
+                if turn:  # the first compiles, and connects what connects on first use
+                    found.setdefault((name, which), []).append(took)
+    cells: dict[str, dict[str, float]] = {}
+    for (name, which), times in found.items():
+        host, waited = (1e6 * statistics.median(t) for t in zip(*times, strict=True))
+        cells.setdefault(name, {}).update({which: host, f"{which}_waited": waited})
+    return cells
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("versions", nargs="+", help="NAME=FOLDER, a checkout each")
+    parser.add_argument("--rounds", type=int, default=30, help="every name's turns")
+    parser.add_argument("--calls", type=int, default=20, help="calls queued in a turn")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.calls) < 1:
+        parser.error("--rounds and --calls start at 1")
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; --device=cpu tries the script in the interpreter")
+    try:
+        versions = [Version.parse(text) for text in args.versions]
+    except ValueError as error:
+        parser.error(str(error))
+    if len({v.name for v in versions}) < len(versions):
+        parser.error(f"two versions of one name in {args.versions}")
+    with tempfile.TemporaryDirectory(prefix="trees") as text:
+        table = peers()
+        for version in versions:
+            copy_package(version, Path(text))
+            table |= ours(version, Path(text))
+        cells = measured(table, args.rounds, args.calls)
+    for name, cell in cells.items():
+        print(f"{name:24}", {which: round(value) for which, value in cell.items()}, flush=True)
+    figures = {
+        "compared": {v.name: v.origin() for v in versions},
+        "shape": {"b": BATCH, "s": LENGTH, "h": HEADS, "d": HEAD_DIM},
+        "microseconds": cells,
+    }
+    print(f"wrote {write_result('host_time', figures, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
