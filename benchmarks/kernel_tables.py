@@ -287,6 +287,22 @@ def float32_attention(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, body)])
 
 
+def host_time(result: dict[str, Any]) -> str:
+    """Microseconds of the host for a call, a line an implementation."""
+    cells = result["microseconds"]
+    body = [[name, *(f"{cell[which]:,.0f}" for which in ("forward", "both"))]
+            for name, cell in cells.items()]  # fmt: skip
+    b, s, h, d = (result["shape"][x] for x in "bshd")
+    known = {v["kernels"]: name for name, v in result["compared"].items()}
+    now = known.get(_this_tree()[0])
+    said = (
+        f"`{now}` is this tree." if now else "Neither version is this tree: it has changed since."
+    )
+    where = f"b {b}, s {s}, {h} heads, d {d}, causal, BF16. {said}"
+    head = ["microseconds of host time", "forward", "forward and backward"]
+    return "\n".join([f"{origin(result)} {where}", "", table(head, body)])
+
+
 def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     """Marker -> (result file, renderer, command that measures it)."""
     return {
@@ -302,6 +318,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
             )
             for name in ("own_tiles", "l2", "sums")
         },
+        "host-time": ("host_time", host_time, "host_time.py old=... new=."),
         "float32-attention": (
             "float32_attention",
             float32_attention,

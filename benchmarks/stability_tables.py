@@ -161,7 +161,7 @@ def _measured(run: dict[str, Any], key: str) -> bool:
 def _three_digits(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def layer_heads(result: dict[str, Any]) -> str:
@@ -388,6 +388,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
+    heads = "layer_heads.py RUN ... --layer L --steps ..."
     kernels = ("compensated-s2", "none-s2", "sdpa_cudnn-s2", "sdpa_flash-s2")
     found["stability-timeline"] = ("head_timeline", timeline(*kernels), read)
     for seed, file, marker in (("s2", "head_timeline", ""), ("s1", "head_timeline_s1", "-s1")):
@@ -395,9 +396,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         ends = f"none-{seed}", f"compensated-{seed}"
         view = timeline(ends[0], *parts, ends[1], during=parts if marker else ())
         found[f"stability-timeline-halves{marker}"] = (file, view, read)
-    found["stability-layer-heads"] = (
-        "layer_heads", layer_heads, "layer_heads.py RUN ... --layer L --steps ...",
-    )  # fmt: skip
+    found["stability-layer-heads"] = ("layer_heads", layer_heads, heads)
     found["stability-timeline-s1"] = (
         "head_timeline_s1", timeline("compensated-s1", "none-s1"), read,
     )  # fmt: skip
@@ -417,8 +416,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
-    found["stability-guard-heads"] = (
-        "guard_layer_heads", layer_heads, "layer_heads.py RUN ... --layer L --steps ...",
-    )  # fmt: skip
-    found["stability-guard-timeline"] = ("guard_head_timeline", timeline(), read)
+    for run in ("guard", "flash"):
+        found[f"stability-{run}-heads"] = (f"{run}_layer_heads", layer_heads, heads)
+        found[f"stability-{run}-timeline"] = (f"{run}_head_timeline", timeline(), read)
     return found
