@@ -9,11 +9,15 @@ side by side as a projection leaves them, on lengths at which every kernel is sh
 launch; calls are queued and not waited for, and all names take turns in one process. ``waited`` is
 the time until the GPU had done them too: much above the host's, and the host was not the slower
 one. Writes host_time.json.
+
+With ``--without-launches`` kernels are not launched at all, and what is left is the library's own
+Python, on any machine (a CPU has no descriptors to make). Writes host_time_python.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import sys
 import tempfile
@@ -32,7 +36,12 @@ from compare_trees import BACKENDS, STABILIZERS, Version, copy_package, load
 from machine import write_result
 from torch.nn.attention import sdpa_kernel
 
-BATCH, LENGTH, HEADS, HEAD_DIM = (1, 128, 12, 64) if DEVICE == "cuda" else (1, 16, 1, 16)
+BATCH, LENGTH, HEADS, HEAD_DIM = 1, 128, 12, 64
+KERNELS = {
+    "forward": ("forward_kernel",),
+    "preprocess": ("preprocess_kernel",),
+    "backward": ("dkdv_kernel", "dq_kernel"),
+}
 Call = Callable[..., torch.Tensor]
 
 
@@ -52,8 +61,20 @@ def peers() -> dict[str, Call]:
     return {name: call(backend) for name, backend in BACKENDS.items()}
 
 
-def ours(version: Version, folder: Path) -> dict[str, Call]:
+class NoKernel:
+    """Stands where a kernel does; a launch of it does nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **named: None
+
+
+def ours(version: Version, folder: Path, *, launches: bool) -> dict[str, Call]:
     run = load(version, folder)
+    for name, kernels in KERNELS.items():
+        module = importlib.import_module(f"{version.package}.triton.{name}")
+        for kernel in () if launches else kernels:
+            assert hasattr(module, kernel), kernel
+            setattr(module, kernel, NoKernel())
 
     def call(stabilizer: str) -> Call:
         return lambda q, k, v: run(q, k, v, causal=True, stabilizer=stabilizer)
@@ -104,6 +125,7 @@ def measured(table: dict[str, Call], rounds: int, calls: int) -> dict[str, dict[
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("versions", nargs="+", help="NAME=FOLDER, a checkout each")
+    parser.add_argument("--without-launches", action="store_true", help="the Python around them")
     parser.add_argument("--rounds", type=int, default=30, help="every name's turns")
     parser.add_argument("--calls", type=int, default=20, help="calls queued in a turn")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
@@ -120,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
     if len({v.name for v in versions}) < len(versions):
         parser.error(f"two versions of one name in {args.versions}")
     with tempfile.TemporaryDirectory(prefix="trees") as text:
-        table = peers()
+        table = {} if args.without_launches else peers()
         for version in versions:
             copy_package(version, Path(text))
-            table |= ours(version, Path(text))
+            table |= ours(version, Path(text), launches=not args.without_launches)
         cells = measured(table, args.rounds, args.calls)
     for name, cell in cells.items():
         print(f"{name:24}", {which: round(value) for which, value in cell.items()}, flush=True)
@@ -132,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
         "shape": {"b": BATCH, "s": LENGTH, "h": HEADS, "d": HEAD_DIM},
         "microseconds": cells,
     }
-    print(f"wrote {write_result('host_time', figures, args.out)}")
+    name = "host_time_python" if args.without_launches else "host_time"
+    print(f"wrote {write_result(name, figures, args.out)}")
     return 0
 
 

@@ -319,6 +319,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
             for name in ("own_tiles", "l2", "sums")
         },
         "host-time": ("host_time", host_time, "host_time.py old=... new=."),
+        "host-time-python": (
+            "host_time_python",
+            host_time,
+            "host_time.py --without-launches old=... new=.",
+        ),
         "float32-attention": (
             "float32_attention",
             float32_attention,

@@ -6,6 +6,8 @@ reads a device value. `attention` is the only caller of the forward operator.
 
 They are registered key by key: ``torch.library.custom_op`` walks the schema in Python on every
 call, which costs 140 us with 25 arguments where this costs 25 (and short sequences take as long).
+Where nothing would see the operators (`_unseen`), the dispatcher is left out: two trips through it
+a pass, each with all arguments, are a seventh of the host's time for a call.
 
 Shape legend: as in `api`. Saved for the backward: q, k, v, O, an LSE (of the rounded P where O is
 divided by their sum), O's low-order part, and the small tensors of the call.
@@ -13,9 +15,11 @@ divided by their sum), O's low-order part, and the small tensors of the call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
+from torch import autograd
 from torch.autograd import forward_ad
 
 from stable_attention import dispatch
@@ -264,12 +268,34 @@ def _define(
 
 forward_op = _define("forward", _forward, _forward_fake)
 backward_op = _define("backward", _backward, _backward_fake)
+_forward_here, _backward_here = dispatch.on_device(_forward), dispatch.on_device(_backward)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether calling the kernels and calling the operator are the same to everybody.
+
+    They are not to whoever traces, transforms or records operators, or brings tensors of its own.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not autograd.profiler._is_profiler_enabled
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        # What is batched (also by autograd itself, for several dO at once) has no storage.
+        and all(x is None or (type(x) in _PLAIN and torch._C._has_storage(x)) for x in tensors)
+    )
+
 
 # Positions in the forward operator's argument list.
 _TENSORS = 9
 _SCALARS = slice(9, 21)
 _DETERMINISTIC = 23
 _ARGUMENTS = 26
+_OPTIONS = tuple(inspect.signature(_forward).parameters)[_TENSORS + 1 :]
 # Of ``packed`` in the backward operator's list, counted from behind the sinks.
 _PACKED = 18
 
@@ -279,8 +305,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, low, max_logits, row_lse = forward_op(*inputs)
+        if _unseen(inputs[:_TENSORS]):
+            out, lse, low, max_logits, row_lse = _forward_here(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse, low, max_logits, row_lse = forward_op(*inputs)
         # By the shape, so that a call without rows is told, too: of (0,) one has one dimension.
         own_rows = row_lse.dim() > 1
         ctx.save_for_backward(*inputs[:_TENSORS], out, row_lse if own_rows else lse, low)
@@ -301,9 +330,11 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         dout = readable(dout, ctx.scalars[0])
         packed = side_by_side(q, k, v)
-        dq, dk, dv, dsinks = backward_op(
-            dout, dlse, q, k, v, out, lse, low, sinks, *rest, *ctx.scalars, packed
-        )
+        tensors = (dout, dlse, q, k, v, out, lse, low, sinks, *rest)
+        # With gradients of gradients the operator has something to say (`_Once`).
+        direct = not torch.is_grad_enabled() and _unseen(tensors)
+        run: Callable[..., tuple[torch.Tensor, ...]] = _backward_here if direct else backward_op
+        dq, dk, dv, dsinks = run(*tensors, *ctx.scalars, packed)
         if packed:
             dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
         unused = (None,) * (_ARGUMENTS - 4)
@@ -369,7 +400,13 @@ def attention(
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`forward_op` with keywords; ``small`` is cu_q, cu_k, start_q, start_k, seed."""
-    return forward_op(q, k, v, sinks, *small, layout=layout, **options)
+    assert len(options) == len(_OPTIONS), options.keys()
+    arguments = (q, k, v, sinks, *small, layout, *map(options.__getitem__, _OPTIONS))
+    if not _unseen(arguments[:_TENSORS]):
+        return forward_op(*arguments)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
+        return _Attention.apply(*arguments)
+    return _forward_here(*arguments)
 
 
 __all__ = ["attention", "backward_op", "forward_op", "interpreting"]

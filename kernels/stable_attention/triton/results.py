@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from stable_attention.problem import Problem, shape
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES
@@ -101,7 +100,7 @@ def side_by_side(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     traced or batched: whether those share memory need not be so when the operator runs.
     """
     all_three = (q, k, v)
-    if any(type(x) is not torch.Tensor or is_functorch_wrapped_tensor(x) for x in all_three):
+    if any(type(x) is not torch.Tensor or not torch._C._has_storage(x) for x in all_three):
         return False
     rows, steps = q.shape[:-1], q.stride()
     if q.numel() == 0 or any(x.shape[:-1] != rows or x.stride() != steps for x in (k, v)):
