@@ -24,41 +24,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import torch
-import torch.nn.functional as F
-from attention import DEVICE
-from compare_trees import BACKENDS, STABILIZERS, Version, copy_package, load
+from attention import DEVICE, Call, Shape, sdpa
+from compare_trees import BACKENDS, Version, calls, copy_package, load
 from machine import write_result
-from torch.nn.attention import sdpa_kernel
 
-BATCH, LENGTH, HEADS, HEAD_DIM = 1, 128, 12, 64
+SHAPE = Shape("host", b=1, s=128, h=12, kv_heads=12, d=64, dv=64, causal=True)
 KERNELS = {
     "forward": ("forward_kernel",),
     "preprocess": ("preprocess_kernel",),
     "backward": ("dkdv_kernel", "dq_kernel"),
 }
-Call = Callable[..., torch.Tensor]
-
-
-def peers() -> dict[str, Call]:
-    """SDPA's fused backends on [b, s, h, d]."""
-    if DEVICE == "cpu":
-        return {}
-
-    def call(backend: Any) -> Call:
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                heads = (x.transpose(1, 2) for x in (q, k, v))
-                return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
-
-        return run
-
-    return {name: call(backend) for name, backend in BACKENDS.items()}
 
 
 class NoKernel:
@@ -68,18 +48,13 @@ class NoKernel:
         return lambda *arguments, **named: None
 
 
-def ours(version: Version, folder: Path, *, launches: bool) -> dict[str, Call]:
-    run = load(version, folder)
+def leave_out_launches(version: Version, folder: Path) -> None:
+    load(version, folder)
     for name, kernels in KERNELS.items():
         module = importlib.import_module(f"{version.package}.triton.{name}")
-        for kernel in () if launches else kernels:
+        for kernel in kernels:
             assert hasattr(module, kernel), kernel
             setattr(module, kernel, NoKernel())
-
-    def call(stabilizer: str) -> Call:
-        return lambda q, k, v: run(q, k, v, causal=True, stabilizer=stabilizer)
-
-    return {f"{version.name} {stabilizer}": call(stabilizer) for stabilizer in STABILIZERS}
 
 
 def synchronize() -> None:
@@ -87,23 +62,23 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(function: Callable[[], object], calls: int) -> tuple[float, float]:
+def seconds(function: Callable[[], object], repeats: int) -> tuple[float, float]:
     """(host time, time until the device had done it) of one call, of so many queued."""
     synchronize()
     start = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(repeats):
         function()
     queued = time.perf_counter() - start
     synchronize()
-    return queued / calls, (time.perf_counter() - start) / calls
+    return queued / repeats, (time.perf_counter() - start) / repeats
 
 
-def measured(table: dict[str, Call], rounds: int, calls: int) -> dict[str, dict[str, float]]:
+def measured(table: dict[str, Call], rounds: int, repeats: int) -> dict[str, dict[str, float]]:
     """Medians over rounds, in microseconds, of forward and of forward and backward."""
-    size = (BATCH, LENGTH, HEADS, 3 * HEAD_DIM)
-    whole = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
-    qkv = [x.requires_grad_() for x in whole.split(HEAD_DIM, -1)]
-    dout = torch.randn((*size[:-1], HEAD_DIM), device=DEVICE, dtype=torch.bfloat16)
+    rows = (SHAPE.b, SHAPE.s, SHAPE.h)
+    whole = torch.randn((*rows, 3 * SHAPE.d), device=DEVICE, dtype=torch.bfloat16)
+    qkv = [x.requires_grad_() for x in whole.split(SHAPE.d, -1)]
+    dout = torch.randn((*rows, SHAPE.d), device=DEVICE, dtype=torch.bfloat16)
     passes: dict[str, Callable[[Call], object]] = {
         "forward": lambda call: call(*qkv),
         "both": lambda call: torch.autograd.grad(call(*qkv), qkv, dout),
@@ -112,7 +87,7 @@ def measured(table: dict[str, Call], rounds: int, calls: int) -> dict[str, dict[
     for turn in range(rounds + 1):
         for name, call in table.items():
             for which, run in passes.items():
-                took = seconds(lambda run=run, call=call: run(call), calls)  # type: ignore[misc]
+                took = seconds(lambda run=run, call=call: run(call), repeats)  # type: ignore[misc]
                 if turn:  # the first compiles, and connects what connects on first use
                     found.setdefault((name, which), []).append(took)
     cells: dict[str, dict[str, float]] = {}
@@ -142,16 +117,20 @@ def main(argv: list[str] | None = None) -> int:
     if len({v.name for v in versions}) < len(versions):
         parser.error(f"two versions of one name in {args.versions}")
     with tempfile.TemporaryDirectory(prefix="trees") as text:
-        table = {} if args.without_launches else peers()
+        table: dict[str, Call] = {}
+        if DEVICE == "cuda" and not args.without_launches:
+            table |= {name: sdpa(backend, SHAPE) for name, backend in BACKENDS.items()}
         for version in versions:
             copy_package(version, Path(text))
-            table |= ours(version, Path(text), launches=not args.without_launches)
+            if args.without_launches:
+                leave_out_launches(version, Path(text))
+            table |= dict(calls(version, Path(text), SHAPE))
         cells = measured(table, args.rounds, args.calls)
     for name, cell in cells.items():
         print(f"{name:24}", {which: round(value) for which, value in cell.items()}, flush=True)
     figures = {
         "compared": {v.name: v.origin() for v in versions},
-        "shape": {"b": BATCH, "s": LENGTH, "h": HEADS, "d": HEAD_DIM},
+        "shape": {name: getattr(SHAPE, name) for name in "bshd"},
         "microseconds": cells,
     }
     name = "host_time_python" if args.without_launches else "host_time"

@@ -29,12 +29,11 @@ def _this_tree() -> tuple[str, str, str]:
     return sources_digest(), device_digest(), functions_digest()
 
 
-@functools.cache
-def _functions_of(device: str | None) -> str | None:
-    """What `functions_digest` says of a tree measured earlier (kernel_history.py), by its device
-    digest; results from before it was kept do not hold it."""
-    history = json.loads((RESULTS / "kernel_history.json").read_text())
-    return next((t["functions"] for t in history["trees"] if t["device"] == device), None)
+def _functions_of(result: dict[str, Any]) -> str | None:
+    """`functions_digest` of what was measured; earlier results have it in kernel_history.json."""
+    trees = json.loads((RESULTS / "kernel_history.json").read_text())["trees"]
+    known = {tree["device"]: tree["functions"] for tree in trees}
+    return result.get("functions") or known.get(result.get("device"))
 
 
 def state(result: dict[str, Any]) -> str:
@@ -52,7 +51,7 @@ def state(result: dict[str, Any]) -> str:
             "The kernels measured are those of this tree; what checks a call's arguments on the "
             "host before it has changed since."
         )
-    elif _functions_of(result.get("device")) == functions:
+    elif _functions_of(result) == functions:
         said = (
             "The kernels measured are those of this tree, with its tiles; the Python that launches "
             "them has changed since."

@@ -138,7 +138,11 @@ def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def describe_kernels() -> dict[str, Any]:
     """`describe`, with the digests of the kernel sources."""
-    return describe() | {"kernels": sources_digest(), "device": device_digest()}
+    return describe() | {
+        "kernels": sources_digest(),
+        "device": device_digest(),
+        "functions": functions_digest(),
+    }
 
 
 def versions() -> dict[str, str]:

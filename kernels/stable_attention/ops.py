@@ -7,7 +7,8 @@ reads a device value. `attention` is the only caller of the forward operator.
 They are registered key by key: ``torch.library.custom_op`` walks the schema in Python on every
 call, which costs 140 us with 25 arguments where this costs 25 (and short sequences take as long).
 Where nothing would see the operators (`_unseen`), the dispatcher is left out: two trips through it
-a pass, each with all arguments, are a seventh of the host's time for a call.
+a pass, each with all arguments, are a good part of this library's own time for a call
+(docs/kernels.md).
 
 Shape legend: as in `api`. Saved for the backward: q, k, v, O, an LSE (of the rounded P where O is
 divided by their sum), O's low-order part, and the small tensors of the call.
@@ -17,16 +18,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import autograd
 from torch.autograd import forward_ad
 
 from stable_attention import dispatch
+from stable_attention.pieces import joined
 from stable_attention.problem import Problem, dims, readable
 from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.options import Extras
-from stable_attention.triton.results import new_gradients, side_by_side
+from stable_attention.triton.results import new_gradients
 
 # Decided when the kernels are decorated, that is at import.
 _INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"
@@ -191,11 +193,11 @@ def _backward(
     stabilizer: str,
     residual: str,
     deterministic: bool,
-    packed: bool = False,
+    together: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV, dSinks); dSinks is empty without sinks.
 
-    With ``packed`` the first is dQ, dK and dV side by side along the head dim, in one buffer, and
+    With ``together`` the first is the buffer of all three, side by side along the head dim, and
     the next two are empty; q, k and v then have the same tokens and heads.
     """
     problem = _problem(
@@ -230,7 +232,7 @@ def _backward(
     delta, dsinks = kernels.preprocess(
         problem, dout, out, low=low, lse=lse, dlse=dlse, extras=extras
     )
-    whole, gradients = new_gradients(problem, q, k, v, packed=packed)
+    whole, gradients = new_gradients(problem, q, k, v, together=together)
     dq, dk, dv = kernels.backward(
         problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=gradients
     )
@@ -243,7 +245,7 @@ def _backward(
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, low, sinks, *rest):
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    if len(rest) > _PACKED and rest[_PACKED]:
+    if rest[-1]:  # together
         whole = q.new_empty((*q.shape[:-1], q.shape[-1] + k.shape[-1] + v.shape[-1]))
         return whole, q.new_empty(0), q.new_empty(0), dsinks
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -280,7 +282,7 @@ def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and not autograd.profiler._is_profiler_enabled
+        and not torch.autograd.profiler._is_profiler_enabled
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -296,8 +298,6 @@ _SCALARS = slice(9, 21)
 _DETERMINISTIC = 23
 _ARGUMENTS = 26
 _OPTIONS = tuple(inspect.signature(_forward).parameters)[_TENSORS + 1 :]
-# Of ``packed`` in the backward operator's list, counted from behind the sinks.
-_PACKED = 18
 
 
 class _Attention(torch.autograd.Function):
@@ -329,13 +329,13 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dout = readable(dout, ctx.scalars[0])
-        packed = side_by_side(q, k, v)
+        together = q.numel() > 0 and joined((q, k, v)) is not None
         tensors = (dout, dlse, q, k, v, out, lse, low, sinks, *rest)
         # With gradients of gradients the operator has something to say (`_Once`).
         direct = not torch.is_grad_enabled() and _unseen(tensors)
         run: Callable[..., tuple[torch.Tensor, ...]] = _backward_here if direct else backward_op
-        dq, dk, dv, dsinks = run(*tensors, *ctx.scalars, packed)
-        if packed:
+        dq, dk, dv, dsinks = run(*tensors, *ctx.scalars, together)
+        if together:
             dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
         unused = (None,) * (_ARGUMENTS - 4)
         return (dq, dk, dv, None if sinks is None else dsinks, *unused)
@@ -369,8 +369,8 @@ def _refuse_tangents(arguments: tuple[object, ...]) -> None:
 
 
 def _with_rule(
-    operator: torch._ops.OpOverload, rule: type[torch.autograd.Function], inputs: slice
-) -> Callable[..., object]:
+    operator: Callable[..., object], rule: type[torch.autograd.Function], inputs: slice
+) -> Callable[..., Any]:
     """What the Autograd key runs: ``rule`` where one of the tensors ``inputs`` wants a gradient."""
 
     def call(*arguments):
@@ -386,6 +386,7 @@ def _with_rule(
 
 
 _LIBRARY.impl("forward", _with_rule(forward_op, _Attention, slice(4)), "Autograd")
+_unseen_forward = _with_rule(_forward_here, _Attention, slice(4))
 # All that is differentiable: with sinks alone only O, LSE and the sinks want a gradient.
 _LIBRARY.impl("backward", _with_rule(backward_op, _Once, slice(9)), "Autograd")
 
@@ -402,11 +403,8 @@ def attention(
     """`forward_op` with keywords; ``small`` is cu_q, cu_k, start_q, start_k, seed."""
     assert len(options) == len(_OPTIONS), options.keys()
     arguments = (q, k, v, sinks, *small, layout, *map(options.__getitem__, _OPTIONS))
-    if not _unseen(arguments[:_TENSORS]):
-        return forward_op(*arguments)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
-        return _Attention.apply(*arguments)
-    return _forward_here(*arguments)
+    run = _unseen_forward if _unseen(arguments[:_TENSORS]) else forward_op
+    return run(*arguments)
 
 
 __all__ = ["attention", "backward_op", "forward_op", "interpreting"]

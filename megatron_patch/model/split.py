@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from stable_attention.pieces import joined
+
 
 def install() -> bool:
     """Use `split` in Megatron-Core's attention where it has none but PyTorch's; whether it does."""
@@ -44,28 +46,3 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         whole = joined(parts, ctx.dim)
         return torch.cat(parts, ctx.dim) if whole is None else whole, None, None
-
-
-def joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor | None:
-    """What ``parts`` are consecutive pieces of along ``dim``, without a copy; None otherwise."""
-    if any(type(part) is not torch.Tensor for part in parts):
-        return None  # traced: it has no memory of its own
-    first, shape = parts[0], list(parts[0].shape)
-    offset, memory = first.storage_offset(), first.untyped_storage().data_ptr()
-    shape[dim] = 0
-    for part in parts:
-        extent = part.shape[dim]
-        rest = [*part.shape]
-        rest[dim] = shape[dim]
-        if (
-            rest != shape
-            or part.dtype != first.dtype
-            or part.stride() != first.stride()
-            or part.untyped_storage().data_ptr() != memory
-            or part.storage_offset() != offset
-        ):
-            return None
-        shape[dim] += extent
-        offset += extent * part.stride(dim)
-    whole = first.as_strided(shape, first.stride(), first.storage_offset())
-    return whole if whole.is_contiguous() else None

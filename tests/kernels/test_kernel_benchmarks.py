@@ -190,11 +190,12 @@ def test_speed_page_says_what_the_file_does_not_vouch_for(
     history = {"trees": [{"device": "y", "functions": machine.functions_digest()}]}
     (tmp_path / "kernel_history.json").write_text(json.dumps(history))
     monkeypatch.setattr(kernel_tables, "RESULTS", tmp_path)
-    kernel_tables._functions_of.cache_clear()
-    text = kernel_tables.speed_table(result | launched)
-    assert "those of this tree, with its tiles; the Python that launches" in text
-    assert "have changed since" in kernel_tables.speed_table(result | {"kernels": "x"})
-    kernel_tables._functions_of.cache_clear()
+    own = {"kernels": "x", "device": "z", "functions": machine.functions_digest()}
+    for known in (launched, own):
+        text = kernel_tables.speed_table(result | known)
+        assert "those of this tree, with its tiles; the Python that launches" in text
+    for other in ({"kernels": "x"}, own | {"functions": "w"}):
+        assert "have changed since" in kernel_tables.speed_table(result | other)
     assert "| 386 | - | 259" not in kernel_tables.memory_table(result)
     assert "**missed**" in kernel_tables.goal_table(result)
 

@@ -8,7 +8,7 @@ from memory_poison import PoisonedMemory
 from side_by_side import LAYOUTS, gradients, in_one_buffer, projected
 
 from stable_attention import ops, stable_attention
-from stable_attention.triton.results import side_by_side
+from stable_attention.pieces import joined
 
 
 @pytest.mark.parametrize("stabilizer", ["compensated", "none"])
@@ -16,9 +16,9 @@ from stable_attention.triton.results import side_by_side
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_bits_as_separate_tensors(layout, widths, stabilizer):
     q, k, v = projected(layout, d=widths[0], dv=widths[1])
-    assert side_by_side(q, k, v)
+    assert joined((q, k, v)) is not None
     apart = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    assert not side_by_side(*apart)
+    assert joined(apart) is None
     want = gradients(*apart, layout=layout, stabilizer=stabilizer)
     with PoisonedMemory():
         got = gradients(q, k, v, layout=layout, stabilizer=stabilizer)
@@ -26,6 +26,19 @@ def test_same_bits_as_separate_tensors(layout, widths, stabilizer):
     assert not in_one_buffer(want[:3])
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and torch.equal(a, b)
+
+
+def test_pieces_are_joined_without_a_copy():
+    whole = torch.randn(3, 2, 4, 24)
+    for dim, sizes in ((-1, [8, 8, 8]), (3, [16, 4, 4]), (-1, [24]), (0, [1, 2])):
+        found = joined(whole.split(sizes, dim), dim)
+        assert found.data_ptr() == whole.data_ptr() and torch.equal(found, whole)
+
+
+def test_no_tokens():
+    q, k, v = (x[:, :0] for x in projected("bshd", d=16, dv=8))
+    got = gradients(q, k, v, layout="bshd")
+    assert [x.shape for x in got[:3]] == [x.shape for x in (q, k, v)]
 
 
 def test_what_is_not_side_by_side():
@@ -39,14 +52,15 @@ def test_what_is_not_side_by_side():
         "a gap between": (whole[..., :16], whole[..., 32:48], whole[..., 48:]),
         "side by side in heads": (heads[:, :, :2], heads[:, :, 2:3], heads[:, :, 3:]),
         "tokens left out": [x[:, ::2] for x in (q, k, v)],
-        "no tokens": [x[:, :0] for x in (q, k, v)],
+        "copied": (q, k.clone(), v),
+        "other strides": (q, k.contiguous(), v.contiguous()),
         "expanded": [x[:1].expand(2, -1, -1, -1) for x in (q, k, v)],
         "another type": (q, k, v.float()),
     }.items():
-        assert not side_by_side(*found), name
+        assert joined(found) is None, name
     # Strides of extents of 1 are anybody's.
     one = torch.randn(1, 1, 1, 48).bfloat16()
-    assert side_by_side(*one.as_strided((1, 1, 1, 48), (7, 5, 3, 1)).split(16, -1))
+    assert joined(one.as_strided((1, 1, 1, 48), (7, 5, 3, 1)).split(16, -1)) is not None
 
 
 def test_leaves_keep_gradients_of_their_own():
@@ -79,7 +93,7 @@ def test_compiled_code_gives_the_same_bits():
         backend="aot_eager",
     )
     q, k, v = whole.split(16, -1)
-    assert side_by_side(q, k, v)
+    assert joined((q, k, v)) is not None
     (got,) = torch.autograd.grad(pieces(q, k, v), whole)
     assert torch.equal(got, want)
 

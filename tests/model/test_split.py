@@ -27,23 +27,6 @@ class Concatenations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_pieces_of_one_buffer_are_joined_without_a_copy():
-    whole = torch.randn(3, 2, 4, 24)
-    for sizes in ([8, 8, 8], [16, 4, 4], [24]):
-        found = split.joined(whole.split(sizes, -1), -1)
-        assert found.data_ptr() == whole.data_ptr() and torch.equal(found, whole)
-    a, b, c = whole.split(8, -1)
-    for name, parts in {
-        "another order": (b, a, c),
-        "one missing": (a, c),
-        "copied": (a, b.clone(), c),
-        "a part of a tensor": (a, b),
-        "other strides": (a, b.contiguous(), c.contiguous()),
-        "expanded": (a, b, c.new_zeros(()).expand(c.shape)),
-    }.items():
-        assert split.joined(parts, -1) is None, name
-
-
 def test_gradients_are_those_of_torch():
     x = torch.randn(3, 2, 4, 24, dtype=torch.float64, requires_grad=True)
     sizes = [16, 4, 4]

@@ -4,7 +4,7 @@ A descriptor says where a tensor lies and how its tiles look. The host makes it 
 value. Made in the kernel, each costs its program two round trips to memory before the first tile
 (docs/kernels.md). Everything but the address follows from shape, strides and type, which repeat
 from call to call, so that is worked out once (`_plan`): a forward and a backward pass have a dozen
-descriptors, and to reason about each of them again took the host as long as Triton's launches.
+descriptors (docs/kernels.md, "Host time").
 
 Shape legend: as in `forward`.
 """

@@ -75,40 +75,18 @@ def allocate(
 
 
 def new_gradients(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool = False
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, together: bool = False
 ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(buffer of all three or None, (dQ, dK, dV)), contiguous; ``packed`` as views of the buffer.
+    """(None, contiguous (dQ, dK, dV)); ``together``: (a contiguous buffer, its pieces).
 
     Packed tensors may hold tokens of no sequence, whose gradient is 0; so is that of keys without
     a query head.
     """
     new = torch.zeros if problem.varlen or problem.heads == 0 else torch.empty
-    if not packed:
+    if not together:
         dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         return None, (dq, dk, dv)
     widths = [x.shape[-1] for x in (q, k, v)]
     whole = new((*q.shape[:-1], sum(widths)), dtype=q.dtype, device=q.device)
     dq, dk, dv = whole.split_with_sizes(widths, -1)
     return whole, (dq, dk, dv)
-
-
-def side_by_side(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether q, k and v are neighbours along the head dim of one contiguous tensor.
-
-    So a projection leaves them whose output is split and nothing more. Gradients that are such
-    neighbours too make up that output's gradient without being copied. Never for tensors that are
-    traced or batched: whether those share memory need not be so when the operator runs.
-    """
-    all_three = (q, k, v)
-    if any(type(x) is not torch.Tensor or not torch._C._has_storage(x) for x in all_three):
-        return False
-    rows, steps = q.shape[:-1], q.stride()
-    if q.numel() == 0 or any(x.shape[:-1] != rows or x.stride() != steps for x in (k, v)):
-        return False
-    step = sum(x.shape[-1] for x in all_three)
-    for extent, found in zip(reversed(rows), reversed(steps[:-1]), strict=True):
-        if extent != 1 and found != step:
-            return False
-        step *= extent
-    ends = (x.data_ptr() + x.shape[-1] * x.element_size() for x in (q, k))
-    return all(x.data_ptr() == end for x, end in zip((k, v), ends, strict=True))
