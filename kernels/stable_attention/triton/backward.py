@@ -11,6 +11,8 @@ but was slower on an H200 (docs/kernels.md), so there is none.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from stable_attention.triton.geometry import (
     visible,
     visible_transposed,
 )
+from stable_attention.triton.launches import launch
 from stable_attention.triton.memory import (
     POINTERS,
     load_tile,
@@ -334,53 +337,72 @@ def _descriptors(problem, tile, inputs, gradients, add):
 
 
 def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
-    q, k, v, dout, lse, delta = tensors
+    _launch(dkdv_kernel, _dkdv_arguments, problem, (*tensors, dk, dv), extras, tile, add)
+
+
+def launch_dq(problem, tensors, dq, *, extras, tile, add):
+    _launch(dq_kernel, _dq_arguments, problem, (*tensors, dq), extras, tile, add)
+
+
+def _launch(kernel, arguments, problem, tensors, extras, tile, add):
+    seed = extras.seed if problem.dropout_p > 0 else None
+    launch(
+        kernel,
+        (problem, tile, add, extras.scalars()),
+        (*tensors, seed, *extras.pointers()),
+        functools.partial(arguments, problem, extras, tile, add),
+    )
+
+
+def _dkdv_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dk, dv, *small):
     tiles = triton.cdiv(problem.sk, tile.bn)
     group_block = max(1, configs.head_block(problem, tiles) // problem.group)
     gradients = ((dk, tile.bn), (dv, tile.bn))
     tma, reads, writes = _descriptors(
         problem, tile, ((q, tile.bm), (dout, tile.bm)), gradients, add
     )
-    dkdv_kernel[(tiles * problem.kv_heads, problem.batch)](
-        *reads, k, v, *writes, lse, delta,
-        extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
+    positional = (
+        *reads, k, v, *writes, lse, delta, *small,
         *(s for x in (q, k, v, dout, dk, dv) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
-        **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
-        BM=tile.bm, BN=tile.bn, ADD=add,
-        EVEN=not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
-        HEAD_BLOCK=group_block, TMA=tma,
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    named = _backward_arguments(problem, extras, tile) | {
+        "tiles": tiles, "ADD": add, "HEAD_BLOCK": group_block, "TMA": tma,
+        "EVEN": not problem.varlen and problem.sk % tile.bn == 0 and problem.sq % tile.bm == 0,
+    }  # fmt: skip
+    return (tiles * problem.kv_heads, problem.batch), positional, named
 
 
-def launch_dq(problem, tensors, dq, *, extras, tile, add):
-    q, k, v, dout, lse, delta = tensors
+def _dq_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dq, *small):
     tiles = triton.cdiv(problem.sq, tile.bm)
     keys = ((k, tile.bn), (v, tile.bn))
     tma, reads, writes = _descriptors(problem, tile, keys, ((dq, tile.bm),), add)
-    dq_kernel[(tiles * problem.heads, problem.batch)](
-        q, dout, *reads, *writes, lse, delta,
-        extras.seed if problem.dropout_p > 0 else None, *extras.pointers(),
+    positional = (
+        q, dout, *reads, *writes, lse, delta, *small,
         *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
-        **common_arguments(problem, extras), tiles=tiles, **_backward_arguments(problem),
-        BM=tile.bm, BN=tile.bn, ADD=add,
-        EVEN=not problem.varlen and problem.sk % tile.bn == 0,
-        HEAD_BLOCK=configs.head_block(problem, tiles * problem.group), TMA=tma,
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    named = _backward_arguments(problem, extras, tile) | {
+        "tiles": tiles, "ADD": add, "TMA": tma,
+        "EVEN": not problem.varlen and problem.sk % tile.bn == 0,
+        "HEAD_BLOCK": configs.head_block(problem, tiles * problem.group),
+    }  # fmt: skip
+    return (tiles * problem.heads, problem.batch), positional, named
 
 
 def _row_strides(problem: Problem, lse: torch.Tensor) -> tuple[int, int]:
     return (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
 
 
-def _backward_arguments(problem: Problem) -> dict[str, object]:
-    return {
+def _backward_arguments(problem: Problem, extras: Extras, tile: configs.Tile) -> dict[str, object]:
+    return common_arguments(problem, extras) | {
         "keep_scale": 1.0 / (1.0 - problem.dropout_p),
         "scale": problem.scale,
         "PAPER": KNOWN[problem.stabilizer].paper,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }
 
 

@@ -51,7 +51,7 @@ def descriptors(
         return POINTERS.value, tuple(part for x, _ in tiled for part in (x, None))
     mode, templates = plan
     return mode, tuple(
-        None if template is None else _at(x, template)
+        None if template is None else at(x, template)
         for (x, _), both in zip(tiled, templates, strict=True)
         for template in both
     )
@@ -61,7 +61,7 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.device.type == "meta" or x.data_ptr() % 16 == 0
 
 
-def _at(x: torch.Tensor | None, template: TensorDescriptor) -> TensorDescriptor:
+def at(x: torch.Tensor | None, template: TensorDescriptor) -> TensorDescriptor:
     """The descriptor of x, which differs from the checked template in its address alone."""
     found = object.__new__(TensorDescriptor)
     found.__dict__.update(template.__dict__)

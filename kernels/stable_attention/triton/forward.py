@@ -12,6 +12,8 @@ visible band with a mask and all others without one: in two loops, or in one wit
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,7 @@ from stable_attention.triton.geometry import (
     locate,
     tile_and_head,
 )
+from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.memory import POINTERS, store_tile
 from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
 from stable_attention.triton.parts import (
@@ -384,6 +387,52 @@ def _segment(stabilizer: Stabilizer, tile: configs.Tile) -> int:
     return tile.segment
 
 
+def _arguments(
+    problem: Problem, extras: Extras, tile: configs.Tile, *tensors: torch.Tensor | None
+) -> Arguments:
+    """Those of `forward_kernel`, of the tensors that `forward` names."""
+    q, k, v, out, low, lse, row, max_logits, sinks, *small = tensors
+    assert q is not None and k is not None and v is not None and out is not None
+    stabilizer = KNOWN[problem.stabilizer]
+    tiles = triton.cdiv(problem.sq, tile.bm)
+    lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
+    bound = DYNAMIC_BOUND_FP16 if q.dtype == torch.float16 else DYNAMIC_BOUND_BF16
+    queries: tuple[object, ...] = (q, None)
+    q_tma = POINTERS.value
+    if tile.query_tma:
+        q_tma, queries = descriptors(problem, tile, (q, tile.bm))
+    tma, tiled = descriptors(
+        problem, tile, (k, tile.bn), (v, tile.bn), (out, tile.bm), (low, tile.bm)
+    )
+    positional = (
+        *queries, *tiled, lse, row, max_logits, sinks, *small,
+        *strides(q, problem.layout), *strides(k, problem.layout), *strides(v, problem.layout),
+        *strides(out, problem.layout), *lse_strides,
+    )  # fmt: skip
+    named = common_arguments(problem, extras) | {
+        "tiles": tiles,
+        "keep_scale": 1.0 / (1.0 - problem.dropout_p),
+        "beta": extras.beta, "eps": extras.eps,
+        "BM": tile.bm, "BN": tile.bn,
+        "EVEN_K": not problem.varlen and problem.sk % tile.bn == 0,
+        "HAS_SINK": problem.has_sinks,
+        "HAS_LOW": low is not None,
+        "HAS_MAX": max_logits is not None,
+        "SUM": lse is not None,
+        "ROUNDED": stabilizer.rounded_normalizer,
+        "HAS_ROW": row is not None,
+        "SEGMENT": _segment(stabilizer, tile),
+        # The failing emulation has one order of summation.
+        "ONES": 8 if stabilizer.paper else tile.ones,
+        "EARLY": bool(tile.early) and not stabilizer.paper,
+        "DYNAMIC": stabilizer.dynamic, "PAPER": stabilizer.paper, "BOUND": bound.value,
+        "HEAD_BLOCK": configs.head_block(problem, tiles * problem.group),
+        "TMA": tma, "Q_TMA": q_tma, "REVERSE": tile.reverse,
+        "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers or None,
+    }  # fmt: skip
+    return (tiles * problem.heads, problem.batch), positional, named
+
+
 def forward(
     problem: Problem,
     q: torch.Tensor,
@@ -413,49 +462,21 @@ def forward(
     )
     if problem.sq == 0 or problem.batch == 0 or q.numel() == 0:
         return result
-    stabilizer = KNOWN[problem.stabilizer]
     tile = config or configs.lookup("forward", problem, q.device)
-    tiles = triton.cdiv(problem.sq, tile.bm)
-    lse_strides = (0, problem.tq) if problem.varlen else (problem.heads * problem.sq, problem.sq)
-    bound = DYNAMIC_BOUND_FP16 if q.dtype == torch.float16 else DYNAMIC_BOUND_BF16
     low, lse, row = (x if x.numel() else None for x in (result.low, result.lse, result.row_lse))
-    queries: tuple[object, ...] = (q, None)
-    q_tma = POINTERS.value
-    if tile.query_tma:
-        q_tma, queries = descriptors(problem, tile, (q, tile.bm))
-    tma, tensors = descriptors(
-        problem, tile, (k, tile.bn), (v, tile.bn), (result.out, tile.bm), (low, tile.bm)
-    )
-    forward_kernel[(tiles * problem.heads, problem.batch)](
-        *queries, *tensors,
-        lse, row,
+    tensors = (
+        q, k, v, result.out, low, lse, row,
         result.max_logits if with_max_logits else None,
         extras.sinks if problem.has_sinks else None,
         extras.seed if problem.dropout_p > 0 else None,
         *extras.pointers(),
-        *strides(q, problem.layout), *strides(k, problem.layout), *strides(v, problem.layout),
-        *strides(result.out, problem.layout), *lse_strides,
-        **common_arguments(problem, extras),
-        tiles=tiles,
-        keep_scale=1.0 / (1.0 - problem.dropout_p),
-        beta=extras.beta, eps=extras.eps,
-        BM=tile.bm, BN=tile.bn,
-        EVEN_K=not problem.varlen and problem.sk % tile.bn == 0,
-        HAS_SINK=problem.has_sinks,
-        HAS_LOW=low is not None,
-        HAS_MAX=with_max_logits,
-        SUM=lse is not None,
-        ROUNDED=stabilizer.rounded_normalizer,
-        HAS_ROW=row is not None,
-        SEGMENT=_segment(stabilizer, tile),
-        # The failing emulation has one order of summation.
-        ONES=8 if stabilizer.paper else tile.ones,
-        EARLY=bool(tile.early) and not stabilizer.paper,
-        DYNAMIC=stabilizer.dynamic, PAPER=stabilizer.paper, BOUND=bound.value,
-        HEAD_BLOCK=configs.head_block(problem, tiles * problem.group),
-        TMA=tma, Q_TMA=q_tma, REVERSE=tile.reverse,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
     )  # fmt: skip
+    launch(
+        forward_kernel,
+        (problem, tile, extras.scalars()),
+        tensors,
+        functools.partial(_arguments, problem, extras, tile),
+    )
     return result
 
 

@@ -57,6 +57,18 @@ class Extras:
             self.pos_k_tensor,
         )
 
+    def scalars(self) -> tuple[object, ...]:
+        """All that is not a tensor, for `launches.launch`."""
+        return (
+            self.chunked,
+            self.pos_q,
+            self.pos_k,
+            self.batch_offset,
+            self.head_offset,
+            self.beta,
+            self.eps,
+        )
+
 
 def padded(d: int) -> int:
     """Head dim as the extent of an undivided tile, for kernels without products over it."""

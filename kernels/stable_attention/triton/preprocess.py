@@ -9,6 +9,8 @@ dSink = -sum_i P_sink,i D'_i.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ import triton.language as tl
 from stable_attention.numerics import LOG2E, residual_decode, row_delta
 from stable_attention.problem import Problem, strides
 from stable_attention.triton.geometry import locate
+from stable_attention.triton.launches import launch
 from stable_attention.triton.memory import load_tile, tile_offsets
 from stable_attention.triton.options import Extras, padded
 
@@ -70,6 +73,22 @@ def preprocess_kernel(
         tl.store(dsink_ptr + part, -tl.sum(p_sink * delta, 0))
 
 
+def _arguments(problem, out, low, dout, lse, dlse, delta, sinks, parts, cu_q, starts):
+    tiles = triton.cdiv(problem.sq, BLOCK_M)
+    positional = (
+        out, low, dout, lse, dlse, delta, sinks, parts, cu_q, starts,
+        *strides(out, problem.layout), *strides(dout, problem.layout),
+        *((0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))),
+        problem.sq, problem.tq, problem.heads, tiles,
+    )  # fmt: skip
+    named = {
+        "DV": problem.dv, "BDV": padded(problem.dv), "BM": BLOCK_M, "VARLEN": problem.varlen,
+        "HAS_LOW": low is not None, "HAS_DLSE": dlse is not None, "HAS_SINK": sinks is not None,
+        "num_warps": 4,
+    }  # fmt: skip
+    return (tiles, problem.heads, problem.batch), positional, named
+
+
 def preprocess(
     problem: Problem,
     dout: torch.Tensor,
@@ -97,15 +116,12 @@ def preprocess(
             (problem.batch * tiles, problem.heads), dtype=torch.float32, device=out.device
         )
     if out.numel() and problem.batch:
-        has_low = low is not None and low.numel() > 0
-        preprocess_kernel[(tiles, problem.heads, problem.batch)](
-            out, low if has_low else None, dout, lse, dlse, delta, sinks, parts,
-            extras.cu_q, extras.cu_q if extras.start_q is None else extras.start_q,
-            *strides(out, problem.layout), *strides(dout, problem.layout),
-            *((0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))),
-            problem.sq, problem.tq, problem.heads, tiles,
-            DV=problem.dv, BDV=padded(problem.dv), BM=BLOCK_M, VARLEN=problem.varlen,
-            HAS_LOW=has_low, HAS_DLSE=dlse is not None, HAS_SINK=sinks is not None,
-            num_warps=4,
-        )  # fmt: skip
+        starts = extras.cu_q if extras.start_q is None else extras.start_q
+        low = low if low is not None and low.numel() > 0 else None
+        launch(
+            preprocess_kernel,
+            (problem,),
+            (out, low, dout, lse, dlse, delta, sinks, parts, extras.cu_q, starts),
+            functools.partial(_arguments, problem),
+        )
     return delta, None if parts is None else parts.sum(0)

@@ -50,8 +50,9 @@ def allocate(
     keeps = stabilizer.keeps_residual and out_dtype != torch.float32
     low_dtype = LOW_DTYPES[problem.residual]
     low_shape = full if keeps else (0,)
-    max_shape = (problem.heads,) if with_max_logits else (0,)
-    max_logits = torch.full(max_shape, -torch.inf, dtype=torch.float32, device=device)
+    max_logits = torch.empty(0, dtype=torch.float32, device=device)
+    if with_max_logits:
+        max_logits = torch.full((problem.heads,), -torch.inf, dtype=torch.float32, device=device)
     own_rows = stabilizer.rounded_normalizer and out_dtype != torch.float32
     rows = (problem.heads, problem.tq)
     if not problem.varlen:

@@ -1,0 +1,84 @@
+"""Launches that were kept give the bits of those that Triton makes, whatever the call asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import DEVICE, Case, make_inputs
+from error_rule import run_ours
+from grid import FEATURES
+from side_by_side import LAYOUTS, gradients, projected
+
+from stable_attention import stable_attention
+from stable_attention.triton import launches
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    *(
+        replace(case, lens_q="65,0,130", lens_k="65,4,130") if case.layout == "thd" else case
+        for case in FEATURES.values()
+    ),
+    *(Case(causal=1, d=d, dv=dv, sq=130, sk=130) for d, dv in ((40, 0), (96, 0), (192, 128))),
+    *(Case(stabilizer=name) for name in ("dynamic_max", "low_order_o", "consistent_sum")),
+]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Launches that Triton did not make, of those from here on."""
+    monkeypatch.setattr(launches, "_launches", {})
+    seen: list[object] = []
+    run = launches._Launch.__call__
+
+    def spy(self: launches._Launch, *given: object) -> None:
+        seen.append(self)
+        run(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launches._Launch, "__call__", spy)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_bits_as_through_triton(case: Case, kept: list[object]) -> None:
+    first, between = make_inputs(case, DEVICE), make_inputs(replace(case, seed=9), DEVICE)
+    want = run_ours(case, first, poison=False).named()
+    run_ours(case, between, poison=False)
+    assert not kept
+    got = run_ours(case, make_inputs(case, DEVICE), poison=False).named()
+    assert len(kept) == 4, "forward, preprocess, dK and dV, dQ"
+    assert got.keys() == want.keys()
+    different = [name for name, x in want.items() if not torch.equal(x, got[name])]
+    assert not different, case.repro()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_in_one_buffer(layout: str, kept: list[object]) -> None:
+    def run(seed: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        qkv = projected(layout, d=64, dv=64, device=DEVICE, heads=3, length=300)
+        return gradients(*qkv, layout=layout)
+
+    want, _, got = run(1), run(2), run(1)
+    assert len(kept) == 4
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_one_tensor_as_all_three_and_then_three(kept: list[object]) -> None:
+    x, y, z = (torch.randn(1, 200, 2, 64, device=DEVICE).bfloat16() for _ in range(3))
+    want = stable_attention(x, y, z, causal=True)
+    launches._launches.clear()
+    for _ in range(2):
+        stable_attention(x, x, x, causal=True)
+    got = stable_attention(x, y, z, causal=True)
+    assert len(kept) == 1
+    assert torch.equal(got, want)
+
+
+def test_lengths_that_change_at_every_call(kept: list[object]) -> None:
+    for n in (100, 101, 102, 103):
+        x = torch.randn(1, n, 2, 64, device=DEVICE).bfloat16()
+        stable_attention(x, x, x, causal=True)
+    assert not kept

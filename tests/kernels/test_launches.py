@@ -1,0 +1,154 @@
+"""A kept launch is given what Triton would be given, with the addresses of this call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stable_attention.triton import launches
+from stable_attention.triton.launches import launch
+
+NAMES = ("x", "x_desc", "y", "size", "WIDTH")
+
+
+class Compiled:
+    """What a kernel returns once it is compiled."""
+
+    def __init__(self, kept: list[tuple[object, ...]]) -> None:
+        self._kept = kept
+
+    def __getitem__(self, grid: tuple[int, int, int]):
+        return lambda *arguments: self._kept.append((grid, *arguments))
+
+
+class Kernel:
+    """Stands for a jitted function; notes what it is launched with, and how."""
+
+    arg_names = NAMES
+
+    def __init__(self, *, compiles: bool = True) -> None:
+        self.jitted: list[tuple[object, ...]] = []
+        self.kept: list[tuple[object, ...]] = []
+        self._compiles = compiles
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def run(*positional: object, num_warps: int, **named: object) -> object:
+            order = (*positional, *(named[n] for n in NAMES[len(positional) :]))
+            self.jitted.append((grid, *order))
+            return Compiled(self.kept) if self._compiles else None
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launches, "_launches", {})
+
+
+def arguments(x: torch.Tensor, y: torch.Tensor | None) -> launches.Arguments:
+    described = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 16])
+    named = {"WIDTH": 7, "size": x.shape[0], "num_warps": 4}
+    return (x.shape[0],), (x, described, y), named
+
+
+def call(kernel: Kernel, *tensors: torch.Tensor | None, facts: tuple[object, ...] = ()) -> None:
+    launch(kernel, facts, tensors, arguments)
+
+
+def pair(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(rows, 16), torch.zeros(rows, 16)
+
+
+def test_the_third_is_launched_without_triton() -> None:
+    kernel, tensors = Kernel(), [pair() for _ in range(4)]
+    for x, y in tensors:
+        call(kernel, x, y)
+    assert len(kernel.jitted) == len(kernel.kept) == 2
+    for (x, y), (grid, *given) in zip(tensors[2:], kernel.kept, strict=True):
+        assert grid == (3, 1, 1)
+        address, described, other, size, width = given
+        assert (address, other, size, width) == (x.data_ptr(), y.data_ptr(), 3, 7)
+        assert described.base is x
+        assert (described.shape, described.strides) == ([3, 16], [16, 1])
+        assert described.block_shape == [1, 16]
+
+
+def test_one_tensor_in_two_places_says_nothing_of_the_next_call() -> None:
+    kernel = Kernel()
+    x, y = pair()
+    for _ in range(2):
+        call(kernel, x, x)
+    call(kernel, x, y)
+    assert kernel.kept[0][1] == x.data_ptr()
+    assert kernel.kept[0][3] == y.data_ptr()
+
+
+def test_what_is_not_there_stays_away() -> None:
+    kernel = Kernel()
+    for _ in range(3):
+        call(kernel, pair()[0], None)
+    assert kernel.kept[0][3] is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pair(4),
+        (torch.zeros(3, 16), None),
+        (torch.zeros(3, 16).bfloat16(), torch.zeros(3, 16)),
+        (torch.zeros(3, 32)[:, :16], torch.zeros(3, 16)),
+        (torch.zeros(3, 16), torch.zeros(49)[1:].view(3, 16)),
+    ],
+    ids=["shape", "absent", "type", "strides", "alignment"],
+)
+def test_another_kind_is_not_the_same_launch(other: tuple[torch.Tensor, torch.Tensor]) -> None:
+    kernel = Kernel()
+    for _ in range(3):
+        call(kernel, *pair())
+    call(kernel, *other)
+    assert len(kernel.kept) == 1
+
+
+def test_other_facts_or_another_kernel_are_not_the_same_launch() -> None:
+    kernel, other = Kernel(), Kernel()
+    for _ in range(3):
+        call(kernel, *pair(), facts=(1,))
+    call(kernel, *pair(), facts=(2,))
+    call(other, *pair(), facts=(1,))
+    assert (len(kernel.kept), len(other.kept)) == (1, 0)
+
+
+def test_nothing_is_kept_of_the_interpreter() -> None:
+    kernel = Kernel(compiles=False)
+    for _ in range(4):
+        call(kernel, *pair())
+    assert len(kernel.jitted) == 4
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    kernel = Kernel()
+    x, y = pair()
+    storages = [weakref.ref(t) for t in (x, y)]
+    for _ in range(3):
+        call(kernel, x, y)
+    kernel.jitted.clear()
+    kernel.kept.clear()
+    del x, y
+    gc.collect()
+    assert [r() for r in storages] == [None, None]
+
+
+def test_lengths_that_never_come_again_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "KEPT", 8)
+    kernel = Kernel()
+    for rows in range(1, 30):
+        call(kernel, *pair(rows))
+    assert len(launches._launches) <= 8
+    for _ in range(3):
+        call(kernel, *pair())
+    assert len(kernel.kept) == 1
