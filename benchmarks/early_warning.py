@@ -33,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
+from run_names import run_name
 
 from megatron_patch.stability import record
 from megatron_patch.stability.warning import SMOOTH, Point, Rule, judge, smoothed
@@ -63,7 +64,7 @@ def load(name: str) -> tuple[str, list[Point], int]:
         telemetry = record.read(path)
         # Judged by today's rule, not by the one the run had; only its warm-up is its own.
         rule = replace(Rule(), settle_steps=telemetry.rule.settle_steps)
-        return path.name, telemetry.points(rule), rule.settle_steps
+        return run_name(path), telemetry.points(rule), rule.settle_steps
     with path.open(newline="") as lines:
         rows = [[float(x) for x in row] for row in csv.reader(lines)]
     points = [Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows]

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import head_timeline
 import machine
 import numpy as np
+from run_names import run_name
 
 from megatron_patch.stability import record
 from megatron_patch.stability.warning import SMOOTH, Rule
@@ -106,7 +107,7 @@ def main() -> int:
         found = examine(telemetry) if len(telemetry.records) else None
         if found is None:
             parser.error(f"{name} has no record with growth_noise: other software, or too early")
-        runs[Path(name).name] = {"attention": telemetry.meta["attention"]} | found
+        runs[run_name(name)] = {"attention": telemetry.meta["attention"]} | found
     print(f"wrote {machine.write_result('growth_noise', {'runs': runs}, args.out)}")
     return 0
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import head_timeline
 import machine
 import numpy as np
+from run_names import run_name
 
 from megatron_patch.stability import record
 from megatron_patch.stability.warning import Rule
@@ -104,7 +105,7 @@ def main() -> int:
         if not len(telemetry.records):
             parser.error(f"{name} has no records yet")
         spans = [between(telemetry, *pair) for pair in itertools.pairwise(args.steps)]
-        runs[Path(name).name] = {
+        runs[run_name(name)] = {
             "attention": telemetry.meta["attention"],
             "until": int(telemetry.steps[-1]),
             "heads": int(telemetry.meta["layers"] * telemetry.meta["heads"]),

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
 import numpy as np
+from run_names import run_name
 
 from megatron_patch.stability import record
 
@@ -69,7 +70,7 @@ def main() -> int:
         if not (0 <= args.layer < layers and 0 <= args.head < heads):
             parser.error(f"{name} has {layers} layers of {heads} heads, counted from 0")
         rows = {step: at(telemetry, step, args.layer, args.head) for step in args.steps}
-        runs[Path(name).name] = {"attention": telemetry.meta["attention"], "at": rows}
+        runs[run_name(name)] = {"attention": telemetry.meta["attention"], "at": rows}
     result = {"layer": args.layer, "head": args.head, "runs": runs}
     print(f"wrote {machine.write_result('head_timeline', result, args.out)}")
     return 0

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 import numpy as np
 from head_timeline import read
+from run_names import run_name
 
 from megatron_patch.stability import record
 
@@ -59,7 +60,7 @@ def main() -> int:
                 f"{name} has no record of step {', '.join(missing)}; it has one every {every} "
                 f"steps, the last at {last}"
             )
-        runs[Path(name).name] = {"attention": telemetry.meta["attention"], "at": rows}
+        runs[run_name(name)] = {"attention": telemetry.meta["attention"], "at": rows}
     result = {"layer": args.layer, "runs": runs}
     print(f"wrote {machine.write_result('layer_heads', result, args.out)}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 import statistics
 from pathlib import Path
@@ -19,6 +20,7 @@ SETTLED = 2000
 """Losses are compared from this step on, as a protocol's verdicts are."""
 SAME_STEPS = 4
 """Windows of 50 steps, the last that both runs have, in which losses are compared."""
+APART = ("until step", "mean", "scatter of windows", "mean of the last quarter")
 
 
 def rescue_cost(result: dict[str, Any]) -> str:
@@ -66,16 +68,34 @@ def beside_float32(result: dict[str, Any]) -> str:
         of_seed = sorted(run for run in losses if run.rpartition("-")[2] == seed)
         pairs += [(run, yardstick) for run in of_seed if run != yardstick]
     pairs += itertools.combinations(sorted(r for r in losses if r.startswith("compensated-")), 2)
-    rows = []
-    for one, other in pairs:
-        last = min(ends[one], ends[other])
-        both = sorted(losses[one].keys() & losses[other].keys())
-        steps = [s for s in both if SETTLED < s < last and s % WINDOW == 0]
-        if len(steps) < 2:
-            continue
-        apart = [losses[one][step] - losses[other][step] for step in steps]
-        facts = [one, other, f"{steps[-1]:,}", f"{statistics.mean(apart):+.4f}"]
-        late = statistics.mean(apart[-math.ceil(len(apart) / 4) :])
-        rows.append([*facts, f"{statistics.stdev(apart):.4f}", f"{late:+.4f}"])
-    head = ["run", "less", "until step", "mean", "scatter of windows", "mean of the last quarter"]
-    return table(head, rows)
+    rows = [_apart(losses[a], losses[b], a, b, min(ends[a], ends[b])) for a, b in pairs]
+    return table(["run", "less", *APART], [row for row in rows if row])
+
+
+def beside_float32_stream(result: dict[str, Any]) -> str:
+    """Loss of every run with a BF16 residual stream less that of its namesake with FP32."""
+    losses, others = losses_of("baselines_bf16_residual"), losses_of("baselines")
+    usual = json.loads((ROOT / "docs" / "results" / "stability_baselines.json").read_text())
+    ends: dict[str, float] = {}
+    for run in (*result["runs"], *usual["runs"]):
+        end = run["first_large_gradient"] or math.inf
+        ends[run["run"]] = min(end, ends.get(run["run"], math.inf))
+    rows = [
+        _apart(losses[run], others[run], f"{run}, BF16 stream", run, ends[run])
+        for run in sorted(losses.keys() & others.keys())
+    ]
+    return table(["run", "less", *APART], [row for row in rows if row])
+
+
+def _apart(
+    one: dict[int, float], other: dict[int, float], name: str, less: str, last: float
+) -> list[str]:
+    """A row: two runs' names, and how far their losses are apart before the step ``last``."""
+    both = sorted(one.keys() & other.keys())
+    steps = [s for s in both if SETTLED < s < last and s % WINDOW == 0]
+    if len(steps) < 2:
+        return []
+    apart = [one[step] - other[step] for step in steps]
+    late = statistics.mean(apart[-math.ceil(len(apart) / 4) :])
+    mean, scatter = statistics.mean(apart), statistics.stdev(apart)
+    return [name, less, f"{steps[-1]:,}", f"{mean:+.4f}", f"{scatter:.4f}", f"{late:+.4f}"]

@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
+from run_names import run_name
 
 from megatron_patch.stability import record
 
@@ -117,10 +118,10 @@ def main() -> int:
         for attempt, seconds in zip(there, found, strict=True):
             figures = cost(seconds, interval)
             if figures is None:
-                print(f"{run.name}: an attempt of {len(seconds)} steps says too little")
+                print(f"{run_name(run)}: an attempt of {len(seconds)} steps says too little")
                 continue
             facts = {name: attempt.get(name) for name in ("world_size", "gpu", "commit", "torch")}
-            rows.append({"run": run.name, "interval": interval} | facts | figures)
+            rows.append({"run": run_name(run), "interval": interval} | facts | figures)
     if len(rows) == before:
         parser.error(f"no attempt has {FEWEST} observations after its first {SETTLED} steps")
     print(f"wrote {machine.write_result('observation_cost', {'attempts': rows}, args.out)}")

@@ -376,6 +376,8 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     }
     found["stability-pace"] = ("stability_baselines", pace, command.format("baselines"))
     found["stability-pace-rescue"] = ("stability_rescue", pace, command.format("rescue"))
+    bf16 = "baselines_bf16_residual"
+    found["stability-pace-bf16"] = (f"stability_{bf16}", pace, command.format(bf16))
     found["stability-cells"] = ("", cells, "")
     found |= probe_tables.tables()
     found["stability-rescue-cost"] = (
@@ -386,6 +388,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     found["stability-loss"] = (
         "stability_baselines", loss_tables.beside_float32, command.format("baselines"),
     )  # fmt: skip
+    found["stability-loss-bf16"] = (
+        "stability_baselines_bf16_residual",
+        loss_tables.beside_float32_stream,
+        command.format("baselines_bf16_residual"),
+    )
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     heads = "layer_heads.py RUN ... --layer L --steps ..."
@@ -416,7 +423,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
-    for run in ("guard", "flash"):
+    for run in ("guard", "flash", "bf16"):
         found[f"stability-{run}-heads"] = (f"{run}_layer_heads", layer_heads, heads)
         found[f"stability-{run}-timeline"] = (f"{run}_head_timeline", timeline(), read)
     return found

@@ -1,10 +1,12 @@
-"""`benchmarks/loss_tables.py`: losses beside FP32 attention's."""
+"""`benchmarks/loss_tables.py`: losses beside those of the same run with something else in FP32."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import benchmark_scripts
+import pytest
 
 
 def test_windows_of_both_runs_before_either_explodes(monkeypatch: Any) -> None:
@@ -28,6 +30,42 @@ def test_windows_of_both_runs_before_either_explodes(monkeypatch: Any) -> None:
         ["| compensated-s1", "compensated-s2", "3,000", "-0.5000"],
     ]
     assert rows[0].endswith("+0.7500 |")  # the last quarter
+
+
+def test_beside_the_same_run_with_an_fp32_stream_until_either_explodes(
+    monkeypatch: Any, tmp_path: Any
+) -> None:
+    script = benchmark_scripts.load("loss_tables")
+    whole = range(50, 3001, 50)
+    both = {
+        "baselines_bf16_residual": {"none-s1": dict.fromkeys(whole, 3.5), "none-s2": {50: 1.0}},
+        "baselines": {"none-s1": dict.fromkeys(whole, 3.25), "compensated-s1": {}},
+    }
+    monkeypatch.setattr(script, "losses_of", both.__getitem__)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "docs/results").mkdir(parents=True)
+    usual = {"runs": [{"run": "none-s1", "first_large_gradient": 2500}]}
+    (tmp_path / "docs/results/stability_baselines.json").write_text(json.dumps(usual))
+    result = {"runs": [{"run": "none-s1", "first_large_gradient": 2800}]}
+    (row,) = script.beside_float32_stream(result).splitlines()[2:]
+    assert row == "| none-s1, BF16 stream | none-s1 | 2,450 | +0.2500 | 0.0000 | +0.2500 |"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [
+        ({"name": "stability_baselines_bf16_residual"}, "none-s1, BF16 stream"),
+        ({"name": "stability_baselines"}, "none-s1"),
+        ([], "none-s1"),
+        (None, "none-s1"),
+    ],
+)
+def test_runs_of_one_name_are_told_apart(protocol: Any, said: str, tmp_path: Any) -> None:
+    run = tmp_path / "runs" / "none-s1"
+    run.mkdir(parents=True)
+    if protocol is not None:
+        (tmp_path / "experiment.json").write_text(json.dumps(protocol))
+    assert benchmark_scripts.load("run_names").run_name(run) == said
 
 
 def test_the_pace_of_a_run_is_that_of_its_own_steps() -> None:
