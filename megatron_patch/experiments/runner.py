@@ -55,7 +55,8 @@ WORTH_SECONDS = 120.0
 """A run is stopped for more GPUs only if that should save as much. Stopping and starting takes half
 of it, and more GPUs are never quicker in proportion."""
 GRACE_SECONDS = 60.0
-"""After a request to stop, before the process and all below it are killed."""
+"""After a request to stop, before the process and all below it are killed; at least
+``save_seconds``."""
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
 
 
@@ -323,14 +324,28 @@ class Runner:
         if now - item.looked > min(REPORT_SECONDS, 5.0):
             item.looked = now
             self._look(item)
-        late = self.seconds is not None and now - self._began > self.seconds
-        if (late or self.stopping) and item.asked_to_stop is None:
+        if (self._is_late(item) or self.stopping) and item.asked_to_stop is None:
             self._ask_to_stop(item)
-        if item.asked_to_stop is not None and now - item.asked_to_stop > GRACE_SECONDS:
-            self.say(f"{item.run.id} did not stop in {GRACE_SECONDS:g} s and is killed")
+        if item.asked_to_stop is not None and now - item.asked_to_stop > self._grace():
+            self.say(f"{item.run.id} did not stop in {self._grace():g} s and is killed")
             lifeline.kill_tree(item.process)
             item.asked_to_stop = now  # should that not do, again after as long
         return False
+
+    def _grace(self) -> float:
+        """A save may take what the protocol keeps for it, and more than is usual."""
+        return max(GRACE_SECONDS, self.store.experiment.protocol.save_seconds)
+
+    def _is_late(self, item: Active) -> bool:
+        """Whether a run has to save now, or has had its time altogether.
+
+        It stops by its own clock as well, which starts later: when Python and the libraries are
+        loaded. A run that was stopped before its first step would never get on, so one that has
+        made none since its start is left to that clock.
+        """
+        if item.step > item.first_step and self._time_left() <= 0:
+            return True
+        return self.seconds is not None and time.monotonic() - self._began > self.seconds
 
     def _look(self, item: Active) -> None:
         """Read the run's figures; stop it so many steps after its explosion, or its event."""
@@ -366,7 +381,7 @@ class Runner:
     def _ask_to_stop(self, item: Active) -> None:
         item.asked_to_stop = time.monotonic()
         if not ask_ranks(item.process, torchrun=len(item.seats) > 1):
-            self.say(f"{item.run.id} has no process to ask; it is killed in {GRACE_SECONDS:g} s")
+            self.say(f"{item.run.id} has no process to ask; it is killed in {self._grace():g} s")
 
     def _ended(self, item: Active, code: int) -> None:
         """Record how a process ended."""

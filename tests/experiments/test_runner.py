@@ -179,6 +179,28 @@ def test_a_deadline_stops_gracefully_and_starts_nothing_more(
     assert set(states(store).values()) == {"finished"}
 
 
+def test_a_run_saves_within_the_time_that_is_kept_for_it(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """By its own clock, which starts when its libraries are loaded, it would save too late."""
+    protocol.write_text(protocol.read_text().replace("save_seconds: 0", "save_seconds: 7"))
+    quick["pause"] = "0.2"  # 20 s a run
+    store, said = go(protocol, tmp_path / "out", seconds=10.0, only={"a-s1"})
+    state = store.states["a-s1"]
+    assert (state.state, state.reason) == ("paused", "saved and stopped"), said
+    assert state.attempts[0]["seconds"] < 9.0 and state.attempts[0]["to_step"] > 0
+
+
+def test_a_save_is_given_the_time_that_is_kept_for_it(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    protocol.write_text(protocol.read_text().replace("save_seconds: 0", "save_seconds: 1.5"))
+    quick |= {"pause": "0.1", "a-s1": "deaf"}
+    _, said = go(protocol, tmp_path / "out", seconds=3.0, only={"a-s1"})
+    assert "a-s1 did not stop in 1.5 s and is killed" in said
+
+
 def test_a_process_that_does_not_listen_is_killed(
     protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
