@@ -57,7 +57,7 @@ class NoKernel:
     """Stands where a kernel does, and is as quickly compiled."""
 
     def __init__(self, kernel: Any) -> None:
-        self.arg_names = kernel.arg_names
+        self.arg_names, self.pre_run_hooks = kernel.arg_names, kernel.pre_run_hooks
 
     def __getitem__(self, grid: object) -> Callable[..., CompiledKernel]:
         return lambda *arguments, **named: Nothing()

@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention import configs
 from stable_attention.triton import backward, forward, preprocess
+from stable_attention.triton.launches import anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +94,8 @@ def capture(arch: str, kernels: tuple[Any, ...] = KERNELS) -> Iterator[list[Laun
     try:
         for kernel in kernels:
             kernel.run = recorder(kernel)
-        yield launches
+        with anew():
+            yield launches
     finally:
         configs.arch_of = arch_of
         for kernel in kernels:

@@ -90,6 +90,8 @@ def number(name: str, value: object, allowed: str, remedy: str) -> float:
 
 def integer(name: str, value: object, allowed: str, remedy: str) -> int:
     """``value`` as an int; integers of other libraries count, 7.5 is not cut to 7."""
+    if isinstance(value, bool):
+        return int(value)  # Triton would compile for a truth value
     if isinstance(value, _INTS):
         return value  # type: ignore[return-value]
     if isinstance(value, torch.Tensor):

@@ -29,6 +29,7 @@ class Kernel:
     """Stands for a jitted function; notes what it is launched with, and how."""
 
     arg_names = NAMES
+    pre_run_hooks: tuple[object, ...] = ()
 
     def __init__(self, *, compiles: bool = True) -> None:
         self.jitted: list[tuple[object, ...]] = []
@@ -141,6 +142,50 @@ def test_no_tensor_is_kept_alive() -> None:
     del x, y
     gc.collect()
     assert [r() for r in storages] == [None, None]
+
+
+def test_launches_that_come_again_stay_when_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "KEPT", 8)
+    kernel = Kernel()
+    for rows in range(1, 9):  # as many as are kept
+        for _ in range(2):
+            call(kernel, *pair(rows))
+    for rows in range(1, 9):
+        call(kernel, *pair(rows))
+    assert len(kernel.kept) == 8
+    monkeypatch.setattr(launches, "KEPT", 10)
+    for rows in range(20, 60):
+        call(kernel, *pair(rows))
+    for rows in range(1, 9):
+        call(kernel, *pair(rows))
+    assert len(kernel.kept) == 16
+
+
+def test_what_triton_is_told_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debugging, instrumentation and hooks before a launch are not passed over."""
+    kernel = Kernel()
+    for _ in range(3):
+        call(kernel, *pair())
+    with monkeypatch.context() as told:
+        told.setattr(launches.knobs.runtime, "debug", True)
+        call(kernel, *pair())
+    with monkeypatch.context() as told:
+        told.setattr(kernel, "pre_run_hooks", (print,), raising=False)
+        call(kernel, *pair())
+    assert (len(kernel.jitted), len(kernel.kept)) == (4, 1)
+    call(kernel, *pair())
+    assert (len(kernel.jitted), len(kernel.kept)) == (4, 2)
+
+
+def test_nothing_is_shared_with_what_is_made_anew() -> None:
+    kernel = Kernel()
+    for _ in range(3):
+        call(kernel, *pair())
+    with launches.anew():
+        call(kernel, *pair())
+    assert (len(kernel.jitted), len(kernel.kept)) == (3, 1)
+    call(kernel, *pair())
+    assert (len(kernel.jitted), len(kernel.kept)) == (3, 2)
 
 
 def test_lengths_that_never_come_again_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,12 @@ second time. Triton's interpreter compiles nothing, and nothing of it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -83,13 +85,16 @@ def launch(
     key = (
         id(kernel),
         facts,
+        # What else Triton compiles by.
+        knobs.runtime.debug,
+        knobs.compilation.instrumentation_mode,
         *(
             None if x is None else (x.get_device(), x.dtype, x.shape, x.stride(), address % 16 == 0)
             for x, address in zip(tensors, addresses, strict=True)
         ),
     )
     known = _launches.get(key)
-    if known is not None:
+    if known is not None and not kernel.pre_run_hooks:
         known(tensors, addresses)
         return
     seen = key in _launches
@@ -98,10 +103,29 @@ def launch(
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     grid, positional, named = found = arguments(*tensors)
     compiled = kernel[grid](*positional, **named)
-    if len(_launches) >= KEPT:
-        _launches.clear()
+    if not seen and len(_launches) >= KEPT:
+        _make_room()
     keeps = seen and isinstance(compiled, CompiledKernel)
     _launches[key] = _Launch(kernel, compiled, found, tensors) if keeps else None
 
 
-__all__ = ["launch"]
+def _make_room() -> None:
+    """Forget what was seen only once, or all of it where that is not enough."""
+    for key in [key for key, kept in _launches.copy().items() if kept is None]:
+        _launches.pop(key, None)
+    if len(_launches) >= KEPT:
+        _launches.clear()
+
+
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """Nothing that was kept before is used within, and nothing of it is kept after."""
+    global _launches
+    before, _launches = _launches, {}
+    try:
+        yield
+    finally:
+        _launches = before
+
+
+__all__ = ["anew", "launch"]
