@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_patch.planner.hardware import gpu_named
     from megatron_patch.planner.plan import Machine, make_plan, problems_of, vocabulary_of
 
-    per_node = args.gpus_per_node or config.cluster.gpus_per_node or 8
+    per_node = args.gpus_per_node
+    if per_node is None:
+        per_node = config.cluster.gpus_per_node or 8
     machine = Machine(gpu_named(args.gpu), args.nodes, per_node)
     budget = None if args.tokens is None else token_budget(args.tokens)
     vocabulary = vocabulary_of(config, args.vocab_size)

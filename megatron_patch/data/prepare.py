@@ -57,6 +57,12 @@ def prepare(options: PrepareOptions) -> Manifest:
         DataError: the options contradict each other, inputs or tokenizer are unusable, the
             output exists, or an interrupted attempt with other options is in the way.
     """
+    if options.out.endswith("/"):
+        raise DataError(
+            f"--out {options.out}: names a directory, where the beginning of file names is wanted "
+            "(.bin, .idx and .manifest.json are appended): write e.g. "
+            f"{options.out.rstrip('/')}/books"
+        )
     if options.adopt:
         return adopt(options)
     if options.corpus is not None:
@@ -256,7 +262,9 @@ def _continue_or_begin(parts: Path, plan: dict, *, restart: bool) -> None:
         return
     before = _read_plan(parts) or {}
     differing = [key for key in plan if before.get(key) != plan[key]]
-    if differing:
+    if differing and not any(parts.glob("part-*")) and not (parts / "committing").exists():
+        write_file(parts / "plan.json", json.dumps(plan).encode())  # nothing came of it
+    elif differing:
         raise DataError(
             f"{parts}: an interrupted attempt with other {' and '.join(differing)} is there; run "
             "it again as it was to finish it, or throw it away with --restart"
@@ -396,6 +404,7 @@ def _join(headers: list[PartHeader], sources: list[Source], parts: Path, dtype: 
         stream.flush()
         os.fsync(stream.fileno())
     if not joined.tokens:
+        shutil.rmtree(parts)  # or the corrected command would be told to finish this one
         raise DataError("the inputs hold no documents (all are empty or were left out)")
     lengths = np.concatenate(joined.lengths)
     if lengths.max() > np.iinfo(np.int32).max:

@@ -19,7 +19,7 @@ from megatron_patch.experiments import earlier
 from megatron_patch.experiments.files import read_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
-from megatron_patch.experiments.store import FINISHED, Store
+from megatron_patch.experiments.store import FINISHED, State, Store
 from megatron_patch.experiments.verdict import Row, Window, begins_with, judge, read_rows, windows
 from megatron_patch.runtime.environment import short_commit
 from megatron_patch.runtime.files import replacing, write_whole
@@ -94,6 +94,7 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
                     else None
                 ),
                 **_figures(rows[run.id], protocol.explosion),
+                **_damage(state, rows[run.id]),
             }
         )
         runs += _repeats(store, run, rows[run.id])
@@ -113,6 +114,13 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
 
 def _figures(rows: list[Row], rule: ExplosionConfig) -> dict[str, Any]:
     return {name: _finite(value) for name, value in judge(rows, rule).as_dict().items()}
+
+
+def _damage(state: State, rows: list[Row]) -> dict[str, str]:
+    """``damaged``, of a run that was once further than its records are now."""
+    went = state.attempts[-1]["to_step"] if state.attempts else 0
+    last = int(rows[-1]["step"]) if rows else 0
+    return {"damaged": f"at {last:,} of {went:,}"} if rows and last < went else {}
 
 
 def _saved(rows: list[Row], rule: ExplosionConfig) -> bool | None:
@@ -205,6 +213,10 @@ def markdown(result: dict[str, Any]) -> str:
     if lost:
         text = "Records end while they ran, to be started again"
         lines += ["", f"{text}: {', '.join(lost)}."]
+    torn = [f"{r['run']} {r['damaged']}" for r in result["runs"] if r.get("damaged")]
+    if torn:
+        text = "Records are damaged, and figures are of what is left of them"
+        lines += ["", f"{text}: {', '.join(torn)}."]
     missing = [r["run"] for r in waiting if not r["steps"]]
     if missing:
         lines += ["", f"Never started: {', '.join(missing)}."]
@@ -225,7 +237,7 @@ def _row(run: dict[str, Any]) -> list[str]:
     return [
         run["cell"],
         str(run["seed"]),
-        "unfinished" if run["state"] == "waiting" and run["steps"] else run["state"],
+        _state(run),
         f"{run['origin']['step']:,}" if run.get("origin") else "0" if run["steps"] else "-",
         f"{run['steps']:,}" if run["steps"] else "-",
         step_text(run["first_large_gradient"], run),
@@ -236,13 +248,20 @@ def _row(run: dict[str, Any]) -> list[str]:
     ]
 
 
+def _state(run: dict[str, Any]) -> str:
+    if run.get("damaged"):
+        return f"{run['state']}, records damaged"
+    return "unfinished" if run["state"] == "waiting" and run["steps"] else str(run["state"])
+
+
 def step_text(step: int | None, run: dict[str, Any]) -> str:
     """A step; ``never`` only for a run that came to its end, else how far it was looked at."""
     if step is not None:
         return f"{step:,}"
     if not run["steps"]:
         return "-"
-    return "never" if run["state"] == FINISHED else f"not by {run['steps']:,}"
+    whole = run["state"] == FINISHED and not run.get("damaged")
+    return "never" if whole else f"not by {run['steps']:,}"
 
 
 def _rescues(result: dict[str, Any]) -> str:
@@ -286,7 +305,7 @@ def seed_spread(result: dict[str, Any]) -> str:
     """Mean and range of the final loss of every cell with finished runs; empty without any."""
     cells: dict[str, list[float]] = {}
     for run in result["runs"]:
-        whole = run["state"] == FINISHED and not run.get("origin")
+        whole = run["state"] == FINISHED and not (run.get("origin") or run.get("damaged"))
         if whole and isinstance(run["final_loss"], float):
             cells.setdefault(run["cell"], []).append(run["final_loss"])
     if not cells:

@@ -117,7 +117,10 @@ class Runner:
         try:
             while queue or self.active:
                 if not self.stopping and self._time_left() < SHORTEST_SECONDS and queue:
-                    self.say(f"out of time: {len(queue)} run(s) are left for the next invocation")
+                    self.say(
+                        f"out of time: {len(queue)} run(s) are left for the next invocation; none "
+                        f"is started with less than {SHORTEST_SECONDS:g} s beside those for saving"
+                    )
                     queue.clear()
                 if self.stopping:
                     queue.clear()

@@ -65,7 +65,7 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.exists():
         return []
-    with path.open(newline="") as lines:
+    with path.open(newline="", errors="replace") as lines:
         return parse_rows(lines)
 
 

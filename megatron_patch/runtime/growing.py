@@ -58,15 +58,31 @@ def end_of_last(path: Path, wanted: Callable[[bytes], bool]) -> int:
     return 0
 
 
+class DamagedError(ValueError):
+    """A file of an earlier attempt that cannot be read, and must not be overwritten."""
+
+    exit_code = 2
+
+
 def resume_table(path: Path, columns: Sequence[str], *, start_step: int, aside: Path | None) -> int:
     """Cut a CSV whose first column is the step, ascending, after the rows of ``start_step``.
 
     Rows of later steps go to ``aside`` (under another name if its columns are others), a row that
     a crash tore too. A table of other columns, of an earlier version, gets these; what it lacks is
     empty. Returns how many rows were cut off.
+
+    Raises:
+        DamagedError: the line of column names is not text.
     """
     with path.open("rb") as file:
         header = file.readline()
+    try:
+        header.decode()
+    except UnicodeDecodeError:
+        raise DamagedError(
+            f"{path}: its first line, the names of columns, is not text ({header[:40]!r}): the "
+            "file is damaged; put it right, or move it away and the run begins a new one"
+        ) from None
     # A file killed before its header was whole has no row.
     at = max(end_of_last(path, lambda line: _step(line) <= start_step), _end(header))
     dropped = _lines_after(path, at)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_patch.runtime.files import replacing, write_whole
-from megatron_patch.runtime.growing import cut, resume_table
+from megatron_patch.runtime.growing import DamagedError, cut, resume_table
 from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS
 from megatron_patch.stability.record import (
     FOLDER,
@@ -58,12 +58,26 @@ class Writer:
         self._file = (self.folder / "records.bin").open("ab")
         self._rows = _LayerTable(self.folder / "layers.csv", start_step=start_step)
 
+    def _meta_before(self) -> dict[str, Any]:
+        """What an earlier attempt says of its records, which mean nothing without it."""
+        file = self.folder / "meta.json"
+        try:
+            found = json.loads(file.read_text())
+        except ValueError as error:
+            found = error
+        if not isinstance(found, dict):
+            raise DamagedError(
+                f"{file}: does not describe the records beside it ({found}): the file is damaged; "
+                f"put it right, or move {self.folder} away and the run begins new records"
+            )
+        return found
+
     def _take_over(self, start_step: int) -> tuple[int, list[tuple[int, str]]]:
         """(records moved aside, what meta.json says of earlier attention)."""
         file = self.folder / "records.bin"
         if not (self.folder / "meta.json").exists() or not file.exists():
             return 0, []
-        before = json.loads((self.folder / "meta.json").read_text())
+        before = self._meta_before()
         past = self.folder / "before.bin"
         if before.get("format") != FORMAT or not continues(before, self.meta):
             # They have no place here: kept, but not continued.

@@ -192,9 +192,12 @@ class _Training:
                 "stability.guard: warn, and give the same command again"
             )
         if reason is not None:
+            last = self.run.training.exit_at_step
+            reached = last is not None and self.position.step >= last
+            how = "the command with a larger one, or none," if reached else "the same command"
             self.monitor.say(
-                f"stopped gracefully after step {self.position.step:,}: {reason}; the same "
-                "command continues the run"
+                f"stopped gracefully after step {self.position.step:,}: {reason}; {how} continues "
+                "the run"
             )
             return
         if self.layout.print_rank:

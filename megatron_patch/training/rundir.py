@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -386,7 +387,16 @@ def check_data(run: RunConfig, fingerprint: str, *, step: int) -> list[Problem]:
         step: steps done; nothing is compared at step 0.
     """
     file = run_directory(run) / "data.sha256"
-    if step > 0 and file.exists() and file.read_text().strip() != fingerprint:
+    before = file.read_bytes().strip() if step > 0 and file.exists() else None
+    if before is not None and not re.fullmatch(rb"[0-9a-f]{64}", before):
+        return [
+            Problem(
+                "data",
+                f"{file} holds {before[:40]!r} and no SHA-256 of the data so far: it is damaged; "
+                "put it right, or delete it if the token files are the same as before",
+            )
+        ]
+    if before is not None and before.decode() != fingerprint:
         return [
             Problem(
                 "data",

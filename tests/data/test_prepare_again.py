@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,25 @@ def test_finished_parts_are_not_made_again(
     )
     prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
     assert written == [3], "only the damaged part"
+
+
+def test_what_came_to_nothing_is_not_in_the_way(tmp_path: Path, kit: SimpleNamespace) -> None:
+    empty, source = tmp_path / "empty.txt", tmp_path / "text.txt"
+    empty.touch()
+    source.write_text("one document\n")
+    with pytest.raises(DataError):
+        prepare(kit.options(tmp_path / "out", empty))
+    assert prepare(kit.options(tmp_path / "out", source)).documents
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_a_directory_is_no_beginning_of_file_names(tmp_path: Path, kit: SimpleNamespace) -> None:
+    (tmp_path / "text.txt").write_text("one document\n")
+    with pytest.raises(DataError, match="names a directory"):
+        prepare(
+            replace(kit.options(tmp_path / "out", tmp_path / "text.txt"), out=f"{tmp_path}/out/")
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def interrupt_at(

@@ -179,6 +179,24 @@ def test_a_deadline_stops_gracefully_and_starts_nothing_more(
     assert set(states(store).values()) == {"finished"}
 
 
+def test_records_that_are_shorter_than_the_run_was(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """What is left of them is no finished run that never had a large gradient."""
+    store, _ = go(protocol, tmp_path / "out")
+    table = store.run_dir(store.experiment.by_id("a-s1")) / "metrics.csv"
+    rows = table.read_bytes().splitlines(keepends=True)
+    table.write_bytes(b"".join(rows[:41]) + b"41,4.\xff")
+    store, _ = go(protocol, tmp_path / "out", steps=1)
+    found = results.collect(store, {r.id: store.rows(r) for r in store.experiment.runs})
+    text = results.markdown(found)
+    line = next(x for x in text.splitlines() if x.startswith("| a | 1 |"))
+    assert line.startswith("| a | 1 | finished, records damaged | 0 | 40 | not by 40 | not by 40 |")
+    assert "figures are of what is left of them: a-s1 at 40 of 100." in text
+    assert "| a | 1 | 4.0000" in text, "the spread is that of the other seed"
+    assert "damaged" not in {r["run"]: r for r in found["runs"]}["a-s2"]
+
+
 def test_a_run_saves_within_the_time_that_is_kept_for_it(
     protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
 ) -> None:

@@ -171,6 +171,16 @@ def test_plot_skips_values_that_are_not_numbers(tmp_path: Path) -> None:
     assert read_curves(folder).points("loss") == ([1.0, 3.0], [5.0, 5.0 / 3])
 
 
+def test_plot_of_damaged_and_of_other_tables(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [1, 2, 3])
+    table = folder / "metrics.csv"
+    table.write_bytes(table.read_bytes().replace(b"2.5", b"2.\xff"))
+    assert read_curves(folder).points("loss") == ([1.0, 3.0], [5.0, 5.0 / 3])
+    table.write_text("time,value\n1,2\n")
+    with pytest.raises(PlotError, match="has no column step, but time, value"):
+        read_curves(folder)
+
+
 @pytest.mark.parametrize("content", [None, "", "step,loss\n"])
 def test_plot_says_what_is_missing(tmp_path: Path, content: str | None) -> None:
     if content is not None:

@@ -105,6 +105,7 @@ def test_a_layout_that_does_not_divide_is_refused_with_one_that_does(capsys):
     [
         (["--gpu", "h300"], "'h300' is not one of"),
         (["--nodes", "0"], "0: must be at least 1"),
+        (["--gpus-per-node", "0"], "0: must be at least 1"),
         (["--tokens", "many"], "not a number of tokens"),
         (["--vocab-size", "0"], "--vocab-size: 0"),
         (["--plot", "no/such/folder/x.png"], "--plot: cannot write no/such/folder/x.png"),

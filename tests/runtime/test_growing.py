@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.runtime import growing
-from megatron_patch.runtime.growing import cut, end_of_last, resume_table
+from megatron_patch.runtime.growing import DamagedError, cut, end_of_last, resume_table
 
 COLUMNS = ["step", "value"]
 
@@ -75,6 +75,15 @@ def test_rows_that_are_cut_off_twice_stand_one_after_the_other(tmp_path: Path) -
     assert steps_of(aside) == ["7", "8", "9", "7", "8"]
     table(path, range(1, 3))
     assert resume_table(path, COLUMNS, start_step=1, aside=None) == 1 and steps_of(path) == ["1"]
+
+
+def test_names_of_columns_that_cannot_be_read(tmp_path: Path) -> None:
+    """The table is left as it is: written anew, a column would lose its name and all its values."""
+    path = tmp_path / "m.csv"
+    path.write_bytes(b"step,val\xffe\n1,2\n")
+    with pytest.raises(DamagedError, match=r"m\.csv: its first line") as raised:
+        resume_table(path, COLUMNS, start_step=1, aside=None)
+    assert raised.value.exit_code == 2 and path.read_bytes() == b"step,val\xffe\n1,2\n"
 
 
 def test_other_columns(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from telemetry_records import H, L, meta, write
 
+from megatron_patch.runtime.growing import DamagedError
 from megatron_patch.stability import record
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import HEAD_METRICS
@@ -41,6 +42,19 @@ def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path) -> None:
         assert record.read(tmp_path).steps.tolist() == [10]
     write(tmp_path, [20, 30], start=10).close()
     assert record.read(tmp_path).steps.tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe"])
+def test_records_whose_description_cannot_be_read_are_left_alone(
+    text: bytes, tmp_path: Path
+) -> None:
+    write(tmp_path, [10, 20]).close()
+    folder = tmp_path / "stability"
+    (folder / "meta.json").write_bytes(text)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(DamagedError, match=r"meta\.json: does not describe"):
+        write(tmp_path, [30], start=20)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_a_resume_sets_repeated_steps_aside(tmp_path: Path) -> None:

@@ -44,6 +44,20 @@ def test_a_new_run_says_what_it_is(tiny) -> None:
     assert attempt["torch"] == "2" and attempt["utc"].endswith("Z")
 
 
+def test_data_that_changed_is_not_a_damaged_record_of_it(tiny) -> None:
+    directory, _ = start(tiny())
+    run, first, other = tiny().config, "1" * 64, "2" * 64
+    assert rundir.check_data(run, first, step=0) == []
+    assert rundir.check_data(run, first, step=5) == []
+    (problem,) = rundir.check_data(run, other, step=5)
+    assert "not those the first 5 steps were trained on" in str(problem)
+    for content in (b"", b"\xff\x00", first[:40].encode()):
+        (directory.path / "data.sha256").write_bytes(content)
+        (problem,) = rundir.check_data(run, first, step=5)
+        assert "it is damaged" in str(problem)
+        assert (directory.path / "data.sha256").read_bytes() == content
+
+
 def test_every_attempt_is_recorded(tiny) -> None:
     start(tiny())
     directory, problems = start(tiny())
