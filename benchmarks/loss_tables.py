@@ -87,6 +87,42 @@ def beside_float32_stream(result: dict[str, Any]) -> str:
     return table(["run", "less", *APART], [row for row in rows if row])
 
 
+GAPS = (0.03, 0.1)
+"""Nats above `compensated` on the same batches, in two windows in a row: the loss has moved."""
+
+
+def lead(result: dict[str, Any]) -> str:
+    """How long before its loss left that of `compensated` on the same batches a run was announced.
+
+    Stricter than `early_warning.first_move`, which knows the run alone, as its user does.
+    """
+    losses = {name: losses_of(name) for name in ("baselines", "rescue", "baselines_bf16_residual")}
+    rows = []
+    for run in (*result["choosing"], *result["held_out"]):
+        name, _, stream = run["run"].partition(", ")
+        peer = losses["baselines"].get(f"compensated-{name.rpartition('-')[2]}", {})
+        known = ("baselines_bf16_residual",) if stream else ("baselines", "rescue")
+        own = next((losses[x][name] for x in known if name in losses[x]), {})
+        left = [_leaves(own, peer, gap) for gap in GAPS]
+        if run["alarm"] is None or left[0] is None or left[0] < run["alarm"]:
+            continue
+        cells = [x for at in left for x in _since(at, run["alarm"])]
+        rows.append([run["run"], f"{run['alarm']:,}", *cells])
+    head = [x for gap in GAPS for x in (f"{gap:g} above from", "steps after")]
+    return table(["run", "`danger`", *head], rows)
+
+
+def _leaves(own: dict[int, float], peer: dict[int, float], gap: float) -> int | None:
+    """First of two windows in a row, after the warm-up, in which a loss is so much higher."""
+    steps = sorted(s for s in own.keys() & peer.keys() if s > SETTLED and s % WINDOW == 0)
+    above = [own[s] - peer[s] > gap for s in steps]
+    return next((s for s, a, b in zip(steps, above, above[1:], strict=False) if a and b), None)
+
+
+def _since(at: int | None, alarm: int) -> tuple[str, str]:
+    return ("-", "-") if at is None else (f"{at:,}", f"{at - alarm:,}")
+
+
 def _apart(
     one: dict[int, float], other: dict[int, float], name: str, less: str, last: float
 ) -> list[str]:

@@ -393,6 +393,9 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         loss_tables.beside_float32_stream,
         command.format("baselines_bf16_residual"),
     )
+    found["early-warning-beside"] = (
+        "early_warning_runs", loss_tables.lead, "early_warning.py --judge RUN ...",
+    )  # fmt: skip
     found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     heads = "layer_heads.py RUN ... --layer L --steps ..."

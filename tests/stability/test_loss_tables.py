@@ -51,6 +51,31 @@ def test_beside_the_same_run_with_an_fp32_stream_until_either_explodes(
     assert row == "| none-s1, BF16 stream | none-s1 | 2,450 | +0.2500 | 0.0000 | +0.2500 |"
 
 
+def test_lead_over_the_loss_beside_a_stable_run(monkeypatch: Any) -> None:
+    """One window above is a spike; what was never announced, or too late, is told elsewhere."""
+    script = benchmark_scripts.load("loss_tables")
+    whole = range(50, 4001, 50)
+    flat = dict.fromkeys(whole, 3.0)
+    both = {
+        "baselines": {
+            "compensated-s1": flat,
+            "none-s1": {s: 3.0 + 0.05 * (s >= 3000) for s in whole},
+        },
+        "rescue": {"base-s1": {s: 3.0 + 0.2 * (s == 2500 or s >= 3500) for s in whole}},
+        "baselines_bf16_residual": {"none-s1": {s: 3.2 if s >= 3900 else 3.0 for s in whole}},
+    }
+    monkeypatch.setattr(script, "losses_of", both.__getitem__)
+    runs = [("none-s1", 2600), ("base-s1", 2600), ("none-s1, BF16 stream", 3000)]
+    runs += [("compensated-s1", None), ("sdpa_flash-s1", 2500), ("none-s2", 2000)]
+    held_out = [{"run": name, "alarm": alarm} for name, alarm in runs]
+    rows = script.lead({"choosing": [], "held_out": held_out}).splitlines()[2:]
+    assert rows == [
+        "| none-s1 | 2,600 | 3,000 | 400 | - | - |",
+        "| base-s1 | 2,600 | 3,500 | 900 | 3,500 | 900 |",
+        "| none-s1, BF16 stream | 3,000 | 3,900 | 900 | 3,900 | 900 |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("protocol", "said"),
     [
