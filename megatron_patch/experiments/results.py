@@ -94,7 +94,7 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
                     else None
                 ),
                 **_figures(rows[run.id], protocol.explosion),
-                **_damage(state, rows[run.id]),
+                **_incomplete(state, rows[run.id]),
             }
         )
         runs += _repeats(store, run, rows[run.id])
@@ -116,11 +116,11 @@ def _figures(rows: list[Row], rule: ExplosionConfig) -> dict[str, Any]:
     return {name: _finite(value) for name, value in judge(rows, rule).as_dict().items()}
 
 
-def _damage(state: State, rows: list[Row]) -> dict[str, str]:
-    """``damaged``, of a run that was once further than its records are now."""
+def _incomplete(state: State, rows: list[Row]) -> dict[str, str]:
+    """``incomplete``, of a run that was once further than its records are now."""
     went = state.attempts[-1]["to_step"] if state.attempts else 0
     last = int(rows[-1]["step"]) if rows else 0
-    return {"damaged": f"at {last:,} of {went:,}"} if rows and last < went else {}
+    return {"incomplete": f"at {last:,} of {went:,}"} if rows and last < went else {}
 
 
 def _saved(rows: list[Row], rule: ExplosionConfig) -> bool | None:
@@ -213,9 +213,9 @@ def markdown(result: dict[str, Any]) -> str:
     if lost:
         text = "Records end while they ran, to be started again"
         lines += ["", f"{text}: {', '.join(lost)}."]
-    torn = [f"{r['run']} {r['damaged']}" for r in result["runs"] if r.get("damaged")]
+    torn = [f"{r['run']} {r['damaged']}" for r in result["runs"] if r.get("incomplete")]
     if torn:
-        text = "Records are damaged, and figures are of what is left of them"
+        text = "Records are incomplete, and figures are of what is left of them"
         lines += ["", f"{text}: {', '.join(torn)}."]
     missing = [r["run"] for r in waiting if not r["steps"]]
     if missing:
@@ -249,8 +249,8 @@ def _row(run: dict[str, Any]) -> list[str]:
 
 
 def _state(run: dict[str, Any]) -> str:
-    if run.get("damaged"):
-        return f"{run['state']}, records damaged"
+    if run.get("incomplete"):
+        return f"{run['state']}, records incomplete"
     return "unfinished" if run["state"] == "waiting" and run["steps"] else str(run["state"])
 
 
@@ -260,7 +260,7 @@ def step_text(step: int | None, run: dict[str, Any]) -> str:
         return f"{step:,}"
     if not run["steps"]:
         return "-"
-    whole = run["state"] == FINISHED and not run.get("damaged")
+    whole = run["state"] == FINISHED and not run.get("incomplete")
     return "never" if whole else f"not by {run['steps']:,}"
 
 
@@ -305,7 +305,7 @@ def seed_spread(result: dict[str, Any]) -> str:
     """Mean and range of the final loss of every cell with finished runs; empty without any."""
     cells: dict[str, list[float]] = {}
     for run in result["runs"]:
-        whole = run["state"] == FINISHED and not (run.get("origin") or run.get("damaged"))
+        whole = run["state"] == FINISHED and not (run.get("origin") or run.get("incomplete"))
         if whole and isinstance(run["final_loss"], float):
             cells.setdefault(run["cell"], []).append(run["final_loss"])
     if not cells:

@@ -191,10 +191,12 @@ def test_records_that_are_shorter_than_the_run_was(
     found = results.collect(store, {r.id: store.rows(r) for r in store.experiment.runs})
     text = results.markdown(found)
     line = next(x for x in text.splitlines() if x.startswith("| a | 1 |"))
-    assert line.startswith("| a | 1 | finished, records damaged | 0 | 40 | not by 40 | not by 40 |")
+    assert line.startswith(
+        "| a | 1 | finished, records incomplete | 0 | 40 | not by 40 | not by 40 |"
+    )
     assert "figures are of what is left of them: a-s1 at 40 of 100." in text
     assert "| a | 1 | 4.0000" in text, "the spread is that of the other seed"
-    assert "damaged" not in {r["run"]: r for r in found["runs"]}["a-s2"]
+    assert "incomplete" not in {r["run"]: r for r in found["runs"]}["a-s2"]
 
 
 def test_a_run_saves_within_the_time_that_is_kept_for_it(
