@@ -213,7 +213,7 @@ def markdown(result: dict[str, Any]) -> str:
     if lost:
         text = "Records end while they ran, to be started again"
         lines += ["", f"{text}: {', '.join(lost)}."]
-    torn = [f"{r['run']} {r['damaged']}" for r in result["runs"] if r.get("incomplete")]
+    torn = [f"{r['run']} {r['incomplete']}" for r in result["runs"] if r.get("incomplete")]
     if torn:
         text = "Records are incomplete, and figures are of what is left of them"
         lines += ["", f"{text}: {', '.join(torn)}."]
