@@ -69,11 +69,18 @@ class Monitor:
         if not self.active:
             return
         logging = self.run.logging
-        table = CsvSink(self.run_dir / "metrics.csv", start_step=start_step)
+        table = CsvSink(
+            self.run_dir / "metrics.csv", start_step=start_step, interval=logging.interval
+        )
         if table.abandoned:
             self.say(
                 f"metrics.csv: {table.abandoned} rows beyond step {start_step} moved to "
                 "metrics.abandoned.csv; those steps are about to be repeated"
+            )
+        if table.ends_early is not None:
+            self.say(
+                f"warning: metrics.csv ends at step {table.ends_early:,} and the run goes on after "
+                f"step {start_step:,}: the rows in between are not there and will not come"
             )
         self._sinks.append(table)
         if logging.tensorboard:

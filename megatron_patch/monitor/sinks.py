@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
-from megatron_patch.runtime.growing import resume_table
+from megatron_patch.runtime.growing import lacks_after, resume_table
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.config import WandbConfig
@@ -51,13 +51,16 @@ class CsvSink:
     the file always tells one story and nothing that was measured is lost.
     """
 
-    def __init__(self, path: Path, *, start_step: int) -> None:
+    def __init__(self, path: Path, *, start_step: int, interval: int = 1) -> None:
         self.path = path
         self.abandoned = 0
+        self.ends_early: int | None = None
+        """Step of the last row, where the rows up to ``start_step`` are not all there."""
         new = not path.exists()
         if not new:
             aside = path.with_name("metrics.abandoned.csv")
             self.abandoned = resume_table(path, CSV_COLUMNS, start_step=start_step, aside=aside)
+            self.ends_early = lacks_after(path, start_step, apart=interval)
         self._file = path.open("a", newline="")
         self._writer = csv.DictWriter(self._file, CSV_COLUMNS)
         if new:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_patch.runtime.files import replacing
 
 BLOCK = 1 << 20
+LAST_ROWS = 12
+"""Looked at to tell how far rows are apart; rows of evaluations stand between others."""
 
 
 def cut(path: Path, at: int, aside: Path | None) -> None:
@@ -98,6 +101,25 @@ def resume_table(path: Path, columns: Sequence[str], *, start_step: int, aside: 
             writer.writeheader()
             writer.writerows(csv.DictReader(lines))
     return dropped
+
+
+def lacks_after(path: Path, step: int, *, apart: int) -> int | None:
+    """Where a table ends, if it should reach ``step`` and ends earlier by more than rows are apart.
+
+    That is ``apart`` or what its last rows say, the larger: it changes from attempt to attempt.
+    """
+    found: list[float] = []
+
+    def one_of_the_last(line: bytes) -> bool:
+        if _step(line) < float("inf"):
+            found.append(_step(line))
+        return len(found) == LAST_ROWS
+
+    end_of_last(path, one_of_the_last)
+    if not found:
+        return None
+    widest = max((b - a for b, a in pairwise(found)), default=found[0])
+    return int(found[0]) if step - found[0] > max(widest, apart) else None
 
 
 def _step(line: bytes) -> float:

@@ -52,6 +52,33 @@ def test_csv_keeps_every_bit(tmp_path: Path) -> None:
     assert row["extra"] == '{"a": 1.0, "b": 2.0}' and row["eval_loss"] == ""
 
 
+@pytest.mark.parametrize(
+    ("steps", "start", "ends"),
+    [
+        ([1, 2, 3, 4], 4, None),
+        ([1, 2, 3, 4], 3, None),
+        ([1, 2, 3], 7, 3),
+        ([10, 20, 30], 39, None),  # saved between two rows
+        ([10, 20, 30], 45, 30),
+        ([10, 20, 21], 29, None),  # an evaluation between two rows
+        ([10], 15, None),
+        ([], 5, None),  # perhaps it never came to a row
+        ([1, 2, 3], 90, None),  # with the interval of 100 that is asked for below
+    ],
+)
+def test_rows_that_were_lost_are_told(
+    steps: list[int], start: int, ends: int | None, tmp_path: Path
+) -> None:
+    first = CsvSink(tmp_path / "metrics.csv", start_step=0)
+    for step in steps:
+        first.log(metrics(step))
+    first.close()
+    interval = 100 if start == 90 else 1
+    second = CsvSink(tmp_path / "metrics.csv", start_step=start, interval=interval)
+    second.close()
+    assert second.ends_early == ends
+
+
 def test_resume_moves_repeated_rows_aside_and_drops_torn_ones(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     first = CsvSink(path, start_step=0)
