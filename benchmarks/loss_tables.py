@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from run_names import STREAM
 from table_text import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,7 @@ SETTLED = 2000
 """Losses are compared from this step on, as a protocol's verdicts are."""
 SAME_STEPS = 4
 """Windows of 50 steps, the last that both runs have, in which losses are compared."""
-APART = ("until step", "mean", "scatter of windows", "mean of the last quarter")
+COLUMNS = ("until step", "mean", "scatter of windows", "mean of the last quarter")
 
 
 def rescue_cost(result: dict[str, Any]) -> str:
@@ -69,7 +70,7 @@ def beside_float32(result: dict[str, Any]) -> str:
         pairs += [(run, yardstick) for run in of_seed if run != yardstick]
     pairs += itertools.combinations(sorted(r for r in losses if r.startswith("compensated-")), 2)
     rows = [_apart(losses[a], losses[b], a, b, min(ends[a], ends[b])) for a, b in pairs]
-    return table(["run", "less", *APART], [row for row in rows if row])
+    return table(["run", "less", *COLUMNS], [row for row in rows if row])
 
 
 def beside_float32_stream(result: dict[str, Any]) -> str:
@@ -81,10 +82,10 @@ def beside_float32_stream(result: dict[str, Any]) -> str:
         end = run["first_large_gradient"] or math.inf
         ends[run["run"]] = min(end, ends.get(run["run"], math.inf))
     rows = [
-        _apart(losses[run], others[run], f"{run}, BF16 stream", run, ends[run])
+        _apart(losses[run], others[run], f"{run}, {STREAM}", run, ends[run])
         for run in sorted(losses.keys() & others.keys())
     ]
-    return table(["run", "less", *APART], [row for row in rows if row])
+    return table(["run", "less", *COLUMNS], [row for row in rows if row])
 
 
 GAPS = (0.03, 0.1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-APART = {"_bf16_residual": "BF16 stream"}
+STREAM = "BF16 stream"
+APART = {"_bf16_residual": STREAM}
 """Ends of protocol names, and how results say it."""
 
 
