@@ -14,6 +14,7 @@ from megatron_patch.config.root import RunConfig
 from megatron_patch.data.config import DataConfig
 from megatron_patch.model.config import ModelConfig
 from megatron_patch.parallel.config import ParallelConfig
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import cpu_mode
 from megatron_patch.training.config import OptimizerConfig, TrainingConfig
 
@@ -36,6 +37,21 @@ def single_rank(seed: int = 1) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         cpu_mode.uninstall()
+
+
+def layout(**where: int) -> Layout:
+    """Coordinates of one rank on the CPU, changed as asked."""
+    one = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1}
+    sizes = {f"{axis}_size": n for axis, n in one.items()}
+    ranks = {f"{axis}_rank": 0 for axis in one}
+    return Layout(
+        **(
+            {"rank": 0, "world_size": 1, "local_rank": 0, "device": torch.device("cpu")}
+            | sizes
+            | ranks
+            | where
+        )
+    )
 
 
 def reseed(seed: int = 1) -> None:

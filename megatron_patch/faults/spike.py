@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm: found before the update, recorded, skipped or rewound.
+"""Spikes of loss and gradient norm: found at the update, recorded, skipped or rewound.
 
 Rule. With median m and median absolute deviation d of the last ``window`` steps, a value x has the
 robust score z = (x - m) / s, s = max(1.4826 d, FLOOR |m|): 1.4826 d estimates the standard
@@ -8,9 +8,10 @@ scores above its threshold; only upwards, and only once ``min_history`` steps ar
 finite step enters the window, spikes too, so that a new level is accepted after half a window.
 Steps that are not finite are the business of `training.finite`.
 
-The decision. Between the gradient norm and the update every rank is told the same loss and norm
-(`training.agreement`) and applies the same pure rule to the same history, which is part of every
-checkpoint. So all ranks, and a resumed run, decide alike.
+The decision. When the gradient norm is known, and before the update where that may be dropped for
+it, every rank is told the same loss and norm (`training.agreement`) and applies the same pure rule
+to the same history, which is part of every checkpoint. So all ranks, and a resumed run, decide
+alike.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class SpikePolicy:
         """Whether there is a checkpoint of at most this step to go back to. Collective."""
         if self.options.action != "off":
             session.guard.judge = self.decide
+            session.guard.may_drop = self.options.action != "record"
 
     # ------------------------------------------------------------------ a step
 
@@ -161,7 +163,7 @@ class SpikePolicy:
                 module.current_max_attn_logits = None
 
     def decide(self, loss: float, grad_norm: float) -> None:
-        """Called on all ranks with what they agreed on, before it clips and before the update.
+        """Called on all ranks with what they agreed on; before the update, unless only recorded.
 
         Raises:
             UpdateDropped, RewindWanted, RewindsUsedUp: as ``action`` says; on all ranks.

@@ -123,7 +123,9 @@ class Stability:
         self._series = torch.zeros(
             self.options.interval, 3, dtype=torch.float64, device=layout.device
         )
-        self._filled = 0
+        self._norms: list[float] = []
+        """Gradient norms of the steps since the last record: they are on the host already, and a
+        copy of a single one to the device would wait for the update."""
         self._observing = False
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
@@ -264,13 +266,10 @@ class Stability:
         self._observing = False
 
     def _note(self, result: StepResult) -> None:
-        """Loss and gradient norm of one step, into the device buffer."""
-        row = self._series[self._filled]
+        """Loss of one step, into the device buffer, and its gradient norm."""
         if result.report is not None and self.layout.reports_loss:
-            row[:2] = result.report.double()
-        if self.layout.rank == 0:
-            row[2] = result.grad_norm
-        self._filled += 1
+            self._series[len(self._norms), :2] = result.report.double()
+        self._norms.append(result.grad_norm)
 
     def _send(self, step: int, lr: float) -> None:
         """Reduce over all ranks and start the copy to the host."""
@@ -282,7 +281,11 @@ class Stability:
                 first = self.heads.first_head
                 heads = slice(first, first + found[0].numel())
                 maxima[1, norms.site.layer, heads], maxima[2, norms.site.layer, heads] = found
-        n, self._filled = self._filled, 0
+        noted, self._norms = self._norms, []
+        n = len(noted)
+        if self.layout.rank == 0:
+            known = torch.tensor(noted, dtype=torch.float64)
+            self._series[:n, 2] = known.to(self.layout.device, non_blocking=True)
         total = torch.cat(
             [self.heads.sums.flatten(), self.norms.squares, self._series[:n].flatten()]
         )

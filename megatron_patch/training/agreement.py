@@ -8,7 +8,6 @@ launches nothing, and the device runs dry.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,15 +38,20 @@ class Agreed:
 
 
 class Agreement:
-    """Built up during a step: ``report`` when the loss is known, ``reduce`` when the norm is."""
+    """Built up during a step: ``report`` when the loss is known, ``send`` when the norm is, then
+    ``receive``. Only the last waits for the device."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._report: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
+        self._here: torch.Tensor | None = None
+        self._pinned: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         """A new step."""
-        self._report = None
+        self._report = self._sent = self._here = None
 
     @torch.no_grad()
     def report(self, report: torch.Tensor | None) -> None:
@@ -61,23 +65,51 @@ class Agreement:
         self._report = torch.cat([values, bad])
 
     @torch.no_grad()
-    def reduce(self, norm: torch.Tensor | float, stop_code: int) -> Agreed:
-        """Bring everything together. Collective; waits for the device.
+    def send(self, norm: torch.Tensor | float, stop_code: int) -> None:
+        """Bring everything together. Collective; does not wait for the device.
 
         Args:
             norm: this rank's gradient norm, the same on all ranks unless something is broken.
             stop_code: this rank's request to stop.
         """
-        device, value = self._layout.device, float(norm)
-        known = [value if self._layout.rank == 0 else 0.0, float(not math.isfinite(value))]
-        known += [float(stop_code == code) for code in CODES]
+        device = self._layout.device
+        stops = torch.tensor([float(stop_code == code) for code in CODES], dtype=torch.float64)
+        value = torch.as_tensor(norm).double().reshape(1).to(device, non_blocking=True)
+        bad = value.isfinite().logical_not().double()
+        if self._layout.rank != 0:
+            value = torch.zeros_like(value)
         report = self._report
         if report is None:
             report = torch.zeros(3, dtype=torch.float64, device=device)
-        here = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
-        everything = torch.cat([report, here])
-        torch.distributed.all_reduce(everything)
-        total, tokens, loss_bad, grad_norm, norm_bad, *stops = everything.tolist()
+        sent = torch.cat([report, value, bad, stops.to(device, non_blocking=True)])
+        torch.distributed.all_reduce(sent)
+        self._sent = self._here = sent
+        if sent.is_cuda:
+            # Pinned, and read behind an event: what is launched after this is not waited for.
+            if self._pinned is None:
+                self._pinned = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+            self._here = self._pinned.copy_(sent, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The first rank's gradient norm, on the device; after ``send``."""
+        assert self._sent is not None, "sent"
+        return self._sent[3]
+
+    @torch.no_grad()
+    def bad(self) -> torch.Tensor:
+        """1.0 on the device where a rank's loss or norm is not finite, else 0.0; after ``send``."""
+        assert self._sent is not None, "sent"
+        return ((self._sent[2] + self._sent[4]) > 0.0).float()
+
+    def receive(self) -> Agreed:
+        """What was agreed on. Waits for the device, up to the reduction and no further."""
+        assert self._here is not None, "sent"
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        total, tokens, loss_bad, grad_norm, norm_bad, *stops = self._here.tolist()
         asked = [code for code, ranks in zip(CODES, stops, strict=True) if ranks]
         return Agreed(
             loss=total / max(tokens, 1.0),

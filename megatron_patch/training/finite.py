@@ -1,10 +1,13 @@
-"""Stop before the update when the loss or a gradient is not finite, and say where it came from.
+"""Stop without the update when the loss or a gradient is not finite, and say where it came from.
 
 Once a step, after the gradients have been reduced and before they are clipped, the ranks agree
 on what they know of it (`agreement`): loss, gradient norm, whether either is not finite, stops that
-were requested. That is the step's only wait for the device beyond Megatron-Core's own (its PyTorch
-path reads the gradient norm to the host as well), and because all ranks read the same result they
-stop together: no rank updates its weights, no rank waits for one that left.
+were requested. That is the step's only wait for the device, and because all ranks read the same
+result they stop together: no rank updates its weights, no rank waits for one that left.
+
+Where the update has a gate on the device (`gate`) it is launched before the host reads what was
+agreed on, and leaves everything as it was where it must not be taken. Where it has none, or where
+a rule on the host may drop it (`may_drop`), the host reads first.
 
 Finding the culprit costs nothing until it is needed, except one sum over each gradient buffer
 before the reduction: afterwards a NaN has reached every data-parallel rank, and only those flags
@@ -21,17 +24,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.training.agreement import Agreed, Agreement
+from megatron_patch.training.multi_tensor import ClippedByUpdate
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.training.gate import Gate
 
 NAMED = 8  # parameters listed in the message
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.")
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients are not finite; raised on all ranks before the update."""
+    """Loss or gradients are not finite; raised on all ranks, which have not updated anything."""
 
     exit_code = 3
 
@@ -77,10 +82,10 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 class StepGuard:
     """Watches every optimizer step of one run.
 
-    ``watch(optimizer)`` puts the check between the gradient norm and the update;
+    ``watch(optimizer)`` puts the agreement between the gradient norm and the update;
     ``before_reduction(chunks)`` is called when local gradients are complete. After ``step()`` of
-    the optimizer, ``stop_code`` holds the agreed reason to stop, if any, and ``agreed`` everything
-    else the ranks told each other.
+    the optimizer and ``settle()``, ``stop_code`` holds the agreed reason to stop, if any, and
+    ``agreed`` everything else the ranks told each other.
 
     Args:
         layout: coordinates, for the message.
@@ -101,8 +106,11 @@ class StepGuard:
         self.agreed: Agreed | None = None
         """What is known of the last step; None before the first."""
         self.judge: Callable[[float, float], None] | None = None
-        """Called with a finite step's loss and gradient norm, before the update; may raise on all
-        ranks."""
+        """Called with a finite step's loss and gradient norm; may raise on all ranks."""
+        self.may_drop = False
+        """Whether ``judge`` decides about the update and has to be asked before it."""
+        self._gate: Gate | None = None
+        self._unread = False
         self._agreement = Agreement(layout)
         self._loss: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
@@ -112,6 +120,7 @@ class StepGuard:
         """Start watching the update of ``step`` (1-based)."""
         self.step, self._chunks = step, chunks
         self._loss = self._local = None
+        self._unread = False
         self._agreement.begin()
 
     def loss(self, report: torch.Tensor | None) -> None:
@@ -143,27 +152,48 @@ class StepGuard:
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return int(flag)
 
-    def watch(self, optimizer: Any) -> None:
-        """Check whenever ``optimizer.step()`` has computed the gradient norm, before it clips."""
-        compute = optimizer.get_grad_norm
+    def watch(self, optimizer: Any, gate: Gate | None = None) -> None:
+        """Let the ranks agree whenever ``optimizer.step()`` has computed the gradient norm.
 
-        def checked() -> Any:
+        Args:
+            optimizer: Megatron-Core's.
+            gate: of its update, if it has one.
+        """
+        self._gate, compute = gate, optimizer.get_grad_norm
+
+        def agreed() -> Any:
             norm = compute()
-            self._agree(norm)
-            return norm
+            self._agreement.send(norm, self.stop.code())
+            self._unread = True
+            if gate is None:
+                return self.settle()
+            if self.may_drop:
+                gate.open()
+                return self.settle()
+            gate.set(self._agreement.grad_norm, self._agreement.bad() if self.check else None)
+            return ClippedByUpdate()
 
-        optimizer.get_grad_norm = checked
+        optimizer.get_grad_norm = agreed
 
-    def _agree(self, norm: torch.Tensor | float) -> None:
-        """Tell each other; raise on all ranks when this step must not be taken."""
-        agreed = self.agreed = self._agreement.reduce(norm, self.stop.code())
-        self.stop_code = agreed.stop_code
-        if agreed.loss_bad or agreed.norm_bad:
-            self.nonfinite += 1
-            if self.check:
-                raise NonFiniteError(self._explain(), step=self.step)
-        elif self.judge is not None:
-            self.judge(agreed.loss, agreed.grad_norm)
+    def settle(self) -> float:
+        """Read what was agreed on in this step, once; the gradient norm.
+
+        Raises:
+            NonFiniteError: on all ranks; the update was not taken.
+            Exception: what ``judge`` raises.
+        """
+        if self._unread:
+            self._unread = False
+            agreed = self.agreed = self._agreement.receive()
+            self.stop_code = agreed.stop_code
+            if agreed.loss_bad or agreed.norm_bad:
+                self.nonfinite += 1
+                if self.check:
+                    raise NonFiniteError(self._explain(), step=self.step)
+            elif self.judge is not None:
+                self.judge(agreed.loss, agreed.grad_norm)
+        assert self.agreed is not None, "the optimizer has stepped"
+        return self.agreed.grad_norm
 
     def _explain(self) -> str:
         """Collective: every rank scans its gradients, all build the same message."""

@@ -30,9 +30,23 @@ def install() -> bool:
             setattr(core, name, ours)
             replaced = True
     if replaced:
+        # With this one core leaves the norm on the device.
+        core.multi_tensor_scale_tensor_impl = _scale_by_tensor
         clip = functools.partial(_clip, core.clip_grad_by_total_norm_fp32)
         callers.clip_grad_by_total_norm_fp32 = clip
     return replaced
+
+
+class ClippedByUpdate:
+    """Handed to core in the place of a norm: the update itself will clip by it (`gate`)."""
+
+
+def clips() -> bool:
+    """Whether `install` has put `_clip` in the place of core's clipping."""
+    from megatron.core.optimizer import optimizer as callers
+
+    found = callers.clip_grad_by_total_norm_fp32
+    return isinstance(found, functools.partial) and found.func is _clip
 
 
 def copy_weights_at_once(optimizer: Any) -> int:
@@ -92,6 +106,8 @@ def _clip(
     core: Any, parameters: Any, max_norm: float, total_norm: Any, *rest: Any, **options: Any
 ) -> None:
     """Core's clipping, where there is something to clip: it gathers all gradients first."""
+    if isinstance(total_norm, ClippedByUpdate):
+        return
     if isinstance(total_norm, float) and max_norm / (total_norm + 1.0e-6) >= 1.0:
         return
     core(parameters, max_norm, total_norm, *rest, **options)
@@ -119,3 +135,14 @@ def _scale(
     source, target = tensor_lists
     assert source is target, "Megatron-Core clips gradients in place"
     torch._foreach_mul_(target, factor)
+
+
+def _scale_by_tensor(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[list[torch.Tensor]],
+    factor: torch.Tensor,
+) -> None:
+    source, target = tensor_lists
+    assert source is target, "Megatron-Core clips gradients in place"
+    torch._foreach_mul_(target, factor.reshape(()))

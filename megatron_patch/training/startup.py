@@ -18,6 +18,7 @@ from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
+from megatron_patch.training.gate import gate_of
 from megatron_patch.training.recorder import tokens_per_step
 from megatron_patch.training.rundir import (
     RunDirectory,
@@ -242,7 +243,7 @@ def build_session(
         check=run.training.check_finite,
         local_flags=not run.parallel.overlap_grad_reduce,
     )
-    guard.watch(optimizer)
+    guard.watch(optimizer, gate_of(optimizer))
 
     def finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
         if session.faults is not None:

@@ -55,7 +55,7 @@ class StepResult:
 
     report: torch.Tensor | None
     """[sum of token losses, tokens] of this rank's micro-batches; None off the last stage."""
-    grad_norm: torch.Tensor | float
+    grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
     """Learning rate of the update."""
@@ -133,7 +133,7 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     """One optimizer step (1-based number) on the given micro-batches.
 
     Raises:
-        NonFiniteError, RewindWanted, RewindsUsedUp: on all ranks, before any weight changed.
+        NonFiniteError, RewindWanted, RewindsUsedUp: on all ranks, with no weight changed.
     """
     auxiliary.clear(session)
     for chunk in session.chunks:
@@ -151,7 +151,8 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     lr = learning_rate(session)
     PULSE.enter("optimizer")
     try:
-        updated, grad_norm, _ = session.optimizer.step()
+        updated, _, _ = session.optimizer.step()
+        grad_norm = session.guard.settle()
     except UpdateDropped as dropped:
         updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated

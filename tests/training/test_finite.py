@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_cpu import layout
 
-from megatron_patch.parallel.setup import Layout
 from megatron_patch.training.agreement import Agreement
 from megatron_patch.training.finite import (
     NonFiniteError,
@@ -27,20 +27,6 @@ def group():
     )
     yield
     torch.distributed.destroy_process_group()
-
-
-def layout(**where: int) -> Layout:
-    one = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1}
-    sizes = {f"{axis}_size": n for axis, n in one.items()}
-    ranks = {f"{axis}_rank": 0 for axis in one}
-    return Layout(
-        **(
-            {"rank": 0, "world_size": 1, "local_rank": 0, "device": torch.device("cpu")}
-            | sizes
-            | ranks
-            | where
-        )
-    )
 
 
 class Model(torch.nn.Module):
@@ -154,7 +140,8 @@ def test_a_rank_that_does_not_report_the_loss_still_sees_that_it_is_bad() -> Non
     for loss, bad in ((2.0, False), (float("inf"), True)):
         agreement = Agreement(quiet)
         agreement.report(torch.tensor([loss, 1.0]))
-        agreed = agreement.reduce(1.0, STOP_USR1)
+        agreement.send(1.0, STOP_USR1)
+        agreed = agreement.receive()
         assert (agreed.loss, agreed.loss_bad, agreed.stop_code) == (0.0, bad, STOP_USR1)
 
 

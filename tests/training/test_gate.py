@@ -1,0 +1,209 @@
+"""The gate of the update: fused AdamW under Megatron-Core's optimizer, decided on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron_cpu import VOCAB, layout, single_rank, tiny_run
+
+from megatron_patch.faults.config import FaultsConfig, SpikeConfig
+from megatron_patch.faults.spike import SpikePolicy, UpdateDropped
+from megatron_patch.model.build import build_model
+from megatron_patch.model.config import MoEConfig
+from megatron_patch.training import finite
+from megatron_patch.training.finite import NonFiniteError, StepGuard
+from megatron_patch.training.gate import gate_of
+from megatron_patch.training.optimizer import build_optimizer, use_fused_kernel, wrap_chunks
+from megatron_patch.training.signals import StopFlags
+
+
+class Trained:
+    """A tiny model's optimizer and guard; the gradients are given.
+
+    Args:
+        gated: False takes the same fused update without a gate, as before there was one.
+    """
+
+    def __init__(self, *, gated: bool = True, check: bool = True, **shape: Any) -> None:
+        torch.manual_seed(5)
+        run = tiny_run(shape, training={"precision": "bf16"})
+        self.chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
+        self.optimizer, _ = build_optimizer(run, self.chunks)
+        use_fused_kernel(self.optimizer)
+        self.guard = StepGuard(layout(), StopFlags(), check=check)
+        gate = gate_of(self.optimizer)
+        assert gate is not None
+        self.guard.watch(self.optimizer, gate if gated else None)
+        self.steps = 0
+
+    def step(self, size: float = 1e-3, *, loss: float = 3.0, bad: float | None = None) -> float:
+        """One update by random gradients of about ``size`` each; the gradient norm."""
+        make = torch.Generator().manual_seed(self.steps)
+        self.steps += 1
+        self.guard.begin(self.steps, self.chunks)
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                noise = torch.randn(parameter.shape, generator=make)
+                parameter.main_grad.copy_(size * noise)
+            if bad is not None:
+                parameter.main_grad.view(-1)[0] = bad
+        self.guard.loss(torch.tensor([loss, 1.0]))
+        self.optimizer.step()
+        return self.guard.settle()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything an update changes, copied."""
+        found = {}
+        for c, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                found[f"{c}.{name}"] = parameter.detach().clone()
+        for p, part in enumerate(self.optimizer.chained_optimizers):
+            groups = part.optimizer.param_groups
+            for i, weight in enumerate(w for group in groups for w in group["params"]):
+                found[f"{p}.{i}.main"] = weight.detach().clone()
+                for key, value in part.optimizer.state[weight].items():
+                    found[f"{p}.{i}.{key}"] = value.clone()
+        return found
+
+
+@pytest.fixture
+def rank() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("shape", [{}, {"moe": MoEConfig(num_experts=2)}])
+def test_an_open_gate_changes_no_bit(rank: None, shape: dict[str, Any]) -> None:
+    one, other = Trained(**shape), Trained(gated=False, **shape)
+    for _ in range(3):
+        norm = one.step()
+        assert norm < 1.0 and other.step() == norm
+    assert same(one.state(), other.state())
+
+
+def test_clipping_by_the_update_is_clipping_before_it(rank: None) -> None:
+    """A division by the inverse instead of a multiplication: one rounding more, of FP32."""
+    one, other = Trained(), Trained(gated=False)
+    plain = Trained(gated=False)
+    for part in plain.optimizer.chained_optimizers:
+        part.config.clip_grad = 0.0
+    for size in (1.0, 1e-3, 30.0):
+        assert one.step(size) == other.step(size) == pytest.approx(plain.step(size))
+    found, expected, unclipped = one.state(), other.state(), plain.state()
+    for key, value in expected.items():
+        if key.endswith(("exp_avg", "exp_avg_sq")):
+            floor = 2**-22 * float(value.abs().max())  # the first moment's terms cancel
+            torch.testing.assert_close(found[key], value, rtol=2**-21, atol=floor)
+            assert not torch.allclose(unclipped[key], value)
+
+
+@pytest.mark.parametrize(
+    "fault", [{"bad": math.nan}, {"bad": math.inf}, {"size": 1e30}, {"loss": math.inf}]
+)
+def test_a_closed_gate_leaves_everything(rank: None, fault: dict[str, Any]) -> None:
+    """Weights, moments and step counters, bit for bit; and the run goes on from them."""
+    run, healthy = Trained(), Trained()
+    for one in (run, healthy):
+        one.step()
+    before = run.state()
+    with pytest.raises(NonFiniteError, match="step 2"):
+        run.step(**fault)
+    assert same(run.state(), before)
+    run.steps = 1
+    assert run.step() == healthy.step()
+    assert same(run.state(), healthy.state())
+
+
+def test_without_the_check_a_bad_update_is_taken(rank: None) -> None:
+    run = Trained(check=False)
+    run.step()
+    assert math.isnan(run.step(bad=math.nan)) and run.guard.nonfinite == 1
+    assert any(value.isnan().any() for value in run.state().values())
+
+
+def test_the_host_reads_after_the_update(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    run = Trained()
+    receive, update = finite.Agreement.receive, torch.optim.AdamW.step
+
+    def note(name: str, call: Any) -> Any:
+        return lambda *args, **options: (order.append(name), call(*args, **options))[1]
+
+    monkeypatch.setattr(finite.Agreement, "receive", note("read", receive))
+    for part in run.optimizer.chained_optimizers:
+        monkeypatch.setattr(part.optimizer, "step", note("update", part.optimizer.step))
+    run.step()
+    assert update is torch.optim.AdamW.step and order == ["update", "read"]
+    run.guard.may_drop = True
+    run.step()
+    assert order[2:] == ["read", "update"]
+
+
+@pytest.mark.parametrize("action", ["record", "skip"])
+def test_a_spike_is_dropped_before_its_update(rank: None, action: Any) -> None:
+    """A rule that may drop the update is asked first, one that only records later."""
+    run = Trained()
+    spikes = FaultsConfig(spike=SpikeConfig(action=action, min_history=4, window=8))
+    session = SimpleNamespace(
+        run=SimpleNamespace(faults=spikes), guard=run.guard, chunks=[], layout=layout()
+    )
+    said: list[str] = []
+    policy = SpikePolicy(
+        session,  # type: ignore[arg-type]
+        SimpleNamespace(samples=lambda split, batch: []),  # type: ignore[arg-type]
+        SimpleNamespace(say=said.append),  # type: ignore[arg-type]
+        SimpleNamespace(__truediv__=None),  # type: ignore[arg-type]
+    )
+    policy._record = lambda *unused: None  # type: ignore[method-assign]
+    for _ in range(5):
+        run.step()
+    before = run.state()
+    if action == "skip":
+        with pytest.raises(UpdateDropped):
+            run.step(0.1)
+    else:
+        run.step(0.1)
+    assert policy.found == 1 and len(said) == 1
+    assert same(run.state(), before) == (action == "skip")
+
+
+def test_a_step_that_was_given_up_is_not_read_later(rank: None) -> None:
+    """The next step's figures are its own."""
+    run = Trained()
+    first = run.step()
+    run.guard._agreement.send(77.0, 0)
+    run.guard._unread = True
+    run.guard.begin(2, run.chunks)
+    assert run.guard.settle() == first
+
+
+def test_what_has_no_gate(rank: None) -> None:
+    """Unfused kernels, another kind of optimizer, another clipping, two limits."""
+    run = Trained()
+    (part,) = run.optimizer.chained_optimizers
+    part.optimizer.param_groups[0]["fused"] = False
+    assert gate_of(run.optimizer) is None
+    part.optimizer.param_groups[0]["fused"] = True
+    assert gate_of(run.optimizer) is not None
+    inner, part.optimizer = part.optimizer, torch.optim.SGD([torch.zeros(1)])
+    assert gate_of(run.optimizer) is None
+    part.optimizer = inner
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    ours = optimizer.clip_grad_by_total_norm_fp32
+    try:
+        optimizer.clip_grad_by_total_norm_fp32 = clip_grads.clip_grad_by_total_norm_fp32
+        assert gate_of(run.optimizer) is None
+    finally:
+        optimizer.clip_grad_by_total_norm_fp32 = ours
+    run.optimizer.has_grad_norm_group = lambda group: True
+    assert gate_of(run.optimizer) is None
