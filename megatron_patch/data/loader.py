@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -24,6 +22,7 @@ from megatron_patch.context_parallel.layout import shard
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.order import Blend, Ring, derive
 from megatron_patch.data.progress import human
+from megatron_patch.data.reader import Batch, Reader
 from megatron_patch.data.tokenfile import TokenFile
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-Batch = dict[str, torch.Tensor]
 _EVALUATION_SEED = 0
 
 
@@ -119,7 +117,7 @@ class Loaders:
         *,
         start_step: int = 0,
         batch_of: Callable[[int], int] = lambda step: step - 1,
-    ) -> Iterator[Batch]:
+    ) -> Reader:
         """This rank's micro-batches from step ``start_step`` on, ``micro_batches`` a step, endless.
 
         Each is a dict of CPU tensors (pinned when training on CUDA): ``tokens``, ``labels``,
@@ -136,7 +134,19 @@ class Loaders:
                 f"there is no {split} data ({self._absent[split]}): give it a share in data.split "
                 f"or datasets in data.{split}; available: {', '.join(self._mixtures)}"
             )
-        return self._ahead(split, start_step * self.micro_batches, batch_of)
+        first = start_step * self.micro_batches
+
+        def read(at: int) -> Batch:
+            step, micro = divmod(first + at, self.micro_batches)
+            return self.batch(split, batch_of(step + 1), micro)
+
+        cuda = self._run.training.device == "cuda" and torch.cuda.is_available()
+        return Reader(
+            read,
+            workers=self._run.data.num_workers,
+            name=f"data-{split}",
+            device=torch.cuda.current_device() if cuda else None,
+        )
 
     def samples(self, split: Split, batch: int) -> list[dict[str, int | str]]:
         """What a global batch consists of: position in the order, file, window, first token."""
@@ -214,39 +224,6 @@ class Loaders:
         files = {id(p.file): p.file for m in self._mixtures.values() for p in m.parts}
         for file in files.values():
             file.close()
-
-    def _ahead(self, split: Split, at: int, batch_of: Callable[[int], int]) -> Iterator[Batch]:
-        workers = self._run.data.num_workers
-
-        def place(at: int) -> tuple[int, int]:
-            step, micro = divmod(at, self.micro_batches)
-            return batch_of(step + 1), micro
-
-        if workers == 0:
-            while True:
-                yield self.batch(split, *place(at))
-                at += 1
-        cuda = self._run.training.device == "cuda" and torch.cuda.is_available()
-        device = torch.cuda.current_device() if cuda else None
-
-        def start_thread() -> None:
-            # Device choice is per thread, and pinning creates a context: without this, every
-            # rank of a node would hold memory on the first GPU.
-            if device is not None:
-                torch.cuda.set_device(device)
-
-        # Threads, not processes: reading waits in pread and copies in torch, both without the
-        # interpreter lock; nothing is forked under CUDA, and no orphan survives a killed rank.
-        pool = ThreadPoolExecutor(workers, f"data-{split}", start_thread)
-        pending: deque[Future[Batch]] = deque()
-        try:
-            while True:
-                while len(pending) < 2 * workers:
-                    pending.append(pool.submit(self.batch, split, *place(at)))
-                    at += 1
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
     def _finish(self, rows: torch.Tensor, eod: int | None) -> Batch:
         """Rows [b, s + 1] to a batch."""

@@ -61,6 +61,6 @@ def evaluate(session: Session, loaders: Loaders) -> float:
             for chunk in session.chunks:
                 chunk.train()
             if batches is not None:
-                batches.close()  # type: ignore[attr-defined]
+                batches.close()
     auxiliary.clear(session)
     return global_loss(session, total)[0]

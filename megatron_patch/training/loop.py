@@ -10,10 +10,9 @@ signal or limit (checkpoint, exit code 0, no marker), by the stability guard (ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_patch.faults import hang, ledger
 from megatron_patch.faults.spike import RewindsUsedUp, RewindWanted, Spike
@@ -39,6 +38,7 @@ from megatron_patch.training.step import StepResult, fetch, train_step
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
     from megatron_patch.data.loader import Loaders
+    from megatron_patch.data.reader import Reader
     from megatron_patch.parallel.setup import Layout
 
 
@@ -165,7 +165,7 @@ class _Training:
         self.faults.spikes.can_rewind = self.saver.can_rewind
         self.position = Position()
         self._begin = 0
-        self._batches: Iterator[Any] | None = None
+        self._batches: Reader | None = None
         self.stability = s.stability = startup.watch_stability(s, monitor)
 
     def run_to_end(self) -> None:
@@ -266,7 +266,9 @@ class _Training:
         self.heartbeat.beat(step)
         self.stability.begin(step)
         self.faults.begin(step)
-        result = train_step(self.session, fetch(self.session, self._batches), step)
+        batches = fetch(self.session, self._batches)
+        ahead = None if self._batches is None else self._batches.ahead
+        result = train_step(self.session, batches, step, meanwhile=ahead)
         self.position.advance(self.run)
         self.recorder.stepped()
         self.stability.finish(step, result)
@@ -312,7 +314,7 @@ class _Training:
         if self.directory is not None:
             self.directory.check_still_there()
 
-    def _read(self) -> Iterator[Any] | None:
+    def _read(self) -> Reader | None:
         """This rank's training micro-batches from the current step on; None if it reads none."""
         if not self.session.reads_data:
             return None
@@ -323,7 +325,7 @@ class _Training:
     def _close_batches(self) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
 
     def _reason_to_stop(self) -> str | None:
         """Why the run ends here although it is not finished; the same on all ranks."""

@@ -9,7 +9,7 @@ Legend: b micro-batch, s sequence (of this context-parallel rank).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +129,20 @@ def run_schedule(
     return torch.stack([report[REPORT] for report in reports]).sum(dim=0)
 
 
-def train_step(session: Session, batches: list[Batch | None], step: int) -> StepResult:
-    """One optimizer step (1-based number) on the given micro-batches.
+def train_step(
+    session: Session,
+    batches: list[Batch | None],
+    step: int,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+) -> StepResult:
+    """One optimizer step on the given micro-batches.
+
+    Args:
+        session: what is trained.
+        batches: of this rank, see `fetch`.
+        step: its number, from 1.
+        meanwhile: called when the step has been launched and the host is about to wait for it.
 
     Raises:
         NonFiniteError, RewindWanted, RewindsUsedUp: on all ranks, with no weight changed.
@@ -152,6 +164,8 @@ def train_step(session: Session, batches: list[Batch | None], step: int) -> Step
     PULSE.enter("optimizer")
     try:
         updated, _, _ = session.optimizer.step()
+        if meanwhile is not None:
+            meanwhile()
         grad_norm = session.guard.settle()
     except UpdateDropped as dropped:
         updated, grad_norm = False, dropped.grad_norm

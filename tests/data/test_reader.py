@@ -1,0 +1,89 @@
+"""When batches are read: in what order, and not before somebody asks for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_patch.data.reader import Batch, Reader
+
+
+class Source:
+    """Batches with their number; remembers which were begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.broken_from: int | None = None
+
+    def __call__(self, at: int) -> Batch:
+        self.begun.append(at)
+        if self.broken_from is not None and at >= self.broken_from:
+            raise OSError(f"batch {at} is gone")
+        return {"number": torch.tensor(at)}
+
+    def reader(self, workers: int) -> Reader:
+        return Reader(self, workers=workers, name="test-reader", device=None)
+
+
+def threads() -> int:
+    return sum(t.name.startswith("test-reader") for t in threading.enumerate())
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_order_is_that_of_the_numbers(workers: int, asks: bool) -> None:
+    reader = Source().reader(workers)
+    found = []
+    for _ in range(40):
+        found.append(int(next(reader)["number"]))
+        if asks:
+            reader.ahead()
+    assert found == list(range(40))
+    reader.close()
+
+
+def test_taking_a_batch_begins_none_where_enough_were_asked_for() -> None:
+    """The thread that takes it is about to launch a step, and needs the interpreter lock."""
+    source = Source()
+    reader = source.reader(2)
+    reader.ahead()
+    for taken in range(1, 10):
+        next(reader)
+        deadline = time.monotonic() + 5.0
+        while len(source.begun) < taken + 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert sorted(source.begun) == list(range(taken + 3))  # 4 ahead, before this one was taken
+        reader.ahead()
+    reader.close()
+
+
+def test_close_ends_the_threads() -> None:
+    before = threads()
+    reader = Source().reader(2)
+    next(reader)
+    assert threads() > before
+    reader.close()
+    reader.close()
+    reader.ahead()
+    assert threads() == before and list(reader) == []
+
+
+def test_dropping_a_reader_closes_it() -> None:
+    before = threads()
+    reader = Source().reader(2)
+    next(reader)
+    del reader
+    assert threads() == before
+
+
+def test_an_error_comes_with_the_batch_it_belongs_to() -> None:
+    source = Source()
+    source.broken_from = 3
+    reader = source.reader(2)
+    assert [int(next(reader)["number"]) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="batch 3 is gone"):
+        next(reader)
+    reader.close()
