@@ -220,7 +220,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "forward": _before("megatron_patch.training.step", "place"),
     "backward": _backward,
     "reduction": _before("megatron_patch.training.finite", "StepGuard.before_reduction"),
-    "update": _after("megatron_patch.training.finite", "StepGuard._agree"),
+    "update": _after("megatron_patch.training.agreement", "Agreement.send"),
     "step end": _after(_LOOP, "train_step"),
     "evaluation": _before(_LOOP, "evaluate"),
     "save begin": _after(_STORE, "CheckpointStore.begin"),

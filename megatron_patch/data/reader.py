@@ -53,20 +53,27 @@ class Reader(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._closed:
             raise StopIteration
-        if self._pool is None:
-            self._at += 1
-            return self._read(self._at - 1)
-        if len(self._pending) <= self._workers:  # nobody calls `ahead`, or too seldom
-            self.ahead()
-        return self._pending.popleft().result()
+        try:
+            if self._pool is None:
+                self._at += 1
+                return self._read(self._at - 1)
+            if len(self._pending) <= self._workers:  # nobody calls `ahead`, or too seldom
+                self.ahead()
+            return self._pending.popleft().result()
+        except BaseException:
+            self.close()  # never go on behind a batch that is missing
+            raise
 
     def close(self) -> None:
         """End the threads; what was read ahead is dropped."""
+        self._end(wait=True)
+
+    def _end(self, *, wait: bool) -> None:
         self._closed = True
         pool, self._pool = self._pool, None
         self._pending.clear()
         if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=wait, cancel_futures=True)
 
     def __del__(self) -> None:
-        self.close()
+        self._end(wait=False)  # the collector may run in one of the threads

@@ -1,9 +1,9 @@
-"""What all ranks know of a step before its update, from one reduction and one wait for the device.
+"""What all ranks know of a step, from one reduction and one wait for the device.
 
 Loss, gradient norm, whether either is not finite, and requests to stop: everything that decides
-about the update, and what the record of the step needs, travels as one vector in one sum. Waiting
-for the device costs more than the figures are worth on a small model: while the host waits it
-launches nothing, and the device runs dry.
+about the update, and what the record of the step needs, travels as one vector in one sum. A wait
+costs more than the figures are worth on a small model: while the host waits it launches nothing,
+and the device runs dry, unless the update lies before it already (`gate`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Agreement:
         """
         device = self._layout.device
         stops = torch.tensor([float(stop_code == code) for code in CODES], dtype=torch.float64)
-        value = torch.as_tensor(norm).double().reshape(1).to(device, non_blocking=True)
+        value = torch.as_tensor(norm, dtype=torch.float64).reshape(1).to(device, non_blocking=True)
         bad = value.isfinite().logical_not().double()
         if self._layout.rank != 0:
             value = torch.zeros_like(value)

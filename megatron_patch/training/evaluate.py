@@ -48,11 +48,12 @@ def evaluate(session: Session, loaders: Loaders) -> float:
     Draws no random numbers (dropout is off) and touches no training state. Collective.
     """
     total: torch.Tensor | None = None
-    batches = loaders.iterate("valid") if session.reads_data else None
+    batches = None
     with parameters_in_place(session), torch.no_grad():
         for chunk in session.chunks:
             chunk.eval()
         try:
+            batches = loaders.iterate("valid") if session.reads_data else None
             for _ in range(session.run.training.eval_steps):
                 report = run_schedule(session, fetch(session, batches), forward_only=True)
                 if report is not None:

@@ -111,13 +111,24 @@ class StepGuard:
         """Whether ``judge`` decides about the update and has to be asked before it."""
         self._gate: Gate | None = None
         self._unread = False
+        self._meanwhile: Callable[[], None] | None = None
         self._agreement = Agreement(layout)
         self._loss: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._chunks: list[torch.nn.Module] = []
 
-    def begin(self, step: int, chunks: list[torch.nn.Module]) -> None:
-        """Start watching the update of ``step`` (1-based)."""
+    def begin(
+        self,
+        step: int,
+        chunks: list[torch.nn.Module],
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Start watching the update of ``step`` (1-based).
+
+        ``meanwhile`` is called when the host is about to wait for the device.
+        """
+        self._meanwhile = meanwhile
         self.step, self._chunks = step, chunks
         self._loss = self._local = None
         self._unread = False
@@ -167,10 +178,12 @@ class StepGuard:
             self._unread = True
             if gate is None:
                 return self.settle()
+            closed = None
             if self.may_drop:
-                gate.open()
-                return self.settle()
-            gate.set(self._agreement.grad_norm, self._agreement.bad() if self.check else None)
+                self.settle()
+            elif self.check:
+                closed = self._agreement.bad()
+            gate.set(self._agreement.grad_norm, closed)
             return ClippedByUpdate()
 
         optimizer.get_grad_norm = agreed
@@ -184,6 +197,8 @@ class StepGuard:
         """
         if self._unread:
             self._unread = False
+            if self._meanwhile is not None:
+                self._meanwhile()
             agreed = self.agreed = self._agreement.receive()
             self.stop_code = agreed.stop_code
             if agreed.loss_bad or agreed.norm_bad:

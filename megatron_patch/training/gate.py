@@ -46,14 +46,11 @@ class Gate:
         scale = None
         if self._clip > 0.0:
             scale = ((norm.float() + EPSILON) / self._clip).clamp(min=1.0).reshape(())
+            # As core: a norm that is no number clips nothing, and one bad gradient stays one.
+            scale = scale.nan_to_num(nan=1.0, posinf=torch.inf)
         found = None if closed is None else closed.float().reshape(())
         for optimizer in self._optimizers:
             optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
-
-    def open(self) -> None:
-        """Take the next updates as they come, for a host that has decided before them."""
-        for optimizer in self._optimizers:
-            optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
 
 
 def gate_of(optimizer: Any) -> Gate | None:

@@ -142,7 +142,7 @@ def train_step(
         session: what is trained.
         batches: of this rank, see `fetch`.
         step: its number, from 1.
-        meanwhile: called when the step has been launched and the host is about to wait for it.
+        meanwhile: called when the host is about to wait for the device.
 
     Raises:
         NonFiniteError, RewindWanted, RewindsUsedUp: on all ranks, with no weight changed.
@@ -151,7 +151,7 @@ def train_step(
     for chunk in session.chunks:
         chunk.zero_grad_buffer()
     session.optimizer.zero_grad()
-    session.guard.begin(step, session.chunks)
+    session.guard.begin(step, session.chunks, meanwhile=meanwhile)
     if session.faults is not None:
         session.faults.stragglers.passes_begin()
     PULSE.enter("forward")  # a later pipeline stage waits for its input before `forward_step`
@@ -164,8 +164,6 @@ def train_step(
     PULSE.enter("optimizer")
     try:
         updated, _, _ = session.optimizer.step()
-        if meanwhile is not None:
-            meanwhile()
         grad_norm = session.guard.settle()
     except UpdateDropped as dropped:
         updated, grad_norm = False, dropped.grad_norm

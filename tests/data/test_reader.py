@@ -76,14 +76,19 @@ def test_dropping_a_reader_closes_it() -> None:
     reader = Source().reader(2)
     next(reader)
     del reader
+    deadline = time.monotonic() + 5.0
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert threads() == before
 
 
-def test_an_error_comes_with_the_batch_it_belongs_to() -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_comes_with_the_batch_it_belongs_to_and_none_behind_it(workers: int) -> None:
     source = Source()
     source.broken_from = 3
-    reader = source.reader(2)
+    reader = source.reader(workers)
     assert [int(next(reader)["number"]) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="batch 3 is gone"):
         next(reader)
-    reader.close()
+    source.broken_from = None
+    assert list(reader) == []
