@@ -240,6 +240,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "split-keys": ("split_keys", split_keys, "split_keys.py"),
     "saved-bytes": ("", saved_bytes, ""),
     "step-profile": ("step_profile", run_tables.step_profile, "step_profile.py ..."),
+    "step-profile-gate": ("step_profile_gate", run_tables.step_profile, "step_profile.py ..."),
     "throughput-1": ("gpt2_124m_throughput_1gpu", run_tables.throughput, "gpt2_throughput.py"),
     "throughput-2": ("gpt2_124m_throughput_2gpu", run_tables.throughput, "gpt2_throughput.py"),
     "layouts": ("layouts_cuda_4", run_tables.layouts, "layouts.py"),
