@@ -111,7 +111,8 @@ def add_optimizer(
         loading: allocate what is missing instead of reading it.
     """
     models = {name: state[name] for name in parts.models()}
-    with torch.no_grad(), reshardable.fitting(parts.optimizer):
+    fitting, told = reshardable.fitting, optimizer_state.settings_of_empty_parts
+    with torch.no_grad(), fitting(parts.optimizer), told(parts.optimizer):
         state["optimizer"] = parts.optimizer.sharded_state_dict(
             models if len(models) > 1 else state["model"],
             is_loading=loading,

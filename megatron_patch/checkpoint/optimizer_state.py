@@ -7,7 +7,9 @@ With PyTorch's AdamW that goes wrong in these ways, each covered by a test:
 * an optimizer that has not stepped has no state, and ``DistributedOptimizer.state_dict`` asserts;
 * ``fully_reshardable`` looks for a saved ``step`` tensor that it never saves: ``KeyError: 'step'``;
 * ``dp_reshardable`` puts the step of the *new* process back over the loaded one;
-* after a load all parameters share one step tensor, which then counts once for every parameter.
+* after a load all parameters share one step tensor, which then counts once for every parameter;
+* a part without parameters on this rank (the experts' part, on a pipeline stage without experts)
+  never has state, and ``DistributedOptimizer.state_dict`` asserts.
 
 So the step travels as one integer of ours, and is put where the running kernel looks for it. The
 hyperparameters of the groups stay those of the configuration: a checkpoint restores state, not
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -91,6 +94,38 @@ def ensure_state(optimizer: Any) -> None:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+@contextmanager
+def settings_of_empty_parts(optimizer: Any) -> Iterator[None]:
+    """Let sharded parts that own no parameters here tell their settings, with the others' step."""
+    step = read_step(optimizer)
+    with ExitStack() as stack:
+        for part in parts(optimizer):
+            inner = part.optimizer
+            sharded = hasattr(part, "sharded_param_state_fully_reshardable")
+            if (
+                sharded
+                and _is_empty(part)
+                and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+            ):
+                told = partial(_told, part, step)
+                stack.enter_context(mock.patch.object(part, "state_dict", told))
+        yield
+
+
+def _is_empty(part: Any) -> bool:
+    """Whether a part owns no parameters on this rank."""
+    return not any(group["params"] for group in part.optimizer.param_groups)
+
+
+def _told(part: Any, step: int) -> dict[str, Any]:
+    """What core's ``state_dict`` would say of a part without parameters."""
+    settings = {k: v for k, v in part.optimizer.state_dict().items() if k != "state"}
+    for group in settings["param_groups"]:
+        del group["params"]
+        group["step"] = step
+    return {"optimizer": settings}
 
 
 def _groups(part: Any) -> list[dict[str, Any]]:
@@ -170,7 +205,11 @@ def load(optimizer: Any, loaded: Any, step: int) -> None:
     """
     owners = parts(optimizer)
     # Core numbers several optimizers; what a single one saved may stand beside the numbers.
-    states = [loaded] if len(owners) == 1 else [loaded[index] for index in range(len(owners))]
+    states = [loaded] if len(owners) == 1 else [
+        # What a part without parameters asked for may be nothing, of a file that has nothing else.
+        loaded.get(index, {}) if _is_empty(part) else loaded[index]
+        for index, part in enumerate(owners)
+    ]  # fmt: skip
     settings = [_groups(part) for part in owners]
     for part, state in zip(owners, states, strict=True):
         _use_own_groups(part, state, step)

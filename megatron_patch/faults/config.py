@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class SpikeConfig:
-    """Spikes of the loss and of the gradient norm, judged in every step, before an update that they may
-    drop."""
+    """Spikes of the loss and of the gradient norm, judged in every step."""
 
     action: Literal["off", "record", "skip", "rewind"] = "record"
     """record: note step, samples and attention statistics; skip: also drop that update; rewind:
