@@ -160,6 +160,31 @@ def _one_per_layer(path: str, pattern: list[int], run: RunConfig) -> Iterator[Pr
         )
 
 
+def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
+    """Megatron-Core's whole optimizers save such a stage and cannot load it again."""
+    moe, p = run.model.moe, run.parallel
+    if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:
+        return
+    stages, layers = p.pipeline_model_parallel_size, run.model.num_layers
+    chunks = stages * (p.virtual_pipeline_model_parallel_size or 1)
+    freq = moe.layer_freq
+    if layers % chunks or (len(freq) != layers if isinstance(freq, list) else freq < 1):
+        return  # other checks say so
+    has = [n % freq == 0 if isinstance(freq, int) else bool(freq[n]) for n in range(layers)]
+    each = layers // chunks
+    for stage in range(stages):
+        held = [has[c * each + n] for c in range(stage, chunks, stages) for n in range(each)]
+        if not any(held):
+            yield Problem(
+                "parallel.use_distributed_optimizer",
+                f"false, and pipeline stage {stage} has no layer with experts "
+                f"(model.moe.layer_freq: {freq}), which are spread over "
+                f"{p.expert_model_parallel_size} ranks: its checkpoints could be saved and not "
+                "loaded. Set it to true, or give every stage such a layer",
+            )
+            return
+
+
 def _experts(run: RunConfig) -> Iterator[Problem]:
     model, moe, parallel = run.model, run.model.moe, run.parallel
     if moe is None:
@@ -175,6 +200,7 @@ def _experts(run: RunConfig) -> Iterator[Problem]:
         yield from _one_per_layer("model.moe.layer_freq", moe.layer_freq, run)
     elif moe.layer_freq < 1:
         yield Problem("model.moe.layer_freq", f"{moe.layer_freq}: must be at least 1")
+    yield from _stage_without_experts(run)
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel:
         yield Problem(

@@ -307,3 +307,32 @@ def test_megatron_core_accepts_what_has_no_problem(model, parallel, recompute):
         config = transformer_config(run)
         assert config.num_layers == run.model.num_layers
         assert config.ffn_hidden_size == ffn_hidden_size(run.model)
+
+
+WHOLE = "parallel.use_distributed_optimizer"
+
+
+@pytest.mark.parametrize(
+    ("freq", "layers", "parallel", "found"),
+    [
+        ([0, 1], 2, {}, True),
+        ([1, 0], 2, {}, True),
+        (2, 4, {}, False),  # layers 1 and 3: one on either stage
+        (4, 4, {}, True),
+        ([0, 1], 2, {"use_distributed_optimizer": True}, False),
+        ([0, 1], 2, {"expert_model_parallel_size": 1}, False),
+        ([0, 1], 2, {"pipeline_model_parallel_size": 1}, False),
+        # chunks of one layer: stage 0 has layers 1 and 3, stage 1 has 2 and 4
+        ([1, 1, 0, 0], 4, {"virtual_pipeline_model_parallel_size": 2}, False),
+        ([1, 0, 1, 0], 4, {"virtual_pipeline_model_parallel_size": 2}, True),
+    ],
+)
+def test_a_whole_optimizer_needs_experts_on_every_stage(freq, layers, parallel, found):
+    split = {
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": False,
+    }
+    moe = MoEConfig(num_experts=2, layer_freq=freq)
+    run = tiny_run({"num_layers": layers, "moe": moe}, parallel=split | parallel)
+    assert (WHOLE in paths(run)) == found
