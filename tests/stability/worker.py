@@ -32,9 +32,9 @@ def grow(factor: float) -> Any:
     begin, token_loss = StepGuard.begin, step.token_loss
     current = {"step": 0}
 
-    def counted(self: Any, number: int, chunks: Any) -> None:
+    def counted(self: Any, number: int, chunks: Any, **options: Any) -> None:
         current["step"] = number
-        begin(self, number, chunks)
+        begin(self, number, chunks, **options)
 
     def larger(*args: Any) -> Any:
         total, tokens, report = token_loss(*args)
