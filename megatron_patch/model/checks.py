@@ -162,6 +162,8 @@ def _one_per_layer(path: str, pattern: list[int], run: RunConfig) -> Iterator[Pr
 
 def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
     """Megatron-Core's whole optimizers save such a stage and cannot load it again."""
+    from megatron_patch.model.config import is_moe_layer  # it imports these checks
+
     moe, p = run.model.moe, run.parallel
     if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:
         return
@@ -170,11 +172,10 @@ def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
     freq = moe.layer_freq
     if layers % chunks or (len(freq) != layers if isinstance(freq, list) else freq < 1):
         return  # other checks say so
-    has = [n % freq == 0 if isinstance(freq, int) else bool(freq[n]) for n in range(layers)]
     each = layers // chunks
     for stage in range(stages):
-        held = [has[c * each + n] for c in range(stage, chunks, stages) for n in range(each)]
-        if not any(held):
+        held = (c * each + n for c in range(stage, chunks, stages) for n in range(each))
+        if not any(is_moe_layer(freq, index + 1) for index in held):
             yield Problem(
                 "parallel.use_distributed_optimizer",
                 f"false, and pipeline stage {stage} has no layer with experts "

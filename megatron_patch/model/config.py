@@ -139,3 +139,10 @@ def ffn_hidden_size(model: ModelConfig) -> int:
     if model.activation != "swiglu":
         return 4 * model.hidden_size
     return -(-(8 * model.hidden_size) // (3 * 256)) * 256
+
+
+def is_moe_layer(layer_freq: int | list[int], layer_number: int) -> bool:
+    """Whether the 1-based layer is an MoE layer (N: every Nth, starting with the first)."""
+    if isinstance(layer_freq, int):
+        return (layer_number - 1) % layer_freq == 0
+    return bool(layer_freq[layer_number - 1])

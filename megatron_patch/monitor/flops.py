@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import ffn_hidden_size
+from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -48,13 +48,6 @@ def _is_windowed(skip_freq: int | list[int] | None, layer_number: int) -> bool:
     if isinstance(skip_freq, int):
         return layer_number % skip_freq != 0
     return bool(skip_freq[layer_number - 1])
-
-
-def is_moe_layer(layer_freq: int | list[int], layer_number: int) -> bool:
-    """Whether the 1-based layer is an MoE layer (N: every Nth, starting with the first)."""
-    if isinstance(layer_freq, int):
-        return (layer_number - 1) % layer_freq == 0
-    return bool(layer_freq[layer_number - 1])
 
 
 def _attention(model: ModelConfig, context: float) -> float:

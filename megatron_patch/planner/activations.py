@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import ffn_hidden_size
-from megatron_patch.monitor.flops import is_moe_layer
+from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
 from megatron_patch.planner.kernel_memory import kernel_bytes, score_bytes
 
 if TYPE_CHECKING:

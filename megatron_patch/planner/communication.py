@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.monitor.flops import is_moe_layer
+from megatron_patch.model.config import is_moe_layer
 from megatron_patch.planner.activations import FLOAT, Sizes, sizes_of
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import layer_window
-from megatron_patch.model.config import ffn_hidden_size
-from megatron_patch.monitor.flops import flops_per_token, is_moe_layer, mean_context
+from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
+from megatron_patch.monitor.flops import flops_per_token, mean_context
 from megatron_patch.planner.activations import Activations, Sizes
 from megatron_patch.planner.communication import Traffic, traffic_of
 from megatron_patch.planner.hardware import (

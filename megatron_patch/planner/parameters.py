@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import ffn_hidden_size
-from megatron_patch.monitor.flops import is_moe_layer
+from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
 from megatron_patch.parallel.config import ParallelConfig
 
 if TYPE_CHECKING:

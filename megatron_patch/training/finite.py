@@ -109,7 +109,6 @@ class StepGuard:
         """Called with a finite step's loss and gradient norm; may raise on all ranks."""
         self.may_drop = False
         """Whether ``judge`` decides about the update and has to be asked before it."""
-        self._gate: Gate | None = None
         self._unread = False
         self._meanwhile: Callable[[], None] | None = None
         self._agreement = Agreement(layout)
@@ -170,7 +169,7 @@ class StepGuard:
             optimizer: Megatron-Core's.
             gate: of its update, if it has one.
         """
-        self._gate, compute = gate, optimizer.get_grad_norm
+        compute = optimizer.get_grad_norm
 
         def agreed() -> Any:
             norm = compute()

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import poisoned_step
 import pytest
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
-import math, sys, torch
+import sys, torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_patch.__main__ import main
 step, calls = ChainedOptimizer.step, []
@@ -32,28 +33,6 @@ def strict(self):
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.Event.synchronize = synchronize
 ChainedOptimizer.step = strict
-"""
-POISONED = """
-def state(self):
-    found = []
-    for part in self.chained_optimizers:
-        found += [b.param_data for b in part.buffers]
-        for group in part.optimizer.param_groups:
-            for weight in group["params"]:
-                found += [weight, *part.optimizer.state[weight].values()]
-    return [x.detach().clone() for x in found]
-def poisoned(self):
-    calls.append(1)
-    if len(calls) != 3:
-        return step(self)
-    before = state(self)
-    self.chained_optimizers[0].buffers[0].grad_data[7] = math.nan
-    try:
-        return step(self)
-    finally:
-        same = all(map(torch.equal, before, state(self)))
-        print(f"{len(before)} tensors", "as before" if same else "changed", flush=True)
-ChainedOptimizer.step = poisoned
 """
 
 
@@ -95,6 +74,6 @@ def test_a_rule_that_may_drop_the_update_is_waited_for(tmp_path: Path, corpus: P
 
 
 def test_a_bad_update_changes_nothing(tmp_path: Path, corpus: Path) -> None:
-    code, said = train(tmp_path, corpus, POISONED)
+    code, said = train(tmp_path, corpus, poisoned_step.SCRIPT)
     assert code == 3, said
-    assert "tensors as before" in said and "step 3: gradients not finite" in said
+    assert "rank 0" in said and "as before" in said and "step 3: gradients not finite" in said

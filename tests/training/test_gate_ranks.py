@@ -6,17 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import poisoned_step
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
-import math, os, sys, torch
+CPU = """
 from megatron_patch.runtime import cpu_mode
 cpu_mode.install()
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+"""
+GATED = """
 from megatron_patch.__main__ import main
 from megatron_patch.training import optimizer, startup
-build, gate_of, step, calls = optimizer.build_optimizer, startup.gate_of, ChainedOptimizer.step, []
+build, gate_of = optimizer.build_optimizer, startup.gate_of
 
 def fused(run, chunks):  # as on a GPU
     made, line = build(run, chunks)
@@ -28,32 +29,7 @@ def gated(made):
     assert gate is not None
     return gate
 
-def models(part):  # of a sharded optimizer, of a whole one
-    return getattr(part, "model_float16_groups", None) or part.float16_groups
-
-def state(self):
-    found = []
-    for part in self.chained_optimizers:
-        found += [weight for group in models(part) for weight in group]
-        for group in part.optimizer.param_groups:
-            for weight in group["params"]:
-                found += [weight, *part.optimizer.state[weight].values()]
-    return [x.detach().clone() for x in found]
-
-def poisoned(self):
-    calls.append(1)
-    if len(calls) != 3:
-        return step(self)
-    before = state(self)
-    if os.environ["RANK"] == "1":
-        models(self.chained_optimizers[0])[0][-1].main_grad.view(-1)[7] = math.nan
-    try:
-        return step(self)
-    finally:
-        same = all(map(torch.equal, before, state(self)))
-        print("rank", os.environ["RANK"], "as before" if same else "changed", flush=True)
-
-optimizer.build_optimizer, startup.gate_of, ChainedOptimizer.step = fused, gated, poisoned
+optimizer.build_optimizer, startup.gate_of = fused, gated
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -71,7 +47,7 @@ def test_no_rank_updates_where_one_gradient_is_bad(
         f"parallel.use_distributed_optimizer={sharded}",
         "training.train_steps=6",
     ]
-    (tmp_path / "gated.py").write_text(SCRIPT)
+    (tmp_path / "gated.py").write_text(CPU + poisoned_step.SCRIPT + GATED)
     config = ROOT / "configs" / "stability" / "base" / "tiny_cpu.yaml"
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -83,4 +59,4 @@ def test_no_rank_updates_where_one_gradient_is_bad(
     )
     said = found.stdout + found.stderr
     assert found.returncode != 0 and "step 3: gradients not finite" in said, said
-    assert "rank 0 as before" in said and "rank 1 as before" in said, said
+    assert said.count("as before") == 2 and "changed" not in said, said
