@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.verdict import Window
+from megatron_patch.experiments.store import EXPLODED, FINISHED, GUARDED, NONFINITE
+from megatron_patch.experiments.verdict import Row, Window, windows
 
 Entry = dict[str, Any]
+OnGpu = Callable[[str, str], str | None]
 FIGURES = ("loss", "grad_norm", "loss_max", "grad_norm_max")
+DIGITS = ".6g"
+"""Of a figure in the file of curves."""
+ENDED = (FINISHED, EXPLODED, NONFINITE, GUARDED)
+"""States of a run that has shown what it will show."""
 DEFINITION = ("cell", "seed", "variant", "set")
 """What must be the same of a run for its earlier figures to stand in its row."""
 
@@ -51,11 +58,25 @@ def read(folder: Path, name: str) -> Earlier | None:
         ) from error
 
 
-def join(result: dict[str, Any], curves: dict[str, list[Window]], earlier: Earlier | None) -> None:
-    """Put what ``earlier`` has more of into a result (`results.collect`) and its curves.
+def join(
+    result: dict[str, Any],
+    rows: dict[str, list[Row]],
+    curves: dict[str, list[Window]],
+    earlier: Earlier | None,
+    *,
+    on_gpu: OnGpu,
+) -> None:
+    """Put what ``earlier`` has and this machine has not into a result (`results.collect`).
 
-    Where both have attempts at a run, the longer one counts and the other is ``repeated``, as in
-    `archive.unpack`; of equal ones the present one counts.
+    Of several attempts at a run one that came to its end counts before one that was cut, then the
+    longer, then the present one; the others are ``repeated``. What is the beginning of an attempt
+    that is here is no attempt of its own, and neither is what this job wrote of a run that it has
+    begun again: its records are here.
+
+    Args:
+        rows: of every attempt that is here, by the name of its entry.
+        curves: their windows; those of earlier attempts are added.
+        on_gpu: the fingerprint that a seed of this experiment would have on another GPU.
 
     Raises:
         ExperimentError: the earlier results are of another experiment, or of other weights, batches
@@ -64,40 +85,126 @@ def join(result: dict[str, Any], curves: dict[str, list[Window]], earlier: Earli
     if earlier is None:
         return
     old = earlier.result
-    before = {run["run"]: run for run in old["runs"] if run.get("state") != "repeated"}
-    gone = sorted(n for n, r in before.items() if r["steps"] and not _has(result, n))
-    if gone:
-        raise ExperimentError(
-            f"{earlier.file} has runs that this protocol has not ({', '.join(gone)}), and would be "
-            "overwritten; move it away or name another --results-dir"
-        )
-    kept, runs = set(), []
-    for entry in result["runs"]:
-        had = before.get(entry["run"])
-        if had is None or had["steps"] <= entry["steps"]:
-            runs.append(entry)
-            continue
-        _compare(entry, had, result, earlier)
-        kept.add(entry["run"])
-        runs.append({**had, "kept": _origin(old)} if "kept" not in had else had)
-        curves[entry["run"]] = earlier.curves.get(entry["run"], [])
-        if entry["steps"]:
-            why = "an attempt of earlier results went further"
-            again = {"repeat_of": entry["run"], "state": "repeated", "reason": why}
-            runs.append({**entry, "run": f"{entry['run']}.shorter", **again})
-    here = {run["run"] for run in runs}
-    for run in old["runs"]:
-        if run.get("repeat_of") in kept and run["run"] not in here:
-            runs.append(run)
-    result["runs"] = runs
-    if kept and not result["environment"]:
+    _check_runs(result, earlier)
+    taken = {entry["run"] for entry in [*result["runs"], *old["runs"]]}
+    joined = []
+    for run in [entry["run"] for entry in result["runs"] if "repeat_of" not in entry]:
+        here = _attempts_at(run, result)
+        there = [
+            row
+            for row in _attempts_at(run, old)
+            if row["steps"] and not _is_here(row, here, rows, result, earlier)
+        ]
+        for row in there:
+            _compare(here[0], row, result, earlier, on_gpu=on_gpu)
+        joined += _in_order(run, here, there, result, curves, earlier, taken)
+    result["runs"] = joined
+    if any("kept" in entry for entry in joined) and not result["environment"]:
         result["environment"] = old["environment"]
     for seed, digest in old.get("fingerprints", {}).items():
         result["fingerprints"].setdefault(seed, digest)
 
 
-def _has(result: dict[str, Any], run: str) -> bool:
-    return any(entry["run"] == run for entry in result["runs"])
+def _check_runs(result: dict[str, Any], earlier: Earlier) -> None:
+    """Refuse results with runs of which this protocol has nothing to say."""
+    known = {entry["run"] for entry in result["runs"]}
+    named = {row.get("repeat_of", row["run"]) for row in earlier.result["runs"] if row["steps"]}
+    if gone := sorted(named - known):
+        raise ExperimentError(
+            f"{earlier.file} has runs that this protocol has not ({', '.join(gone)}), and would be "
+            "overwritten; move it away or name another --results-dir"
+        )
+
+
+def _attempts_at(run: str, result: dict[str, Any]) -> list[Entry]:
+    """The run's own entry, then its repeats."""
+    found = [row for row in result["runs"] if run in (row["run"], row.get("repeat_of"))]
+    return sorted(found, key=lambda row: "repeat_of" in row)
+
+
+def _is_here(
+    row: Entry,
+    here: list[Entry],
+    rows: dict[str, list[Row]],
+    result: dict[str, Any],
+    earlier: Earlier,
+) -> bool:
+    """Whether the records of an earlier attempt are on this machine, perhaps further by now."""
+    begun = [entry["run"] for entry in here if entry["steps"]]
+    job = row.get("job", earlier.result.get("job"))
+    if begun and job is not None and job == result["job"]:
+        return True
+    curve, size = earlier.curves.get(row["run"], []), result["explosion"]["window"]
+    return any(
+        _same(windows((r for r in rows[name] if r["step"] <= row["steps"]), size), curve)
+        for name in begun
+        if curve
+    )
+
+
+def _same(curve: list[Window], written: list[Window]) -> bool:
+    """Equal up to the digits that curves are written with; NaN is equal to itself here."""
+    return [w.step for w in curve] == [w.step for w in written] and all(
+        f"{getattr(w, name):{DIGITS}}" == f"{getattr(o, name):{DIGITS}}"
+        for w, o in zip(curve, written, strict=True)
+        for name in FIGURES
+    )
+
+
+def _in_order(
+    run: str,
+    here: list[Entry],
+    there: list[Entry],
+    result: dict[str, Any],
+    curves: dict[str, list[Window]],
+    earlier: Earlier,
+    taken: set[str],
+) -> list[Entry]:
+    """All attempts at a run, the one that counts first and under the run's own name."""
+    found = [(entry, curves.get(entry["run"], [])) for entry in here]
+    for row in there:
+        found.append((_kept(row, result, earlier), earlier.curves.get(row["run"], [])))
+    counts = max(
+        (item for item in found if "repeat_of" not in item[0]),
+        key=lambda item: (_came_to_its_end(item[0]), item[0]["steps"]),
+    )
+    why = "came to its end" if _came_to_its_end(counts[0]) else "went further"
+    ordered = [counts]
+    for entry, curve in found:
+        if entry is counts[0] or not entry["steps"]:
+            continue
+        if "repeat_of" not in entry:
+            again = {"repeat_of": run, "state": "repeated"}
+            reason = f"another attempt at the same run {why}"
+            entry = {**entry, **again, "run": _free(run, taken), "reason": reason}
+        elif entry["run"] in (other["run"] for other, _ in ordered):
+            entry = {**entry, "run": _free(run, taken)}
+        ordered.append((entry, curve))
+    curves |= {entry["run"]: curve for entry, curve in ordered}
+    return [entry for entry, _ in ordered]
+
+
+def _free(run: str, taken: set[str]) -> str:
+    """A name for another attempt at a run that no attempt has."""
+    number = 1
+    while (name := f"{run}.attempt_{number}") in taken:
+        number += 1
+    taken.add(name)
+    return name
+
+
+def _kept(row: Entry, result: dict[str, Any], earlier: Earlier) -> Entry:
+    """An earlier entry with what tells where it is from, once it stands in another result."""
+    old, seed = earlier.result, str(row["seed"])
+    made = {"kept": _origin(old), "job": old.get("job")} if "kept" not in row else {}
+    digest = row.get("fingerprint", old.get("fingerprints", {}).get(seed))
+    if digest != result["fingerprints"].get(seed, digest):
+        made["fingerprint"] = digest
+    return {**row, **made}
+
+
+def _came_to_its_end(entry: Entry) -> bool:
+    return bool(entry["steps"]) and entry["state"] in ENDED and not entry.get("incomplete")
 
 
 def note(result: dict[str, Any]) -> str:
@@ -119,14 +226,22 @@ def _origin(result: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in result["environment"].items() if k != "commit"}
 
 
-def _compare(entry: Entry, had: Entry, result: dict[str, Any], earlier: Earlier) -> None:
-    """Refuse to put the earlier attempt at a run beside runs it cannot be compared with."""
+def _compare(
+    entry: Entry, had: Entry, result: dict[str, Any], earlier: Earlier, *, on_gpu: OnGpu
+) -> None:
+    """Refuse to put the earlier attempt at a run beside runs it cannot be compared with.
+
+    Another model of GPU changes neither weights nor batches; the table names it.
+    """
     old, seed = earlier.result, str(entry["seed"])
-    differ = [name for name in DEFINITION if entry.get(name) != had.get(name)]
+    differ = [name for name in DEFINITION if name in had and entry.get(name) != had[name]]
     differ += [name for name in ("name", "explosion") if result[name] != old[name]]
-    prints = [x.get("fingerprints", {}).get(seed) for x in (result, old)]
-    if None not in prints and prints[0] != prints[1]:
-        differ.append(f"weights, batches, software or device of seed {seed}")
+    mine = result["fingerprints"].get(seed)
+    theirs = had.get("fingerprint", old.get("fingerprints", {}).get(seed))
+    if None not in (mine, theirs) and mine != theirs:
+        gpu = had.get("kept", old["environment"]).get("gpu")
+        if gpu is None or on_gpu(seed, gpu) != theirs:
+            differ.append(f"weights, batches or software of seed {seed}")
     if differ:
         raise ExperimentError(
             f"{earlier.file} has {had['steps']:,} steps of {entry['run']}, but with another "

@@ -7,11 +7,12 @@ the state ``waiting``. The JSON is what docs/stability.md is generated from.
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_patch.experiments import earlier
 from megatron_patch.experiments.files import read_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
-from megatron_patch.experiments.store import FINISHED, State, Store
+from megatron_patch.experiments.store import FINISHED, State, Store, job_of
 from megatron_patch.experiments.verdict import Row, Window, begins_with, judge, read_rows, windows
 from megatron_patch.runtime.environment import short_commit
 from megatron_patch.runtime.files import replacing, write_whole
@@ -56,14 +57,16 @@ def write(store: Store, before: earlier.Earlier | None = None) -> dict[str, Any]
     folder.mkdir(exist_ok=True)
     rows = {run.id: store.rows(run) for run in store.experiment.runs}
     size = store.experiment.protocol.explosion.window
-    curves = {name: windows(found, size) for name, found in rows.items()}
     result = collect(store, rows)
-    earlier.join(result, curves, before)
+    for run in store.experiment.runs:
+        rows |= {path.name: found for path, found in _replaced(store, run, rows[run.id])}
+    curves = {name: windows(found, size) for name, found in rows.items()}
+    earlier.join(result, rows, curves, before, on_gpu=functools.partial(_fingerprint, store))
     write_whole(folder / "verdicts.json", json.dumps(result, indent=1, sort_keys=True) + "\n")
     write_whole(folder / "verdicts.md", markdown(result))
-    _write_curves(folder / "curves.csv", store, curves)
+    _write_curves(folder / "curves.csv", result["runs"], curves)
     if any(curves.values()):
-        draw(folder / "curves.png", store, curves)
+        draw(folder / "curves.png", store, result["runs"], curves)
     return result
 
 
@@ -100,6 +103,7 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
         runs += _repeats(store, run, rows[run.id])
     return {
         "name": protocol.name,
+        "job": job_of(read_json(store.path / "experiment.json")),
         "description": protocol.description,
         "steps": protocol.steps,
         "explosion": {
@@ -139,28 +143,32 @@ def _switched_at(store: Store, run: Run) -> int | None:
         return None
 
 
-def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
-    """Attempts at a run that another one of itself has taken the place of: reported like any.
+def _replaced(store: Store, run: Run, rows: list[Row]) -> Iterator[tuple[Path, list[Row]]]:
+    """Directory and rows of every attempt at a run that another one has taken the place of.
 
     The beginning of what is there now is no attempt of its own.
     """
-    found = []
     for folder in sorted((store.path / "runs").glob(f"{run.id}.replaced_*")):
         before = read_rows(folder / "metrics.csv")
         if before and not begins_with(rows, before):
-            found.append(
-                {
-                    "run": folder.name,
-                    "cell": run.cell.name,
-                    "seed": run.seed,
-                    "repeat_of": run.id,
-                    "state": "repeated",
-                    "reason": "another attempt at the same run went further",
-                    "commit": _commit(folder),
-                    **_figures(before, store.experiment.protocol.explosion),
-                }
-            )
-    return found
+            yield folder, before
+
+
+def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
+    """Attempts at a run that do not count: reported like any."""
+    return [
+        {
+            "run": folder.name,
+            "cell": run.cell.name,
+            "seed": run.seed,
+            "repeat_of": run.id,
+            "state": "repeated",
+            "reason": "another attempt at the same run went further",
+            "commit": _commit(folder),
+            **_figures(before, store.experiment.protocol.explosion),
+        }
+        for folder, before in _replaced(store, run, rows)
+    ]
 
 
 def _commit(run_dir: Path) -> str | None:
@@ -182,12 +190,20 @@ def _environment(store: Store) -> dict[str, Any]:
 
 def _fingerprints(store: Store) -> dict[str, str]:
     """By seed: a digest of what its runs shared (weights, batches, software, device)."""
-    found = {}
-    for file in sorted((store.path / "reference").glob("seed_*.json")):
-        shared = without_commit(read_json(file))
-        text = json.dumps(shared, sort_keys=True).encode()
-        found[file.stem.removeprefix("seed_")] = hashlib.sha256(text).hexdigest()
-    return found
+    files = sorted((store.path / "reference").glob("seed_*.json"))
+    seeds = [file.stem.removeprefix("seed_") for file in files]
+    return {seed: digest for seed in seeds if (digest := _fingerprint(store, seed)) is not None}
+
+
+def _fingerprint(store: Store, seed: str, gpu: str | None = None) -> str | None:
+    """The digest of a seed, or what it would be on another GPU; None before its first run."""
+    file = store.path / "reference" / f"seed_{seed}.json"
+    if not file.exists():
+        return None
+    shared = without_commit(read_json(file))
+    if gpu is not None:
+        shared["environment"] |= {"gpu": gpu}
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
 def _finite(value: Any) -> Any:
@@ -317,22 +333,29 @@ def seed_spread(result: dict[str, Any]) -> str:
     return table(["cell", "seeds", "mean final loss", "largest - smallest"], rows)
 
 
-def _write_curves(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
-    """One line a window of every run."""
+def _write_curves(
+    path: Path, runs: Sequence[dict[str, Any]], curves: dict[str, list[Window]]
+) -> None:
+    """One line a window of every attempt at every run."""
     with replacing(path, newline="") as out:
         writer = csv.writer(out)
         writer.writerow(["run", "cell", "seed", "step", *earlier.FIGURES])
-        for run in store.experiment.runs:
-            for w in curves[run.id]:
-                figures = [f"{getattr(w, name):.6g}" for name in earlier.FIGURES]
-                writer.writerow([run.id, run.cell.name, run.seed, w.step, *figures])
+        for run in runs:
+            for w in curves.get(run["run"], []):
+                figures = [f"{getattr(w, name):{earlier.DIGITS}}" for name in earlier.FIGURES]
+                writer.writerow([run["run"], run["cell"], run["seed"], w.step, *figures])
 
 
 _LINES = ("-", "--", ":", "-.")
 
 
-def draw(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
-    """Loss and gradient norm of all runs: a color a cell, a line style a seed."""
+def draw(
+    path: Path,
+    store: Store,
+    runs: Sequence[dict[str, Any]],
+    curves: dict[str, list[Window]],
+) -> None:
+    """Loss and gradient norm: a color a cell, a line style a seed; repeated attempts are faint."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -342,18 +365,21 @@ def draw(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
     cells = [cell.name for cell in protocol.cells]
     seeds = list(dict.fromkeys(run.seed for run in store.experiment.runs))
     figure, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
-    for run in store.experiment.runs:
-        found = curves[run.id]
+    for run in runs:
+        found = curves.get(run["run"])
         if not found:
             continue
+        again = "repeat_of" in run
         style = {
-            "color": f"C{cells.index(run.cell.name) % 10}",
-            "linestyle": _LINES[seeds.index(run.seed) % len(_LINES)],
+            "color": f"C{cells.index(run['cell']) % 10}",
+            "linestyle": _LINES[seeds.index(run["seed"]) % len(_LINES)],
             "linewidth": 1.1,
+            "alpha": 0.4 if again else 1.0,
             "marker": "o" if len(found) < 3 else None,
         }
+        label = f"{run['cell']}, seed {run['seed']}{', another attempt' if again else ''}"
         steps = [w.step for w in found]
-        axes[0].plot(steps, [w.loss for w in found], label=_label(run), **style)
+        axes[0].plot(steps, [w.loss for w in found], label=label, **style)
         axes[1].plot(steps, [w.grad_norm for w in found], **style)
     axes[0].set_ylabel(f"training loss ({protocol.explosion.window}-step mean)")
     axes[1].set_ylabel(f"gradient norm ({protocol.explosion.window}-step mean)")
@@ -367,7 +393,3 @@ def draw(path: Path, store: Store, curves: dict[str, list[Window]]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _label(run: Run) -> str:
-    return f"{run.cell.name}, seed {run.seed}"

@@ -1,0 +1,104 @@
+"""Which of several attempts at a run counts, and that none of the others disappears."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.publish import Target, publish
+from megatron_patch.experiments.store import Store, set_aside
+
+GPU = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
+
+
+def machine(
+    out: Path,
+    protocol: Path,
+    steps: int,
+    state: str,
+    *,
+    loss: float = 4.0,
+    environment: dict[str, str] = GPU,
+) -> Path:
+    """A directory with one attempt at a-s1, of ``steps`` steps."""
+    store = Store(out, read(protocol))
+    folder = store.run_dir(store.experiment.by_id("a-s1"))
+    folder.mkdir(parents=True)
+    text = "".join(f"{step},{loss - step / 1000},0.3\n" for step in range(1, steps + 1))
+    (folder / "metrics.csv").write_text(f"step,loss,grad_norm\n{text}")
+    (out / "reference").mkdir(exist_ok=True)
+    shared = {"weights": {"w": "1"}, "environment": environment}
+    (out / "reference" / "seed_1.json").write_text(json.dumps(shared))
+    store.states["a-s1"].state = state
+    store.save()
+    store.close()
+    return out
+
+
+def published(out: Path, protocol: Path, folder: Path) -> list[tuple[str, str, int]]:
+    """(entry, state, steps) of the attempts at a-s1 in the results, after ``out`` has added its."""
+    store = Store(out, read(protocol))
+    list(publish(store, Target(folder=folder)))
+    store.close()
+    result = json.loads((folder / "tiny.json").read_text())
+    found = [run for run in result["runs"] if run["cell"] == "a" and run["seed"] == 1]
+    curves = (folder / "tiny.csv").read_text()
+    assert all(f"{run['run']},a,1," in curves for run in found)
+    return [(run["run"], run["state"], run["steps"]) for run in found]
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_an_end_counts_before_a_longer_cut(protocol: Path, tmp_path: Path, cut_first: bool) -> None:
+    ends = machine(tmp_path / "ends", protocol, 60, "exploded")
+    cut = machine(tmp_path / "cut", protocol, 90, "paused", loss=5.0)
+    docs = tmp_path / "docs"
+    order = [cut, ends] if cut_first else [ends, cut]
+    for out in (*order, *order):  # twice: nothing is counted twice
+        found = published(out, protocol, docs)
+    assert found[0] == ("a-s1", "exploded", 60)
+    assert [entry[1:] for entry in found[1:]] == [("repeated", 90)]
+    # From a directory that has neither.
+    (empty := tmp_path / "empty").mkdir()
+    assert published(empty, protocol, docs) == found
+
+
+def test_the_beginning_of_an_attempt_is_none_of_its_own(protocol: Path, tmp_path: Path) -> None:
+    """A copy made in the middle of a window, before the machine's records came home whole."""
+    docs = tmp_path / "docs"
+    published(machine(tmp_path / "1", protocol, 37, "waiting"), protocol, docs)
+    found = published(machine(tmp_path / "2", protocol, 90, "paused"), protocol, docs)
+    assert found == [("a-s1", "paused", 90)]
+
+
+def test_what_a_job_has_begun_again_is_told_once(protocol: Path, tmp_path: Path) -> None:
+    """A run that died without a checkpoint, and then came to a worse end sooner."""
+    docs, out = tmp_path / "docs", machine(tmp_path / "1", protocol, 40, "paused")
+    published(out, protocol, docs)
+    set_aside(out / "runs" / "a-s1")
+    machine(out, protocol, 25, "non-finite", loss=5.0)
+    assert published(out, protocol, docs) == [
+        ("a-s1", "non-finite", 25),
+        ("a-s1.replaced_1", "repeated", 40),
+    ]
+
+
+def test_another_gpu_is_named_and_other_software_refused(protocol: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    published(machine(tmp_path / "1", protocol, 90, "paused"), protocol, docs)
+    other = GPU | {"gpu": "NVIDIA H100"}
+    out = machine(tmp_path / "2", protocol, 60, "exploded", loss=5.0, environment=other)
+    for _ in range(2):
+        assert published(out, protocol, docs) == [
+            ("a-s1", "exploded", 60),
+            ("a-s1.attempt_1", "repeated", 90),
+        ]
+    told = (out / "results" / "verdicts.md").read_text()
+    assert "records are not here: a-s1.attempt_1 (gpu NVIDIA H200)." in told
+    newer = GPU | {"torch": "2.12.0"}
+    third = machine(tmp_path / "3", protocol, 30, "paused", loss=6.0, environment=newer)
+    with pytest.raises(ExperimentError, match="another weights, batches or software of seed 1"):
+        published(third, protocol, docs)
