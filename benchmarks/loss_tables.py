@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from run_names import STREAM
+from run_names import STREAM, by_attempt, of_attempt
 from table_text import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,10 +66,13 @@ def beside_float32(result: dict[str, Any]) -> str:
     pairs = []
     for yardstick in sorted(run for run in losses if run.startswith(f"{YARDSTICK}-")):
         seed = yardstick.rpartition("-")[2]
-        of_seed = sorted(run for run in losses if run.rpartition("-")[2] == seed)
+        of_seed = sorted(run for run in losses if run.partition(".")[0].endswith(f"-{seed}"))
         pairs += [(run, yardstick) for run in of_seed if run != yardstick]
     pairs += itertools.combinations(sorted(r for r in losses if r.startswith("compensated-")), 2)
-    rows = [_apart(losses[a], losses[b], a, b, min(ends[a], ends[b])) for a, b in pairs]
+    rows = [
+        _apart(losses[a], losses[b], of_attempt(a, losses), b, min(ends[a], ends[b]))
+        for a, b in pairs
+    ]
     return table(["run", "less", *COLUMNS], [row for row in rows if row])
 
 
@@ -100,10 +103,13 @@ def lead(result: dict[str, Any]) -> str:
     losses = {name: losses_of(name) for name in ("baselines", "rescue", "baselines_bf16_residual")}
     rows = []
     for run in (*result["choosing"], *result["held_out"]):
-        name, _, stream = run["run"].partition(", ")
+        name = run["run"].partition(", ")[0]
         peer = losses["baselines"].get(f"compensated-{name.rpartition('-')[2]}", {})
-        known = ("baselines_bf16_residual",) if stream else ("baselines", "rescue")
-        own = next((losses[x][name] for x in known if name in losses[x]), {})
+        if run["run"].endswith(f", {STREAM}"):
+            own = losses["baselines_bf16_residual"].get(name, {})
+        else:
+            own = losses["rescue"].get(name, {})
+            own = losses["baselines"].get(by_attempt(run["run"], losses["baselines"]), own)
         left = [_leaves(own, peer, gap) for gap in GAPS]
         if run["alarm"] is None or left[0] is None or left[0] < run["alarm"]:
             continue

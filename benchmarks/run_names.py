@@ -1,14 +1,18 @@
 """What results call a run: its directory's name, and what sets its protocol apart.
 
-Protocols that differ in one thing have runs of the same names.
+Protocols that differ in one thing have runs of the same names. Another attempt at a run that the
+results have takes its place there, unless it is given by a symbolic link: a link names the run.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 STREAM = "BF16 stream"
+AGAIN = "again"
+"""Said of a later attempt at a run, where the first has the plain name in what was read from it."""
 APART = {"_bf16_residual": STREAM}
 """Ends of protocol names, and how results say it."""
 
@@ -23,3 +27,19 @@ def run_name(run: Path | str) -> str:
         return run.name
     said = [text for end, text in APART.items() if name.endswith(end)]
     return ", ".join([run.name, *said])
+
+
+def by_attempt(name: str, runs: Collection[str]) -> str:
+    """What a protocol's results (names ``runs``) call the attempt that others call ``name``.
+
+    There the attempt that counts has the run's name, and the other is ``<run>.attempt_<n>``.
+    """
+    plain = name.removesuffix(f", {AGAIN}")
+    first = f"{plain}.attempt_1"
+    return first if name == plain and first in runs else plain
+
+
+def of_attempt(name: str, runs: Collection[str]) -> str:
+    """`by_attempt` the other way round."""
+    plain, _, other = name.partition(".attempt_")
+    return plain if other or f"{plain}.attempt_1" not in runs else f"{plain}, {AGAIN}"
