@@ -124,7 +124,7 @@ def _incomplete(state: State, rows: list[Row]) -> dict[str, str]:
     """``incomplete``, of a run that was once further than its records are now."""
     went = state.attempts[-1]["to_step"] if state.attempts else 0
     last = int(rows[-1]["step"]) if rows else 0
-    return {"incomplete": f"at {last:,} of {went:,}"} if rows and last < went else {}
+    return {"incomplete": f"at {last:,} of {went:,}"} if last < went else {}
 
 
 def _saved(rows: list[Row], rule: ExplosionConfig) -> bool | None:

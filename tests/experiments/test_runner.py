@@ -187,6 +187,7 @@ def test_records_that_are_shorter_than_the_run_was(
     table = store.run_dir(store.experiment.by_id("a-s1")) / "metrics.csv"
     rows = table.read_bytes().splitlines(keepends=True)
     table.write_bytes(b"".join(rows[:41]) + b"41,4.\xff")
+    (store.run_dir(store.experiment.by_id("b-s1")) / "metrics.csv").write_bytes(b"")
     store, _ = go(protocol, tmp_path / "out", steps=1)
     found = results.collect(store, {r.id: store.rows(r) for r in store.experiment.runs})
     text = results.markdown(found)
@@ -194,7 +195,8 @@ def test_records_that_are_shorter_than_the_run_was(
     assert line.startswith(
         "| a | 1 | finished, records incomplete | 0 | 40 | not by 40 | not by 40 |"
     )
-    assert "figures are of what is left of them: a-s1 at 40 of 100." in text
+    assert "| b | 1 | finished, records incomplete | - | - |" in text
+    assert "figures are of what is left of them: a-s1 at 40 of 100, b-s1 at 0 of 100." in text
     assert "| a | 1 | 4.0000" in text, "the spread is that of the other seed"
     assert "incomplete" not in {r["run"]: r for r in found["runs"]}["a-s2"]
 
