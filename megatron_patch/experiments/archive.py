@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
+import secrets
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,20 +26,37 @@ from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.store import differences, job_of, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
-from megatron_patch.runtime.files import replacing
+from megatron_patch.runtime.files import replacing, sync_directory
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"
 LEFT_BEHIND = ("checkpoints", "last_checkpoint.json", "tensorboard", "wandb")
 SHARED = ("experiment.json", "states.json")
+SHOWN = 3
 _LARGEST = 1 << 30
 _SLACK = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Archive:
+    """One archive that was read, every byte checked."""
+
+    path: Path
+    experiment: str
+    job: str
+    pack: str
+    """Which call of `pack` wrote it, the time first; empty in archives that do not say."""
+    number: int
+    of: int
+    """How many archives that call wrote."""
+    files: dict[str, bytes]
 
 
 def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]:
     """Write ``<to>/<name>.<job>.<n>.zip``; yields what was written and what was left out.
 
-    ``job`` is this directory's own: archives of several jobs may lie in one folder.
+    ``job`` is this directory's own: archives of several jobs may lie in one folder. Those that are
+    there are replaced when all new ones are whole, so that a machine lost meanwhile leaves one set.
 
     Args:
         experiment: directory of an experiment.
@@ -66,10 +87,7 @@ def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]
         else:
             left_out.append((path.relative_to(experiment), len(data)))
     make_folder(to, "--to")
-    for index, content in enumerate(b for b in bins if b):
-        target = to / f"{name}.{job}.{index}.zip"
-        _write(target, {"experiment": name, "job": job}, content)
-        yield f"{target}: {len(content)} files, {target.stat().st_size:,} bytes"
+    yield from _write_all(to, {"experiment": name, "job": job}, [b for b in bins if b])
     for relative, size in left_out:
         yield f"left out, no room: {relative} ({size:,} bytes)"
 
@@ -93,7 +111,34 @@ def _rank(path: Path, experiment: Path) -> int:
     return 1 if parts[0] == "logs" or path.suffix == ".log" else 0
 
 
-def _write(target: Path, names: dict[str, str], content: list[tuple[Path, bytes]]) -> None:
+def _write_all(
+    to: Path, names: dict[str, str], contents: list[list[tuple[Path, bytes]]]
+) -> Iterator[str]:
+    """Archives that say which call wrote them, and how many it wrote."""
+    made = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    facts: dict[str, str | int] = {
+        **names, "pack": f"{made}-{secrets.token_hex(4)}", "archives": len(contents)
+    }  # fmt: skip
+    targets = [to / _name(**names, number=number) for number in range(len(contents))]
+    drafts = [target.with_name(f"{target.name}.new") for target in targets]
+    try:
+        for number, content in enumerate(contents):
+            _write(drafts[number], facts | {"archive": number}, content)
+        for draft, target in zip(drafts, targets, strict=True):
+            os.replace(draft, target)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+    sync_directory(to)
+    for target, content in zip(targets, contents, strict=True):
+        yield f"{target}: {len(content)} files, {target.stat().st_size:,} bytes"
+
+
+def _name(*, experiment: str, job: str, number: int) -> str:
+    return f"{experiment}.{job}.{number}.zip"
+
+
+def _write(target: Path, names: dict[str, str | int], content: list[tuple[Path, bytes]]) -> None:
     files = {
         relative.as_posix(): {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
         for relative, data in content
@@ -109,27 +154,56 @@ def unpack(archives: list[Path], out: Path) -> Iterator[str]:
     """Merge archives, of one job or several, into ``out``; yields what was taken and what was not.
 
     Raises:
-        ExperimentError: a damaged or foreign archive, or one of another experiment or machine
-            than ``out`` or the other archives hold. Nothing has been changed then.
+        ExperimentError: a damaged or foreign archive, one without the others of its 'pack', or one
+            of another experiment or machine than ``out`` or the other archives hold. Nothing has
+            been changed then.
     """
-    jobs: dict[str, dict[str, bytes]] = {}
-    names = set()
-    for path in archives:
-        name, job, files = _read(path)
-        names.add(name)
-        jobs.setdefault(job, {}).update(files)
-    if len(names) != 1:
-        raise ExperimentError(f"archives of different experiments: {', '.join(sorted(names))}")
+    sets = _sets([_read(path) for path in archives])
     seen = _shared_files(out)
-    for content in jobs.values():
+    for content in sets:
         for needed in SHARED:
             if needed not in content:
                 raise ExperimentError(f"{needed} is missing: give all archives of one 'pack'")
         _compare(content, seen, out)
         seen = {n: d for n, d in content.items() if _is_shared(n)} | seen
     make_folder(out, "--out")
-    for content in jobs.values():
+    for content in sets:
         yield from _merge(content, out)
+
+
+def _sets(archives: list[_Archive]) -> list[dict[str, bytes]]:
+    """What every call of `pack` wrote, all its archives together; the newest call first."""
+    names = {archive.experiment for archive in archives}
+    if len(names) != 1:
+        raise ExperimentError(f"archives of different experiments: {', '.join(sorted(names))}")
+    groups: dict[tuple[str, str], list[_Archive]] = {}
+    for archive in archives:
+        groups.setdefault((archive.pack, archive.job), []).append(archive)
+    # Of one job's, the later records go on from the earlier: taken first, nothing is set aside.
+    ordered = sorted(groups.items(), key=lambda group: group[0][0], reverse=True)
+    for (made, _), group in ordered:
+        if made:
+            _check_complete(group)
+    return [{n: d for archive in group for n, d in archive.files.items()} for _, group in ordered]
+
+
+def _check_complete(group: list[_Archive]) -> None:
+    """Refuse a part of what a 'pack' wrote: a run's state and its rows may be in different ones."""
+    given, one = {archive.number for archive in group}, group[0]
+    count = one.of - len(given)
+    if count <= 0:
+        return
+    lacking = (number for number in range(one.of) if number not in given)
+    missing = [
+        _name(experiment=one.experiment, job=one.job, number=number)
+        for number in itertools.islice(lacking, SHOWN)
+    ]
+    more = f" and {count - SHOWN} more" if count > SHOWN else ""
+    raise ExperimentError(
+        f"missing of the {one.of} archives of 'pack' {one.pack}: {', '.join(missing)}{more}; copy "
+        "them again, all at one time (while they are replaced, a copy gets some of an older "
+        f"'pack'), or leave out {', '.join(str(archive.path) for archive in group)}"
+    )
 
 
 def _is_shared(name: str) -> bool:
@@ -142,8 +216,7 @@ def _shared_files(out: Path) -> dict[str, bytes]:
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if p.is_file()}
 
 
-def _read(path: Path) -> tuple[str, str, dict[str, bytes]]:
-    """(experiment, job, {path: content}) of one archive, every byte checked."""
+def _read(path: Path) -> _Archive:
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(_member(archive, MANIFEST, limit=1 << 24))
@@ -156,8 +229,19 @@ def _read(path: Path) -> tuple[str, str, dict[str, bytes]]:
                 if hashlib.sha256(data).hexdigest() != facts["sha256"]:
                     raise ExperimentError(f"{path}: {name} is damaged (its hash differs)")
                 found[name] = data
-            # Before jobs had names, all archives of one call were of one job.
-            return str(manifest["experiment"]), str(manifest.get("job", "")), found
+            named = "pack" in manifest
+            number, of = (int(manifest[n]) for n in ("archive", "archives")) if named else (0, 1)
+            if not 0 <= number < of:
+                raise ValueError(f"archive {number} of {of}")
+            return _Archive(
+                path=path,
+                experiment=str(manifest["experiment"]),
+                job=str(manifest.get("job", "")),  # without names, all given are of one job
+                pack=str(manifest["pack"]) if named else "",
+                number=number,
+                of=of,
+                files=found,
+            )
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ExperimentError):
             raise

@@ -3,7 +3,8 @@
 ``<name>.json``, ``.png`` and ``.csv`` are what the documentation's tables and plots are made from;
 ``<name>.<job>.<n>.zip`` are the records themselves (`archive.pack`), for ``experiment unpack``
 elsewhere; several jobs may bring theirs into one folder. Each file is replaced whole: a reader, or
-a copy made in between, never sees half of one.
+a copy made in between, never sees half of one. A copy may get archives of two calls: each names its
+own, and ``unpack`` refuses a part of what a call wrote.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def publish(store: Store, target: Target) -> Iterator[str]:
     if target.archives:
         store.save()
         job = job_of(read_json(store.path / "experiment.json"))
-        before = set(target.folder.glob(f"{name}.{job}.*.zip"))
+        before = set(target.folder.glob(f"{name}.{job}.*.zip*"))  # drafts of a killed one too
         for line in archive.pack(
             store.path, target.folder, files=target.archives, limit=target.limit
         ):
@@ -67,4 +68,4 @@ def publish(store: Store, target: Target) -> Iterator[str]:
             else:
                 before.discard(Path(line.rsplit(": ", 1)[0]))
         for old in before:  # of a time when there was more: unpacked with the others it would mix
-            old.unlink()
+            old.unlink(missing_ok=True)

@@ -83,7 +83,7 @@ def test_size_limits(protocol: Path, tmp_path: Path) -> None:
     assert sum("left out, no room: runs/" in line for line in said) == 1
     packed = sorted((tmp_path / "zip").iterdir())
     assert len(packed) == 2 and all(p.stat().st_size <= 400_000 for p in packed)
-    with pytest.raises(ExperimentError, match="give all archives"):
+    with pytest.raises(ExperimentError, match="missing of the 2 archives"):
         list(archive.unpack(packed[1:], tmp_path / "b"))
     assert len(list(archive.unpack(packed, tmp_path / "b"))) == 3
     with pytest.raises(ExperimentError, match="does not fit"):
@@ -92,17 +92,113 @@ def test_size_limits(protocol: Path, tmp_path: Path) -> None:
         list(archive.pack(tmp_path, tmp_path / "zip3", files=1, limit=SMALL))
 
 
-def rewrite(path: Path, change: dict[str, bytes], manifest: dict | None = None) -> Path:
+def spread(source: Path) -> None:
+    """Records that no archive of 160 kB has room for together, and runs that have ended."""
+    for folder in (source / "runs").iterdir():
+        dice = random.Random(folder.name)
+        rows = [f"{i},{dice.random()},{dice.random()}\n" for i in range(1, 3001)]
+        (folder / "metrics.csv").write_text("step,loss,grad_norm\n" + "".join(rows))
+    states = json.loads((source / "states.json").read_text())
+    for state in states.values():
+        state["state"] = "finished"
+    (source / "states.json").write_text(json.dumps(states))
+
+
+def test_a_set_with_archives_missing_or_mixed_is_refused(protocol: Path, tmp_path: Path) -> None:
+    """A state without its run's rows would be final: the run would never be started again."""
+    source = make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7, "a-s2": 3})
+    spread(source)
+    folder = tmp_path / "zip"
+    list(archive.pack(source, folder, files=4, limit=160_000))
+    found = sorted(folder.iterdir())
+    assert len(found) == 3
+    for lacking in reversed(found):
+        rest = [path for path in found if path != lacking]
+        with pytest.raises(ExperimentError, match=f"missing of the 3 .*: {lacking.name}; ") as told:
+            list(archive.unpack(rest, tmp_path / "b"))
+        assert "\n" not in str(told.value) and all(str(path) in str(told.value) for path in rest)
+    # A copy that was made while they were replaced: some of each call.
+    before = found[0].read_bytes()
+    list(archive.pack(source, folder, files=4, limit=160_000))
+    after = found[0].read_bytes()
+    found[0].write_bytes(before)
+    with pytest.raises(ExperimentError, match=f": {found[0].name}; copy them again"):
+        list(archive.unpack(found, tmp_path / "b"))
+    assert not (tmp_path / "b").exists()
+    found[0].write_bytes(after)
+    assert len(list(archive.unpack([*found, found[0]], tmp_path / "b"))) == 3
+
+
+def test_copies_of_two_times_are_put_together_as_two(protocol: Path, tmp_path: Path) -> None:
+    """The later one counts, whichever is named first, and the earlier is no attempt of its own."""
+    source = make(tmp_path / "a", protocol, {"a-s1": 5})
+    for name, steps in (("early", 5), ("late", 9)):
+        make(source, protocol, {"a-s1": steps})
+        list(archive.pack(source, tmp_path / name, files=1, limit=SMALL))
+    found = [only(tmp_path / name) for name in ("early", "late")]
+    for order in (found, found[::-1]):
+        list(archive.unpack(order, tmp_path / order[0].parent.name / "b"))
+        runs = tmp_path / order[0].parent.name / "b" / "runs"
+        assert [path.name for path in runs.iterdir()] == ["a-s1"]
+        assert len((runs / "a-s1" / "metrics.csv").read_text().splitlines()) == 10
+
+
+def test_archives_that_do_not_say_how_many_they_are(protocol: Path, tmp_path: Path) -> None:
+    """Those of earlier versions are taken as they are."""
+    source = make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7, "a-s2": 3})
+    spread(source)
+    list(archive.pack(source, tmp_path / "zip", files=4, limit=160_000))
+    old = [
+        rewrite(path, {}, drop=("pack", "archive", "archives"), name=f"old{path.name[-6:]}")
+        for path in sorted((tmp_path / "zip").iterdir())
+    ]
+    assert len(list(archive.unpack(old, tmp_path / "b"))) == 3
+
+
+def test_new_archives_take_the_old_ones_place_together(
+    protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that fails in between leaves the set that was there."""
+    source = make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7, "a-s2": 3})
+    spread(source)
+    folder = tmp_path / "zip"
+    list(archive.pack(source, folder, files=4, limit=160_000))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for table in (source / "runs").glob("*/metrics.csv"):
+        table.write_text(table.read_text() + "3001,4.0,0.3\n")
+    write, calls = archive._write, []
+
+    def fails(*args: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(archive, "_write", fails)
+    with pytest.raises(OSError, match="No space"):
+        list(archive.pack(source, folder, files=4, limit=160_000))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def rewrite(
+    path: Path,
+    change: dict[str, bytes],
+    manifest: dict | None = None,
+    *,
+    drop: tuple[str, ...] = (),
+    name: str = "changed.zip",
+) -> Path:
     """The archive with members replaced, its manifest changed."""
     with zipfile.ZipFile(path) as source:
         content = {n: source.read(n) for n in source.namelist()}
     facts = json.loads(content[archive.MANIFEST])
     facts["files"] |= manifest or {}
+    facts = {key: value for key, value in facts.items() if key not in drop}
     content |= {archive.MANIFEST: json.dumps(facts).encode()} | change
-    target = path.with_name("changed.zip")
+    target = path.with_name(name)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
-        for name, data in content.items():
-            out.writestr(name, data)
+        for member, data in content.items():
+            out.writestr(member, data)
     return target
 
 
