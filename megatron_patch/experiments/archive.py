@@ -24,9 +24,10 @@ from typing import Any
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
-from megatron_patch.experiments.store import differences, job_of, set_aside
+from megatron_patch.experiments.store import differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 from megatron_patch.runtime.files import replacing, sync_directory
+from megatron_patch.training.rundir import is_taken
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"
@@ -155,10 +156,23 @@ def unpack(archives: list[Path], out: Path) -> Iterator[str]:
 
     Raises:
         ExperimentError: a damaged or foreign archive, one without the others of its 'pack', or one
-            of another experiment or machine than ``out`` or the other archives hold. Nothing has
-            been changed then.
+            of another experiment or machine than ``out`` or the other archives hold; ``out``, or
+            one of its runs that the archives have, is in use. Nothing has been changed then.
     """
     sets = _sets([_read(path) for path in archives])
+    _check(sets, out)  # before anything is made
+    make_folder(out, "--out")
+    notes: list[str] = []
+    with lock(out, notes):
+        yield from notes
+        _check(sets, out)  # what is there may have become another one until it was ours
+        _check_idle(sets, out)
+        for content in sets:
+            yield from _merge(content, out)
+
+
+def _check(sets: list[dict[str, bytes]], out: Path) -> None:
+    """Refuse archives that do not go with each other, or with ``out``."""
     seen = _shared_files(out)
     for content in sets:
         for needed in SHARED:
@@ -166,9 +180,22 @@ def unpack(archives: list[Path], out: Path) -> Iterator[str]:
                 raise ExperimentError(f"{needed} is missing: give all archives of one 'pack'")
         _compare(content, seen, out)
         seen = {n: d for n, d in content.items() if _is_shared(n)} | seen
-    make_folder(out, "--out")
-    for content in sets:
-        yield from _merge(content, out)
+
+
+def _check_idle(sets: list[dict[str, bytes]], out: Path) -> None:
+    """Refuse to replace a run under its trainer, which may have outlived its launcher."""
+    for run in sorted({run for content in sets for run in _runs_of(content)}):
+        if is_taken(out / "runs" / run):
+            raise ExperimentError(
+                f"{out / 'runs' / run}: a process trains in this run directory right now; wait "
+                "until it has ended, or name another --out"
+            )
+
+
+def _runs_of(content: dict[str, bytes]) -> set[str]:
+    """Runs of which there is a file."""
+    found = (PurePosixPath(name).parts for name in content)
+    return {parts[1] for parts in found if parts[0] == "runs" and len(parts) > 2}
 
 
 def _sets(archives: list[_Archive]) -> list[dict[str, bytes]]:
@@ -297,9 +324,8 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
     theirs = _parse("states.json", content["states.json"])
     here = out / "states.json"
     states = read_json(here) if here.exists() else {}
-    runs = {name.split("/")[1] for name in content if name.startswith("runs/")}
     taken = set()
-    for run in sorted(runs):
+    for run in sorted(_runs_of(content)):
         ours, others = read_rows(out / "runs" / run / "metrics.csv"), _rows_of(content, run)
         had, has = _last_step(ours), _last_step(others)
         if ours and had >= has:

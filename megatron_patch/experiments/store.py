@@ -58,7 +58,7 @@ class Store:
         self.notes: list[str] = []
         """What the caller should tell: a file system without locks."""
         make_folder(path, "--out")
-        self._lock = _lock(path, self.notes)
+        self._lock = lock(path, self.notes)
         try:
             self._claim()
             self.states = self._read_states()
@@ -280,13 +280,23 @@ def _digest(tree: dict[str, Any]) -> str:
 _TRAINED = ("seed", "global_batch_size", "precision", "compile_fusions", "deterministic")
 
 
-def _lock(path: Path, notes: list[str]) -> IO[str]:
+def lock(path: Path, notes: list[str]) -> IO[str]:
+    """An experiment's directory for this process alone, until what is returned is closed.
+
+    ``notes``: gets what the caller should tell, of a file system without locks.
+
+    Raises:
+        ExperimentError: another process has it.
+    """
     handle = (path / ".lock").open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
-        raise ExperimentError(f"{path}: another process runs this experiment right now") from None
+        raise ExperimentError(
+            f"{path}: another process runs this experiment right now, shows its results or unpacks "
+            "into it; wait until it has ended, or name another --out"
+        ) from None
     except OSError as error:
         notes.append(
             f"warning: {path}: this file system has no locks ({error.strerror}); take care that "

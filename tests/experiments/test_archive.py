@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import zipfile
@@ -14,6 +15,7 @@ from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target, publish
 from megatron_patch.experiments.store import Store
+from megatron_patch.training import rundir
 
 SMALL = 1 << 20
 
@@ -178,6 +180,41 @@ def test_new_archives_take_the_old_ones_place_together(
     with pytest.raises(OSError, match="No space"):
         list(archive.pack(source, folder, files=4, limit=160_000))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_directory_in_use_is_left_alone(protocol: Path, tmp_path: Path) -> None:
+    """Neither under a launcher, which has the states in memory, nor under a run's own trainer."""
+    source = make(tmp_path / "a", protocol, {"a-s1": 9})
+    list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+    target = make(tmp_path / "b", protocol, {"a-s1": 5})
+    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    store = Store(target, read(protocol))
+    with pytest.raises(ExperimentError, match=f"{target}: another process runs .*another --out"):
+        list(archive.unpack([only(tmp_path / "zip")], target))
+    store.close()
+    trainer, _ = rundir._lock(target / "runs" / "a-s1", [])
+    assert trainer is not None
+    with pytest.raises(ExperimentError, match=r"runs/a-s1: a process trains .*another --out"):
+        list(archive.unpack([only(tmp_path / "zip")], target))
+    trainer.close()
+    (target / "runs" / "a-s1" / rundir.LOCK).unlink()
+    assert {p: before.get(p) for p in target.rglob("*")} == before
+    assert len(list(archive.unpack([only(tmp_path / "zip")], target))) == 1
+    Store(target, read(protocol)).close()  # given back
+
+
+def test_a_directory_without_locks_is_said(
+    protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path / "a", protocol, {"a-s1": 9})
+    list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first, *rest = archive.unpack([only(tmp_path / "zip")], tmp_path / "b")
+    assert "has no locks" in first and rest == ["a-s1: taken, to step 9"]
 
 
 def rewrite(
