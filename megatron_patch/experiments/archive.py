@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -26,13 +27,15 @@ from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.store import differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
-from megatron_patch.runtime.files import replacing, sync_directory
+from megatron_patch.runtime.files import replacing, sync_directory, write_whole
 from megatron_patch.training.rundir import is_taken
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"
 LEFT_BEHIND = ("checkpoints", "last_checkpoint.json", "tensorboard", "wandb")
 SHARED = ("experiment.json", "states.json")
+UNPACKING = ".unpacking"
+"""In ``runs/``: where the files of a run lie until all of them are there."""
 SHOWN = 3
 _LARGEST = 1 << 30
 _SLACK = 1 << 16
@@ -95,7 +98,7 @@ def pack(experiment: Path, to: Path, *, files: int, limit: int) -> Iterator[str]
 
 def _records(experiment: Path) -> Iterator[Path]:
     for folder, inside, names in os.walk(experiment):
-        inside[:] = [n for n in inside if n not in LEFT_BEHIND]
+        inside[:] = [n for n in inside if n not in (*LEFT_BEHIND, UNPACKING)]
         for name in set(names).difference(LEFT_BEHIND):
             path = Path(folder) / name
             if not name.startswith(".") and not name.endswith(".tmp") and not path.is_symlink():
@@ -154,6 +157,8 @@ def _write(target: Path, names: dict[str, str | int], content: list[tuple[Path, 
 def unpack(archives: list[Path], out: Path) -> Iterator[str]:
     """Merge archives, of one job or several, into ``out``; yields what was taken and what was not.
 
+    A run appears whole. After an interruption the same call again does what is left.
+
     Raises:
         ExperimentError: a damaged or foreign archive, one without the others of its 'pack', or one
             of another experiment or machine than ``out`` or the other archives hold; ``out``, or
@@ -167,8 +172,15 @@ def unpack(archives: list[Path], out: Path) -> Iterator[str]:
         yield from notes
         _check(sets, out)  # what is there may have become another one until it was ours
         _check_idle(sets, out)
-        for content in sets:
-            yield from _merge(content, out)
+        drafts = out / "runs" / UNPACKING
+        if drafts.exists():
+            shutil.rmtree(drafts)
+            yield f"removed what an interrupted 'unpack' has left: {drafts}"
+        try:
+            for content in sets:
+                yield from _merge(content, out)
+        finally:
+            shutil.rmtree(drafts, ignore_errors=True)
 
 
 def _check(sets: list[dict[str, bytes]], out: Path) -> None:
@@ -286,7 +298,8 @@ def _member(archive: zipfile.ZipFile, name: str, *, limit: int) -> bytes:
 
 def _check_name(path: Path, name: str) -> None:
     parts = PurePosixPath(name).parts
-    if name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or not parts:
+    strange = name.startswith("/") or "\\" in name or "\0" in name or not parts
+    if strange or not {"..", UNPACKING}.isdisjoint(parts):
         raise ExperimentError(f"{path}: refuses to write to {name!r}")
 
 
@@ -324,7 +337,7 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
     theirs = _parse("states.json", content["states.json"])
     here = out / "states.json"
     states = read_json(here) if here.exists() else {}
-    taken = set()
+    taken = []
     for run in sorted(_runs_of(content)):
         ours, others = read_rows(out / "runs" / run / "metrics.csv"), _rows_of(content, run)
         had, has = _last_step(ours), _last_step(others)
@@ -334,28 +347,60 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
                 beside = _write_beside(content, run, out)
                 yield f"{run}: the archive's is another attempt at it, kept as {beside.name}"
             continue
+        taken.append(run)
+        _draft(content, run, out)
+    # Without a state until its records are in place: this call again finds one of the two missing.
+    write_json(here, {run: state for run, state in states.items() if run not in taken})
+    _write_others(content, out, set(taken), new=new)
+    for run in taken:
         if (out / "runs" / run).exists():
             set_aside(out / "runs" / run)
-        taken.add(run)
+        _place(out / "runs" / run, run)
         if ".replaced_" not in run:
             states[run] = theirs.get(run, states.get(run, {}))
-        yield f"{run}: taken, to step {has:,}"
+        yield f"{run}: taken, to step {_last_step(_rows_of(content, run)):,}"
+    for run, state in theirs.items():
+        states.setdefault(run, state)
+    write_json(here, states)
+    if new:  # last: what is not finished is new again the next time
+        write_whole(out / "experiment.json", content["experiment.json"])
+    else:
+        _add_runs(content, out)
+
+
+def _write_others(content: dict[str, bytes], out: Path, taken: set[str], *, new: bool) -> None:
+    """What is of no run's directory: references, logs of the runs taken; all there is, if new."""
+    runs = _runs_of(content)
     for name, data in content.items():
         parts = PurePosixPath(name).parts
-        wanted = new or name.startswith("reference/")
-        if parts[0] == "runs":
-            wanted = parts[1] in taken
-        elif parts[0] == "logs":
+        if name in SHARED or (parts[0] == "runs" and parts[1] in runs):
+            continue
+        wanted = new or parts[0] == "reference"
+        if parts[0] == "logs":
             wanted = PurePosixPath(name).stem in taken
         if wanted and not (parts[0] == "reference" and (out / name).exists()):
             target = out / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-    for run, state in theirs.items():
-        states.setdefault(run, state)
-    write_json(here, states)
-    if not new:
-        _add_runs(content, out)
+            write_whole(target, data)
+
+
+def _draft(content: dict[str, bytes], run: str, out: Path) -> None:
+    """Write a run's files, to the disk, where nobody looks for a run."""
+    folder = out / "runs" / UNPACKING / run
+    for name, data in content.items():
+        parts = PurePosixPath(name).parts
+        if parts[:2] == ("runs", run):
+            path = folder.joinpath(*parts[2:])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data)
+    for inside, _, _ in os.walk(folder):
+        sync_directory(Path(inside))
+
+
+def _place(target: Path, run: str) -> None:
+    """Make the draft of ``run`` the run directory ``target``."""
+    os.rename(target.parent / UNPACKING / run, target)
+    sync_directory(target.parent)
 
 
 def _add_runs(content: dict[str, bytes], out: Path) -> None:
@@ -376,11 +421,8 @@ def _write_beside(content: dict[str, bytes], run: str, out: Path) -> Path:
     number = 1
     while (beside := target.with_name(f"{run}.replaced_{number}")).exists():
         number += 1
-    for name, data in content.items():
-        if name.startswith(f"runs/{run}/"):
-            path = beside / name.removeprefix(f"runs/{run}/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+    _draft(content, run, out)
+    _place(beside, run)
     return beside
 
 

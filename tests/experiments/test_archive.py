@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
+import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -217,6 +220,91 @@ def test_a_directory_without_locks_is_said(
     assert "has no locks" in first and rest == ["a-s1: taken, to step 9"]
 
 
+def telemetry(source: Path) -> Path:
+    """The experiment ended, its runs with records beside their metrics."""
+    for folder in (source / "runs").iterdir():
+        (folder / "stability").mkdir()
+        (folder / "stability" / "records.bin").write_bytes(b"x" * 100)
+    states = json.loads((source / "states.json").read_text())
+    for state in states.values():
+        state["state"] = "exploded"
+    (source / "states.json").write_text(json.dumps(states))
+    return source
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("into", ["nothing", "shorter", "another"])
+def test_an_unpack_that_was_interrupted_anywhere_is_repeated(
+    protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, into: str
+) -> None:
+    """As killed after any write or rename; what the call then makes is what one call makes."""
+    source = telemetry(make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7}))
+    list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+    here = tmp_path / "here"
+    if into != "nothing":  # "another": one that went further, but is not the same attempt
+        make(here, protocol, {"a-s1": 3, "b-s1": 9 if into == "another" else 2})
+        other = here / "runs" / "b-s1" / "metrics.csv"
+        other.write_text(other.read_text().replace("4.0", "5.0"))
+
+    def unpack(name: str) -> list[str]:
+        return list(archive.unpack([only(tmp_path / "zip")], tmp_path / name))
+
+    def fresh(name: str) -> Path:
+        if here.exists():
+            shutil.copytree(here, tmp_path / name)
+        return tmp_path / name
+
+    whole = fresh("whole")
+    unpack("whole")
+    left, count = [0], 0
+    renames = ((os, "rename"), (os, "replace"), (Path, "rename"))
+    for owner, name in (*renames, (os, "fsync"), (Path, "write_bytes")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), left))
+    remove = shutil.rmtree
+    said = []
+    for count in range(1000):
+        out = fresh(f"b{count}")
+        left[0] = count
+        monkeypatch.setattr(archive.shutil, "rmtree", lambda *_, **__: None)  # killed
+        try:
+            unpack(out.name)
+            break
+        except KeyboardInterrupt:
+            left[0] = 10_000
+            monkeypatch.setattr(archive.shutil, "rmtree", remove)
+            said += unpack(out.name)
+            assert tree(out) == tree(whole), f"interrupted after {count}"
+    assert 20 < count < 1000
+    assert any(line.startswith("removed what an interrupted 'unpack' has left") for line in said)
+
+
+def counted(call: Callable, left: list[int]) -> Callable:
+    """The call, as long as some are left."""
+
+    def counting(*args: object, **options: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return call(*args, **options)
+
+    return counting
+
+
+def test_what_an_unpack_has_left_is_not_packed(protocol: Path, tmp_path: Path) -> None:
+    source = make(tmp_path / "a", protocol, {"a-s1": 5})
+    (source / "runs" / archive.UNPACKING / "b-s1").mkdir(parents=True)
+    (source / "runs" / archive.UNPACKING / "b-s1" / "metrics.csv").write_text("step")
+    list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+    assert list(archive.unpack([only(tmp_path / "zip")], tmp_path / "b")) == [
+        "a-s1: taken, to step 5"
+    ]
+
+
 def rewrite(
     path: Path,
     change: dict[str, bytes],
@@ -256,7 +344,7 @@ def test_damaged_and_hostile_archives(protocol: Path, tmp_path: Path) -> None:
     import hashlib
 
     entry = {"sha256": hashlib.sha256(b"x").hexdigest(), "size": 1}
-    for name in ("../evil", "/evil", "a/../../evil", "a\\..\\evil"):
+    for name in ("../evil", "/evil", "a/../../evil", "a\\..\\evil", "runs/.unpacking/a/x"):
         refused(rewrite(good, {name: b"x"}, {name: entry}), "refuses to write")
     (tmp_path / "no.zip").write_bytes(b"PK not at all")
     refused(tmp_path / "no.zip", "not an archive")
