@@ -320,8 +320,7 @@ def _compare(content: dict[str, bytes], seen: dict[str, bytes], out: Path) -> No
     if "experiment.json" in seen:
         here = _parse("experiment.json", seen["experiment.json"])
         same = here["name"] == there["name"] and here["explosion"] == there["explosion"]
-        shared = here["runs"].keys() & there["runs"].keys()
-        if not same or any(differences(here["runs"][n], there["runs"][n]) for n in shared):
+        if not same or differences(here["runs"], there["runs"]):
             raise ExperimentError(f"{out} holds another experiment or another version of it")
     for name in content.keys() & seen.keys() - {"experiment.json"}:
         mine, theirs = _parse(name, seen[name]), _parse(name, content[name])

@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -139,10 +140,7 @@ class Store:
         changed = [
             f"{key}: {there[key]} -> {mine[key]}" for key in _RULES if there[key] != mine[key]
         ]
-        for name, run in mine["runs"].items():
-            before = there["runs"].get(name)
-            if before is not None:
-                changed += [f"run {name}: {text}" for text in differences(before, run)]
+        changed += differences(there["runs"], mine["runs"])
         started = [n for n, state in self._read_states().items() if state.attempts]
         changed += [f"run {n}: taken out, but it was started" for n in started
                     if n not in mine["runs"]]  # fmt: skip
@@ -179,23 +177,33 @@ def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int,
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What keeps two entries of experiment.json from being one run: all but choices of the day.
+    """What keeps runs of two experiment.json from being the same: all but choices of the day.
 
     Those are where the data lie (the hash of the batches says whether they are the same), into how
-    many passes a batch is cut, and what is captured on the way. What only one of them has is of a
-    later version, and says nothing about the other.
+    many passes a batch is cut, what is captured on the way, and how checkpoints are saved. Not that
+    of a run which others continue: they start from the newest checkpoint it has at some step. What
+    only one of two entries has is of a later version, and says nothing about the other.
     """
-    shared = [key for key in one if key in other]
+    continued = {run.get("from", [None])[0] for run in [*one.values(), *other.values()]}
     return [
-        f"{key} {_kept(one, key)} -> {_kept(other, key)}"
-        for key in shared
-        if _kept(one, key) != _kept(other, key)
+        f"run {name}: {text}"
+        for name in one
+        if name in other
+        for text in _changes(one[name], other[name], continued=name in continued)
     ]
 
 
-def _kept(run: dict[str, Any], key: str) -> Any:
-    value = run[key]
-    return [text for text in value if not _OF_THE_DAY.match(text)] if key == "set" else value
+def _changes(one: dict[str, Any], other: dict[str, Any], *, continued: bool) -> Iterator[str]:
+    free = _OF_THE_DAY if continued else (*_OF_THE_DAY, *_SAVING)
+
+    def kept(run: dict[str, Any], key: str) -> Any:
+        if key != "set":
+            return run[key]
+        return [t for t in run[key] if not any(re.fullmatch(f, t.partition("=")[0]) for f in free)]
+
+    for key in one:
+        if key in other and kept(one, key) != kept(other, key):
+            yield f"{key} {kept(one, key)} -> {kept(other, key)}"
 
 
 def job_of(tree: dict[str, Any]) -> str:
@@ -213,7 +221,8 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-_OF_THE_DAY = re.compile(r"(data\.[\w.]*path|training\.micro_batch_size|stability\.capture\w*)=")
+_OF_THE_DAY = (r"data\.[\w.]*path", r"training\.micro_batch_size", r"stability\.capture\w*")
+_SAVING = (r"checkpoint\.(interval|keep_last|async_save)",)
 _RULES = ("steps", "checked_steps", "explosion", "config")
 
 

@@ -138,6 +138,60 @@ def test_a_started_protocol_cannot_be_changed(protocol: Path, tmp_path: Path) ->
         Store(out, read(protocol))
 
 
+SAVING = ("checkpoint.interval=7", "checkpoint.keep_last=2", "checkpoint.async_save=true")
+
+
+@pytest.mark.parametrize("key", SAVING)
+def test_how_often_a_run_is_saved_is_a_choice_of_the_day(
+    protocol: Path, tmp_path: Path, key: str
+) -> None:
+    Store(tmp_path / "out", read(protocol)).close()
+    Store(tmp_path / "out", read(protocol, [key])).close()
+    with pytest.raises(ExperimentError, match=r"run a-s1: set .*checkpoint.resume"):
+        Store(tmp_path / "out", read(protocol, ["checkpoint.resume=never"]))
+
+
+@pytest.mark.parametrize(
+    ("cell", "change", "refused"),
+    [
+        ("base", "checkpoint.interval=20", True),
+        ("base", "checkpoint.async_save=true", True),
+        ("late", "checkpoint.interval=20", False),
+        ("late", "checkpoint.keep_last=2", False),
+    ],
+)
+def test_what_others_continue_from_is_not(
+    protocol: Path, tmp_path: Path, cell: str, change: str, refused: bool
+) -> None:
+    """They start from the newest checkpoint at a distance of its event: saved otherwise, elsewhere.
+
+    Adding a cell that continues a run fixes how that run is saved.
+    """
+    head = protocol.read_text().split("cells:")[0]
+    cells = {"base": "checkpoint.interval=10, checkpoint.keep_last=null", "late": ""}
+
+    def write(names: list[str]) -> None:
+        lines = [
+            f"  - {{name: {name}, set: [{cells[name]}]"
+            + (", from_cell: base, before: -10}" if name == "late" else "}")
+            for name in names
+        ]
+        protocol.write_text(head + "cells:\n" + "\n".join(lines) + "\n")
+
+    write(["base", "late"])
+    Store(tmp_path / "both", read(protocol)).close()
+    write(["base"])
+    Store(tmp_path / "alone", read(protocol)).close()
+    cells[cell] = ", ".join(text for text in (cells[cell], change) if text)
+    write(["base", "late"])
+    for out in ("both", "alone"):
+        if refused:
+            with pytest.raises(ExperimentError, match=r"run base-s1: set .*checkpoint"):
+                Store(tmp_path / out, read(protocol))
+        else:
+            Store(tmp_path / out, read(protocol)).close()
+
+
 def test_choices_of_the_day_may_differ(protocol: Path, tmp_path: Path) -> None:
     """Machines keep data in different places, and cut a batch into passes that fit them.
 
