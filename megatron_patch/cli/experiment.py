@@ -167,8 +167,10 @@ def _add_pack(parts: Subparsers) -> None:
         parts,
         "unpack",
         "read archives that 'pack' wrote into an experiment directory",
-        "Every file is checked against its hash. A run that is there already is replaced only by\n"
-        "one of the same experiment that went further.",
+        "Every file is checked against its hash, and all archives of a 'pack' must be given. A\n"
+        "run that is there already is replaced only by one of the same experiment that went\n"
+        "further, and a directory in use is left alone. Interrupted: the same command does what\n"
+        "is left.",
     )
     unpack.add_argument("archives", metavar="FILE", nargs="+", help="archives of one experiment")
     unpack.add_argument("--out", metavar="DIR", required=True, help="directory of the experiment")
