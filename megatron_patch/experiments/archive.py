@@ -25,7 +25,7 @@ from typing import Any
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.files import make_folder, read_json, write_json
 from megatron_patch.experiments.preconditions import without_commit
-from megatron_patch.experiments.store import differences, job_of, lock, set_aside
+from megatron_patch.experiments.store import ENDED, differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 from megatron_patch.runtime.files import replacing, sync_directory, write_whole
 from megatron_patch.training.rundir import is_taken
@@ -340,7 +340,9 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
     for run in sorted(_runs_of(content)):
         ours, others = read_rows(out / "runs" / run / "metrics.csv"), _rows_of(content, run)
         had, has = _last_step(ours), _last_step(others)
-        if ours and had >= has:
+        same = had == has and begins_with(ours, others)
+        mine, other = ((_ended(found, run), last) for found, last in ((states, had), (theirs, has)))
+        if ours and (same or mine >= other):
             yield f"{run}: kept what is here (step {had:,}; the archive has {has:,})"
             if others and not begins_with(ours, others):
                 beside = _write_beside(content, run, out)
@@ -365,6 +367,11 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
         write_whole(out / "experiment.json", content["experiment.json"])
     else:
         _add_runs(content, out)
+
+
+def _ended(states: dict[str, Any], run: str) -> bool:
+    """Whether a run came to its end: that attempt counts before one that was cut, if longer."""
+    return states.get(run, {}).get("state") in ENDED
 
 
 def _write_others(content: dict[str, bytes], out: Path, taken: set[str], *, new: bool) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.store import EXPLODED, FINISHED, GUARDED, NONFINITE
+from megatron_patch.experiments.store import ENDED
 from megatron_patch.experiments.verdict import Row, Window, windows
 
 Entry = dict[str, Any]
@@ -22,8 +22,6 @@ OnGpu = Callable[[str, str], str | None]
 FIGURES = ("loss", "grad_norm", "loss_max", "grad_norm_max")
 DIGITS = ".6g"
 """Of a figure in the file of curves."""
-ENDED = (FINISHED, EXPLODED, NONFINITE, GUARDED)
-"""States of a run that has shown what it will show."""
 DEFINITION = ("cell", "seed", "variant", "set")
 """What must be the same of a run for its earlier figures to stand in its row."""
 

@@ -27,7 +27,9 @@ from megatron_patch.experiments.verdict import Row, read_rows
 WAITING, PAUSED, FINISHED = "waiting", "paused", "finished"
 EXPLODED, NONFINITE, GUARDED = "exploded", "non-finite", "stopped by its guard"
 FAILED, REFUSED = "failed", "refused"
-FINAL = (FINISHED, EXPLODED, NONFINITE, GUARDED, FAILED, REFUSED)
+ENDED = (FINISHED, EXPLODED, NONFINITE, GUARDED)
+"""States of a run that has shown what it will show."""
+FINAL = (*ENDED, FAILED, REFUSED)
 """States in which a run is not started again (failed and refused ones are, with --retry)."""
 
 

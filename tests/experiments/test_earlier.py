@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patch.experiments import archive
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target, publish
@@ -64,6 +65,22 @@ def test_an_end_counts_before_a_longer_cut(protocol: Path, tmp_path: Path, cut_f
     # From a directory that has neither.
     (empty := tmp_path / "empty").mkdir()
     assert published(empty, protocol, docs) == found
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_an_end_counts_before_a_longer_cut_in_archives_too(
+    protocol: Path, tmp_path: Path, cut_first: bool
+) -> None:
+    ends = machine(tmp_path / "ends", protocol, 60, "exploded")
+    cut = machine(tmp_path / "cut", protocol, 90, "paused", loss=5.0)
+    for out in (ends, cut):
+        list(archive.pack(out, tmp_path / f"{out.name}.zips", files=1, limit=1 << 20))
+    home = tmp_path / "home"
+    order = [cut, ends] if cut_first else [ends, cut]
+    for out in (*order, *order):
+        list(archive.unpack(list((tmp_path / f"{out.name}.zips").iterdir()), home))
+    found = published(home, protocol, tmp_path / "docs")
+    assert found == [("a-s1", "exploded", 60), ("a-s1.replaced_1", "repeated", 90)]
 
 
 def test_the_beginning_of_an_attempt_is_none_of_its_own(protocol: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_jobs_on_machines_that_are_lost(
 def test_another_attempt_at_a_run_is_reported_too(
     protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
 ) -> None:
-    """Which of two attempts counts is decided by their length; none disappears."""
+    """One that came to its end counts before one that was cut; none disappears."""
     for name, script, steps in (("1", "explode", 100), ("2", "", 100)):
         quick |= {"a-s1": script, "pause": "0.002"}
         store, _ = go(protocol, tmp_path / name, only={"a-s1"}, steps=steps)
