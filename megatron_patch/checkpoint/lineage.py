@@ -143,3 +143,26 @@ def branch(
             break
         at = parent
     return Branch(live, newer, [n for n in names if n not in live and n not in newer])
+
+
+def retired(names: list[str], line: list[str], *, keep_last: int, behind: int) -> list[str]:
+    """Which complete checkpoints have had their time once another is complete.
+
+    Of the branch that is trained the last ``keep_last`` stay, however many of another branch lie
+    between them; what was left behind goes when as many newer ones are there, as ever. Of the
+    branch that is trained the newest stays too that is ``behind`` steps older than the one just
+    saved, or the oldest while none is: saves off the interval, at a graceful stop, push the last
+    ``keep_last`` together.
+
+    Args:
+        names: complete checkpoints, newest first.
+        line: the one just saved and its ancestors, nearest first.
+        keep_last: how many stay.
+        behind: steps that it must be possible to go back.
+    """
+    newest = key_of(line[0])
+    older = [name for name in names if key_of(name) < newest]
+    live = [name for name in line if name in older]
+    back = next((name for name in line if key_of(name)[0] <= newest[0] - behind), line[-1])
+    kept = [*live[: keep_last - 1], back]
+    return [name for name in older[keep_last - 1 :] if name not in kept]

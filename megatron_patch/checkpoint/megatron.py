@@ -118,12 +118,13 @@ class Checkpointer:
         self._extra = extra
         self._run_dir, self._foreign = run_dir, foreign
         self.loaded_extra: dict[str, Any] = {}
-        options = run.checkpoint
+        options, spike = run.checkpoint, run.faults.spike
         key = read_key(options.hmac_key_file) if options.hmac_key_file is not None else None
         self.ranks = make_collective()
         self._open: Callable[[Path], CheckpointStore] = partial(
             CheckpointStore,
             keep_last=options.keep_last,
+            keep_behind=spike.rewind_margin if spike.action == "rewind" else 0,
             hmac_key=key,
             verify=options.verify,
             collective=self.ranks,
@@ -314,11 +315,22 @@ class Checkpointer:
     def abandon_after(self, step: int) -> None:
         """Move the checkpoints of later steps aside; a background save ends first. Collective.
 
+        One of a later step is given up: committed, it would count for ``keep_last``, and the
+        checkpoint to go back to could be deleted for it.
+
         Raises:
             CheckpointError: nothing would be left.
         """
-        with contextlib.suppress(SaveError):  # what it would have saved is abandoned anyway
-            self.finalize(blocking=True)
+        pending = self._pending
+        with contextlib.suppress(SaveError):  # the run goes on without it
+            if pending is None or pending.thread is None or pending.attempt.step <= step:
+                self.finalize(blocking=True)
+            else:
+                self._pending = None
+                pending.thread.join()
+                self.ranks.barrier()  # no rank writes any more
+                reason = f"the run went back to step {step} before it was complete"
+                self.store.abandon(pending.attempt, "abandoned", reason)
         self.store.abandon_after(step)
 
     def reload(self) -> Progress:

@@ -99,6 +99,7 @@ class CheckpointStore:
         root: str | Path,
         *,
         keep_last: int | None = 3,
+        keep_behind: int = 0,
         hmac_key: bytes | None = None,
         verify: Literal["full", "sampled"] = "full",
         collective: Collective | None = None,
@@ -108,6 +109,7 @@ class CheckpointStore:
         Args:
             root: directory of the checkpoints; created by the first save.
             keep_last: complete checkpoints kept; None keeps all.
+            keep_behind: one that is this many steps older than the newest is kept as well.
             hmac_key: signs manifests; then unsigned and foreign ones are refused on load.
             verify: what ``find`` hashes: every byte, or a sample of pages of large files.
             collective: the ranks of the job; a single process by default.
@@ -115,7 +117,7 @@ class CheckpointStore:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; use at least 1, or None to keep all")
         self.shelf = Shelf(Path(root))
-        self.keep_last = keep_last
+        self.keep_last, self.keep_behind = keep_last, keep_behind
         self.verify = verify
         self.ranks: Collective = collective or SingleProcess()
         self._key = hmac_key
@@ -254,21 +256,15 @@ class CheckpointStore:
             log.warning("could not delete an old checkpoint: %s", error)
 
     def _retire(self, newest: Attempt) -> None:
-        """Delete complete checkpoints of this store that are older than the last ``keep_last``.
-
-        Of the branch that is trained the last ``keep_last`` stay, however many of another branch
-        lie between them; what was left behind goes when as many newer ones are there, as ever.
-        """
+        """Delete the complete checkpoints of this store that `lineage.retired` names."""
         for doomed in self.shelf.entries(DELETING):  # left by a kill in the middle of a deletion
             shutil.rmtree(doomed)
         if self.keep_last is None:
             return
         identity = self.shelf.identity(create=False)
         names = self.shelf.complete_names()
-        older = [name for name in names if key_of(name) < (newest.step, newest.number)]
-        live = [name for name in self._branch(names, newest.name).live if name in older]
-        kept = live[: self.keep_last - 1]
-        for name in (n for n in older[self.keep_last - 1 :] if n not in kept):
+        line = self._branch(names, newest.name).live
+        for name in lineage.retired(names, line, keep_last=self.keep_last, behind=self.keep_behind):
             try:
                 manifest = self._read_manifest(self.root / name)
             except (BadCheckpoint, OSError) as error:

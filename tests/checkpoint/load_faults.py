@@ -133,3 +133,17 @@ def forgotten(root: str) -> dict[str, Any]:
     checkpointer.run = live.run
     look("anew", memory.unlink)
     return found
+
+
+def rewound_while_saving(root: str) -> dict[str, Any]:
+    """Back to step 1 while step 2 is saved in the background and only one checkpoint is kept."""
+    live = Live(config("dp", checkpoint={"async_save": True, "keep_last": 1}), root)
+    checkpointer = live.checkpointer
+    checkpointer.save(Progress(step=1))
+    checkpointer.finalize(blocking=True)
+    checkpointer.save(Progress(step=2))
+    checkpointer.abandon_after(1)
+    back = checkpointer.reload().step
+    checkpointer.save(Progress(step=2))
+    checkpointer.finalize(blocking=True)
+    return {"back": back, "saved": checkpointer.load()}

@@ -142,6 +142,17 @@ def test_retention_keeps_the_last_of_the_branch_that_is_trained(tmp_path: Path) 
     assert complete(tmp_path) == [name(2500, 2), name(3000), name(3500)]
 
 
+def test_saves_off_the_interval_do_not_push_out_what_a_rewind_needs(tmp_path: Path) -> None:
+    """Steps 5 to 7 are graceful stops; the newest that is 4 steps older than the newest stays."""
+    store = CheckpointStore(tmp_path, keep_last=2, keep_behind=4)
+    kept = []
+    for step in (4, 5, 6, 7, 8, 9, 10, 12, 16):
+        save(store, step)
+        kept.append([int(left[5:13]) for left in complete(tmp_path)])
+    assert kept[:5] == [[4], [4, 5], [4, 5, 6], [4, 6, 7], [4, 7, 8]]
+    assert kept[5:] == [[4, 8, 9], [4, 9, 10], [4, 10, 12], [12, 16]]
+
+
 def test_a_rewind_stays_on_the_branch(tmp_path: Path) -> None:
     """The newest before step 1600 is 1400, though 1500 of the other branch lies between."""
     run(tmp_path, 500, 1000, 1500, 2000)

@@ -375,6 +375,21 @@ def test_a_background_save_is_committed_when_the_last_rank_is_done(
         assert_same(answer["before"], answer["loaded"])
 
 
+def test_going_back_gives_a_background_save_up_and_deletes_no_checkpoint_for_it(
+    ranks: Any, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    for answer in ranks.play("load_faults.rewound_while_saving", world=2, root=str(root)):
+        assert answer["back"] == 1
+        assert (answer["saved"].step, answer["saved"].abandoned_saves) == (2, 0)
+    assert newest(root).name == "step_00000002.attempt-2"
+    (left,) = (root / "aside").iterdir()
+    assert left.name.startswith("step_00000002.attempt-1.tmp.abandoned.")
+    text = (left / "reason.txt").read_text()
+    assert text.startswith("the run went back to step 1 before it was complete\n")
+    assert "__0_0.distcp" in text and "__1_0.distcp" in text, "every writer was waited for"
+
+
 def test_a_flipped_bit_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
     """In the second rank's shard of the newest checkpoint: both ranks take the one before."""
     root = tmp_path / "checkpoints"

@@ -21,6 +21,7 @@ WATCH = (
     "checkpoint.keep_last=null",
 )
 SPIKE = {"step": 8, "times": 1}
+OFF_INTERVAL = ("faults.spike.rewind_margin=3", "checkpoint.keep_last=2")
 SKIPPED = {"windows": [[6, 2]], "rewinds": 1}
 
 
@@ -52,6 +53,8 @@ def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "resumed after": run("rewind_broken", "rewind"),
         "narrow": run("narrow", "rewind", "faults.spike.rewind_skip=1", spike=SPIKE),
         "margin": run("margin", "rewind", "faults.spike.rewind_margin=3", spike=SPIKE),
+        "off stopped": run("off", "rewind", *OFF_INTERVAL, f"{stop}=7"),
+        "off resumed": run("off", "rewind", *OFF_INTERVAL, spike=SPIKE),
         "early": run("early", "rewind", spike={"step": 5, "times": 1}),
         "again": run("again", "rewind", "faults.spike.max_rewinds=2", spike=SPIKE | {"times": 9}),
     }
@@ -144,6 +147,13 @@ def test_margin_and_width_choose_the_window(two: Any, folder: Path) -> None:
     assert margin == {"windows": [[3, 5]], "rewinds": 1}
     saved = folder / "runs" / "margin" / "checkpoints"
     assert (saved / "step_00000006.attempt-2").is_dir()
+
+
+def test_a_graceful_stop_leaves_the_checkpoint_a_rewind_goes_to(two: Any, folder: Path) -> None:
+    """Of 3, 6 and 7 the last two are kept, and 3, which the margin asks for."""
+    assert [r["code"] for r in two["off resumed"]] == [0, 0]
+    off = json.loads((folder / "runs" / "off" / "skipped_batches.json").read_text())
+    assert off == {"windows": [[3, 5]], "rewinds": 1}
 
 
 def test_without_a_checkpoint_the_update_is_dropped_and_said(two: Any, folder: Path) -> None:
