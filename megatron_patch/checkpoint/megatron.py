@@ -141,6 +141,11 @@ class Checkpointer:
         """Whether a background save is not committed yet."""
         return self._pending is not None
 
+    @property
+    def saving_step(self) -> int | None:
+        """Its step; None where there is none."""
+        return None if self._pending is None else self._pending.attempt.step
+
     def save(self, progress: Progress) -> None:
         """Save everything at ``progress``; with ``checkpoint.async_save`` in the background.
 

@@ -209,9 +209,8 @@ class CheckpointStore:
                 error = caught
         self.agree(attempt, error)
         self._parent = attempt.name
-        final = self.root / attempt.name
         self._on_first_rank(lambda: self._after(attempt), "after the commit", fatal=False)
-        return final
+        return self.root / attempt.name
 
     def _complete(
         self, attempt: Attempt, claimed: list[dict[str, FileDigest]], info: Mapping[str, Any]
@@ -376,8 +375,8 @@ class CheckpointStore:
             return self._candidates().live
         return self._branch(self.shelf.complete_names(), self._parent).live
 
-    def _newest_at(self, step: int) -> str | None:
-        return next((name for name in self._ancestors() if key_of(name)[0] <= step), None)
+    def _at_most(self, step: int) -> list[str]:
+        return [name for name in self._ancestors() if key_of(name)[0] <= step]
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.
@@ -403,14 +402,24 @@ class CheckpointStore:
         return Found(path, result)
 
     def newest_at(self, step: int) -> int | None:
-        """Step of the run's newest complete checkpoint of at most ``step``, or None. Collective.
+        """Step of the run's newest good checkpoint of at most ``step``, or None. Collective.
 
-        What was left behind when somebody went back is not this run's.
+        It is verified. Why one was refused is logged; all stay where they are. What was left behind
+        when somebody went back is not this run's.
+
+        Raises:
+            CheckpointError: the directory cannot be listed.
         """
-        name = self._on_first_rank(
-            lambda: self._newest_at(step), f"cannot list {self.root}", error=CheckpointError
-        )
-        return None if name is None else key_of(name)[0]
+        for name in self._on_first_rank(
+            lambda: self._at_most(step), f"cannot list {self.root}", error=CheckpointError
+        ):
+            try:
+                self.check(self.root / name)
+            except BadCheckpoint as bad:
+                self._say(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+            else:
+                return key_of(name)[0]
+        return None
 
     def abandon_after(self, step: int) -> None:
         """Move the complete checkpoints of later steps aside; ``latest`` names what is left.
@@ -422,10 +431,10 @@ class CheckpointStore:
         """
 
         def work() -> None:
-            kept = self._newest_at(step)
-            if kept is None:
+            kept = self._at_most(step)
+            if not kept:
                 raise CheckpointError(f"there is no checkpoint of step {step} or before")
-            self.shelf.write_latest(kept)  # first: a kill in between leaves a pointer that holds
+            self.shelf.write_latest(kept[0])  # first: a kill in between leaves a pointer that holds
             for name in self.shelf.complete_names():
                 if key_of(name)[0] > step:
                     self.shelf.move_aside(self.root / name, "abandoned")

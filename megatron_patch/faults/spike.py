@@ -29,6 +29,7 @@ import torch
 
 from megatron_patch.faults.config import SpikeConfig
 from megatron_patch.faults.windows import Skips
+from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.training.finite import unwrap
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class SpikePolicy:
         self._step = 0
         self._modules = _attention_modules(session.chunks)
         self.can_rewind: Callable[[int], bool] = lambda step: True
-        """Whether there is a checkpoint of at most this step to go back to. Collective."""
+        """Whether there is a good checkpoint of at most this step to go back to. Collective."""
         if self.options.action != "off":
             session.guard.judge = self.decide
             session.guard.may_drop = self.options.action != "record"
@@ -180,9 +181,12 @@ class SpikePolicy:
         used_up = action == "rewind" and self.skips.rewinds >= self.options.max_rewinds
         done = "stopped, no rewind left" if used_up else _DONE[action]
         oldest = spike.step - 1 - self.options.rewind_margin
-        stuck = action == "rewind" and not used_up and not self.can_rewind(oldest)
+        stuck = action == "rewind" and not used_up and not self._can_go_back(oldest)
         if stuck:
-            done = "there is no checkpoint to go back to yet: the update is dropped instead"
+            done = (
+                f"there is no good checkpoint of step {max(0, oldest):,} or before to go back to: "
+                "the update is dropped instead"
+            )
         self.found += 1
         attention = self._attention()
         if self._session.layout.print_rank:
@@ -198,6 +202,15 @@ class SpikePolicy:
             raise UpdateDropped(spike.grad_norm)
         if action == "rewind":
             raise RewindWanted(spike)
+
+    def _can_go_back(self, oldest: int) -> bool:
+        """A pause for the hang watch: a checkpoint is verified, whatever its size."""
+        phase = PULSE.now.phase
+        PULSE.enter("save")
+        try:
+            return self.can_rewind(oldest)
+        finally:
+            PULSE.enter(phase)
 
     # --------------------------------------------------------------- recording
 

@@ -51,6 +51,7 @@ class Saver:
     def __init__(self, checkpointer: Checkpointer, monitor: Monitor) -> None:
         self._checkpointer, self._monitor = checkpointer, monitor
         self._saved: int | None = None
+        self._back_to: int | None = None
         self._failures = 0
 
     def load(self) -> Position | None:
@@ -66,23 +67,34 @@ class Saver:
         return self._checkpointer.loaded_extra
 
     def can_rewind(self, step: int) -> bool:
-        """Whether there is a checkpoint of at most ``step``; a background save counts if ready."""
-        self.poll()
-        return self._checkpointer.store.newest_at(step) is not None
+        """Whether there is a good checkpoint of at most ``step``: the one `rewind` goes to.
+
+        It is verified here, before anything is given up for it, and a background save of at most
+        ``step`` is waited for. A later one is left alone: a rewind gives it up.
+
+        Raises:
+            CheckpointError: the checkpoints cannot be listed.
+            SaveError: as `poll`.
+        """
+        saving = self._checkpointer.saving_step
+        if saving is not None and saving <= step:
+            self._attempt(lambda: self._checkpointer.finalize(blocking=True), saving)
+        self._back_to = self._checkpointer.store.newest_at(step)
+        return self._back_to is not None
 
     def rewind(self, step: int, plan: Callable[[int], None]) -> Position:
-        """Go back to the newest checkpoint of at most ``step``; later ones are moved aside.
+        """Go back to the checkpoint that ``can_rewind(step)`` found; later ones are moved aside.
 
         Args:
             step: newest step wanted.
             plan: told the step of that checkpoint, after the move and before anything is loaded.
 
         Raises:
-            CheckpointError: there is none, or none of them is good.
+            CheckpointError: it is not good any more, and none before it is.
         """
-        self._checkpointer.abandon_after(step)
-        back_to = self._checkpointer.store.newest_at(step)
-        assert back_to is not None
+        back_to = self._back_to
+        assert back_to is not None and back_to <= step
+        self._checkpointer.abandon_after(back_to)
         plan(back_to)
         progress = self._checkpointer.reload()
         self._saved, self._failures = progress.step, 0

@@ -463,3 +463,13 @@ class TestRanks:
         shard.write_bytes(shard.read_bytes().swapcase())
         found = on_ranks(3, lambda ranks: CheckpointStore(tmp_path, collective=ranks).find())
         assert [f.manifest.step for f in found] == [1, 1, 1]
+
+    def test_what_a_rewind_goes_to_is_good_on_all_ranks(self, tmp_path: Path) -> None:
+        on_ranks(2, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 1))
+        on_ranks(2, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 2))
+        for step, good in ((2, 1), (1, None)):
+            shard = tmp_path / f"step_{step:08d}.attempt-1" / "__1_0.distcp"
+            shard.write_bytes(shard.read_bytes().swapcase())
+            found = on_ranks(2, lambda r: CheckpointStore(tmp_path, collective=r).newest_at(2))
+            assert found == [good, good]
+        assert len(complete(tmp_path)) == 2 and aside(tmp_path) == []

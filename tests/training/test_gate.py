@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from megatron_cpu import VOCAB, layout, single_rank, tiny_run
 
 from megatron_patch.faults.config import FaultsConfig, SpikeConfig
-from megatron_patch.faults.spike import SpikePolicy, UpdateDropped
+from megatron_patch.faults.spike import RewindWanted, SpikePolicy, UpdateDropped
 from megatron_patch.model.build import build_model
 from megatron_patch.model.config import MoEConfig
+from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.training import finite
 from megatron_patch.training.finite import NonFiniteError, StepGuard
 from megatron_patch.training.gate import gate_of
@@ -170,23 +171,29 @@ def test_a_host_that_reads_first_makes_the_same_update(rank: None) -> None:
     assert same(one.state(), other.state())
 
 
-@pytest.mark.parametrize("action", ["record", "skip"])
-def test_a_spike_is_dropped_before_its_update(rank: None, tmp_path: Path, action: Any) -> None:
-    """A rule that may drop the update is asked first, one that only records later."""
-    run = Trained()
+def watched(run: Trained, action: Any, folder: Path, say: Callable[[str], None]) -> SpikePolicy:
+    """The rule about spikes, with five calm steps behind it."""
     spikes = FaultsConfig(spike=SpikeConfig(action=action, min_history=4, window=8))
     session = SimpleNamespace(
         run=SimpleNamespace(faults=spikes), guard=run.guard, chunks=[], layout=layout()
     )
-    said: list[str] = []
     policy = SpikePolicy(
         session,  # type: ignore[arg-type]
         SimpleNamespace(samples=lambda split, batch: []),  # type: ignore[arg-type]
-        SimpleNamespace(say=said.append),  # type: ignore[arg-type]
-        tmp_path,
+        SimpleNamespace(say=say),  # type: ignore[arg-type]
+        folder,
     )
     for _ in range(5):
         run.step()
+    return policy
+
+
+@pytest.mark.parametrize("action", ["record", "skip"])
+def test_a_spike_is_dropped_before_its_update(rank: None, tmp_path: Path, action: Any) -> None:
+    """A rule that may drop the update is asked first, one that only records later."""
+    run = Trained()
+    said: list[str] = []
+    policy = watched(run, action, tmp_path, said.append)
     before = run.state()
     if action == "skip":
         with pytest.raises(UpdateDropped):
@@ -195,6 +202,24 @@ def test_a_spike_is_dropped_before_its_update(rank: None, tmp_path: Path, action
         run.step(0.1)
     assert policy.found == 1 and len(said) == 1
     assert same(run.state(), before) == (action == "skip")
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_looking_for_a_good_checkpoint_is_a_pause(rank: None, tmp_path: Path, good: bool) -> None:
+    """It is hashed; the limit of a step's phases would call that a hang."""
+    run = Trained()
+    policy = watched(run, "rewind", tmp_path, lambda line: None)
+    phases: list[str] = []
+
+    def look(oldest: int) -> bool:
+        phases.append(PULSE.now.phase)
+        return good
+
+    policy.can_rewind = look
+    PULSE.enter("optimizer")
+    with pytest.raises(RewindWanted if good else UpdateDropped):
+        run.step(0.1)
+    assert phases == ["save"] and PULSE.now.phase == "optimizer"
 
 
 def test_a_step_that_was_given_up_is_not_read_later(rank: None) -> None:

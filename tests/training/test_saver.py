@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from run_config import run_config
 
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.checkpoint.store import CheckpointStore
 from megatron_patch.training.saver import MAX_FAILURES, Position, Saver
 
 
@@ -18,6 +23,10 @@ class Disk:
         self.saved: list[int] = []
         self._step = 0
         self.store = self
+
+    @property
+    def saving_step(self) -> int | None:
+        return self._step if self.saving else None
 
     def newest_at(self, step: int) -> int | None:
         return max((saved for saved in self.saved if saved <= step), default=None)
@@ -103,14 +112,71 @@ def test_the_last_save_must_succeed() -> None:
         saver.save_last(Position(5))
 
 
-def test_a_background_save_that_is_ready_is_something_to_go_back_to() -> None:
-    """The only checkpoint there is may be written in full and not be committed yet."""
-    saver, disk, _ = make(background=True)
+def test_a_background_save_that_is_old_enough_is_something_to_go_back_to() -> None:
+    """It is waited for; a later one would be given up, so it is not committed for it."""
+    saver, disk, said = make(background=True)
     saver.save(Position(5))
-    assert disk.saving and not disk.saved
-    assert not saver.can_rewind(4) and disk.saved == [5]
+    assert not saver.can_rewind(4) and disk.saving and not disk.saved
+    assert saver.can_rewind(5) and disk.saved == [5]
+    disk.full = True
     saver.save(Position(6))
-    assert saver.can_rewind(6) and disk.saved == [5, 6]
+    assert saver.can_rewind(6) and disk.saved == [5] and "no space left" in said[0]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Saver, Path]:
+    """Checkpoints of steps 2, 4 and 8."""
+    store = CheckpointStore(tmp_path, keep_last=None)
+    for step in (2, 4, 8):
+        save(store, step)
+
+    def reload() -> Progress:
+        found = store.find()
+        assert found is not None
+        return Progress(step=found.manifest.step)
+
+    checkpointer = SimpleNamespace(
+        store=store,
+        saving=False,
+        saving_step=None,
+        abandon_after=store.abandon_after,
+        reload=reload,
+    )
+    return Saver(checkpointer, Said()), tmp_path  # type: ignore[arg-type]
+
+
+def damage(root: Path, step: int) -> None:
+    shard = root / f"step_{step:08d}.attempt-1" / "shard"
+    shard.write_bytes(shard.read_bytes().swapcase())
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    attempt = store.begin(step)
+    (attempt.path / "shard").write_bytes(b"some weights")
+    store.commit(attempt, store.hash_files(attempt, ["shard"]), {})
+
+
+def test_nothing_is_given_up_for_a_damaged_checkpoint(stored: tuple[Saver, Path]) -> None:
+    """The newest is good, and the next start must find it."""
+    saver, root = stored
+    before = sorted(os.listdir(root))
+    damage(root, 2)
+    damage(root, 4)
+    assert not saver.can_rewind(6)
+    assert sorted(os.listdir(root)) == before
+    assert (root / "latest").read_text() == "step_00000008.attempt-1\n"
+
+
+def test_a_rewind_passes_over_a_damaged_checkpoint(stored: tuple[Saver, Path]) -> None:
+    """The batches that are left out are counted from where it really goes."""
+    saver, root = stored
+    damage(root, 4)
+    told: list[int] = []
+    assert saver.can_rewind(6)
+    assert saver.rewind(6, told.append).step == 2 and told == [2]
+    assert (root / "latest").read_text() == "step_00000002.attempt-1\n"
+    aside = sorted(name.split(".2")[0] for name in os.listdir(root / "aside"))
+    assert aside == ["step_00000004.attempt-1.abandoned", "step_00000008.attempt-1.abandoned"]
 
 
 def test_position_survives_a_checkpoint() -> None:
