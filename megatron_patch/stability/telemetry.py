@@ -320,6 +320,14 @@ class Stability:
         """
         self.flush(step + 1)
 
+    def leave(self, back_to: int | None) -> None:
+        """The run goes back to step ``back_to``: take in what is on its way of a step that stays.
+
+        No later step would: the one it was measured in is not repeated.
+        """
+        if self._pending is not None and back_to is not None and self._pending.step <= back_to:
+            self.last(self._pending.step)
+
     def flush(self, now: int) -> None:
         """Take in the record on its way, if there is one, after step ``now``; on all ranks."""
         pending, self._pending = self._pending, None

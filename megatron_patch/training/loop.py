@@ -288,6 +288,7 @@ class _Training:
     def _rewind(self, spike: Spike) -> None:
         """Back to the last checkpoint before the spike; the batches in between are left out."""
         PULSE.enter("save")
+        self.stability.leave(self.saver.back_to)
         self._close_batches()
         self.stability.close()
         switched_at = self.stability.switched_at  # numerics that were exchanged stay exchanged

@@ -51,8 +51,9 @@ class Saver:
     def __init__(self, checkpointer: Checkpointer, monitor: Monitor) -> None:
         self._checkpointer, self._monitor = checkpointer, monitor
         self._saved: int | None = None
-        self._back_to: int | None = None
         self._failures = 0
+        self.back_to: int | None = None
+        """Where `rewind` goes: what `can_rewind` found last."""
 
     def load(self) -> Position | None:
         """Resume from the newest good checkpoint, or ``load_from``; None for a fresh start."""
@@ -79,8 +80,8 @@ class Saver:
         saving = self._checkpointer.saving_step
         if saving is not None and saving <= step:
             self._attempt(lambda: self._checkpointer.finalize(blocking=True), saving)
-        self._back_to = self._checkpointer.store.newest_at(step)
-        return self._back_to is not None
+        self.back_to = self._checkpointer.store.newest_at(step)
+        return self.back_to is not None
 
     def rewind(self, step: int, plan: Callable[[int], None]) -> Position:
         """Go back to the checkpoint that ``can_rewind(step)`` found; later ones are moved aside.
@@ -92,7 +93,7 @@ class Saver:
         Raises:
             CheckpointError: it is not good any more, and none before it is.
         """
-        back_to = self._back_to
+        back_to = self.back_to
         assert back_to is not None and back_to <= step
         self._checkpointer.abandon_after(back_to)
         plan(back_to)

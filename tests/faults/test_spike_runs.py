@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from training_ranks import figures, metrics, run_ranks
 
+from megatron_patch.stability import record
+
 pytestmark = pytest.mark.multiprocess
 
 WATCH = (
@@ -41,7 +43,7 @@ def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         listed = folder / "runs" / name / "skipped_batches.json"
         listed.parent.mkdir(parents=True)
         listed.write_text(json.dumps(SKIPPED))
-    stop = "training.exit_at_step"
+    stop, records = "training.exit_at_step", "stability.interval=1"
     plan = {
         "record": run("record", "record", spike=SPIKE),
         "skip": run("skip", "skip", spike=SPIKE),
@@ -51,7 +53,8 @@ def two(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "same list": run("listed", "rewind"),
         "stopped after": run("rewind_broken", "rewind", f"{stop}=10", spike=SPIKE),
         "resumed after": run("rewind_broken", "rewind"),
-        "narrow": run("narrow", "rewind", "faults.spike.rewind_skip=1", spike=SPIKE),
+        "narrow": run("narrow", "rewind", "faults.spike.rewind_skip=1", records, spike=SPIKE),
+        "at once": run("at_once", "rewind", records, spike=SPIKE | {"step": 7}),
         "margin": run("margin", "rewind", "faults.spike.rewind_margin=3", spike=SPIKE),
         "off stopped": run("off", "rewind", *OFF_INTERVAL, f"{stop}=7"),
         "off resumed": run("off", "rewind", *OFF_INTERVAL, spike=SPIKE),
@@ -138,6 +141,14 @@ def test_a_rewind_moves_aside_and_deletes_nothing(two: Any, folder: Path) -> Non
     aside = folder / "runs" / "margin" / "checkpoints" / "aside"
     (moved,) = aside.iterdir()
     assert moved.name.startswith("step_00000006.attempt-1.abandoned.")
+
+
+@pytest.mark.parametrize("name", ["at_once", "narrow"])
+def test_a_rewind_loses_no_record_of_a_step_that_stays(two: Any, folder: Path, name: str) -> None:
+    """The record of step 6 is still on its way when step 7 spikes; that of 7 is not kept for 8."""
+    log = (folder / "runs" / name / "train.log").read_text()
+    assert "going back to step 6;" in log
+    assert record.read(folder / "runs" / name).steps.tolist() == list(range(1, 13))
 
 
 def test_margin_and_width_choose_the_window(two: Any, folder: Path) -> None:
