@@ -141,11 +141,16 @@ class Telemetry:
 
     @property
     def switched_at(self) -> int | None:
-        """The step after which the guard exchanged the numerics, as the last record has it."""
-        switched = self.scalars.get("switched")  # earlier versions did not write it
-        if switched is None or not len(switched) or not switched[-1] > 0:
+        """The step after which the guard exchanged the numerics, as the last record has it.
+
+        Before the first record of a run that continues another one: as that one's last has it.
+        """
+        names = self.meta["scalars"]
+        records = self.records if len(self.records) or self.before is None else self.before
+        if "switched" not in names or not len(records):  # earlier versions did not write it
             return None
-        return int(switched[-1])
+        switched = records[-1]["scalars"][names.index("switched")]
+        return int(switched) if switched > 0 else None
 
     @property
     def rule(self) -> Rule:

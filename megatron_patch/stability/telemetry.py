@@ -141,29 +141,31 @@ class Stability:
     # ------------------------------------------------------------------ start
 
     def start(self, step: int, *, switched_at: int) -> None:
-        """Go on after ``step``: records, history, and a switch the checkpoint tells of. Collective.
+        """Go on after ``step``: records, history, and a switch they or the checkpoint tell of.
+
+        Collective.
 
         Raises:
             BackendError: the switch cannot be repeated in this configuration.
         """
         self.switched_at = switched_at
-        if switched_at > step:
-            self._switch_due = True  # decided when the run stopped, one step ahead: see `last`
-        elif switched_at:
+        if self.options.enabled:
+            found: list[Any] = [None]
+            if self.layout.print_rank:
+                history = self._open(step)  # and `switched_at`, for the other ranks as well
+                found = [(history, self.switched_at, triggers_in(self.run_dir / "captures"))]
+            torch.distributed.broadcast_object_list(found, src=0)
+            self.history, self.switched_at, self._triggered = found[0]
+        if self.switched_at > step:
+            self._switch_due = True  # decided at the record of this step, one ahead: see `last`
+        elif self.switched_at:
             self._switch_again()
-        if not self.options.enabled:
-            return
-        found: list[Any] = [None]
-        if self.layout.print_rank:
-            found = [(self._open(step), triggers_in(self.run_dir / "captures"))]
-        torch.distributed.broadcast_object_list(found, src=0)
-        self.history, self._triggered = found[0]
 
     def _switch_again(self) -> None:
-        """What the guard did before the checkpoint; another guard setting is the user's wish."""
+        """What the guard did before the resume; another guard setting is the user's wish."""
         if self.options.guard == "switch":
             guard.switch(self.observer.sites)
-            how = "stabilizer compensated since then, as the checkpoint says"
+            how = "stabilizer compensated since then"
         else:
             how = f"stability.guard is {self.options.guard} now: attention is as configured"
         self.monitor.say(f"stability guard: it switched after step {self.switched_at:,}; {how}")
@@ -186,6 +188,10 @@ class Stability:
         found = record.read(self.run_dir)
         if step and not len(found.records) and self._look_back(step):
             found = record.read(self.run_dir)
+        told = found.switched_at or 0
+        if told > step and not self.switched_at:
+            # A checkpoint of the very step whose record made the guard switch, one step later.
+            self.switched_at = told
         # What lies further back the rule does not look at, and weeks of it are gigabytes.
         after = max(self.switched_at, step - self._reach)
         history = found.since(after).history(self.rule, after=after)
