@@ -1,9 +1,18 @@
-"""What the verdict may do to the run: exchange the attention numerics, or save and stop."""
+"""What the verdict may do to the run: exchange the attention numerics, or save and stop.
+
+Checkpoints tell of a switch. One that a rewind goes back to may be from before it: from then on
+``<run_dir>/switched.json`` tells of the switch as well, ``{"switched_at": 40}``.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.runtime.files import write_whole
 
 if TYPE_CHECKING:
     # It imports Megatron-Core, which must come after `runtime.cpu_mode`.
@@ -42,3 +51,46 @@ def switch(sites: Sequence[Site]) -> int:
         module.use(name, **options, **kept)
         changed += 1
     return changed
+
+
+FILE = "switched.json"
+
+
+def remember(run_dir: Path, switched_at: int) -> None:
+    """Replace the file: the switch is in force after this step."""
+    write_whole(run_dir / FILE, json.dumps({"switched_at": switched_at}) + "\n")
+
+
+def recall(run_dir: Path) -> int:
+    """The step that the file of a run tells of; 0 where it has none.
+
+    Raises:
+        ConfigError: the file is not what this program writes.
+    """
+    file = run_dir / FILE
+    if not file.exists():
+        return 0
+    try:
+        found = json.loads(file.read_text())
+        step = found["switched_at"] if type(found) is dict and len(found) == 1 else None
+        if type(step) is not int or step < 1:
+            raise ValueError(f"expected switched_at, a step, found {found!r:.80}")
+    except (ValueError, KeyError) as error:
+        why = (
+            f"{file}: {error}; it decides which numerics a run goes on with after a rewind: put "
+            'the right one back, e.g. {"switched_at": 40}, or delete it and the newest '
+            "checkpoint decides"
+        )
+        raise ConfigError([Problem("run_dir", why)]) from None
+    return int(step)
+
+
+def in_force_from(saved: int, told: int, *, step: int) -> int:
+    """The step after which a run switched that goes on after ``step``; 0: it did not.
+
+    Args:
+        saved: what its checkpoint says.
+        told: what the file says. The run may go on from an older checkpoint than the rewind did,
+            because that one was damaged; exchanged numerics stay exchanged there, too.
+    """
+    return min((at for at in (saved, min(told, step)) if at), default=0)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from megatron_patch.config.problem import ConfigError
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, worst
 from megatron_patch.stability.config import layers_of
@@ -141,14 +142,23 @@ class Stability:
     # ------------------------------------------------------------------ start
 
     def start(self, step: int, *, switched_at: int) -> None:
-        """Go on after ``step``: records, history, and a switch they or the checkpoint tell of.
+        """Go on after ``step``: records, history, and a switch that the run has made. Collective.
 
-        Collective.
+        Args:
+            step: steps done.
+            switched_at: what the checkpoint says; files in the run directory may say more.
 
         Raises:
             BackendError: the switch cannot be repeated in this configuration.
+            ConfigError: switched.json is damaged.
         """
-        self.switched_at = switched_at
+        told = self._told(step)
+        self.switched_at = guard.in_force_from(switched_at, told, step=step)
+        if self.switched_at and not switched_at:
+            self.monitor.say(
+                f"stability guard: step {step:,} was saved before the switch that "
+                f"{guard.FILE} tells of (a start without that file goes on as the checkpoint says)"
+            )
         if self.options.enabled:
             found: list[Any] = [None]
             if self.layout.print_rank:
@@ -160,6 +170,34 @@ class Stability:
             self._switch_due = True  # decided at the record of this step, one ahead: see `last`
         elif self.switched_at:
             self._switch_again()
+
+    def _told(self, step: int) -> int:
+        """What switched.json says, on all ranks."""
+        found: list[Any] = [0, None]
+        if self.layout.print_rank:
+            try:
+                found[0] = guard.recall(self.run_dir)
+                if found[0] and not step:
+                    # Begun anew on purpose: a run that misses its checkpoints is refused.
+                    (self.run_dir / guard.FILE).unlink()
+                    self.monitor.say(
+                        f"stability guard: begins anew at step 0, without {guard.FILE}"
+                    )
+            except ConfigError as error:
+                found[1] = error
+        torch.distributed.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            raise found[1]
+        return int(found[0])
+
+    def remember_switch(self, back_to: int) -> None:
+        """Before a rewind: file first, so that a crash cannot forget that the guard switched.
+
+        From ``back_to`` on it is in force: numerics that were exchanged stay exchanged. Local; what
+        follows is to be collective.
+        """
+        if self.switched_at and self.layout.print_rank:
+            guard.remember(self.run_dir, min(self.switched_at, max(1, back_to)))
 
     def _switch_again(self) -> None:
         """What the guard did before the resume; another guard setting is the user's wish."""

@@ -236,9 +236,14 @@ class _Training:
                 f"resuming after step {position.step:,} ({position.consumed_tokens:,} tokens)"
             )
         self.faults.resume(self.saver.extra)
-        self.stability.start(self.position.step, switched_at=self.position.switched_at)
+        self._start_stability()
         startup.keep_optimizer_kernel(self.session)
         startup.check_data_identity(self.run, self.layout, self.loaders, step=self.position.step)
+
+    def _start_stability(self) -> None:
+        """Telemetry and guard go on after the step the run is at. Collective."""
+        self.stability.start(self.position.step, switched_at=self.position.switched_at)
+        self.position.switched_at = self.stability.switched_at
 
     def _steps(self) -> str | None:
         """Train until the end (None) or a reason to stop."""
@@ -291,11 +296,14 @@ class _Training:
         self.stability.leave(self.saver.back_to)
         self._close_batches()
         self.stability.close()
-        switched_at = self.stability.switched_at  # numerics that were exchanged stay exchanged
+
+        def plan(back_to: int) -> None:
+            self.stability.remember_switch(back_to)
+            self.faults.plan_rewind(spike, back_to=back_to)
+
         with parameters_in_place(self.session):
             self.position = self.saver.rewind(
-                spike.step - 1 - self.run.faults.spike.rewind_margin,
-                lambda step: self.faults.plan_rewind(spike, back_to=step),
+                spike.step - 1 - self.run.faults.spike.rewind_margin, plan
             )
         startup.keep_optimizer_kernel(self.session)
         self.faults.rewound(self.saver.extra)
@@ -304,9 +312,7 @@ class _Training:
         self.stability = self.session.stability = startup.watch_stability(
             self.session, self.monitor
         )
-        at = max(self.position.switched_at, switched_at)
-        self.position.switched_at = min(at, max(1, self.position.step))  # in force from here on
-        self.stability.start(self.position.step, switched_at=self.position.switched_at)
+        self._start_stability()
         self.recorder.restart()
         self._batches = self._read()
 
