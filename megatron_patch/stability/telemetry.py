@@ -29,6 +29,7 @@ from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import COMPENSATED, LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
+from megatron_patch.stability.series import Series
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
 from megatron_patch.stability.weights import SpectralNorms
@@ -120,13 +121,7 @@ class Stability:
             chunks, roots, decoder_layers=decoder, layers=layers, device=layout.device
         )
         self.weights = [SpectralNorms(site) for site in self.observer.sites]
-        # [n, 3]: sum of token losses, tokens, gradient norm.
-        self._series = torch.zeros(
-            self.options.interval, 3, dtype=torch.float64, device=layout.device
-        )
-        self._norms: list[float] = []
-        """Gradient norms of the steps since the last record: they are on the host already, and a
-        copy of a single one to the device would wait for the update."""
+        self.series = Series(self.options.interval, layout)
         self._observing = False
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
@@ -141,12 +136,13 @@ class Stability:
 
     # ------------------------------------------------------------------ start
 
-    def start(self, step: int, *, switched_at: int) -> None:
+    def start(self, step: int, *, switched_at: int, saved: dict[str, Any] | None = None) -> None:
         """Go on after ``step``: records, history, and a switch that the run has made. Collective.
 
         Args:
             step: steps done.
             switched_at: what the checkpoint says; files in the run directory may say more.
+            saved: what `state` said at that checkpoint; None: nothing is known of it.
 
         Raises:
             BackendError: the switch cannot be repeated in this configuration.
@@ -160,6 +156,7 @@ class Stability:
                 f"{guard.FILE} tells of (a start without that file goes on as the checkpoint says)"
             )
         if self.options.enabled:
+            self.series.restore(saved, step)
             found: list[Any] = [None]
             if self.layout.print_rank:
                 history = self._open(step)  # and `switched_at`, for the other ranks as well
@@ -303,17 +300,11 @@ class Stability:
             self._switch_again()
         if not self.options.enabled:
             return
-        self._note(result)
+        self.series.note(result)
         self.flush(step)
         if self._observing:
             self._send(step, result.lr)
         self._observing = False
-
-    def _note(self, result: StepResult) -> None:
-        """Loss of one step, into the device buffer, and its gradient norm."""
-        if result.report is not None and self.layout.reports_loss:
-            self._series[len(self._norms), :2] = result.report.double()
-        self._norms.append(result.grad_norm)
 
     def _send(self, step: int, lr: float) -> None:
         """Reduce over all ranks and start the copy to the host."""
@@ -325,15 +316,8 @@ class Stability:
                 first = self.heads.first_head
                 heads = slice(first, first + found[0].numel())
                 maxima[1, norms.site.layer, heads], maxima[2, norms.site.layer, heads] = found
-        noted, self._norms = self._norms, []
-        n = len(noted)
-        if self.layout.rank == 0:
-            known = torch.tensor(noted, dtype=torch.float64)
-            self._series[:n, 2] = known.to(self.layout.device, non_blocking=True)
-        total = torch.cat(
-            [self.heads.sums.flatten(), self.norms.squares, self._series[:n].flatten()]
-        )
-        self._series.zero_()
+        series = self.series.take()
+        total = torch.cat([self.heads.sums.flatten(), self.norms.squares, series.flatten()])
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         event = None
@@ -341,7 +325,7 @@ class Stability:
             total, maxima = self._to_host(0, total), self._to_host(1, maxima)
             event = torch.cuda.Event()
             event.record()
-        self._pending = _Pending(step, n, lr, total, maxima, event)
+        self._pending = _Pending(step, len(series), lr, total, maxima, event)
 
     def _to_host(self, slot: int, x: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory that arrives later; it is read before the slot's next one.
@@ -354,6 +338,16 @@ class Stability:
         host = kept[: x.numel()].view(x.shape)
         host.copy_(x, non_blocking=True)
         return host
+
+    # ------------------------------------------------------------------- save
+
+    def before_save(self) -> None:
+        """Make `state` that of this step. Collective."""
+        self.series.settle()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, beside the switch: plain data."""
+        return self.series.state()
 
     # ------------------------------------------------------------------- read
 

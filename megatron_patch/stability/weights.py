@@ -24,7 +24,8 @@ from megatron_patch.stability.observe import Site
 
 FIRST, LATER = 32, 2
 """Iterations at the first observation of an attempt and at later ones. No checkpoint has the
-vectors: the first must come near what an uninterrupted run has by then, or the rule sees growth."""
+vectors: the first must come near what an uninterrupted run has by then, or the rule sees growth.
+An alarm of head growth may still come at another record than without the resume."""
 Rows = tuple[int, int]
 """First row and the one after the last."""
 

@@ -158,7 +158,7 @@ class _Training:
         checkpointer = Checkpointer(
             run, layout, s.chunks, s.optimizer, s.schedule, config_text=loaded.dump_yaml(),
             run_dir=run_directory(run), foreign=partial(another_run, loaded=loaded),
-            extra=self.faults.state,
+            extra=lambda: self.faults.state() | {"stability": self.stability.state()},
         )  # fmt: skip
         startup.check_host_memory(checkpointer, monitor)
         self.saver = Saver(checkpointer, monitor)
@@ -242,7 +242,11 @@ class _Training:
 
     def _start_stability(self) -> None:
         """Telemetry and guard go on after the step the run is at. Collective."""
-        self.stability.start(self.position.step, switched_at=self.position.switched_at)
+        self.stability.start(
+            self.position.step,
+            switched_at=self.position.switched_at,
+            saved=self.saver.extra.get("stability"),
+        )
         self.position.switched_at = self.stability.switched_at
 
     def _steps(self) -> str | None:
@@ -261,6 +265,7 @@ class _Training:
                 except RewindWanted as wanted:
                     self._rewind(wanted.spike)
             self.stability.last(self.position.step)
+            self.stability.before_save()
             self.position.switched_at = self.stability.switched_at
         finally:
             self._close_batches()
@@ -374,4 +379,5 @@ class _Training:
             return
         self._check_directory()
         with self.recorder.away(), parameters_in_place(self.session):
+            self.stability.before_save()
             self.saver.save(self.position)

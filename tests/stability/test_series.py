@@ -1,0 +1,89 @@
+"""A record after a resume is of the same steps as that of a run that nothing stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_ranks
+from training_ranks import figures
+
+from megatron_patch.stability import record
+from megatron_patch.stability.series import Series
+
+WATCH = ["stability.interval=3", "training.train_steps=6", "training.deterministic=true"]
+STOP, SAVE = "training.exit_at_step=2", "checkpoint.interval=5"
+NAN = {"step": 6, "rank": None, "parameter": "decoder.final_layernorm.weight"}
+PIPE = "parallel.pipeline_model_parallel_size=2"
+
+
+def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    return {"set": [f"name={name}", *WATCH, *keys], **more}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Two ranks: unbroken, and stopped in order after step 2, by an error after step 5."""
+    folder = tmp_path_factory.mktemp("series")
+    plan = [
+        run("unbroken"),
+        run("broken", STOP),
+        run("broken", SAVE, nan=NAN),
+        run("broken", SAVE),
+        run("pipe", PIPE),
+        run("pipe_broken", PIPE, STOP),
+        run("pipe_broken", PIPE),
+    ]
+    results = training_ranks.run_ranks(folder, corpus, 2, plan)
+    assert [rank["code"] for result in results for rank in result] == [0] * 4 + [3] * 2 + [0] * 8
+    return folder / "runs"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "other"), [("unbroken", "broken"), ("pipe", "pipe_broken")])
+def test_a_stop_between_two_records_changes_neither(runs: Path, name: str, other: str) -> None:
+    assert figures(runs / name) == figures(runs / other)
+    one, two = record.read(runs / name), record.read(runs / other)
+    assert one.steps.tolist() == two.steps.tolist() == [3, 6]
+    for key, values in one.scalars.items():
+        np.testing.assert_array_equal(values, two.scalars[key], err_msg=key)
+
+
+def series(interval: int, rank: int = 0) -> Series:
+    layout: Any = SimpleNamespace(rank=rank, reports_loss=True, device=torch.device("cpu"))
+    return Series(interval, layout)
+
+
+def note(one: Series, loss: float) -> None:
+    result: Any = SimpleNamespace(report=torch.tensor([loss, 2.0]), grad_norm=loss + 0.5)
+    one.note(result)
+
+
+@pytest.mark.parametrize(
+    ("interval", "kept"), [(10, [6.0, 7.0, 8.0]), (50, [6.0, 7.0, 8.0]), (3, [7.0, 8.0]), (4, [])]
+)
+def test_another_interval_keeps_the_steps_of_its_next_record(
+    interval: int, kept: list[float]
+) -> None:
+    saved = {"losses": [[6.0, 2.0], [7.0, 2.0], [8.0, 2.0]], "grad_norms": [6.5, 7.5, 8.5]}
+    for rank in (0, 1):
+        one = series(interval, rank)
+        one.restore(saved, step=8)
+        note(one, 9.0)
+        losses, tokens, norms = one.take().T.tolist()
+        # The first rank has the sums of all, and the norms are its alone.
+        first = [2.0] * len(kept) if rank == 0 else [0.0] * len(kept)
+        assert losses == [*(kept if rank == 0 else first), 9.0] and tokens == [*first, 2.0]
+        assert norms == ([loss + 0.5 for loss in (*kept, 9.0)] if rank == 0 else [0.0] * len(norms))
+        assert len(one.take()) == 0
+
+
+def test_checkpoints_of_earlier_versions_have_nothing_to_restore() -> None:
+    one = series(10)
+    one.restore(None, step=8)
+    note(one, 9.0)
+    assert one.take().tolist() == [[9.0, 2.0, 9.5]]
