@@ -35,7 +35,10 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
     from megatron_patch.report import page
+    from megatron_patch.runtime.files import is_standard_output
 
     folder = Path(args.run_dir)
-    print(page.write(folder, Path(args.out) if args.out else folder / "report.html"))
+    out = page.write(folder, Path(args.out) if args.out else folder / "report.html")
+    if not is_standard_output(out):  # its name would follow the page
+        print(out)
     return 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megatron_patch.data.errors import DataError
-from megatron_patch.runtime.files import write_whole
+from megatron_patch.runtime.files import write_named
 
 if TYPE_CHECKING:
     from megatron_patch.data.config import TokenizerConfig
@@ -249,7 +249,7 @@ def train_bpe(
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
     native.train_from_iterator(texts, trainer=trainer)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, native.to_str(pretty=False))
+    write_named(target, native.to_str(pretty=False))
     return target
 
 

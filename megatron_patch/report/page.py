@@ -12,7 +12,7 @@ from megatron_patch.report.collect import ReportError, RunFacts, collect
 from megatron_patch.report.markup import Child, Markup, table, tag
 from megatron_patch.report.style import STYLE
 from megatron_patch.report.verdicts import answers
-from megatron_patch.runtime.files import write_whole
+from megatron_patch.runtime.files import write_named
 
 # Nothing may be fetched or run, whatever got into the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -52,7 +52,7 @@ def write(run_dir: Path, out: Path) -> Path:
     text = render(collect(run_dir))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, text)
+        write_named(out, text)
     except OSError as error:
         raise ReportError(
             f"{out}: cannot be written ({error.strerror or error}); name an HTML file in a "

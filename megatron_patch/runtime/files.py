@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -50,6 +52,43 @@ def write_whole(
     data = content.encode() if isinstance(content, str) else content
     with replacing(path, "wb", durable=durable, draft=draft) as out:
         out.write(data)
+
+
+def write_named(path: Path, content: str | bytes) -> None:
+    """Write a file whose name a person gave: as `write_whole`, but never in place of another kind.
+
+    A link stays and what it points to is written. A character device or a FIFO is written into, as
+    is whatever standard output goes to, under any of its names.
+
+    Raises:
+        OSError: it is a directory, a block device or a socket; or it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if is_standard_output(path):
+        sys.stdout.flush()
+        with open(1, "wb", closefd=False) as out:
+            out.write(data)
+        return
+    mode = stat.S_IFREG
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        write_whole(Path(os.path.realpath(path)), data)
+    elif stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+        with open(os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), "wb") as out:
+            out.write(data)
+    else:
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        reason = "is a directory" if stat.S_ISDIR(mode) else "is a block device or a socket"
+        raise OSError(code, reason, os.fspath(path))
+
+
+def is_standard_output(path: Path) -> bool:
+    """Whether ``path`` is where this process's standard output goes."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(1))
+    except OSError:  # not there yet, or no standard output
+        return False
 
 
 def sync_directory(path: Path) -> None:

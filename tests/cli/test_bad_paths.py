@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +70,67 @@ def test_report_out(place: Path, capsys: pytest.CaptureFixture[str], out: str) -
     line = refusal(["report", "run", "--out", out], capsys)
     assert f"{out}: " in line and "name an HTML file" in line
     assert not list(Path().glob("*.tmp"))
+
+
+def test_report_into_a_fifo(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reads gets the page, and the FIFO stays; `/dev/null` is the same case."""
+    os.mkfifo("pipe")
+    command = [sys.executable, "-c", "print(len(open('pipe').read()))"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        try:
+            assert app.run(["report", "run", "-o", "pipe"]) == 0
+            assert stat.S_ISFIFO(os.stat("pipe").st_mode)
+            assert int(reader.communicate(timeout=60)[0]) > 1000
+        finally:
+            reader.kill()
+
+
+@pytest.mark.parametrize("minor", [3, 7])
+def test_report_into_a_device(place: Path, capsys: pytest.CaptureFixture[str], minor: int) -> None:
+    """A null device takes the page, a full one refuses it; both stay what they are."""
+    try:
+        os.mknod("node", stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        Path("node").open("wb").close()
+    except PermissionError:
+        pytest.skip("only root may make device nodes, and not on every file system")
+    if minor == 3:
+        assert app.run(["report", "run", "-o", "node"]) == 0
+    else:
+        line = refusal(["report", "run", "-o", "node"], capsys)
+        assert "node: cannot be written (No space left on device)" in line
+    assert stat.S_ISCHR(os.stat("node").st_mode)
+
+
+def test_report_over_a_socket(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        line = refusal(["report", "run", "-o", "socket"], capsys)
+    assert "socket: cannot be written (is a block device or a socket)" in line
+    assert stat.S_ISSOCK(os.stat("socket").st_mode)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_report_through_a_link(
+    place: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    Path("link").symlink_to("folder/page.html")
+    if there:
+        Path("folder/page.html").write_text("old")
+    assert app.run(["report", "run", "-o", "link"]) == 0
+    assert Path("link").is_symlink()
+    assert Path("folder/page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_report_to_standard_output(place: Path, mode: str) -> None:
+    """The page and nothing else, behind what was there."""
+    Path("log").write_text("kept\n")
+    command = [sys.executable, "-m", "megatron_patch", "report", "run", "-o", "/proc/self/fd/1"]
+    with Path("log").open(mode) as out:
+        assert subprocess.run(command, stdout=out, check=False, timeout=120).returncode == 0
+    text = Path("log").read_text()
+    assert text.startswith("kept\n<!DOCTYPE" if mode == "a" else "<!DOCTYPE")
+    assert text.endswith("</html>\n")
 
 
 @pytest.mark.parametrize("run_dir", ["loop", "loop/x"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patch.runtime.files import replacing, sync_directory, write_whole
+from megatron_patch.runtime.files import replacing, sync_directory, write_named, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -54,6 +54,22 @@ def test_a_draft_of_somebody_else_stays(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(PermissionError):
         write_whole(file, "text")
     assert names(tmp_path) == ["facts.json.tmp"]
+
+
+def test_what_a_person_named_keeps_its_kind(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_named(tmp_path / "link", "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    with pytest.raises(OSError, match="is a directory"):
+        write_named(tmp_path / "folder", "text")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert names(tmp_path) == ["folder", "link", "pipe"]
 
 
 def test_content_is_on_disk_before_the_old_one_is_gone(
