@@ -134,11 +134,18 @@ def run_help(args: argparse.Namespace) -> int:
 
 def run_docs(args: argparse.Namespace) -> int:
     """Print or write the reference page."""
-    from megatron_patch.config import docs
+    from megatron_patch.config import ConfigError, docs
+    from megatron_patch.config.problem import Problem
+    from megatron_patch.runtime.files import write_named
 
     page = docs.render_reference()
     if args.write:
-        Path(args.write).write_text(page, encoding="utf-8")
+        try:
+            write_named(Path(args.write), page)
+        except OSError as error:
+            reason = error.strerror or error
+            text = f"{args.write}: cannot be written ({reason}); name a file, e.g. configuration.md"
+            raise ConfigError([Problem("--write", text)]) from None
     else:
         sys.stdout.write(page)
     return 0

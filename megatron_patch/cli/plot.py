@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         output = folder / f"{folder.resolve().name}.png"
     else:
         output = Path("runs.png")
+    if not output.suffix and not output.is_dir():  # matplotlib would write a file beside it
+        raise plot.PlotError(f"{output}: has no ending; name a PNG file, e.g. {output}.png")
     plot.plot_runs(runs, output)
     print(output)
     return 0

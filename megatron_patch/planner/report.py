@@ -269,6 +269,12 @@ def draw(plan: Plan, path: Path) -> None:
     Raises:
         ConfigError: the picture cannot be written.
     """
+    if path.is_dir():
+        text = f"{path} is a directory; name a PNG file, e.g. {path / 'memory.png'}"
+        raise ConfigError([Problem("--plot", text)])
+    if not path.suffix:  # matplotlib would write a file beside it
+        text = f"{path} has no ending; name a PNG file, e.g. {path}.png"
+        raise ConfigError([Problem("--plot", text)])
     import matplotlib
 
     matplotlib.use("Agg")

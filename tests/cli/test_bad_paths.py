@@ -133,6 +133,21 @@ def test_report_to_standard_output(place: Path, mode: str) -> None:
     assert text.endswith("</html>\n")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [["plot", "run", "-o"], ["plan", "--config", "run.yaml", "--gpus-per-node", "1", "--plot"]],
+)
+@pytest.mark.parametrize("out", ["new", "folder"])
+def test_pictures_have_an_ending(
+    place: Path, capsys: pytest.CaptureFixture[str], argv: list[str], out: str
+) -> None:
+    """matplotlib adds one to a name without: a file that nobody named."""
+    before = sorted(place.iterdir())
+    assert app.run([*argv, out]) == 2
+    assert f"e.g. {out}" in capsys.readouterr().err
+    assert sorted(place.iterdir()) == before
+
+
 @pytest.mark.parametrize("run_dir", ["loop", "loop/x"])
 def test_launch_into_a_loop_of_links(
     place: Path, capsys: pytest.CaptureFixture[str], run_dir: str
@@ -180,3 +195,10 @@ def test_experiment_cell(
     argv = ["experiment", "cell", "--config", "run.yaml", *more]
     assert message in refusal([*argv, "--set", "attention.backend=reference"], capsys)
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("out", ["folder", "file/below", "nowhere/page.md", "loop"])
+def test_config_docs_write(place: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    assert app.run(["config", "docs", "--write", out]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"--write: {out}: cannot be written" in line and "name a file" in line
