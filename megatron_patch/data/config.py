@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
 
 
+MAX_WORKERS = 64
+"""Readers of one rank. Each holds two batches, and between reads they share one interpreter lock:
+more of them wait for each other, and a node has as many for each of its ranks."""
+
+
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TokenizerConfig:
     """How text became token ids; its hash must match the datasets' manifests."""
@@ -94,7 +99,8 @@ class DataConfig:
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte of the token files at start, or (huge files) a fixed sample of pages."""
     num_workers: int = 2
-    """Reader threads per rank that prepare batches ahead; 0 reads in the training thread."""
+    """Reader threads per rank that prepare batches ahead, at most 64; 0 reads in the training
+    thread."""
     eod_mask_loss: bool = False
     """No loss at end-of-document tokens, where the next document's first token is predicted."""
     reset_position_ids: bool = False
@@ -107,6 +113,12 @@ class DataConfig:
         yield from self.tokenizer.problems()
         if self.num_workers < 0:
             yield Problem("data.num_workers", f"{self.num_workers} is negative; use 0 or more")
+        elif self.num_workers > MAX_WORKERS:
+            yield Problem(
+                "data.num_workers",
+                f"{self.num_workers}: at most {MAX_WORKERS} threads a rank are of use, more wait "
+                "for each other; 2 to 8 read ahead of almost any step",
+            )
         if self.seed is not None and self.seed < 0:
             yield Problem("data.seed", f"{self.seed} is negative; use 0 or more")
         if self.tokenizer.kind == "none" and self.tokenizer.eod_id is None:

@@ -45,10 +45,18 @@ class Reader(Iterator[Batch]):
             self._pool = ThreadPoolExecutor(workers, name, start_thread)
 
     def ahead(self) -> None:
-        """Begin as many batches as are read ahead, two a thread. Does not wait."""
-        while self._pool is not None and len(self._pending) < 2 * self._workers:
-            self._pending.append(self._pool.submit(self._read, self._at))
-            self._at += 1
+        """Begin as many batches as are read ahead, two a thread. Does not wait.
+
+        Raises:
+            RuntimeError: the machine has no thread left; those that began have ended.
+        """
+        try:
+            while self._pool is not None and len(self._pending) < 2 * self._workers:
+                self._pending.append(self._pool.submit(self._read, self._at))
+                self._at += 1
+        except BaseException:
+            self.close()
+            raise
 
     def __next__(self) -> Batch:
         if self._closed:

@@ -29,6 +29,7 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
         ({"split": [1.0, 0.0, 0.0], "eval_interval": 5}, "data.split", "eval_interval 5"),
         ({"blend": [], "train": [A], "eval_interval": 5}, "data.valid", "no validation data"),
         ({"num_workers": -1}, "data.num_workers", "-1 is negative"),
+        ({"num_workers": 100_000}, "data.num_workers", "100000: at most 64 threads a rank"),
         ({"seed": -1}, "data.seed", "-1 is negative"),
         ({"tokenizer": TokenizerConfig(kind="tiktoken")}, "data.tokenizer.path", "needs the path"),
         ({"tokenizer": TokenizerConfig(path="x")}, "data.tokenizer.path", "reads no file"),

@@ -71,6 +71,24 @@ def test_close_ends_the_threads() -> None:
     assert threads() == before and list(reader) == []
 
 
+def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would wait for them when it ends."""
+    before, start = threads(), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if threads() - before >= 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    reader = Source().reader(64)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        for _ in range(64):  # a pool starts a thread only where none is idle
+            reader.ahead()
+            next(reader)
+    assert threads() == before and list(reader) == []
+
+
 def test_dropping_a_reader_closes_it() -> None:
     before = threads()
     reader = Source().reader(2)
