@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatron_patch.config.root import RunConfig
+
+
+LARGEST = 1e18
+"""Of a rate, a decay or a clip: the product of two fits float32, in which the update is computed,
+and so does one divided by 1 - beta."""
+SMALLEST_EPS = 1e-37
+"""float32 may make zero of less: 0 / 0 where no gradient came yet."""
+LARGEST_BETA = 1 - 2**-24
+"""The largest below 1 of float32."""
+FITS = "the update is computed in float32"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -145,8 +154,10 @@ class OptimizerConfig:
             )
 
     def _rates(self) -> Iterator[Problem]:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            yield Problem("optimizer.lr", f"{self.lr}: must be more than 0 and finite")
+        if not 0 < self.lr <= LARGEST:
+            yield Problem(
+                "optimizer.lr", f"{self.lr}: must be more than 0 and at most {LARGEST:g}; {FITS}"
+            )
         if not 0 <= self.min_lr <= self.lr:
             yield Problem(
                 "optimizer.min_lr", f"{self.min_lr}: must be between 0 and optimizer.lr ({self.lr})"
@@ -155,14 +166,23 @@ class OptimizerConfig:
     def _adam(self) -> Iterator[Problem]:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            if not 0 <= value < 1:
-                yield Problem(f"optimizer.{name}", f"{value}: must be in [0, 1)")
-        if not self.eps > 0:
-            yield Problem("optimizer.eps", f"{self.eps}: must be more than 0")
+            if not 0 <= value <= LARGEST_BETA:
+                yield Problem(
+                    f"optimizer.{name}",
+                    f"{value}: must be 0 or more, and below 1 in float32: at most {LARGEST_BETA}",
+                )
+        if not SMALLEST_EPS <= self.eps <= LARGEST:
+            yield Problem(
+                "optimizer.eps",
+                f"{self.eps}: must be between {SMALLEST_EPS:g} and {LARGEST:g}; {FITS}",
+            )
         for name in ("weight_decay", "clip_grad"):
             value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                yield Problem(f"optimizer.{name}", f"{value}: must be 0 or more and finite")
+            if not 0 <= value <= LARGEST:
+                yield Problem(
+                    f"optimizer.{name}",
+                    f"{value}: must be between 0 and {LARGEST:g}; {FITS}",
+                )
 
     def _wsd(self, decay: int) -> Iterator[Problem]:
         """Under WSD the final decay must lie between the warm-up and the end."""

@@ -41,6 +41,8 @@ def test_training(keys: dict[str, Any], bad: str) -> None:
     [
         ({"lr": 0.0}, "lr"),
         ({"lr": float("inf")}, "lr"),
+        ({"lr": 1e300}, "lr"),
+        ({"lr": float("nan")}, "lr"),
         ({"min_lr": 1.0}, "min_lr"),
         ({"warmup_steps": 20}, "warmup_steps"),
         ({"decay_steps": 4, "warmup_steps": 4}, "warmup_steps"),
@@ -48,9 +50,14 @@ def test_training(keys: dict[str, Any], bad: str) -> None:
         ({"schedule": "wsd", "wsd_decay_steps": 18, "warmup_steps": 3}, "wsd_decay_steps"),
         ({"wsd_decay_steps": 5}, "wsd_decay_steps"),
         ({"beta2": 1.0}, "beta2"),
+        ({"beta1": 1 - 1e-9}, "beta1"),
         ({"eps": 0.0}, "eps"),
+        ({"eps": 1e-60}, "eps"),
+        ({"eps": float("inf")}, "eps"),
         ({"clip_grad": -1.0}, "clip_grad"),
+        ({"clip_grad": 1e39}, "clip_grad"),
         ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"weight_decay": 1e200}, "weight_decay"),
     ],
 )
 def test_optimizer(keys: dict[str, Any], bad: str) -> None:
