@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from megatron_patch.config.root import RunConfig
 
-ASSUMED_VOCABULARY = 128_256
-"""Llama 3's, among the largest in use: assumed, and said so, where the tokenizer is not here."""
+ASSUMED_VOCABULARY = 128_256, "Llama 3's"
+"""Among the largest in use: assumed, and said so, where the tokenizer is not here."""
+ASSUMED_WITH_LEARNED_POSITIONS = 50_257, "GPT-2's"
+"""The same where positions are learned, as in GPT-2 and in none of the later families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,9 @@ def vocabulary_of(run: RunConfig, given: int | None) -> Vocabulary:
 
         ids, origin = build(tokenizer).vocab_size, tokenizer.path or "bytes tokenizer"
     else:
-        ids = ASSUMED_VOCABULARY
-        origin = f"ASSUMED: {tokenizer.path} is not here; --vocab-size N says otherwise"
+        learned = run.model.position_embedding == "learned_absolute"
+        ids, whose = ASSUMED_WITH_LEARNED_POSITIONS if learned else ASSUMED_VOCABULARY
+        origin = f"ASSUMED {whose}: {tokenizer.path} is not here; --vocab-size N says otherwise"
     return Vocabulary(ids, padded_vocab_size(run, ids), origin)
 
 
