@@ -13,6 +13,12 @@ say() {
 prepare_caches() {
   local base=$LOCAL_DIR/megatron-patch-$UID
   CACHE_DIR=$base/job-$SLURM_JOB_ID
+  # Not made here: on a node whose disk is not mounted it would be a directory of another disk.
+  if [[ ! -d $LOCAL_DIR || ! -w $LOCAL_DIR ]]; then
+    echo "$NODE: cluster.local_dir $LOCAL_DIR is missing or not writable; make it on every node," \
+      "or set cluster.local_dir to a directory that every node has" >&2
+    exit 1
+  fi
   mkdir -p "$base"
   if [[ ! -O $base || -L $base ]]; then
     echo "$base is not a directory of this user; set cluster.local_dir" >&2

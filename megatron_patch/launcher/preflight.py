@@ -88,11 +88,10 @@ def measure(run: RunConfig, out: Path) -> dict[str, Any]:
 
 
 def _free_gb(path: Path) -> float | None:
-    """Free gigabytes where ``path`` is (or will be); None when it cannot be asked."""
+    """Free gigabytes in a directory; None where there is none, or none that can be written."""
     try:
-        while not path.exists() and path != path.parent:
-            path = path.parent
-        return shutil.disk_usage(path).free / GB
+        usable = path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+        return shutil.disk_usage(path).free / GB if usable else None
     except OSError:
         return None
 

@@ -329,13 +329,20 @@ def _check_disk(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
     least = run.cluster.preflight.min_free_gb
     for node in nodes:
         free = node["free"]
+        said = {n: "missing or not writable" if f is None else f"{f:.1f} GB free"
+                for n, f in free.items()}  # fmt: skip
         short = [
-            f"{name}: {'unreadable' if free[name] is None else f'{free[name]:.1f} GB free'}"
+            f"{name}: {said[name]}"
             for name in ("local_dir", "run_dir")
             if free[name] is None or free[name] < least
         ]
         if short:
             text = f"{', '.join(short)}; {least:g} GB are required"
+            if free["local_dir"] is None:
+                text += (
+                    f"; make {run.cluster.local_dir} there, writable for the job's user, or set "
+                )
+                text += "cluster.local_dir to a directory that every node has"
             yield Row(node["node"], "disk", False, text)
         else:
             yield Row(node["node"], "disk", True, f"at least {least:g} GB free; shared directory "

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CRASH = "step 7; leave 1 1; exit 143"  # rank 0 was killed
 
 
-def start_node(tmp_path: Path, agent: str) -> list[str]:
+def run_node(
+    tmp_path: Path, agent: str, local: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run node.sh with a Python that writes its arguments down."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/called\n')
@@ -30,16 +32,29 @@ def start_node(tmp_path: Path, agent: str) -> list[str]:
     (tmp_path / "attempt").mkdir()
     environment = {
         "PATH": os.environ["PATH"], "PYTHON": str(python), "DEVICE": "cpu", "RANK_AGENT": agent,
-        "LOCAL_DIR": str(tmp_path), "ATTEMPT_DIR": str(tmp_path / "attempt"), "CONFIG": "c.yaml",
+        "LOCAL_DIR": str(local or tmp_path), "ATTEMPT_DIR": str(tmp_path / "attempt"),
+        "CONFIG": "c.yaml",
         "SLURM_JOB_ID": "1234", "SLURM_NODEID": "1", "SLURM_NNODES": "4", "RANKS_PER_NODE": "8",
         "MASTER_ADDR": "n1", "MASTER_PORT": "27340", "MAX_RESTARTS": "2",
     }  # fmt: skip
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", ROOT / "launch" / "node.sh", "train", "megatron_patch", "train"],
         env=environment, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
+
+
+def start_node(tmp_path: Path, agent: str) -> list[str]:
+    """The arguments that its Python got."""
+    done = run_node(tmp_path, agent)
     assert done.returncode == 0, done.stderr
     return (tmp_path / "called").read_text().split()
+
+
+def test_a_local_directory_is_not_made(tmp_path):
+    done = run_node(tmp_path, "torchrun", tmp_path / "unmounted")
+    assert done.returncode == 1 and not (tmp_path / "unmounted").exists()
+    (line,) = done.stderr.splitlines()
+    assert f"cluster.local_dir {tmp_path / 'unmounted'} is missing or not writable" in line
 
 
 def test_torchrun_never_restarts(tmp_path):

@@ -54,6 +54,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.attempt = folder / "attempt"
         self.attempt.mkdir()
+        (folder / "local").mkdir()
         (folder / "run.yaml").write_text(CONFIG)
         beat = self.attempt / "step"
         environment = os.environ | {

@@ -107,7 +107,12 @@ def change(report: dict, path: str, value) -> dict:
         ("versions.torch", None, "torch None, others have 1.0"),
         ("clock_skew", 60.0, "s from the median clock"),
         ("free.local_dir", 0.5, "local_dir: 0.5 GB free"),
-        ("free.run_dir", None, "run_dir: unreadable"),
+        ("free.run_dir", None, "run_dir: missing or not writable"),
+        (
+            "free.local_dir",
+            None,
+            "make /tmp there, writable for the job's user, or set cluster.loc",
+        ),
     ],
 )
 def test_one_bad_node_is_named(tmp_path, path, value, message):
@@ -322,6 +327,26 @@ def test_this_machine(tmp_path):
     assert verdict.compare(run, out, [facts["node"]], stream) == 0
     assert "CPU run" in stream.getvalue() and "no GPU: not measured" in stream.getvalue()
     assert [p.name for p in out.iterdir()] == [f"{facts['node']}.json"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_a_local_directory_that_is_none_fails_the_node(tmp_path, kind):
+    """However much is free where it would be made."""
+    local = tmp_path / "local"
+    if kind == "file":
+        local.write_text("")
+    sets = (
+        "cluster.gpus_per_node=0",
+        "cluster.ranks_per_node=1",
+        "cluster.preflight.min_free_gb=0",
+        f"cluster.local_dir={local}",
+    )
+    run = loaded(tmp_path, sets=sets, device="cpu").config
+    facts = preflight.measure(run, tmp_path / "out")
+    stream = io.StringIO()
+    assert verdict.compare(run, tmp_path / "out", [facts["node"]], stream) == 1
+    assert "local_dir: missing or not writable" in stream.getvalue()
+    assert f"make {local} there" in stream.getvalue()
 
 
 def test_unwritable_shared_directory_is_an_error(tmp_path):

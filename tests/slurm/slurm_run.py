@@ -57,6 +57,7 @@ class Run:
 
         path = self.work / f"{self.name}.yaml"
         local = self.work / "local"
+        local.mkdir(exist_ok=True)
         path.write_text(
             CONFIG.format(name=self.name, steps=steps, python=sys.executable, local=local)
         )
