@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_patch.runtime.io_errors import may_pass
 
@@ -63,19 +63,26 @@ CHAIN = 16
 """Exceptions looked at behind one another; a chain may be closed."""
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """``error``, then what is behind it."""
+    cause: BaseException | None = error
+    for _ in range(CHAIN):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def passing_cause(error: BaseException) -> BaseException | None:
     """What of the machine or the file system failed, in a way that another attempt may not meet.
 
     Looked for behind ``error`` as well: zipfile says "not a zip file" of a read that failed.
     """
-    cause: BaseException | None = error
-    for _ in range(CHAIN):
+    for cause in causes(error):
         if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and may_pass(cause)):
             return cause
         if isinstance(cause, RuntimeError) and any(words in str(cause) for words in MACHINE):
             return cause
-        if cause is not None:
-            cause = cause.__cause__ or cause.__context__
     return None
 
 

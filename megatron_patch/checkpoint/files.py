@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_patch.checkpoint.errors import BadCheckpoint
+from megatron_patch.checkpoint.errors import BadCheckpoint, causes
 from megatron_patch.checkpoint.manifest import MAX_MANIFEST_BYTES, FileDigest, open_inside
 
 
@@ -39,11 +39,16 @@ def _names(names: set[str]) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception, with the path and what a person can do where that is known."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text += " (the disk or quota is full: free space or lower checkpoint.keep_last)"
-    return text
+    """One line about an exception, with the path and what a person can do where that is known.
+
+    A full disk is looked for behind it as well: torch's archive writer, which cannot finish a file
+    after that, says "unexpected pos 704 vs 598".
+    """
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "the disk or quota is full: free space or lower checkpoint.keep_last"
+            return f"{type(cause).__name__}: {cause} ({remedy})"
+    return f"{type(error).__name__}: {error}"
 
 
 def share_files(files: Mapping[str, FileDigest], rank: int, size: int) -> list[str]:

@@ -6,7 +6,6 @@ here. Nothing that was a complete checkpoint is deleted in this file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -105,6 +104,11 @@ class Shelf:
 
     def move_aside(self, path: Path, kind: str) -> Path:
         """Rename into ``aside/<name>.<kind>.<time>``; nothing is deleted."""
+        target = self._rename_aside(path, kind)
+        log.warning("moved %s to %s", path.name, target)
+        return target
+
+    def _rename_aside(self, path: Path, kind: str) -> Path:
         folder = self.root / ASIDE
         folder.mkdir(exist_ok=True)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -116,7 +120,6 @@ class Shelf:
         os.rename(path, target)
         sync_directory(folder)
         sync_directory(self.root)
-        log.warning("moved %s to %s", path.name, target)
         return target
 
     def write_latest(self, name: str) -> None:
@@ -136,7 +139,7 @@ class Shelf:
         """
         if _sealed(path):
             return self.move_aside(path, kind)
-        lines = [reason, "", "It was not complete; its files were deleted:"]
+        lines, kept = [reason, "", "It was not complete; its files were deleted:"], False
         try:
             for entry in sorted(os.scandir(path), key=lambda e: e.name):
                 lines.append(f"{entry.stat(follow_symlinks=False).st_size:>18,} {entry.name}")
@@ -145,10 +148,16 @@ class Shelf:
                 else:
                     os.unlink(entry.path)
         except OSError as error:
+            kept = True
             log.warning("could not delete what %s left: %s", path.name, error)
-        target = self.move_aside(path, kind)
-        with contextlib.suppress(OSError):  # the disk may still be full
+        target = self._rename_aside(path, kind)
+        told = f"the reason and their names are in {target / REASON}"
+        try:
             write_file(target / REASON, ("\n".join(lines) + "\n").encode())
+        except OSError as error:  # the disk may still be full
+            told = f"{REASON} cannot be written ({error.strerror}): {reason}"
+        what = "what could be deleted of its files" if kept else "its files"
+        log.warning("%s was not complete: deleted %s; %s", path.name, what, told)
         return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_patch.checkpoint import manifest as manifests
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError
+from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, SEAL, read_key, seal
 from megatron_patch.checkpoint.store import CheckpointStore
 
@@ -113,7 +115,9 @@ def test_a_directory_that_appears_in_between_is_not_replaced(tmp_path: Path) -> 
     assert list((tmp_path / attempt.name).iterdir()) == []
 
 
-def test_an_attempt_that_never_was_complete_gives_its_space_back(tmp_path: Path) -> None:
+def test_an_attempt_that_never_was_complete_gives_its_space_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A killed process left half a save: its log is kept, and its number is not used again."""
     attempt = CheckpointStore(tmp_path).begin(3)
     (attempt.path / "__0_0.distcp").write_bytes(b"half")
@@ -125,6 +129,24 @@ def test_an_attempt_that_never_was_complete_gives_its_space_back(tmp_path: Path)
     assert os.listdir(tmp_path / "aside" / left) == ["reason.txt"]
     text = (tmp_path / "aside" / left / "reason.txt").read_text()
     assert text.startswith("its process ended in the middle of the save\n") and "4 __0_" in text
+    (told,) = caplog.messages
+    assert told == (
+        "step_00000003.attempt-1.tmp was not complete: deleted its files; the reason and their "
+        f"names are in {tmp_path / 'aside' / left / 'reason.txt'}"
+    )
+
+
+def test_a_full_disk_is_named_where_it_is_behind_another_error() -> None:
+    """As torch's archive writer has it: it cannot finish what it could not write."""
+    try:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704")
+    except RuntimeError as error:
+        text = describe(error)
+    assert text.startswith("OSError: [Errno 28] No space left on device (the disk or quota is full")
+    assert describe(RuntimeError("else")) == "RuntimeError: else"
 
 
 @pytest.mark.parametrize("torn", [None, MANIFEST, SEAL])
