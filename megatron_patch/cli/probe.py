@@ -48,11 +48,21 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--skip-rows",
         metavar="N",
-        type=int,
+        type=_rows,
         default=64,
         help="leave out the first rows, which see few keys; default 64, at most half of them",
     )
     parser.set_defaults(run=run)
+
+
+def _rows(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 0")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             captures=[Path(name) for name in args.captures],
             backends=args.backends,
             device=args.device,
-            skip_rows=max(0, args.skip_rows),
+            skip_rows=args.skip_rows,
             out=None if args.out is None else Path(args.out),
         )
     )

@@ -57,7 +57,7 @@ def prepare(options: PrepareOptions) -> Manifest:
         DataError: the options contradict each other, inputs or tokenizer are unusable, the
             output exists, or an interrupted attempt with other options is in the way.
     """
-    if options.out.endswith("/"):
+    if options.out.endswith("/") or Path(options.out).is_dir():
         raise DataError(
             f"--out {options.out}: names a directory, where the beginning of file names is wanted "
             "(.bin, .idx and .manifest.json are appended): write e.g. "

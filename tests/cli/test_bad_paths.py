@@ -177,6 +177,17 @@ def test_amounts(
     assert f"argument {argv[-1]}: {value}: must be a number above 0" in last
 
 
+@pytest.mark.parametrize("value", ["-1", "x", "1.5"])
+def test_probe_skips_a_number_of_rows(
+    place: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        app.run(["probe", "run", f"--skip-rows={value}"])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument --skip-rows: {value}: must be a whole number of at least 0" in last
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

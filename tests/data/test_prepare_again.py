@@ -105,13 +105,17 @@ def test_what_came_to_nothing_is_not_in_the_way(tmp_path: Path, kit: SimpleNames
     assert not (tmp_path / "out.parts").exists()
 
 
-def test_a_directory_is_no_beginning_of_file_names(tmp_path: Path, kit: SimpleNamespace) -> None:
+@pytest.mark.parametrize("out", ["out/", "there"])
+def test_a_directory_is_no_beginning_of_file_names(
+    tmp_path: Path, kit: SimpleNamespace, out: str
+) -> None:
     (tmp_path / "text.txt").write_text("one document\n")
+    (tmp_path / "there").mkdir()
     with pytest.raises(DataError, match="names a directory"):
         prepare(
-            replace(kit.options(tmp_path / "out", tmp_path / "text.txt"), out=f"{tmp_path}/out/")
+            replace(kit.options(tmp_path / "out", tmp_path / "text.txt"), out=f"{tmp_path}/{out}")
         )
-    assert not (tmp_path / "out").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt", "there"]
 
 
 def interrupt_at(
