@@ -330,13 +330,15 @@ print_failures() {
 
 # Ranks that were killed could not write into the crash ledger themselves.
 note_killed() {
-  local rank
+  local rank ledger=$RUN_DIR/crashes.jsonl
   sort_silent
+  # One of them may have been killed in the middle of its own line.
+  [[ ! -s $ledger || -z $(tail -c 1 "$ledger") ]] || echo >>"$ledger" || return 1
   for rank in "${KILLED[@]:0:16}"; do
     printf '{"utc": "%(%FT%TZ)T", "job": "%s", "attempt": "%s.0", "step": %s, "phase": "?", ' \
-      -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$RUN_DIR/crashes.jsonl" || return 1
+      -1 "$JOB" "${ATTEMPT_DIR##*/}" "$(last_step)" >>"$ledger" || return 1
     printf '"rank": %s, "host": "?", "exit_code": null, "error": "%s", "traceback": ""}\n' \
-      "$rank" "killed: it left no exit code" >>"$RUN_DIR/crashes.jsonl" || return 1
+      "$rank" "killed: it left no exit code" >>"$ledger" || return 1
   done
 }
 

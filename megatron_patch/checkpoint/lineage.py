@@ -10,7 +10,6 @@ checkpoint, because a manifest that cannot be read, or was put aside, must not h
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from megatron_patch.checkpoint.errors import BadCheckpoint
 from megatron_patch.checkpoint.files import read_small
 from megatron_patch.checkpoint.shelf import LATEST, key_of, parse_name
+from megatron_patch.runtime.appending import append_line
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +49,12 @@ class Record:
 
 
 def record(root: Path, name: str, parent: str) -> None:
-    """Append a line and force it to disk; ``parent`` is a name, NONE or UNKNOWN."""
-    handle = os.open(root / LINEAGE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        # Begun with a line end: a line torn by a kill must not swallow this one.
-        os.write(handle, f"\n{name} {parent}\n".encode())
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Append a line and force it to disk; ``parent`` is a name, NONE or UNKNOWN.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    append_line(root / LINEAGE, f"{name} {parent}", durable=True)
 
 
 def recorded(root: Path) -> Record:

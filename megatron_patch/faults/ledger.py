@@ -14,10 +14,12 @@ import os
 import socket
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.config.problem import ConfigError
+from megatron_patch.runtime.appending import append_line
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 
@@ -73,15 +75,8 @@ def record(run_dir: Path, *, rank: int, exit_code: int, error: str, trace: str =
         "error": error.splitlines()[0][:500] if error else "",
         "traceback": trace[-MAX_TRACEBACK:],
     }
-    line = (json.dumps(entry) + "\n").encode()
-    try:
-        handle = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(handle, line)  # one write: lines of several ranks do not mix
-        finally:
-            os.close(handle)
-    except OSError:
-        return
+    with suppress(OSError):
+        append_line(run_dir / FILE, json.dumps(entry))
 
 
 def record_error(run_dir: Path, rank: int, error: BaseException) -> None:

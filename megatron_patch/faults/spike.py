@@ -29,6 +29,7 @@ import torch
 
 from megatron_patch.faults.config import SpikeConfig
 from megatron_patch.faults.windows import Skips
+from megatron_patch.runtime.appending import Appended
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.training.finite import unwrap
 
@@ -145,7 +146,7 @@ class SpikePolicy:
         self.skips = Skips()
         self.found = 0
         self._session, self._loaders, self._monitor = session, loaders, monitor
-        self._run_dir, self._telemetry = run_dir, telemetry
+        self._file, self._telemetry = Appended(run_dir / FILE), telemetry
         self._step = 0
         self._modules = _attention_modules(session.chunks)
         self.can_rewind: Callable[[int], bool] = lambda step: True
@@ -227,11 +228,7 @@ class SpikePolicy:
             "samples": samples,
             "attention": attention,
         }
-        try:
-            with (self._run_dir / FILE).open("a") as out:
-                out.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            self._monitor.say(f"warning: {FILE} could not be written: {error}")
+        self._file.append((json.dumps(entry) + "\n").encode())
 
     def _attention(self) -> dict[str, Any]:
         """Largest logit per layer and head of this step, or why there is none. Collective."""
@@ -258,6 +255,10 @@ class SpikePolicy:
             "max_logit": "not available: the model keeps no maxima, and stability telemetry has "
             "no record yet"
         }
+
+    def close(self) -> None:
+        """The attempt ends: release the file."""
+        self._file.close()
 
     # -------------------------------------------------------------- checkpoint
 

@@ -15,7 +15,6 @@ few ranks the faster half decides), a rank is slow above max(m + k 1.4826 d, rat
 
 from __future__ import annotations
 
-import csv
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.faults.spike import TO_SIGMA
+from megatron_patch.runtime.appending import Table
 from megatron_patch.runtime.heartbeat import PULSE, Pulse
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ class Verdict:
         found = [r for r, s in enumerate(self.seconds) if s > self.threshold]
         return sorted(found, key=lambda r: -self.seconds[r])
 
+    def row(self, step: int) -> list[Any]:
+        """Of ``stragglers.csv``."""
+        slowest = max(range(len(self.seconds)), key=self.seconds.__getitem__)
+        slow = ";".join(f"{r}:{self.seconds[r]:.6g}" for r in self.slow)
+        return [step, self.what, len(self.seconds), self.median, self.mad, self.threshold, slowest,
+                self.seconds[slowest], slow]  # fmt: skip
+
     def line(self, step: int, hosts: list[str]) -> str:
         """For people; names at most eight ranks."""
         names = ", ".join(
@@ -83,7 +90,7 @@ class Stragglers:
         options: configuration.
         layout: coordinates.
         monitor: where lines go.
-        run_dir: ``stragglers.csv`` goes here, written by the first rank.
+        run_dir: ``stragglers.csv`` goes here, written by the first rank; `resume` opens it.
         hosts: node of every rank.
     """
 
@@ -99,11 +106,22 @@ class Stragglers:
     ) -> None:
         self.options, self.layout, self.monitor = options, layout, monitor
         self.file, self.hosts, self.pulse = run_dir / FILE, hosts, pulse
+        self._table: Table | None = None
         self.active = options.straggler_interval is not None and layout.world_size > 1
         self._clock = _DeviceClock() if layout.device.type == "cuda" else None
         self._steps, self._first = 0, True
         self._before = self._taken()
         self._pending: tuple[int, Any, list[torch.Tensor]] | None = None
+
+    def resume(self, step: int) -> None:
+        """Go on after ``step``; rows of later steps are moved to ``stragglers.abandoned.csv``.
+
+        Collects what is under way: it is of a later step. Collective.
+        """
+        self.close()
+        if self.active and self.layout.print_rank:
+            aside = self.file.with_name("stragglers.abandoned.csv")
+            self._table = Table(self.file, COLUMNS, start_step=step, aside=aside)
 
     def passes_begin(self) -> None:
         """The forward pass of a step is about to start."""
@@ -128,8 +146,11 @@ class Stragglers:
             self._send(step)
 
     def close(self) -> None:
-        """Collect what is under way."""
+        """Collect what is under way, and release the file."""
         self._tell(wait=True)
+        if self._table is not None:
+            self._table.close()
+            self._table = None
 
     def _taken(self) -> tuple[float, float]:
         s = self.pulse.seconds
@@ -160,26 +181,15 @@ class Stragglers:
             return
         table = torch.stack(every)
         o = self.options
-        for column, what in enumerate(WHAT):
-            seconds = table[:, column].tolist()
-            verdict = judge(what, seconds, mads=o.straggler_mads, ratio=o.straggler_ratio)
-            self._write(step, verdict)
+        found = [
+            judge(what, table[:, i].tolist(), mads=o.straggler_mads, ratio=o.straggler_ratio)
+            for i, what in enumerate(WHAT)
+        ]
+        if self._table is not None:
+            self._table.rows([verdict.row(step) for verdict in found])
+        for verdict in found:
             if verdict.slow:
                 self.monitor.say(verdict.line(step, self.hosts))
-
-    def _write(self, step: int, v: Verdict) -> None:
-        slowest = max(range(len(v.seconds)), key=v.seconds.__getitem__)
-        row = [step, v.what, len(v.seconds), v.median, v.mad, v.threshold, slowest,
-               v.seconds[slowest], ";".join(f"{r}:{v.seconds[r]:.6g}" for r in v.slow)]  # fmt: skip
-        try:
-            new = not self.file.exists()
-            with self.file.open("a", newline="") as out:
-                writer = csv.writer(out)
-                if new:
-                    writer.writerow(COLUMNS)
-                writer.writerow(row)
-        except OSError as error:
-            self.monitor.say(f"warning: {FILE} could not be written: {error}")
 
 
 class _DeviceClock:

@@ -62,6 +62,7 @@ class FaultWatch:
     def close(self) -> None:
         """The attempt ends in order. Collective."""
         self.stragglers.close()
+        self.spikes.close()
 
     # ------------------------------------------------------------- checkpoints
 
@@ -69,8 +70,8 @@ class FaultWatch:
         """What a checkpoint keeps."""
         return {"faults": self.spikes.state() | {"skipped": self._session.skipped}}
 
-    def resume(self, extra: dict[str, Any]) -> None:
-        """Take over what checkpoint and run directory say. Collective.
+    def resume(self, extra: dict[str, Any], *, step: int) -> None:
+        """Go on after ``step`` with what checkpoint and run directory say. Collective.
 
         The file of the run directory wins over the checkpoint's copy: a rewind writes it before
         it goes on, so it knows of rewinds that no checkpoint has seen yet.
@@ -89,6 +90,7 @@ class FaultWatch:
             raise found[1]
         saved = extra.get("faults")
         self._take(saved)
+        self.stragglers.resume(step)
         if found[0] is not None:
             self.spikes.skips = found[0]
         elif saved is not None:
@@ -125,9 +127,10 @@ class FaultWatch:
             f"out (rewind {self.skips.rewinds} of {self._session.run.faults.spike.max_rewinds})"
         )
 
-    def rewound(self, extra: dict[str, Any]) -> None:
-        """The checkpoint is loaded: take its history; the windows stay."""
+    def rewound(self, extra: dict[str, Any], *, step: int) -> None:
+        """The checkpoint of ``step`` is loaded: take its history; the windows stay. Collective."""
         self._take(extra.get("faults"))
+        self.stragglers.resume(step)
 
 
 def last_telemetry(run_dir: Path) -> dict[str, Any] | None:

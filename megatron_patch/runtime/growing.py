@@ -6,13 +6,15 @@ stays. What is cut off is on disk elsewhere before it goes here; a crash in betw
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
-from megatron_patch.runtime.files import replacing
+from megatron_patch.runtime.files import replacing, write_whole
 
 BLOCK = 1 << 20
 LAST_ROWS = 12
@@ -26,13 +28,25 @@ def cut(path: Path, at: int, aside: Path | None) -> None:
             return
         if aside is not None:
             file.seek(at)
-            with aside.open("ab") as out:
-                while block := file.read(BLOCK):
-                    out.write(block)
-                out.flush()
-                os.fsync(out.fileno())
+            _copy_rest(file, aside)
         file.truncate(at)
         os.fsync(file.fileno())
+
+
+def _copy_rest(file: IO[bytes], aside: Path) -> None:
+    """Append the rest of a file to ``aside``, whole or not at all: the cut may be tried again."""
+    with aside.open("ab", buffering=0) as out:
+        end = out.tell()
+        try:
+            while block := file.read(BLOCK):
+                left = memoryview(block)
+                while left:
+                    left = left[out.write(left) :]
+            os.fsync(out.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                out.truncate(end)
+            raise
 
 
 def end_of_last(path: Path, wanted: Callable[[bytes], bool]) -> int:
@@ -148,11 +162,13 @@ def _with_header(aside: Path, header: bytes) -> Path:
     for number in range(1, 1000):
         path = aside if number == 1 else aside.with_suffix(f".{number}{aside.suffix}")
         if not path.exists():
-            path.write_bytes(header)
+            write_whole(path, header)
             return path
         with path.open("rb") as file:
-            if file.readline() == header:
-                return path
+            found = file.readline()
+        if found == header:
+            _end_last_line(path)  # where a full disk stopped it the last time
+            return path
     raise AssertionError("a version cannot have that many sets of columns")
 
 

@@ -235,7 +235,7 @@ class _Training:
             self.monitor.say(
                 f"resuming after step {position.step:,} ({position.consumed_tokens:,} tokens)"
             )
-        self.faults.resume(self.saver.extra)
+        self.faults.resume(self.saver.extra, step=self.position.step)
         self._start_stability()
         startup.keep_optimizer_kernel(self.session)
         startup.check_data_identity(self.run, self.layout, self.loaders, step=self.position.step)
@@ -311,7 +311,7 @@ class _Training:
                 spike.step - 1 - self.run.faults.spike.rewind_margin, plan
             )
         startup.keep_optimizer_kernel(self.session)
-        self.faults.rewound(self.saver.extra)
+        self.faults.rewound(self.saver.extra, step=self.position.step)
         self._begin = min(self._begin, self.position.step)
         self.monitor.restart(self.position.step)
         self.stability = self.session.stability = startup.watch_stability(

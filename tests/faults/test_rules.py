@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+from full_disk import room_for
 from hypothesis import given
 from hypothesis import strategies as st
 from run_config import run_config
@@ -17,7 +22,7 @@ from run_config import run_config
 from megatron_patch.config.problem import ConfigError
 from megatron_patch.faults import ledger, straggler, windows
 from megatron_patch.faults.config import FaultsConfig, SpikeConfig
-from megatron_patch.faults.spike import Detector, robust_score
+from megatron_patch.faults.spike import FILE, Detector, Spike, SpikePolicy, robust_score
 from megatron_patch.faults.windows import Skips, merged
 from megatron_patch.runtime.heartbeat import PULSE
 
@@ -150,6 +155,49 @@ def test_less_than_a_millisecond_is_nothing() -> None:
     assert slow([1e-5] * 7 + [5e-4]) == []
 
 
+def rows_told(folder: Path, name: str) -> list[tuple[str, str]]:
+    """(step, what) of a table of stragglers; all of its rows are whole."""
+    with (folder / name).open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert all(None not in row and None not in row.values() for row in rows)
+    return [(row["step"], row["what"]) for row in rows]
+
+
+def compared(folder: Path, step: int, *told: int, leave: int | None = None) -> None:
+    """A run that goes on after ``step`` and compares two ranks at the steps ``told``.
+
+    ``leave``: it is told of this comparison only when it goes back.
+    """
+    layout: Any = SimpleNamespace(world_size=2, print_rank=True, device=torch.device("cpu"))
+    watch = straggler.Stragglers(
+        FaultsConfig(straggler_interval=1), layout, MagicMock(), folder, hosts=["a", "b"]
+    )
+    watch.resume(step)
+    for number in told:
+        seconds = torch.tensor([[0.01, 1.0], [0.01, 2.0]], dtype=torch.float64)
+        watch._pending = number, MagicMock(), list(seconds)
+        if number != leave:
+            watch._tell(wait=True)
+    watch.resume(told[-1] if leave is None else step)
+    watch.close()
+
+
+def test_a_resumed_table_of_stragglers_tells_one_story(tmp_path: Path) -> None:
+    """Steps that are repeated, and a row that a kill tore, are moved aside."""
+    both = ("data", "compute")
+    compared(tmp_path, 0, 100, 200)
+    file = tmp_path / straggler.FILE
+    assert rows_told(tmp_path, straggler.FILE) == [(s, w) for s in ("100", "200") for w in both]
+    file.write_bytes(file.read_bytes()[:-6])
+    compared(tmp_path, 150, 200, 300)
+    expected = [(s, w) for s in ("100", "200", "300") for w in both]
+    assert rows_told(tmp_path, straggler.FILE) == expected
+    compared(tmp_path, 300, 400, leave=400)  # a rewind in the meantime
+    assert rows_told(tmp_path, straggler.FILE) == expected
+    aside = (tmp_path / "stragglers.abandoned.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in aside] == ["step", "200", "200", "400", "400"]
+
+
 # ----------------------------------------------------------------------------------- crash ledger
 
 
@@ -260,6 +308,35 @@ def test_rewind_needs_checkpoints() -> None:
     run = run_config(faults={"spike": SpikeConfig(action="rewind")}, checkpoint={"interval": None})
     (problem,) = run.faults.problems(run)
     assert "set checkpoint.interval" in problem.message
+
+
+def test_a_torn_line_of_the_ledger_swallows_no_other(tmp_path: Path) -> None:
+    """A rank that is killed while it writes, and the lines of the others after it."""
+    file = tmp_path / ledger.FILE
+    ledger.record(tmp_path, rank=0, exit_code=1, error="first")
+    file.write_bytes(file.read_bytes()[:-40])
+    for number in (1, 2):
+        ledger.record(tmp_path, rank=number, exit_code=1, error=f"of {number}")
+    assert [entry["error"] for entry in ledger.read(tmp_path)] == ["of 1", "of 2"]
+    assert len(file.read_text().splitlines()) == 3
+
+
+def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path: Path) -> None:
+    """And where the disk is full half a line is left to nobody."""
+    file = tmp_path / FILE
+    file.write_text('{"step": 3, "lo')
+    session: Any = SimpleNamespace(
+        run=run_config(), layout=SimpleNamespace(print_rank=True, world_size=1), chunks=[],
+        guard=SimpleNamespace(),
+    )  # fmt: skip
+    policy = SpikePolicy(session, MagicMock(**{"samples.return_value": []}), MagicMock(), tmp_path)
+    policy._record(Spike(5, 4, 9.0, 9.0, 9.0, 9.0), "recorded", {})
+    with room_for(file, 20):
+        policy._record(Spike(6, 5, 9.0, 9.0, 9.0, 9.0), "recorded", {})
+    policy._record(Spike(7, 6, 9.0, 9.0, 9.0, 9.0), "recorded", {})
+    policy.close()
+    torn, *lines = file.read_text().splitlines()
+    assert torn == '{"step": 3, "lo' and [json.loads(line)["step"] for line in lines] == [5, 7]
 
 
 def test_the_defaults_are_fine() -> None:

@@ -244,3 +244,10 @@ def test_term_of_a_forked_reader_is_not_the_ranks(tmp_path: Path) -> None:
         os.kill(child, signal.SIGTERM)
         time.sleep(1.0)
         assert not (tmp_path / "asked").exists() and process.poll() is None
+
+
+def test_a_rank_killed_in_the_middle_of_its_line_does_not_swallow_the_next(shims):
+    (shims.run / "crashes.jsonl").write_text('{"step": 7, "attem')
+    shims.drive(CRASH, "finish")
+    (entry,) = ledger.read(shims.run)
+    assert entry["rank"] == 0 and entry["error"] == "killed: it left no exit code"
