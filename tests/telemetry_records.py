@@ -28,7 +28,11 @@ def heads(value: float) -> dict[str, np.ndarray]:
 def write(folder: Path, steps: list[int], *, start: int = 0, value: float = 0.0) -> Writer:
     writer = Writer(folder, meta(), start_step=start)
     for step in steps:
-        scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3 + value, "grad_norm_max": 0.5}
-        layers = {"grad_norm": np.arange(L, dtype=np.float32) + step}
-        writer.write(step, scalars=scalars, layers=layers, heads=heads(step + value))
+        add(writer, step, value=value)
     return writer
+
+
+def add(writer: Writer, step: int, *, value: float = 0.0) -> None:
+    scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3 + value, "grad_norm_max": 0.5}
+    layers = {"grad_norm": np.arange(L, dtype=np.float32) + step}
+    writer.write(step, scalars=scalars, layers=layers, heads=heads(step + value))

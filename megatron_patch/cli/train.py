@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
 from megatron_patch.runtime.lifeline import die_with_launcher
@@ -49,4 +51,14 @@ def run(args: argparse.Namespace) -> int:
     # Megatron is imported only for a configuration that passed.
     from megatron_patch.training import loop
 
-    return loop.train(loaded)
+    code = loop.train(loaded)
+    _flush_console()
+    return code
+
+
+def _flush_console() -> None:
+    """What a console on a full disk cannot take must not make Python end a good run with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

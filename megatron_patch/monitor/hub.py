@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_patch.monitor.metrics import StepMetrics, console_line
-from megatron_patch.monitor.sinks import CsvSink, Sink, TensorBoardSink, WandbSink, require_wandb
+from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
+from megatron_patch.runtime.appending import Appended, Spared
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -42,11 +43,14 @@ class Monitor:
         self._bar: Any = None
         self._settings: dict[str, Any] | None = None
         self._rates: deque[float] = deque(maxlen=RATE_RECORDS)
-        self._file: TextIO | None = None
+        self._file: Appended | None = None
+        self._console = Spared("the console", tell=lambda line: self.say(f"warning: {line}"))
         self._relay: _Relay | None = None
         if active:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = (run_dir / "train.log").open("a", buffering=1)
+            self._file = Appended(
+                run_dir / "train.log", tell=lambda line: self.say(f"warning: {line}")
+            )
 
     def relay_logs(self) -> None:
         """Show what this program's modules log (saves, resumes, warnings) here, until ``close``."""
@@ -84,6 +88,8 @@ class Monitor:
             )
         self._sinks.append(table)
         if logging.tensorboard:
+            from megatron_patch.monitor.events import TensorBoardSink
+
             self._sinks.append(TensorBoardSink(self.run_dir / "tensorboard", start_step=start_step))
         if logging.wandb.enabled:
             self._sinks.append(
@@ -115,23 +121,29 @@ class Monitor:
         """A line for people: console and train.log."""
         if not self.active:
             return
-        if self._bar is not None:
-            self._bar.write(message, file=self._stream)
-        else:
-            print(message, file=self._stream, flush=True)
+        self._show(message)
         self.note(message)
+
+    def _show(self, message: str) -> None:
+        """A line for the console alone; it may be a file, on a disk that is full."""
+        bar, stream = self._bar, self._stream
+        if bar is not None:
+            self._console.attempt(lambda: bar.write(message, file=stream))
+        else:
+            self._console.attempt(lambda: print(message, file=stream, flush=True))
 
     def note(self, message: str) -> None:
         """A line for train.log alone (what the console shows by another way)."""
         if self._file is not None:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            for line in message.splitlines() or [""]:
-                self._file.write(f"{stamp} {line}\n")
+            lines = [f"{stamp} {line}\n" for line in message.splitlines() or [""]]
+            self._file.append("".join(lines).encode(errors="backslashreplace"))
 
     def tick(self) -> None:
         """One step was dispatched: move the progress bar, touch nothing on the device."""
-        if self._bar is not None:
-            self._bar.update(1)
+        bar = self._bar
+        if bar is not None:
+            self._console.attempt(lambda: bar.update(1), records=0)
 
     def log(self, metrics: StepMetrics) -> None:
         """Hand a record to the console, the log file and every sink."""
@@ -154,17 +166,18 @@ class Monitor:
 
     def close(self) -> None:
         """Close bar, sinks and log file; safe to call twice."""
+        self._close_sinks()  # before the relay goes: they tell what is missing in their files
         if self._relay is not None:
             self._relay.detach()
             self._relay = None
-        self._close_sinks()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._console.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _close_sinks(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._console.attempt(self._bar.close, records=0)
             self._bar = None
         for sink in self._sinks:
             sink.close()

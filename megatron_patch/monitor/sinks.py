@@ -1,14 +1,14 @@
-"""Where records go: metrics.csv, TensorBoard, Weights & Biases."""
+"""Where records go: metrics.csv, Weights & Biases; TensorBoard is in `events`."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
-from megatron_patch.runtime.growing import lacks_after, resume_table
+from megatron_patch.runtime.appending import Spared, Table
+from megatron_patch.runtime.growing import lacks_after
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.config import WandbConfig
@@ -45,7 +45,7 @@ def require_wandb() -> None:
 
 
 class CsvSink:
-    """``metrics.csv``: one row a record, flushed at once, continued by a resumed run.
+    """``metrics.csv``: one row a record, written at once, continued by a resumed run.
 
     Rows of steps that a resumed run is about to repeat are moved to ``metrics.abandoned.csv``, so
     the file always tells one story and nothing that was measured is lost.
@@ -53,50 +53,24 @@ class CsvSink:
 
     def __init__(self, path: Path, *, start_step: int, interval: int = 1) -> None:
         self.path = path
-        self.abandoned = 0
         self.ends_early: int | None = None
         """Step of the last row, where the rows up to ``start_step`` are not all there."""
         new = not path.exists()
-        if not new:
-            aside = path.with_name("metrics.abandoned.csv")
-            self.abandoned = resume_table(path, CSV_COLUMNS, start_step=start_step, aside=aside)
+        aside = path.with_name("metrics.abandoned.csv")
+        self._table = Table(path, CSV_COLUMNS, start_step=start_step, aside=aside)
+        self.abandoned = self._table.dropped
+        if not new and self._table.begun:
             self.ends_early = lacks_after(path, start_step, apart=interval)
-        self._file = path.open("a", newline="")
-        self._writer = csv.DictWriter(self._file, CSV_COLUMNS)
-        if new:
-            self._writer.writeheader()
-            self._file.flush()
 
     def log(self, metrics: StepMetrics) -> None:
-        self._writer.writerow(metrics.csv_row())
-        self._file.flush()
+        row = metrics.csv_row()
+        self._table.rows([[row[name] for name in CSV_COLUMNS]])
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """They have files of their own."""
 
     def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoardSink:
-    """TensorBoard events; points beyond the resumed step are purged from the view."""
-
-    def __init__(self, directory: Path, *, start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = start_step + 1 if directory.exists() else None
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge)
-
-    def log(self, metrics: StepMetrics) -> None:
-        for name, value in metrics.scalars().items():
-            self._writer.add_scalar(f"train/{name}", value, metrics.step)
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+        self._table.close()
 
 
 class WandbSink:
@@ -115,6 +89,7 @@ class WandbSink:
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(wandb.util.generate_id() + "\n")
+        self._spared = Spared("the record of Weights & Biases")
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -127,11 +102,12 @@ class WandbSink:
         )
 
     def log(self, metrics: StepMetrics) -> None:
-        self._run.log(metrics.scalars(), step=metrics.step)
+        self._spared.attempt(lambda: self._run.log(metrics.scalars(), step=metrics.step))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         # W&B refuses steps that lie behind: the record's own step travels as a number.
-        self._run.log(values | {"stability/step": step})
+        self._spared.attempt(lambda: self._run.log(values | {"stability/step": step}))
 
     def close(self) -> None:
-        self._run.finish()
+        self._spared.attempt(self._run.finish)
+        self._spared.close()

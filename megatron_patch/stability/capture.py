@@ -5,7 +5,8 @@ One file per step, layer and tensor-parallel rank, written by the first data-par
 it), readable with torch.load(weights_only=True).
 Under context parallelism the sequence is put together first. Saving waits for the device; it
 happens at the steps that were asked for, and once each at the first signs that
-``capture_at`` and ``capture_at_grad_norm`` name.
+``capture_at`` and ``capture_at_grad_norm`` name. A file that cannot be written is told and left
+out: its sign starts a capture again after a resume, and none before.
 
 Shape legend: s tokens of the whole sequence, b sequences, h query heads, kv key/value heads saved
 here, d, dv head dims.
@@ -13,6 +14,7 @@ here, d, dv head dims.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
+from megatron_patch.runtime.appending import Spared
 from megatron_patch.runtime.files import replacing
 from megatron_patch.stability import capture_check
 from megatron_patch.stability.observe import Request, Seen
@@ -30,6 +33,8 @@ from megatron_patch.stability.weights import exact_norms
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
+
+log = logging.getLogger(__name__)
 
 FORMAT = 3
 BEFORE = 2
@@ -81,11 +86,21 @@ class Capture:
     of ``watch``, ``danger``, ``grad_norm``, joined by ``-``."""
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all.
+
+        Raises:
+            OSError: it could not be written.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         names = (f.name for f in fields(self))
-        with replacing(path, "wb") as out:
-            torch.save({"format": FORMAT} | {n: getattr(self, n) for n in names}, out)
+        try:
+            with replacing(path, "wb") as out:
+                torch.save({"format": FORMAT} | {n: getattr(self, n) for n in names}, out)
+        except RuntimeError as error:
+            # torch's own, of an archive that does not add up, over that of the write that failed.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load(path: Path | str) -> Capture:
@@ -158,7 +173,13 @@ class Capturer:
     def __init__(self, run: RunConfig, where: Layout, folder: Path) -> None:
         self._run, self._where, self._folder = run, where, folder
         self.saved: list[Path] = []
+        # Told by this rank itself: of other ranks than the first only errors are shown.
+        self._spared = Spared(folder.name, tell=log.error)
         self._next: Wanted | None = None
+
+    def close(self) -> None:
+        """No capture follows: tell how many are missing."""
+        self._spared.close()
 
     def soon(self, wanted: Wanted) -> None:
         """Save this of the next step; the same call on all ranks."""
@@ -212,7 +233,7 @@ class Capturer:
 
         window = seen.geometry.window
         path = self._folder / file_name(step, seen.site.layer, self._where.tp_rank, wanted.trigger)
-        Capture(
+        found = Capture(
             step=step,
             layer=seen.site.layer,
             layer_name=seen.site.name,
@@ -239,8 +260,10 @@ class Capturer:
             v=v,
             out=out,
             dout=do,
-        ).save(path)
-        self.saved.append(path)
+        )
+        # Inside the backward pass of one rank: the others would wait for it for ever.
+        if self._spared.attempt(lambda: found.save(path)):
+            self.saved.append(path)
 
     def _per_kv_head(self) -> int:
         """Query heads to a key/value head. Ranks of a tensor-parallel group larger than the number

@@ -8,7 +8,8 @@ abandoned.bin   records of steps that a resumed run repeats
 before.bin      of a run that began from another one's checkpoint: what the rule looks back on
 
 A record is appended and flushed when its step has been read back, so files can be read while the
-run goes on; a record that a crash tore is ignored by readers and cut off by the next writer.
+run goes on; a record that a crash tore is ignored by readers and cut off by the next writer. What
+could not be written is not there: steps ascend, and may lie further apart than the interval.
 """
 
 from __future__ import annotations
@@ -242,6 +243,10 @@ class Telemetry:
         for part in (self.before, self.records):
             if part is not None:
                 yield from part
+
+    def until(self, step: int) -> Telemetry:
+        """The records up to a step alone."""
+        return Telemetry(self.meta, self.records[: up_to(self.records, step)], self.before)
 
     def since(self, step: int) -> Telemetry:
         """The records after a step alone; the others are not read."""

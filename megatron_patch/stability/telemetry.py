@@ -220,9 +220,19 @@ class Stability:
                 f"early warning: begins anew at step {step:,}; the records before it are of "
                 f"another version or model and kept as stability/{self._writer.set_aside}"
             )
-        found = record.read(self.run_dir)
+        try:
+            return self._history(step)
+        except (OSError, ValueError, KeyError) as error:
+            if self._writer.begun:
+                raise
+            self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
+            return record.History(self.rule, compensated=self._compensated)
+
+    def _history(self, step: int) -> record.History:
+        """What the files say up to ``step``; they say more where nothing was taken over yet."""
+        found = record.read(self.run_dir).until(step)
         if step and not len(found.records) and self._look_back(step):
-            found = record.read(self.run_dir)
+            found = record.read(self.run_dir).until(step)
         told = found.switched_at or 0
         if told > step and not self.switched_at:
             # A checkpoint of the very step whose record made the guard switch, one step later.
@@ -490,6 +500,7 @@ class Stability:
     def close(self) -> None:
         """Take hooks off and close files."""
         self.observer.disarm()
+        self.capturer.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

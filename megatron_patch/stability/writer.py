@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -12,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_patch.runtime.appending import Appended, Table
 from megatron_patch.runtime.files import replacing, write_whole
-from megatron_patch.runtime.growing import DamagedError, cut, resume_table
+from megatron_patch.runtime.growing import DamagedError, cut
 from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS
 from megatron_patch.stability.record import (
     FOLDER,
@@ -32,12 +32,14 @@ from megatron_patch.stability.record import (
 
 BINARY = ("before.bin", "abandoned.bin", "records.bin")
 """Files that mean nothing without meta.json; records.bin, which a resume asks for, last."""
+COLUMNS = ("step", "layer", *LAYER_METRICS, *HEAD_METRICS, "worst_head")
+"""Of layers.csv."""
 STRETCH = 64
 """Records of an earlier layout that are held at a time."""
 
 
 class Writer:
-    """Appends records; the first rank has one.
+    """Appends records; the first rank has one. A full disk costs records, and never the run.
 
     Args:
         run_dir: of the run.
@@ -50,13 +52,30 @@ class Writer:
     def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
         self.folder, self.meta = run_dir / FOLDER, dict(meta)
         self.set_aside: str | None = None
+        self.abandoned, self._start_step = 0, start_step
+        self._dtype = record_dtype(meta)
+        self._rows: Table | None = None
+        self._file = Appended(
+            self.folder / "records.bin",
+            lines=False,
+            size=self._dtype.itemsize,
+            begin=self._begin,
+        )
+        self._file.begin()
+
+    @property
+    def begun(self) -> bool:
+        """Whether what was there is taken over."""
+        return self._file.begun
+
+    def _begin(self) -> None:
+        """Take over what is there; where that fails it is tried again at the next record."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.abandoned, self.meta["earlier"] = self._take_over(start_step)
+        self.abandoned, self.meta["earlier"] = self._take_over(self._start_step)
         text = json.dumps(self.meta, indent=1) + "\n"
         write_whole(self.folder / "meta.json", text.encode())
-        self._dtype = record_dtype(meta)
-        self._file = (self.folder / "records.bin").open("ab")
-        self._rows = _LayerTable(self.folder / "layers.csv", start_step=start_step)
+        # After the records: those of an earlier layout take the table with them.
+        self._rows = Table(self.folder / "layers.csv", COLUMNS, start_step=self._start_step)
 
     def _meta_before(self) -> dict[str, Any]:
         """What an earlier attempt says of its records, which mean nothing without it."""
@@ -139,43 +158,29 @@ class Writer:
         for part, found in (("layers", layers), ("heads", heads)):
             for i, name in enumerate(self.meta[f"{part[:-1]}_metrics"]):
                 record[part][i] = found.get(name, np.float32(math.nan))
-        self._file.write(record.tobytes())
-        self._file.flush()
-        self._rows.write(step, layers, heads)
+        self._file.append(record.tobytes())
+        if self._rows is not None:
+            self._rows.rows(_layer_rows(step, layers, heads))
 
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        self._rows.close()
+        if self._rows is not None:
+            self._rows.close()
 
 
-class _LayerTable:
-    """layers.csv: one row a record and layer; of every head metric the worst head."""
-
-    columns = ("step", "layer", *LAYER_METRICS, *HEAD_METRICS, "worst_head")
-
-    def __init__(self, path: Path, *, start_step: int) -> None:
-        if path.exists():
-            resume_table(path, self.columns, start_step=start_step, aside=None)
-        new = not path.exists() or path.stat().st_size == 0
-        self._file = path.open("a", newline="")
-        self._writer = csv.writer(self._file)
-        if new:
-            self._writer.writerow(self.columns)
-
-    def write(
-        self, step: int, layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
-    ) -> None:
-        found = {n: worst(n, v) for n, v in heads.items()}
-        signal = bias_to_signal(heads["delta_error_mean"], heads["kappa"])
-        known = np.isfinite(signal).any(axis=1)
-        worst_heads = largest(signal)
-        for layer in range(signal.shape[0]):
-            numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
-            numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]
-            head = int(worst_heads[layer]) if known[layer] else ""
-            self._writer.writerow([step, layer, *(f"{float(x):.6g}" for x in numbers), head])
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def _layer_rows(
+    step: int, layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
+) -> list[list[Any]]:
+    """Of layers.csv: one row a layer; of every head metric the worst head."""
+    found = {n: worst(n, v) for n, v in heads.items()}
+    signal = bias_to_signal(heads["delta_error_mean"], heads["kappa"])
+    known = np.isfinite(signal).any(axis=1)
+    worst_heads = largest(signal)
+    rows: list[list[Any]] = []
+    for layer in range(signal.shape[0]):
+        numbers = [layers[n][layer] if n in layers else math.nan for n in LAYER_METRICS]
+        numbers += [found[n][layer] if n in found else math.nan for n in HEAD_METRICS]
+        head = int(worst_heads[layer]) if known[layer] else ""
+        rows.append([step, layer, *(f"{float(x):.6g}" for x in numbers), head])
+    return rows

@@ -2,9 +2,11 @@
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import pytest
+from full_disk import KINDS, disk
 from run_config import run_config
 
 from megatron_patch.monitor.hub import Monitor
@@ -114,6 +116,62 @@ def test_monitor_writes_console_log_csv_and_events(tmp_path: Path) -> None:
     log = (tmp_path / "train.log").read_text()
     assert "hello" in log and "only in the file" in log and "\r" not in log
     assert events(tmp_path / "tensorboard")["train/attention/max_logit"] == [(10, 3.0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_costs_records_and_not_the_run(kind: str, tmp_path: Path) -> None:
+    """What is in the files is whole, what is missing is told once and counted."""
+    with disk(tmp_path / "disk", kind) as small:
+        run = small.folder / "run"
+        with (small.folder / "console").open("w") as console:
+            monitor = Monitor(run_config(), run, stream=console)
+            monitor.relay_logs()
+            monitor.start(0)
+            monitor.log(metrics(1))
+            with small.full():
+                for step in range(2, 202):
+                    monitor.log(metrics(step))
+                    monitor.scalars(step, {"stability/x": 1.0})
+            monitor.log(metrics(202))
+            with small.full():
+                monitor.log(metrics(203))  # closed before it works again
+                monitor.close()
+            monitor.close()
+        found = rows(run / "metrics.csv")
+        steps = [int(row["step"]) for row in found]
+        assert steps[0] == 1 and steps[-1] in (202, 203) and steps == sorted(set(steps))
+        assert all(row["mtp_loss"] is not None and None not in row for row in found)
+        log = (run / "train.log").read_text()
+        stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+        assert all(re.match(stamp + "(step|warning: )", line) for line in log.splitlines())
+        missing = len(set(range(1, 203)) - set(steps))
+        assert missing > 100
+        for name, count in (
+            ("metrics.csv", f"{missing:,}"),
+            ("the console", ""),
+            ("train.log", ""),
+        ):
+            assert log.count(f"warning: {name}: written again; records that are missing: {count}")
+        points = events(run / "tensorboard")["train/loss"]
+        assert {1, 202} <= {step for step, _ in points} and len(points) < 100
+
+
+def test_going_back_on_a_full_disk(tmp_path: Path) -> None:
+    """Rows of abandoned steps cannot be moved: none is added until they are."""
+    with disk(tmp_path / "disk", "limit") as small:
+        monitor = Monitor(run_config(), small.folder, stream=io.StringIO())
+        monitor.start(0)
+        for step in (1, 2, 3):
+            monitor.log(metrics(step))
+        with small.full():
+            monitor.restart(1)
+            monitor.log(metrics(2, loss=8.0))
+        monitor.log(metrics(3, loss=9.0))
+        monitor.close()
+    assert [(r["step"], r["loss"]) for r in rows(small.folder / "metrics.csv")] == [
+        ("1", "5.0"), ("3", "9.0")]  # fmt: skip
+    assert [r["step"] for r in rows(small.folder / "metrics.abandoned.csv")] == ["2", "3"]
+    assert [s for s, _ in events(small.folder / "tensorboard")["train/loss"]] == [1, 3]
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:

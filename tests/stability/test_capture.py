@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import KINDS, disk
 from run_config import run_config
 
 from megatron_patch.stability import capture
@@ -175,6 +178,13 @@ def test_spectral_norms_are_exact(tmp_path: Path) -> None:
 
 def taken(folder: Path, attention: Any, heads: int, groups: int) -> Capture:
     """What a run captures of a layer."""
+    capturer = take(folder, attention, heads, groups)
+    capturer.close()
+    return capture.load(folder / capture.file_name(3, 0, 0))
+
+
+def take(folder: Path, attention: Any, heads: int, groups: int, *steps: int) -> Capturer:
+    """Let a run capture a layer at these steps; default: 3."""
     run = run_config(model={"num_attention_heads": heads, "num_query_groups": groups})
     where: Any = SimpleNamespace(tp_rank=0, dp_rank=0)
     site: Any = SimpleNamespace(
@@ -185,8 +195,32 @@ def taken(folder: Path, attention: Any, heads: int, groups: int) -> Capture:
         site=site, q=q, k=k, v=k, out=q, low=None, max_logits=None, sinks=None,
         geometry=Geometry(scale=1.0, causal=True), dropout_p=0.0,
     )  # fmt: skip
-    Capturer(run, where, folder)._take(3, Wanted(trigger="step", heads={0: ()}), seen, q)
-    return capture.load(folder / capture.file_name(3, 0, 0))
+    capturer = Capturer(run, where, folder)
+    for step in steps or (3,):
+        capturer._take(step, Wanted(trigger="step", heads={0: ()}), seen, q)
+    return capturer
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "in the way"])
+def test_a_capture_that_cannot_be_written_is_told_and_left_out(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the backward pass of one rank; torch has an error of its own for an archive cut off."""
+    with disk(tmp_path / "disk", kind if kind in KINDS else "limit") as small:
+        folder, attention = small.folder / "captures", SimpleNamespace()
+        if kind == "in the way":
+            folder.write_text("")
+            capturer = take(folder, attention, 4, 2, 3, 4)
+        else:
+            with small.full():
+                capturer = take(folder, attention, 4, 2, 3, 4)
+            assert os.listdir(folder) == []
+            assert taken(folder, attention, 4, 2).heads == [0, 1, 2, 3]
+        assert capturer.saved == []
+        capturer.close()
+    (first, last) = [r for r in caplog.records if r.name.startswith("megatron_patch")]
+    assert first.levelno == logging.ERROR and "captures: cannot be written (" in first.message
+    assert last.message == "captures: not written to the end; records that are missing: 2"
 
 
 def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "checkpoint.keep_last=2"]  # fmt: skip
 
 
+FULL_DISK = ["logging.tensorboard=true", "faults.straggler_interval=1"]
 CHANGED = "attention.stabilizer=compensated"
 FAST = ["training.precision=fp32", "attention.backend=reference",
         "attention.stabilizer=compensated"]  # fmt: skip
@@ -128,6 +129,7 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("mqa_tp2_sp", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2", f"{SP}=true"),
         run("warn", *SMALL, "stability.guard=warn", **grow),
         run("switch", *SMALL, switch, *SIGNS, **grow),
+        run("disk", *SMALL, switch, *SIGNS, *FULL_DISK, full=[3, 8], **grow),
         run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **grow),
         run("again", *SMALL, switch, *SIGNS, **grow),
         run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **grow),
@@ -335,6 +337,24 @@ def test_switch_on_all_ranks_at_the_same_step(two: Any, folder: Path) -> None:
     assert (used[8:] < plain[8:] / 2).all() and used[8:].mean() < plain[8:].mean() / 4
     # All ranks switched: their weights are the same, as data parallelism needs.
     assert two["switch"][0]["weights"] != two["warn"][0]["weights"]
+
+
+def test_a_full_disk_of_the_first_rank_changes_no_bit(two: Any, folder: Path) -> None:
+    """No file of it grows while the danger comes, nor its console: all ranks switch all the same.
+
+    It fails to write a capture, too. Where the next rank is, nobody waits.
+    """
+    runs = folder / "runs"
+    assert [(r["code"], r["step"]) for r in two["disk"]] == [(0, 9)] * 2
+    assert [r["weights"] for r in two["disk"]] == [r["weights"] for r in two["switch"]]
+    assert sorted(figures(runs / "disk")) == [1, 2, 9]
+    assert figures(runs / "disk").items() <= figures(runs / "switch").items()
+    told, whole = record.read(runs / "disk"), record.read(runs / "switch")
+    assert told.steps.tolist() == [1, 8, 9]
+    assert told.scalars["switched"].tolist() == whole.scalars["switched"][[0, 7, 8]].tolist()
+    log = (runs / "disk" / "train.log").read_text()
+    for name in ("metrics.csv", "records.bin", "layers.csv", "the console", "stragglers.csv"):
+        assert log.count(f"warning: {name}: written again; records that are missing: ") == 1, name
 
 
 def test_signs_start_captures_once(two: Any, folder: Path) -> None:

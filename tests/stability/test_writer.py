@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from telemetry_records import H, L, meta, write
+from full_disk import KINDS, disk
+from telemetry_records import H, L, add, meta, write
 
 from megatron_patch.runtime.growing import DamagedError
 from megatron_patch.stability import record
@@ -236,3 +237,62 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
     with pytest.raises(ValueError, match="format 99"):
         record.read(tmp_path)
+
+
+def layers_told(folder: Path) -> list[tuple[int, int]]:
+    """(step, layer) of layers.csv, whose rows are all whole."""
+    header, *lines = (folder / "stability" / "layers.csv").read_text().splitlines()
+    assert {line.count(",") for line in lines} <= {header.count(",")}
+    return [(int(a), int(b)) for a, b in (line.split(",")[:2] for line in lines)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_costs_whole_records(kind: str, tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", kind) as small:
+        writer = write(small.folder, [10, 20])
+        with small.full():
+            for step in range(30, 630, 10):
+                add(writer, step)
+            steps = record.read(small.folder).steps.tolist()
+            assert steps == sorted(steps) and len(steps) < 62
+        add(writer, 630)
+        writer.close()
+        assert record.read(small.folder).steps.tolist() == [*steps, 630]
+        told = layers_told(small.folder)
+        assert told == sorted(told) and told[-L:] == [(630, layer) for layer in range(L)]
+        assert len(told) % L == 0
+        # A resume goes on behind the gap, and the rule judges what there is.
+        write(small.folder, [640], start=630).close()
+        found = record.read(small.folder)
+        assert found.steps.tolist() == [*steps, 630, 640]
+        assert len(found.history(Rule()).points) == len(steps) + 2
+        del found  # it maps the file
+
+
+def test_a_resume_on_a_full_disk_takes_over_when_there_is_room(tmp_path: Path) -> None:
+    """Nothing is added before: the steps would not ascend."""
+    with disk(tmp_path / "disk", "limit") as small:
+        write(small.folder, [10, 20, 30]).close()
+        with small.full():
+            writer = write(small.folder, [20], start=10)
+            assert not writer.begun
+            assert record.read(small.folder).steps.tolist() == [10, 20, 30]
+            assert record.read(small.folder).until(10).steps.tolist() == [10]
+        add(writer, 30, value=0.5)
+        writer.close()
+    found = record.read(small.folder)
+    assert found.steps.tolist() == [10, 30] and found.heads["max_logit"][1, 0, 0] == 30.5
+    size = record.record_dtype(meta()).itemsize
+    assert (small.folder / "stability" / "abandoned.bin").stat().st_size == 2 * size
+    assert layers_told(small.folder) == [(s, layer) for s in (10, 30) for layer in range(L)]
+
+
+def test_a_new_run_on_a_full_disk(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", "limit") as small:
+        with small.full():
+            writer = write(small.folder, [10])
+        with pytest.raises(FileNotFoundError):
+            record.read(small.folder)
+        add(writer, 20)
+        writer.close()
+    assert record.read(small.folder).steps.tolist() == [20]

@@ -1,13 +1,16 @@
-"""A training rank for the stability tests: tests/training/worker.py with two additions.
+"""A training rank for the stability tests: tests/training/worker.py with three additions.
 
 Triton's interpreter computes BF16 as the hardware does; and ``{"grow": 1.5}`` in the plan
 multiplies the loss of step n, but not its report, by 1.5^n, so that the gradient norm rises as it
-does before an explosion.
+does before an explosion; ``{"full": [first, last]}`` lets no file of the first rank grow during
+these steps.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,26 @@ def grow(factor: float) -> Any:
     return undo
 
 
+def full(first: int, last: int) -> Any:
+    """Install the full disk of the first rank; returns the function that takes it out."""
+    from megatron_patch.training.finite import StepGuard
+
+    begin, before = StepGuard.begin, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self: Any, number: int, chunks: Any, **options: Any) -> None:
+        if os.environ["RANK"] == "0":
+            size = 1 if first <= number <= last else before[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        begin(self, number, chunks, **options)
+
+    def undo() -> None:
+        StepGuard.begin = begin  # type: ignore[method-assign]
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    StepGuard.begin = limited  # type: ignore[method-assign]
+    return undo
+
+
 def main() -> None:
     sys.path.insert(0, str(TESTS))
     import interpreter_shim
@@ -57,9 +80,11 @@ def main() -> None:
 
     def with_growth(config: str, run: dict[str, Any]) -> dict[str, Any]:
         undo = grow(run.get("grow", 1.0))
+        undo_full = full(*run["full"]) if "full" in run else lambda: None
         try:
             result: dict[str, Any] = execute(config, run)
         finally:
+            undo_full()
             undo()
         return result
 
