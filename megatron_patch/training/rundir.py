@@ -314,9 +314,15 @@ def differences(before: str, after: str) -> list[tuple[str, str, str]]:
     """(key, old, new) of two resolved configurations as ``Loaded.dump_yaml`` writes them.
 
     Keys that only one of them has (another version of this program) count as ``absent``.
+
+    Raises:
+        ValueError: ``before`` holds no settings; a YAMLError: it is no YAML.
     """
     # Both texts come from one renderer, so scalars are compared as they are written.
-    old, new = (_flat(yaml.load(t, Loader=yaml.BaseLoader)) for t in (before, after))
+    trees = [yaml.load(text, Loader=yaml.BaseLoader) for text in (before, after)]
+    if not (isinstance(trees[0], dict) and trees[0]):
+        raise ValueError("no settings in it")
+    old, new = map(_flat, trees)
     keys = list(dict.fromkeys([*new, *old]))
     return [
         (k, old.get(k, "absent"), new.get(k, "absent")) for k in keys if old.get(k) != new.get(k)

@@ -189,11 +189,13 @@ def test_a_read_only_directory_is_a_problem_and_no_traceback(tiny, monkeypatch) 
     assert "Read-only file system: run/.lock" in problems[0].message
 
 
-def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny) -> None:
+@pytest.mark.parametrize("content", [b"\x00\xff: [{", b"", b" \n# nothing\n", b"{}", b"- a", b"x"])
+def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content: bytes) -> None:
     directory, _ = start(tiny())
-    (directory.path / "config.yaml").write_bytes(b"\x00\xff: [{")
-    again, problems = start(tiny())
-    assert again is None and "config.yaml says what the run was started with" in problems[0].message
+    (directory.path / "config.yaml").write_bytes(content)
+    again, (problem,) = start(tiny())
+    assert again is None and "config.yaml says what the run was started with" in problem.message
+    assert "is damaged" in problem.message and "or delete it if you are sure" in problem.message
 
 
 def test_other_software_is_said(tiny) -> None:
