@@ -91,6 +91,24 @@ def is_standard_output(path: Path) -> bool:
         return False
 
 
+def check_file(path: Path, *, appended: bool) -> None:
+    """Whether a file that will be appended to, or read and replaced, can be, if it is there.
+
+    Raises:
+        OSError: it is a directory, lies below something that is none, or is not ours.
+    """
+    mode = os.O_WRONLY | os.O_APPEND if appended else os.O_RDONLY
+    try:
+        handle = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    try:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    finally:
+        os.close(handle)
+
+
 def sync_directory(path: Path) -> None:
     """Force renames and creations in a directory to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -7,6 +7,7 @@ train.log, metrics.csv, tensorboard/, checkpoints/, FINISHED.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -22,11 +23,14 @@ import yaml
 
 from megatron_patch.checkpoint import last
 from megatron_patch.checkpoint.config import checkpoint_directory
+from megatron_patch.checkpoint.lineage import LINEAGE
+from megatron_patch.checkpoint.shelf import IDENTITY, LATEST
 from megatron_patch.config.problem import DEFAULT, Problem
 from megatron_patch.runtime.environment import DISTRIBUTIONS
-from megatron_patch.runtime.files import write_whole
+from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
+from megatron_patch.stability.record import FOLDER as TELEMETRY
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
@@ -142,6 +146,9 @@ class RunDirectory:
             if not root.exists() and (self.path / last.FILE).exists():
                 return []
             root.mkdir(parents=True, exist_ok=True)
+            check_file(root / LINEAGE, appended=True)
+            for name in (IDENTITY, LATEST):
+                check_file(root / name, appended=False)
             if root.samefile(self.path):
                 return []  # one directory, one lock
             self._store_lock, problem = _lock(root, self.notes)
@@ -180,6 +187,7 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
         problems = [problem] if problem else _claim(loaded, path, notes)
         if not problems:
             finished = _finished(path, run)
+            _check_files(path, run, finished=finished)
             if not finished:
                 notes += _record(loaded, path, report)
     except OSError as error:  # read-only, full, somebody else's
@@ -356,6 +364,31 @@ def _finished(path: Path, run: RunConfig) -> bool:
         return True
     os.replace(marker, path / f"{FINISHED}.step_{max(step, 0)}")
     return False
+
+
+def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
+    """Look at what this attempt opens later, when steps would be lost by it.
+
+    Raises:
+        OSError: something there is of another kind, or not ours.
+    """
+    appended, replaced, folders = ["train.log"], [], []
+    if not finished:
+        appended += ["metrics.csv", "metrics.abandoned.csv"]
+        replaced += ["data.sha256"]
+    if not finished and run.logging.tensorboard:
+        folders += ["tensorboard"]
+    if not finished and run.stability.enabled:
+        folders += [TELEMETRY]
+        appended += [f"{TELEMETRY}/{x}" for x in ("records.bin", "abandoned.bin", "layers.csv")]
+        replaced += [f"{TELEMETRY}/{x}" for x in ("meta.json", "before.bin")]
+    for folder in (path / name for name in folders):
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(folder))
+    for name in appended:
+        check_file(path / name, appended=True)
+    for name in replaced:
+        check_file(path / name, appended=False)
 
 
 def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:

@@ -198,6 +198,57 @@ def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content: byte
     assert "is damaged" in problem.message and "or delete it if you are sure" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("train.log", "directory"),
+        ("metrics.csv", "directory"),
+        ("metrics.abandoned.csv", "directory"),
+        ("data.sha256", "directory"),
+        ("stability", "file"),
+        ("tensorboard", "file"),
+        ("stability/records.bin", "directory"),
+        ("stability/layers.csv", "directory"),
+        ("stability/meta.json", "directory"),
+    ],
+)
+def test_what_is_opened_later_is_looked_at_first(tiny, name: str, kind: str) -> None:
+    """A person has to act: code 2, and not a fault in the middle, which is tried again."""
+    directory, _ = start(tiny())
+    place = directory.path / name
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    place.mkdir() if kind == "directory" else place.touch()
+    before = sorted(p.name for p in directory.path.iterdir())
+    again, (problem,) = start(tiny())
+    assert again is None and ConfigError([problem]).exit_code == 2
+    expected = "Is a directory" if kind == "directory" else "Not a directory"
+    assert problem.message == f"runs/tiny: cannot be used ({expected}: runs/tiny/{name})"
+    assert sorted(p.name for p in directory.path.iterdir()) == before
+
+
+def test_a_table_that_may_not_be_written_is_refused(tiny, monkeypatch) -> None:
+    start(tiny())
+    real = os.open
+
+    def refuse(path, flags, *args, **options):
+        if Path(path).name == "metrics.csv" and flags & os.O_WRONLY:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), os.fspath(path))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    again, (problem,) = start(tiny(), trained=False)
+    assert again is None and "Operation not permitted: runs/tiny/metrics.csv" in problem.message
+
+
+def test_what_a_finished_run_does_not_open_is_not_looked_at(tiny) -> None:
+    directory, _ = start(tiny())
+    rundir.mark_finished(directory.path, step=20, consumed_tokens=1)
+    (directory.path / "data.sha256").mkdir()
+    again, problems = start(tiny())
+    assert not problems and again.finished
+
+
 def test_other_software_is_said(tiny) -> None:
     start(tiny())
     directory, _ = rundir.open_run(tiny(), {"torch": "2.0.1"})

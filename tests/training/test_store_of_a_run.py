@@ -80,6 +80,18 @@ def test_a_directory_that_cannot_be_made_is_a_problem(open_run: Any, tmp_path: P
     directory.close()
 
 
+@pytest.mark.parametrize("name", ["lineage", "store.json", "latest"])
+@pytest.mark.parametrize("store", ["shared", "a"])
+def test_what_a_save_writes_is_looked_at_before_the_first_step(
+    open_run: Any, tmp_path: Path, name: str, store: str
+) -> None:
+    (tmp_path / store / name).mkdir(parents=True)
+    directory, (problem,) = open_run("run_dir=a", f"checkpoint.directory={store}")
+    directory.close()
+    assert problem.path == "checkpoint.directory" and not problem.may_pass
+    assert problem.message == f"{store}: cannot be used (Is a directory: {store}/{name})"
+
+
 def test_the_lock_is_no_trace_of_training(open_run: Any) -> None:
     """A run that never took a step may still be changed, and resume: never may be given again."""
     for overrides in ([], ["model.num_layers=4"], ["checkpoint.resume=never"]):
