@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cpu", action="store_true", help="run without a GPU")
     args = parser.parse_args()
+    if not args.cpu and not torch.cuda.is_available():
+        parser.exit(2, "plain_megatron.py: PyTorch sees no GPU here; --cpu runs without one\n")
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0)):
         os.environ.setdefault(name, str(value))  # for a start without torchrun
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -48,18 +48,29 @@ def test_a_spec_function_keeps_its_signature_and_gets_the_backend():
     assert core_of(default_layer_spec("RMSNorm")) is DotProductAttention
 
 
-def test_plain_megatron_example_learns():
-    """The script runs as its own program, without our trainer, and its loss falls."""
-    command = [sys.executable, str(ROOT / "examples/plain_megatron.py"), "--cpu", "--steps", "8"]
+def plain_megatron(*options: str) -> subprocess.CompletedProcess[str]:
+    """The example as its own program, without torchrun and without a GPU."""
     environment = {
         key: value
         for key, value in os.environ.items()
         if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-    }
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
+    } | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples/plain_megatron.py"), *options]
+    return subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT
     )
+
+
+def test_plain_megatron_example_without_a_gpu_names_its_option():
+    done = plain_megatron()
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "PyTorch sees no GPU here; --cpu runs without one" in line
+
+
+def test_plain_megatron_example_learns():
+    """The script runs as its own program, without our trainer, and its loss falls."""
+    done = plain_megatron("--cpu", "--steps", "8")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(x) for x in re.findall(r"^step \d+: loss ([0-9.]+)$", done.stdout, re.M)]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
