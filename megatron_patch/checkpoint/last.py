@@ -33,6 +33,14 @@ def remember(run_dir: Path, path: Path, *, step: int, store: Callable[[], str]) 
         log.warning("checkpoint %s is complete, but %s: %s", path.name, FILE, describe(error))
 
 
+def has_saved(run_dir: Path) -> bool:
+    """Whether the run went on from a checkpoint of its own, or has saved one.
+
+    Where it has not, and is beyond step 0, it is at the start from another run's checkpoint.
+    """
+    return (run_dir / FILE).exists()
+
+
 def refusal(run_dir: Path, root: Path) -> CheckpointError | None:
     """Why a run whose store ``root`` is empty must not start at step 0; None: it is a new run."""
     file = run_dir / FILE

@@ -14,9 +14,11 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_patch.checkpoint import last
 from megatron_patch.monitor.metrics import StepMetrics, console_line
 from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
 from megatron_patch.runtime.appending import Appended, Spared
+from megatron_patch.runtime.growing import gap
 
 if TYPE_CHECKING:
     from megatron_patch.config.root import RunConfig
@@ -81,10 +83,14 @@ class Monitor:
                 f"metrics.csv: {table.abandoned} rows beyond step {start_step} moved to "
                 "metrics.abandoned.csv; those steps are about to be repeated"
             )
-        if table.ends_early is not None:
+        if table.new_columns is not None:
+            self.say(table.new_columns)
+        if table.ends_early is not None and (table.ends_early or last.has_saved(self.run_dir)):
+            self.say(gap("metrics.csv", table.ends_early, start_step))
+        if table.zeros_after is not None:
             self.say(
-                f"warning: metrics.csv ends at step {table.ends_early:,} and the run goes on after "
-                f"step {start_step:,}: the rows in between are not there and will not come"
+                f"warning: metrics.csv is damaged: it holds zero bytes after step "
+                f"{table.zeros_after:,}, and the rows that were there are lost"
             )
         self._sinks.append(table)
         if logging.tensorboard:

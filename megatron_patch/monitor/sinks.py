@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
 from megatron_patch.runtime.appending import Spared, Table
-from megatron_patch.runtime.growing import lacks_after
+from megatron_patch.runtime.growing import lacks_after, zeros_after
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.config import WandbConfig
@@ -53,14 +53,18 @@ class CsvSink:
 
     def __init__(self, path: Path, *, start_step: int, interval: int = 1) -> None:
         self.path = path
-        self.ends_early: int | None = None
-        """Step of the last row, where the rows up to ``start_step`` are not all there."""
         new = not path.exists()
         aside = path.with_name("metrics.abandoned.csv")
         self._table = Table(path, CSV_COLUMNS, start_step=start_step, aside=aside)
         self.abandoned = self._table.dropped
-        if not new and self._table.begun:
+        self.new_columns = self._table.note(path.name)
+        """What to tell of a table of another version."""
+        self.ends_early: int | None = None
+        """Step of the last row (0: none), where those up to ``start_step`` are not all there."""
+        self.zeros_after: int | None = None
+        if self._table.begun:
             self.ends_early = lacks_after(path, start_step, apart=interval)
+            self.zeros_after = None if new else zeros_after(path)
 
     def log(self, metrics: StepMetrics) -> None:
         row = metrics.csv_row()

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.runtime.growing import resume_table
+from megatron_patch.runtime.growing import Resumed, resume_table
 
 log = logging.getLogger(__name__)
 
@@ -181,18 +181,35 @@ class Table(Appended):
     def __init__(
         self, path: Path, columns: Sequence[str], *, start_step: int, aside: Path | None = None
     ) -> None:
-        self.dropped = 0
+        self._columns, self._start_step = list(columns), start_step
+        self._resumed: Resumed | None = None
 
         def resume() -> None:
             if path.exists():
-                self.dropped = resume_table(path, columns, start_step=start_step, aside=aside)
+                self._resumed = resume_table(path, columns, start_step=start_step, aside=aside)
 
         super().__init__(path, header=_csv([columns]), begin=resume)
         self.begin()
 
+    @property
+    def dropped(self) -> int:
+        """Rows that were cut off."""
+        return 0 if self._resumed is None else self._resumed.dropped
+
+    def note(self, name: str) -> str | None:
+        """The line that tells of columns it did not have, if there are any."""
+        return None if self._resumed is None else self._resumed.note(name, self._start_step)
+
     def rows(self, rows: Iterable[Sequence[Any]]) -> bool:
-        """Append rows, all of them or none; whether they are in the file."""
-        return self.append(_csv(rows))
+        """Append rows of ``columns``, all of them or none; whether they are in the file."""
+        return self.append(_csv(self._in_order(row) for row in rows))
+
+    def _in_order(self, row: Sequence[Any]) -> Sequence[Any]:
+        """As the file has them: one of another version has others too."""
+        if self._resumed is None or self._resumed.columns == self._columns:
+            return row
+        named = dict(zip(self._columns, row, strict=True))
+        return [named.get(name, "") for name in self._resumed.columns]
 
 
 def _csv(rows: Iterable[Sequence[Any]]) -> bytes:

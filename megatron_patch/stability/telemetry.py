@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from megatron_patch.checkpoint import last
 from megatron_patch.config.problem import ConfigError
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, worst
@@ -220,6 +221,8 @@ class Stability:
                 f"early warning: begins anew at step {step:,}; the records before it are of "
                 f"another version or model and kept as stability/{self._writer.set_aside}"
             )
+        for line in self._writer.notes(own=last.has_saved(self.run_dir)):
+            self.monitor.say(line)
         try:
             return self._history(step)
         except (OSError, ValueError, KeyError) as error:

@@ -13,7 +13,14 @@ import numpy as np
 
 from megatron_patch.runtime.appending import Appended, Table
 from megatron_patch.runtime.files import replacing, write_whole
-from megatron_patch.runtime.growing import DamagedError, cut
+from megatron_patch.runtime.growing import (
+    LAST_ROWS,
+    DamagedError,
+    cut,
+    falls_short,
+    gap,
+    lacks_after,
+)
 from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS
 from megatron_patch.stability.record import (
     FOLDER,
@@ -53,8 +60,11 @@ class Writer:
         self.folder, self.meta = run_dir / FOLDER, dict(meta)
         self.set_aside: str | None = None
         self.abandoned, self._start_step = 0, start_step
+        self._apart = int(meta["interval"])
         self._dtype = record_dtype(meta)
         self._rows: Table | None = None
+        self.gaps: dict[str, int] = {}
+        """File -> its last step (0: none), where those up to ``start_step`` are not all there."""
         self._file = Appended(
             self.folder / "records.bin",
             lines=False,
@@ -71,11 +81,30 @@ class Writer:
     def _begin(self) -> None:
         """Take over what is there; where that fails it is tried again at the next record."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        continued = (self.folder / "meta.json").exists()
         self.abandoned, self.meta["earlier"] = self._take_over(self._start_step)
         text = json.dumps(self.meta, indent=1) + "\n"
         write_whole(self.folder / "meta.json", text.encode())
         # After the records: those of an earlier layout take the table with them.
         self._rows = Table(self.folder / "layers.csv", COLUMNS, start_step=self._start_step)
+        if continued and self.set_aside is None:
+            self.gaps = self._find_gaps()
+
+    def notes(self, *, own: bool) -> list[str]:
+        """Lines about what was found; ``own``: the steps before are this run's."""
+        told = None if self._rows is None else self._rows.note(f"{FOLDER}/{self._rows.path.name}")
+        found = self.gaps.items()
+        lines = [gap(name, end, self._start_step) for name, end in found if end or own]
+        return lines if told is None else [told, *lines]
+
+    def _find_gaps(self) -> dict[str, int]:
+        last = records_of(self.folder / "records.bin", self._dtype)["step"][-LAST_ROWS:]
+        table, step, apart = self.folder / "layers.csv", self._start_step, self._apart
+        found = {
+            "records.bin": falls_short(last[::-1].tolist(), step, apart=apart),
+            "layers.csv": lacks_after(table, step, apart=apart),
+        }
+        return {f"{FOLDER}/{name}": end for name, end in found.items() if end is not None}
 
     def _meta_before(self) -> dict[str, Any]:
         """What an earlier attempt says of its records, which mean nothing without it."""
@@ -103,6 +132,7 @@ class Writer:
             self.set_aside = f"records.until_{start_step}.bin"
             self._keep_aside(start_step, "layers.csv", *BINARY)
             return 0, []
+        self._apart = max(self._apart, int(before.get("interval", 0)))
         dtype = record_dtype(before)
         records, looked_back = records_of(file, dtype), records_of(past, dtype)
         kept = up_to(records, start_step)

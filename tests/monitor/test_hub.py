@@ -3,12 +3,14 @@
 import csv
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from full_disk import KINDS, disk
 from run_config import run_config
 
+from megatron_patch.checkpoint import last
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics, console_line, duration
 from megatron_patch.monitor.plot import PlotError, plot_runs, read_curves
@@ -64,7 +66,8 @@ def test_csv_keeps_every_bit(tmp_path: Path) -> None:
         ([10, 20, 30], 45, 30),
         ([10, 20, 21], 29, None),  # an evaluation between two rows
         ([10], 15, None),
-        ([], 5, None),  # perhaps it never came to a row
+        ([], 5, 0),
+        ([], 90, None),  # perhaps it never came to a row
         ([1, 2, 3], 90, None),  # with the interval of 100 that is asked for below
     ],
 )
@@ -79,6 +82,53 @@ def test_rows_that_were_lost_are_told(
     second = CsvSink(tmp_path / "metrics.csv", start_step=start, interval=interval)
     second.close()
     assert second.ends_early == ends
+
+
+LOSS_RENAMED = ("loss,", "lossx,")
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda text: None, "metrics.csv has nothing before step 4, where the run goes on"),
+        (lambda text: "", "metrics.csv has nothing before step 4, where the run goes on"),
+        (lambda text: text.partition("\n3,")[0] + "\n", "metrics.csv ends at step 2"),
+        (lambda text: text.replace("\n3,", "\n3\0"), "it holds zero bytes after step 2"),
+        (lambda text: text.replace(*LOSS_RENAMED, 1), "gets the columns loss, empty up to step 4"),
+        (lambda text: text, None),
+    ],
+)
+def test_what_a_resume_does_not_find_is_told_in_one_line(
+    damage: Callable[[str], str | None], line: str | None, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "metrics.csv", io.StringIO()
+    sink = CsvSink(path, start_step=0)
+    for step in (1, 2, 3, 4):
+        sink.log(metrics(step))
+    sink.close()
+    text = damage(path.read_text())
+    path.unlink() if text is None else path.write_text(text)
+    (tmp_path / last.FILE).touch()
+    quiet = {"interval": 1, "tensorboard": False}
+    monitor = Monitor(run_config(logging=quiet), tmp_path, stream=out)
+    monitor.start(4)
+    monitor.log(metrics(5))
+    monitor.close()
+    said = [x for x in out.getvalue().splitlines() if not x.startswith("step ")]
+    assert len(said) == (line is not None), said
+    assert line is None or (line in said[0] and said[0].startswith("warning: "))
+    found = rows(path)
+    assert (found[-1]["step"], found[-1]["loss"]) == ("5", "1.0")
+    if line and "columns" in line:
+        assert [row["lossx"] for row in found] == ["5.0", "2.5", "1.6666666666666667", "1.25", ""]
+
+
+def test_a_run_that_starts_from_another_one_s_checkpoint_lacks_nothing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    monitor = Monitor(run_config(logging={"tensorboard": False}), tmp_path, stream=out)
+    monitor.start(1000)
+    monitor.close()
+    assert out.getvalue() == ""
 
 
 def test_resume_moves_repeated_rows_aside_and_drops_torn_ones(tmp_path: Path) -> None:

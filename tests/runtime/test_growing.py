@@ -57,7 +57,8 @@ def test_a_table_is_cut_after_the_step(
         table(path, range(1, 41), torn=torn)
         whole = path.read_bytes()
         aside.unlink(missing_ok=True)
-        assert resume_table(path, COLUMNS, start_step=last, aside=aside) == dropped + bool(torn)
+        found = resume_table(path, COLUMNS, start_step=last, aside=aside)
+        assert found.dropped == dropped + bool(torn) and found.columns == COLUMNS
         kept = path.read_bytes()
         assert whole.startswith(kept) and steps_of(path) == [str(s) for s in range(1, last + 1)]
         if dropped or torn:
@@ -74,27 +75,75 @@ def test_rows_that_are_cut_off_twice_stand_one_after_the_other(tmp_path: Path) -
         resume_table(path, COLUMNS, start_step=6, aside=aside)
     assert steps_of(aside) == ["7", "8", "9", "7", "8"]
     table(path, range(1, 3))
-    assert resume_table(path, COLUMNS, start_step=1, aside=None) == 1 and steps_of(path) == ["1"]
+    assert resume_table(path, COLUMNS, start_step=1, aside=None).dropped == 1
+    assert steps_of(path) == ["1"]
 
 
-def test_names_of_columns_that_cannot_be_read(tmp_path: Path) -> None:
+ROWS = b"1,2\n2,3\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"step,val\xffe\n" + ROWS,
+        b"%%%,,,\n" + ROWS,
+        b"stepx,value\n" + ROWS,
+        b"step,\n" + ROWS,
+        b"step,value,value\n" + ROWS,
+        b"step,val\rue\n" + ROWS,
+        b"\xef\xbb\xbfstep,value\n" + ROWS,
+        b"\n" + ROWS,
+        ROWS,  # the line is gone
+        b"1,2",
+        b"step\n" + ROWS,  # fewer names than cells
+    ],
+)
+def test_what_is_no_line_of_columns_is_refused(content: bytes, tmp_path: Path) -> None:
     """The table is left as it is: written anew, a column would lose its name and all its values."""
     path = tmp_path / "m.csv"
-    path.write_bytes(b"step,val\xffe\n1,2\n")
-    with pytest.raises(DamagedError, match=r"m\.csv: its first line") as raised:
-        resume_table(path, COLUMNS, start_step=1, aside=None)
-    assert raised.value.exit_code == 2 and path.read_bytes() == b"step,val\xffe\n1,2\n"
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"m\.csv: (its first )?line.*move it away") as raised:
+        resume_table(path, COLUMNS, start_step=2, aside=tmp_path / "aside.csv")
+    assert raised.value.exit_code == 2
+    assert path.read_bytes() == content and os.listdir(tmp_path) == ["m.csv"]
 
 
 def test_other_columns(tmp_path: Path) -> None:
-    """An earlier version's rows get the columns of this one; what was cut off keeps its own."""
+    """Another version's rows get the columns of this one and lose none; what was cut off too."""
     path, aside = tmp_path / "m.csv", tmp_path / "m.abandoned.csv"
     aside.write_text("step,value\n5,old\n")
-    path.write_text("step,gone,value\n1,g,a\n2,g,b\n3,g,c\n4,g")
-    assert resume_table(path, ["step", "value", "new"], start_step=2, aside=aside) == 2
-    assert path.read_text().split() == ["step,value,new", "1,a,", "2,b,"]
+    path.write_bytes(b"step,gone,value\n1,g,\xff\n2,g\n3,g,c\n4,g")
+    found = resume_table(path, ["step", "value", "new"], start_step=2, aside=aside)
+    assert found.dropped == 2 and found.columns == ["step", "gone", "value", "new"]
+    assert path.read_bytes().split() == [b"step,gone,value,new", b"1,g,\xff,", b"2,g,,"]
     assert aside.read_text() == "step,value\n5,old\n"
     assert (tmp_path / "m.abandoned.2.csv").read_text() == "step,gone,value\n3,g,c\n4,g\n"
+    note = found.note("m.csv", 2)
+    assert note is not None and note.startswith("warning: m.csv gets the columns new, empty up to")
+    assert "does not know gone: kept" in note
+    before = path.read_bytes()
+    again = resume_table(path, COLUMNS, start_step=2, aside=aside)
+    assert again.columns == found.columns and again.note("m.csv", 2) is None
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("block", [7, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "step"),
+    [
+        (b"step,value\n1,2\n2,3\n", None),
+        (b"step,value\n1,2\n2,3\n3,\0\0\0\n6,7\n", 2),
+        (b"step,value\n1\0,2\n", 0),
+        (b"", None),
+    ],
+)
+def test_zeros_in_the_middle_are_found(
+    block: int, content: bytes, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing, "BLOCK", block)
+    path = tmp_path / "m.csv"
+    path.write_bytes(content)
+    assert growing.zeros_after(path) == step
 
 
 @pytest.mark.parametrize("content", ["", "st", "step,value"])
@@ -128,7 +177,9 @@ def test_what_stays_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     table(path, range(1, 200_001))
     assert path.stat().st_size > 6_000_000
     tracemalloc.start()
-    assert resume_table(path, COLUMNS, start_step=199_900, aside=tmp_path / "aside.csv") == 100
+    assert (
+        resume_table(path, COLUMNS, start_step=199_900, aside=tmp_path / "aside.csv").dropped == 100
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000

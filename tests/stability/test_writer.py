@@ -58,6 +58,42 @@ def test_records_whose_description_cannot_be_read_are_left_alone(
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("name", "keeps", "end"),
+    [
+        ("records.bin", 0.0, 0),
+        ("records.bin", 0.5, 20),
+        ("layers.csv", 0.0, 0),
+        ("records.bin", 1.0, None),
+        ("records.bin", None, 0),
+        ("layers.csv", None, 0),
+    ],
+)
+def test_records_that_were_lost_are_told(
+    name: str, keeps: float | None, end: int | None, tmp_path: Path
+) -> None:
+    write(tmp_path, [10, 20, 30, 40]).close()
+    file = tmp_path / "stability" / name
+    if keeps is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: int(keeps * file.stat().st_size)])
+    writer = write(tmp_path, [], start=43)
+    writer.close()
+    assert writer.gaps == ({} if end is None else {f"stability/{name}": end})
+    for own in (False, True):
+        told = writer.notes(own=own)
+        assert len(told) == (bool(end) or (own and end == 0))
+        assert all(line.startswith(f"warning: stability/{name} ") for line in told)
+    folder = tmp_path / "new"
+    writer = write(folder, [], start=43)  # telemetry was off before, or the run begins here
+    writer.close()
+    assert writer.gaps == {}
+    writer = write(folder, [], start=9)  # before the first record
+    writer.close()
+    assert writer.gaps == {}
+
+
 def test_a_resume_sets_repeated_steps_aside(tmp_path: Path) -> None:
     write(tmp_path, [10, 20, 30, 40]).close()
     writer = write(tmp_path, [30, 40], start=20, value=0.5)
@@ -97,7 +133,8 @@ def earlier_version(folder: Path) -> bytes:
     past["step"] = range(1, 10)
     (folder / "stability" / "before.bin").write_bytes(past.tobytes())
     (folder / "stability" / "meta.json").write_text(json.dumps(old))
-    rows = "step,layer,max_logit,worst_head\n" + "".join(f"{s},0,{s}.5,2\n" for s in (10, 20, 30))
+    rows = "step,layer,gone,max_logit,worst_head\n"
+    rows += "".join(f"{s},0,g{s},{s}.5,2\n" for s in (10, 20, 30))
     (folder / "stability" / "layers.csv").write_text(rows)
     return data.tobytes() + b"torn"
 
@@ -122,7 +159,10 @@ def test_records_of_an_earlier_version_are_continued(tmp_path: Path) -> None:
     assert len(table) == 3 + L and len({line.count(",") for line in table}) == 1
     told = dict(zip(table[0].split(","), table[1].split(","), strict=True))
     assert (told["step"], told["max_logit"]) == ("10", "10.5")
-    assert (told["kappa"], told["worst_head"]) == ("", "2")
+    assert (told["kappa"], told["worst_head"], told["gone"]) == ("", "2", "g10")
+    first = dict(zip(table[0].split(","), table[3].split(","), strict=True))
+    assert (first["step"], first["layer"], first["max_logit"]) == ("30", "0", "30.5")
+    assert first["gone"] == "" and "does not know gone" in writer.notes(own=True)[0]
     aside = sorted(p.name for p in folder.glob("*until_20*"))
     assert aside == ["before.until_20.bin", "meta.until_20.json", "records.until_20.bin"]
     assert (folder / aside[2]).read_bytes() == data  # whole, as they were
