@@ -404,8 +404,7 @@ class CheckpointStore:
     def newest_at(self, step: int) -> int | None:
         """Step of the run's newest good checkpoint of at most ``step``, or None. Collective.
 
-        It is verified. Why one was refused is logged; all stay where they are. What was left behind
-        when somebody went back is not this run's.
+        Why one was refused is logged. What was left behind by going back is not this run's.
 
         Raises:
             CheckpointError: the directory cannot be listed.

@@ -7,9 +7,11 @@ Checkpoints tell of a switch. One that a rewind goes back to may be from before 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.runtime.files import write_whole
@@ -85,12 +87,34 @@ def recall(run_dir: Path) -> int:
     return int(step)
 
 
-def in_force_from(saved: int, told: int, *, step: int) -> int:
+def told(run_dir: Path, step: int, *, first: bool, say: Callable[[str], None]) -> int:
+    """What the file of a run that goes on after ``step`` tells of, on all ranks. Collective.
+
+    Raises:
+        ConfigError: as `recall`, on all ranks.
+    """
+    found: list[Any] = [0, None]
+    if first:
+        try:
+            found[0] = recall(run_dir)
+            if found[0] and not step:
+                # Begun anew on purpose: a run that misses its checkpoints is refused.
+                (run_dir / FILE).unlink()
+                say(f"stability guard: begins anew at step 0, without {FILE}")
+        except ConfigError as error:
+            found[1] = error
+    torch.distributed.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return int(found[0])
+
+
+def in_force_from(saved: int, noted: int, *, step: int) -> int:
     """The step after which a run switched that goes on after ``step``; 0: it did not.
 
     Args:
         saved: what its checkpoint says.
-        told: what the file says. The run may go on from an older checkpoint than the rewind did,
+        noted: what the file says. The run may go on from an older checkpoint than the rewind did,
             because that one was damaged; exchanged numerics stay exchanged there, too.
     """
-    return min((at for at in (saved, min(told, step)) if at), default=0)
+    return min((at for at in (saved, min(noted, step)) if at), default=0)

@@ -22,7 +22,6 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.checkpoint import last
-from megatron_patch.config.problem import ConfigError
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, worst
 from megatron_patch.stability.config import layers_of
@@ -149,7 +148,8 @@ class Stability:
             BackendError: the switch cannot be repeated in this configuration.
             ConfigError: switched.json is damaged.
         """
-        told = self._told(step)
+        first = self.layout.print_rank
+        told = guard.told(self.run_dir, step, first=first, say=self.monitor.say)
         self.switched_at = guard.in_force_from(switched_at, told, step=step)
         if self.switched_at and not switched_at:
             self.monitor.say(
@@ -168,25 +168,6 @@ class Stability:
             self._switch_due = True  # decided at the record of this step, one ahead: see `last`
         elif self.switched_at:
             self._switch_again()
-
-    def _told(self, step: int) -> int:
-        """What switched.json says, on all ranks."""
-        found: list[Any] = [0, None]
-        if self.layout.print_rank:
-            try:
-                found[0] = guard.recall(self.run_dir)
-                if found[0] and not step:
-                    # Begun anew on purpose: a run that misses its checkpoints is refused.
-                    (self.run_dir / guard.FILE).unlink()
-                    self.monitor.say(
-                        f"stability guard: begins anew at step 0, without {guard.FILE}"
-                    )
-            except ConfigError as error:
-                found[1] = error
-        torch.distributed.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            raise found[1]
-        return int(found[0])
 
     def remember_switch(self, back_to: int) -> None:
         """Before a rewind: file first, so that a crash cannot forget that the guard switched.
