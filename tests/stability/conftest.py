@@ -1,10 +1,12 @@
-"""A corpus every rank of a test run can read."""
+"""What real runs of several ranks need: a corpus that every rank can read, and a worker."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import training_ranks
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +30,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def own_worker() -> Iterator[None]:
+    """Ranks run this folder's worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_ranks, "WORKER", Path(__file__).parent / "worker.py")
+        yield

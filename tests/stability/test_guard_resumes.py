@@ -14,7 +14,7 @@ from training_ranks import figures
 from megatron_patch.config.problem import ConfigError
 from megatron_patch.stability import guard, record
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("own_worker")]
 
 # One small layer, whose gradient norm grows by half a step: `danger` at step 7, read after step 8.
 SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
@@ -33,15 +33,6 @@ REWIND = [*SWITCH, "training.train_steps=11", f"checkpoint.interval={BACK_TO}",
           "faults.spike.window=8", "faults.spike.min_history=4", "faults.spike.action=rewind",
           "faults.spike.loss_z=null", "faults.spike.grad_norm_z=500",
           "faults.spike.max_rewinds=1"]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def worker() -> Any:
-    """Ranks run this folder's worker."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(training_ranks, "WORKER", Path(__file__).parent / "worker.py")
-    yield
-    patch.undo()
 
 
 def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron_patch.stability import capture, record
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.record import Telemetry
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("own_worker")]
 
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
 PP, VPP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
@@ -58,15 +58,6 @@ MULTI_QUERY = ["model.num_query_groups=1", "stability.capture_steps=[3]",
                "stability.capture_layers=[0]", "stability.capture_heads=[3]"]  # fmt: skip
 EXPERTS = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32",
            "model.moe.aux_loss_coeff=0.0"]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def worker() -> Any:
-    """Ranks run this folder's worker."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(training_ranks, "WORKER", Path(__file__).parent / "worker.py")
-    yield
-    patch.undo()
 
 
 def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
