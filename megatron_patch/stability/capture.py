@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 BEFORE = 2
 """Read too: its spectral norms are what a few power iterations found, from below."""
+ZIP = b"PK\x03\x04"
+"""What a file that torch saved begins with."""
 
 
 class CaptureError(ValueError):
@@ -114,8 +116,7 @@ def load(path: Path | str) -> Capture:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for what is not its own or was cut off
-        kind = type(error).__name__
-        raise CaptureError(f"{path} is not a capture, or damaged or cut off: {kind}") from None
+        raise CaptureError(f"{path} is not a capture: {_why_not(Path(path), error)}") from None
     names = {f.name for f in fields(Capture)}
     told = content.pop("format", None) if isinstance(content, dict) else None
     if type(told) is not int or told not in (BEFORE, FORMAT):
@@ -129,6 +130,17 @@ def load(path: Path | str) -> Capture:
     if wrong:
         raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")
     return Capture(**content)
+
+
+def _why_not(path: Path, error: Exception) -> str:
+    """What is wrong with a file that torch cannot read: it says little of it itself."""
+    with path.open("rb") as file:
+        begins = file.read(len(ZIP))
+    if not begins:
+        return "the file is empty"
+    if begins != ZIP:
+        return "the file begins as none does"
+    return f"the file is damaged or cut off ({type(error).__name__})"
 
 
 def file_name(step: int, layer: int, tp_rank: int, trigger: str = "step") -> str:

@@ -258,7 +258,7 @@ def test_a_damaged_capture_leaves_the_others_their_figures(
     said = capsys.readouterr()
     assert said.out.count("| sdpa_math |") == 2
     first, second, third, last = said.err.splitlines()
-    assert "b.pt is not a capture, or damaged" in first and "e.pt" in third
+    assert "b.pt is not a capture: the file is damaged or cut off" in first and "e.pt" in third
     assert "d.pt: " in second and "attention sinks" in second
     assert "3 of 5 captures left out" in last
     result = json.loads((out / "probe.json").read_text())

@@ -74,9 +74,10 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         capture.load(tmp_path / "missing.pt")
     text = tmp_path / "text.pt"
-    text.write_text("hello")
-    with pytest.raises(ValueError, match="not a capture"):
-        capture.load(text)
+    for content, why in (("hello", "begins as none does"), ("", "is empty")):
+        text.write_text(content)
+        with pytest.raises(ValueError, match=f"not a capture: the file {why}"):
+            capture.load(text)
     other = tmp_path / "other.pt"
     torch.save({"format": 1}, other)
     with pytest.raises(ValueError, match=f"format {capture.FORMAT}"):
