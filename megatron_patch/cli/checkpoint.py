@@ -175,7 +175,7 @@ def run_prune(args: argparse.Namespace) -> int:
         print(f"deleted {len(found.doomed)} checkpoint(s), {size(freed)}")
     else:
         print(f"{len(found.doomed)} checkpoint(s), {size(freed)}, would go; --delete does it")
-    return 0
+    return 4 if verdict(entries) == 4 else 0  # damaged ones are kept, as it says
 
 
 def verdict(entries: list[Entry]) -> int:

@@ -146,6 +146,14 @@ def test_prune_never_takes_the_only_good_one(run_dir: Path, call: Any) -> None:
     assert names(run_dir) == [30, 40, 50]
 
 
+def test_prune_says_that_nothing_good_is_there(run_dir: Path, call: Any) -> None:
+    for step in (10, 20, 30, 40, 50):
+        (run_dir / "checkpoints" / f"step_{step:08d}.attempt-1" / "extra").write_text("x")
+    assert call("list", run_dir)[0] == call("prune", run_dir, "--keep-last", 1)[0] == 4
+    assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 4
+    assert names(run_dir) == [10, 20, 30, 40, 50]
+
+
 def test_prune_keeps_out_of_a_running_training(run_dir: Path, call: Any) -> None:
     with (run_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
