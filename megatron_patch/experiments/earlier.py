@@ -58,10 +58,10 @@ def read(folder: Path, name: str) -> Earlier | None:
 
 def join(
     result: dict[str, Any],
-    rows: dict[str, list[Row]],
-    curves: dict[str, list[Window]],
     earlier: Earlier | None,
     *,
+    rows: dict[str, list[Row]],
+    curves: dict[str, list[Window]],
     on_gpu: OnGpu,
 ) -> None:
     """Put what ``earlier`` has and this machine has not into a result (`results.collect`).
@@ -91,11 +91,13 @@ def join(
         there = [
             row
             for row in _attempts_at(run, old)
-            if row["steps"] and not _is_here(row, here, rows, result, earlier)
+            if row["steps"] and not _is_here(row, here, rows=rows, result=result, earlier=earlier)
         ]
         for row in there:
-            _compare(here[0], row, result, earlier, on_gpu=on_gpu)
-        joined += _in_order(run, here, there, result, curves, earlier, taken)
+            _compare(here[0], row, result=result, earlier=earlier, on_gpu=on_gpu)
+        kept = [_kept(row, result, earlier) for row in there]
+        written = {row["run"]: earlier.curves.get(row["run"], []) for row in there}
+        joined += _in_order(run, here, kept, curves=curves, written=written, taken=taken)
     result["runs"] = joined
     if any("kept" in entry for entry in joined) and not result["environment"]:
         result["environment"] = old["environment"]
@@ -123,19 +125,23 @@ def _attempts_at(run: str, result: dict[str, Any]) -> list[Entry]:
 def _is_here(
     row: Entry,
     here: list[Entry],
+    *,
     rows: dict[str, list[Row]],
     result: dict[str, Any],
     earlier: Earlier,
 ) -> bool:
     """Whether the records of an earlier attempt are on this machine, perhaps further by now."""
-    begun = [entry["run"] for entry in here if entry["steps"]]
-    job = row.get("job", earlier.result.get("job"))
-    if begun and job is not None and job == result["job"]:
+    old = earlier.result
+    # What was kept itself is of the job that its own row names, if any.
+    job = row.get("job") if "kept" in row else old.get("job")
+    begun = [entry for entry in here if entry["steps"]]
+    reached = max((entry["steps"] for entry in begun), default=0)
+    if job is not None and job == result["job"] and reached >= row["steps"]:
         return True
     curve, size = earlier.curves.get(row["run"], []), result["explosion"]["window"]
     return any(
-        _same(windows((r for r in rows[name] if r["step"] <= row["steps"]), size), curve)
-        for name in begun
+        _same(windows((r for r in rows[entry["run"]] if r["step"] <= row["steps"]), size), curve)
+        for entry in begun
         if curve
     )
 
@@ -153,15 +159,14 @@ def _in_order(
     run: str,
     here: list[Entry],
     there: list[Entry],
-    result: dict[str, Any],
+    *,
     curves: dict[str, list[Window]],
-    earlier: Earlier,
+    written: dict[str, list[Window]],
     taken: set[str],
 ) -> list[Entry]:
     """All attempts at a run, the one that counts first and under the run's own name."""
     found = [(entry, curves.get(entry["run"], [])) for entry in here]
-    for row in there:
-        found.append((_kept(row, result, earlier), earlier.curves.get(row["run"], [])))
+    found += [(row, written[row["run"]]) for row in there]
     counts = max(
         (item for item in found if "repeat_of" not in item[0]),
         key=lambda item: (_came_to_its_end(item[0]), item[0]["steps"]),
@@ -225,7 +230,7 @@ def _origin(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(
-    entry: Entry, had: Entry, result: dict[str, Any], earlier: Earlier, *, on_gpu: OnGpu
+    entry: Entry, had: Entry, *, result: dict[str, Any], earlier: Earlier, on_gpu: OnGpu
 ) -> None:
     """Refuse to put the earlier attempt at a run beside runs it cannot be compared with.
 

@@ -61,12 +61,13 @@ def write(store: Store, before: earlier.Earlier | None = None) -> dict[str, Any]
     for run in store.experiment.runs:
         rows |= {path.name: found for path, found in _replaced(store, run, rows[run.id])}
     curves = {name: windows(found, size) for name, found in rows.items()}
-    earlier.join(result, rows, curves, before, on_gpu=functools.partial(_fingerprint, store))
+    on_gpu = functools.partial(_fingerprint, store)
+    earlier.join(result, before, rows=rows, curves=curves, on_gpu=on_gpu)
     write_whole(folder / "verdicts.json", json.dumps(result, indent=1, sort_keys=True) + "\n")
     write_whole(folder / "verdicts.md", markdown(result))
     _write_curves(folder / "curves.csv", result["runs"], curves)
     if any(curves.values()):
-        draw(folder / "curves.png", store, result["runs"], curves)
+        draw(folder / "curves.png", store, result["runs"], curves=curves)
     return result
 
 
@@ -350,10 +351,7 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def draw(
-    path: Path,
-    store: Store,
-    runs: Sequence[dict[str, Any]],
-    curves: dict[str, list[Window]],
+    path: Path, store: Store, runs: Sequence[dict[str, Any]], *, curves: dict[str, list[Window]]
 ) -> None:
     """Loss and gradient norm: a color a cell, a line style a seed; repeated attempts are faint."""
     import matplotlib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,32 @@ def test_what_a_job_has_begun_again_is_told_once(protocol: Path, tmp_path: Path)
         ("a-s1", "non-finite", 25),
         ("a-s1.replaced_1", "repeated", 40),
     ]
+
+
+def test_what_was_kept_stays_however_often_results_are_written(
+    protocol: Path, tmp_path: Path
+) -> None:
+    """Rows that a version kept which named no job are not this job's."""
+    docs = tmp_path / "docs"
+    published(machine(tmp_path / "1", protocol, 90, "paused"), protocol, docs)
+    file = docs / "tiny.json"
+    result = json.loads(file.read_text())
+    del result["job"]
+    next(run for run in result["runs"] if run["run"] == "a-s1")["kept"] = GPU
+    file.write_text(json.dumps(result))
+    out = machine(tmp_path / "2", protocol, 60, "exploded", loss=5.0)
+    for _ in range(3):
+        found = published(out, protocol, docs)
+        assert found == [("a-s1", "exploded", 60), ("a-s1.attempt_1", "repeated", 90)]
+
+
+def test_what_this_job_wrote_and_lost_stays(protocol: Path, tmp_path: Path) -> None:
+    """Its archives came home from an earlier moment than its results."""
+    docs, out = tmp_path / "docs", machine(tmp_path / "1", protocol, 90, "paused")
+    published(out, protocol, docs)
+    shutil.rmtree(out / "runs" / "a-s1")
+    machine(out, protocol, 60, "paused")
+    assert published(out, protocol, docs)[0] == ("a-s1", "paused", 90)
 
 
 def test_another_gpu_is_named_and_other_software_refused(protocol: Path, tmp_path: Path) -> None:
