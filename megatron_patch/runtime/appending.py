@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.runtime.files import write_all
 from megatron_patch.runtime.growing import Resumed, resume_table
 
 log = logging.getLogger(__name__)
@@ -241,14 +242,3 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_all(handle: int, data: bytes) -> None:
-    """Write to a file descriptor; where the room ends in the middle the system writes less.
-
-    Raises:
-        OSError: not all of it was written.
-    """
-    left = memoryview(data)
-    while left:
-        left = left[os.write(handle, left) :]

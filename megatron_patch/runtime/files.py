@@ -91,6 +91,17 @@ def is_standard_output(path: Path) -> bool:
         return False
 
 
+def write_all(handle: int, data: bytes) -> None:
+    """Write to a file descriptor; where the room ends in the middle the system writes less.
+
+    Raises:
+        OSError: not all of it was written.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[os.write(handle, left) :]
+
+
 def check_file(path: Path, *, appended: bool) -> None:
     """Whether a file that will be appended to, or read and replaced, can be, if it is there.
 

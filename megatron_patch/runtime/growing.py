@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_patch.runtime.files import replacing, write_whole
+from megatron_patch.runtime.files import replacing, write_all, write_whole
 
 BLOCK = 1 << 20
 LAST_ROWS = 12
@@ -40,9 +40,7 @@ def _copy_rest(file: IO[bytes], aside: Path) -> None:
         end = out.tell()
         try:
             while block := file.read(BLOCK):
-                left = memoryview(block)
-                while left:
-                    left = left[out.write(left) :]
+                write_all(out.fileno(), block)
             os.fsync(out.fileno())
         except OSError:
             with contextlib.suppress(OSError):
