@@ -48,12 +48,15 @@ def rescue_cost(result: dict[str, Any]) -> str:
 
 
 def losses_of(protocol: str) -> dict[str, dict[int, float]]:
-    """Mean loss of every window, by run and last step of the window."""
+    """Mean loss of every window, by run and last step of the window.
+
+    Attempts that ended before anything is compared (one ran out of memory at its start) are not in.
+    """
     found: dict[str, dict[int, float]] = {}
     with (ROOT / "docs" / "results" / f"stability_{protocol}.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             found.setdefault(row["run"], {})[int(row["step"])] = float(row["loss"])
-    return found
+    return {run: windows for run, windows in found.items() if max(windows) > SETTLED}
 
 
 def beside_float32(result: dict[str, Any]) -> str:

@@ -91,6 +91,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "stability-probe-vendor": ("stability_probe_vendor", probed_dq(PROBED), command),
         "stability-probe-guard": ("stability_probe_guard", probed_dq(EMULATED), command),
         "stability-probe-flash": ("stability_probe_flash", probed_dq(EMULATED), command),
+        "stability-probe-third": ("stability_probe_third", probed_dq(EMULATED), command),
         "stability-probe-bf16": ("stability_probe_bf16", probed_dq(EMULATED), command),
         "stability-probe-cudnn": ("stability_probe_cudnn", probed_dq(EMULATED), command),
     }

@@ -32,14 +32,20 @@ def run_name(run: Path | str) -> str:
 def by_attempt(name: str, runs: Collection[str]) -> str:
     """What a protocol's results (names ``runs``) call the attempt that others call ``name``.
 
-    There the attempt that counts has the run's name, and the other is ``<run>.attempt_<n>``.
+    There the attempt that counts has the run's name, and others are ``<run>.attempt_<n>``: of
+    ``runs``, which have no attempts that were cut before anything was to be compared, the first
+    such one is meant.
     """
     plain = name.removesuffix(f", {AGAIN}")
-    first = f"{plain}.attempt_1"
-    return first if name == plain and first in runs else plain
+    other = _other(plain, runs)
+    return other if name == plain and other is not None else plain
 
 
 def of_attempt(name: str, runs: Collection[str]) -> str:
     """`by_attempt` the other way round."""
     plain, _, other = name.partition(".attempt_")
-    return plain if other or f"{plain}.attempt_1" not in runs else f"{plain}, {AGAIN}"
+    return plain if other or _other(plain, runs) is None else f"{plain}, {AGAIN}"
+
+
+def _other(plain: str, runs: Collection[str]) -> str | None:
+    return min((run for run in runs if run.startswith(f"{plain}.attempt_")), default=None)

@@ -93,6 +93,28 @@ def test_runs_of_one_name_are_told_apart(protocol: Any, said: str, tmp_path: Any
     assert benchmark_scripts.load("run_names").run_name(run) == said
 
 
+def test_an_attempt_that_ended_before_anything_is_compared_is_none(
+    monkeypatch: Any, tmp_path: Any
+) -> None:
+    """One that ran out of memory at its start must not rename the attempt that is looked at."""
+    script = benchmark_scripts.load("loss_tables")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    folder = tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    reached = {"flash-s2": 2050, "flash-s2.attempt_1": 1, "flash-s2.attempt_2": 2100}
+    lines = [f"{run},{step},3.0" for run, step in reached.items()]
+    (folder / "stability_baselines.csv").write_text("\n".join(["run,step,loss", *lines]) + "\n")
+    losses = script.losses_of("baselines")
+    assert set(losses) == {"flash-s2", "flash-s2.attempt_2"}
+    names = benchmark_scripts.load("run_names")
+    assert names.by_attempt("flash-s2", losses) == "flash-s2.attempt_2"
+    assert names.by_attempt("flash-s2, again", losses) == "flash-s2"
+    assert names.of_attempt("flash-s2", losses) == "flash-s2, again"
+    assert names.of_attempt("flash-s2.attempt_2", losses) == "flash-s2"
+    alone = losses.keys() - {"flash-s2.attempt_2"}
+    assert names.by_attempt("flash-s2", alone) == names.of_attempt("flash-s2", alone) == "flash-s2"
+
+
 def test_the_pace_of_a_run_is_that_of_its_own_steps() -> None:
     """Of one that continues another, records of an earlier version count the other's steps too."""
     attempt = {"exit_code": 0, "from_step": 0, "gpus": 1, "seconds": 1000.0, "to_step": 9000}
