@@ -57,6 +57,8 @@ of it, and more GPUs are never quicker in proportion."""
 GRACE_SECONDS = 60.0
 """After a request to stop, before the process and all below it are killed; at least
 ``save_seconds``."""
+AGAIN_SECONDS = 30.0
+"""Before a run that failed is started once more: what took its memory or its GPU may be gone."""
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
 
 
@@ -104,7 +106,8 @@ class Runner:
     active: list[Active] = field(default_factory=list)
     stopping: bool = False
     _began: float = field(default_factory=time.monotonic)
-    _again: set[str] = field(default_factory=set)
+    _again: dict[str, float] = field(default_factory=dict)
+    """Runs that failed, and when they are started once more."""
     _narrow: set[str] = field(default_factory=set)
     _rates: dict[str, float] = field(default_factory=dict)
 
@@ -150,11 +153,14 @@ class Runner:
     def _fill(self, queue: list[Run], free: list[int]) -> None:
         """Start what can start, in the order of the protocol; drop what never can.
 
-        A run that waits for another one, or for more GPUs than are free, lets later ones pass.
+        A run that waits for another one, for more GPUs than are free, or after a failure, lets
+        later ones pass.
         """
         for run in list(queue):
             if not free:
                 return
+            if time.monotonic() < self._again.get(run.id, 0.0):
+                continue
             if run.base is not None and origin.find(self.store, run) is None:
                 if self._hopeless(run, queue):
                     queue.remove(run)
@@ -189,7 +195,7 @@ class Runner:
         """Whether a run whose process has ended is started again in this invocation."""
         if item.wanted_wider and self._wanted(item.run):
             return not self.stopping
-        return self._failed_wide(item) or self._crashed(item.run)
+        return self._failed_wide(item) or self._failed_first(item.run)
 
     def _failed_wide(self, item: Active) -> bool:
         """Whether a run failed on GPUs that it had been given in addition: it goes on without."""
@@ -202,20 +208,19 @@ class Runner:
         self.say(f"{item.run.id} goes on with {own} GPU(s), as it would have without --widen")
         return not self.stopping
 
-    def _crashed(self, run: Run) -> bool:
-        """Whether a run that a signal ended (out of memory, a crash) is to be started again.
+    def _failed_first(self, run: Run) -> bool:
+        """Whether a run that failed (memory, a lost GPU, a crash) is to be started once more.
 
         Once an invocation, so that its GPU is not idle for the rest; both attempts are on record.
         """
         state = self.store.states[run.id]
         if state.state != FAILED or run.id in self._again or self.stopping:
             return False
-        by_signal = state.reason.startswith("exit code -")
-        if not by_signal or self._time_left() < SHORTEST_SECONDS:
+        if self._time_left() < AGAIN_SECONDS + SHORTEST_SECONDS:
             return False
-        self._again.add(run.id)
+        self._again[run.id] = time.monotonic() + AGAIN_SECONDS
         state.state, state.reason = PAUSED, f"started again after: {state.reason}"
-        self.say(f"{run.id} is started again, once")
+        self.say(f"{run.id} is started again, once, in {AGAIN_SECONDS:g} s")
         return True
 
     def _end(self, run: Run) -> int:

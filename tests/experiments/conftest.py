@@ -61,11 +61,11 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-# argv: run directory, steps, script ("explode", "event", "exit N", "deaf", "deaf ranks", "alone" or
-# ""), seconds a step, checkpoint to start from or "". "event" has large gradients and keeps its
-# loss; "deaf ranks" starts a child in a session of its own, as torchrun does; "alone" fails on
-# several GPUs. Where it stops, and every tenth step of a run named base, it leaves a directory
-# named like a checkpoint.
+# argv: run directory, steps, script ("explode", "event", "exit N", "full", "deaf", "deaf ranks",
+# "alone" or ""), seconds a step, checkpoint to start from or "". "event" has large gradients and
+# keeps its loss; "deaf ranks" starts a child in a session of its own, as torchrun does; "alone"
+# fails on several GPUs; "full" finds no memory the first time. Where it stops, and every tenth step
+# of a run named base, it leaves a directory named like a checkpoint.
 TRAINER = """
 import json, os, pathlib, signal, subprocess, sys, time
 folder, steps, script, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -91,6 +91,10 @@ if script == "crash" and not (folder / "crashed").exists():
     os.kill(os.getpid(), signal.SIGSEGV)
 if script == "alone" and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
     print("RuntimeError: NCCL error")
+    sys.exit(1)
+if script == "full" and not (folder / "full").exists():
+    (folder / "full").touch()
+    print("torch.OutOfMemoryError: CUDA out of memory")
     sys.exit(1)
 if script.startswith("exit"):
     print("Error: what went wrong")
@@ -129,6 +133,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
     monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)
     monkeypatch.setattr(runner, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(runner, "AGAIN_SECONDS", 0.05)
     return scripts
 
 

@@ -289,17 +289,37 @@ def test_exit_codes(
     assert states(store) == {"a-s1": state, "b-s1": "finished", "a-s2": "finished"}
     assert "Error: what went wrong" in store.states["a-s1"].reason
     assert store.states["a-s1"].attempts[0]["exit_code"] == code
+    assert len(store.states["a-s1"].attempts) == (2 if state == "failed" else 1)
 
 
-def test_a_run_that_a_signal_ended_is_started_again_once(
-    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
+@pytest.mark.parametrize(("script", "code"), [("crash", -signal.SIGSEGV), ("full", 1)])
+def test_a_run_that_failed_is_started_again_once(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], script: str, code: int, go: Go
 ) -> None:
     """Its GPU would be idle for the rest of the job; both attempts are on record."""
-    quick["a-s1"] = "crash"
+    quick["a-s1"] = script
     store, said = go(protocol, tmp_path / "out")
     assert states(store)["a-s1"] == "finished"
-    assert [a["exit_code"] for a in store.states["a-s1"].attempts] == [-signal.SIGSEGV, 0]
+    assert [a["exit_code"] for a in store.states["a-s1"].attempts] == [code, 0]
     assert sum("is started again, once" in line for line in said) == 1
+
+
+def test_gpus_are_kept_for_a_run_that_is_started_again(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    """Another's process had the memory for a moment, and its GPU was given away for half an hour.
+
+    A run that waits for nothing but time does not wait longer because of that.
+    """
+    single_pass(protocol)
+    monkeypatch.setattr(runner, "AGAIN_SECONDS", 1.0)
+    monkeypatch.setattr(runner, "WORTH_SECONDS", 0.0)
+    quick |= {"a-s1": "full", "pause": "0.03"}
+    store, said = go(protocol, tmp_path / "out", devices=[0, 1], only={"a"}, widen=True)
+    assert states(store)["a-s1"] == states(store)["a-s2"] == "finished"
+    first = next(i for i, line in enumerate(said) if "is started again, once" in line)
+    after = next(line for line in said[first + 1 :] if "is stopped" in line or "start a-s1" in line)
+    assert after.startswith("start a-s1 on 0"), said
 
 
 def test_a_request_that_comes_while_a_run_leaves(protocol: Path, tmp_path: Path) -> None:

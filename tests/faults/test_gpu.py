@@ -24,6 +24,7 @@ torch.distributed.init_process_group(
     store=torch.distributed.HashStore())
 torch.distributed.all_reduce(torch.ones(8, device="cuda"))
 torch.cuda.synchronize()
+stacks.RECORDER_SECONDS = 120  # the first answer of a busy machine, asked for by a test
 print(stacks.dump_recorder(folder, 0))
 torch.distributed.destroy_process_group()
 """
