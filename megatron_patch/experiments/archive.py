@@ -364,7 +364,10 @@ def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:
         states.setdefault(run, state)
     write_json(here, states)
     if new:  # last: what is not finished is new again the next time
-        write_whole(out / "experiment.json", content["experiment.json"])
+        # A job of its own: with that of the archives, two directories made of them would take each
+        # other's archives and results in one folder for their own, and remove them.
+        fixed = _parse("experiment.json", content["experiment.json"])
+        write_json(out / "experiment.json", fixed | {"job": secrets.token_hex(4)})
     else:
         _add_runs(content, out)
 

@@ -59,8 +59,10 @@ def test_round_trip(protocol: Path, tmp_path: Path) -> None:
         "a-s1: taken, to step 5",
         "b-s1: taken, to step 7",
     ]
-    for name in ("experiment.json", "runs/a-s1/metrics.csv", "reference/seed_1.json"):
+    for name in ("runs/a-s1/metrics.csv", "reference/seed_1.json"):
         assert (target / name).read_bytes() == (source / name).read_bytes()
+    made, fixed = (json.loads((d / "experiment.json").read_text()) for d in (target, source))
+    assert made.pop("job") != fixed.pop("job") and made == fixed
     assert not (target / "runs" / "a-s1" / "checkpoints").exists()
     store = Store(target, read(protocol))
     assert store.states["a-s1"].state == "paused" and not store.has_checkpoint(
@@ -245,6 +247,7 @@ def test_an_unpack_that_was_interrupted_anywhere_is_repeated(
     """As killed after any write or rename; what the call then makes is what one call makes."""
     source = telemetry(make(tmp_path / "a", protocol, {"a-s1": 5, "b-s1": 7}))
     list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+    monkeypatch.setattr(archive.secrets, "token_hex", lambda size: "0" * 2 * size)
     here = tmp_path / "here"
     if into != "nothing":  # "another": one that went further, but is not the same attempt
         make(here, protocol, {"a-s1": 3, "b-s1": 9 if into == "another" else 2})
@@ -388,6 +391,25 @@ def test_two_jobs_bring_their_records_into_one_folder(protocol: Path, tmp_path: 
     with pytest.raises(ExperimentError, match=r"seed_1.json differs"):
         list(archive.unpack(found, tmp_path / "other"))
     assert not (tmp_path / "other").exists()
+
+
+def test_two_directories_made_of_one_archive_are_two_jobs(protocol: Path, tmp_path: Path) -> None:
+    """Neither removes the other's archives, nor takes its rows for its own."""
+    list(archive.pack(make(tmp_path / "a", protocol, {"b-s1": 5}), tmp_path / "zip", files=1,
+                      limit=SMALL))  # fmt: skip
+    folder = tmp_path / "copies"
+    for name, loss in (("b", "3.0"), ("c", "2.0")):
+        out = tmp_path / name
+        list(archive.unpack([only(tmp_path / "zip")], out))
+        store = Store(make(out, protocol, {"a-s1": 30 if name == "b" else 40}), read(protocol))
+        rows = out / "runs" / "a-s1" / "metrics.csv"
+        rows.write_text(rows.read_text().replace("4.0", loss))
+        list(publish(store, Target(folder=folder, archives=1)))
+        store.close()
+    assert len(list(folder.glob("*.zip"))) == 2
+    found = json.loads((folder / "tiny.json").read_text())["runs"]
+    steps = {run["run"]: run["steps"] for run in found if run["steps"]}
+    assert steps == {"a-s1": 40, "a-s1.attempt_1": 30, "b-s1": 5}
 
 
 def test_a_target_that_is_a_file_is_refused(protocol: Path, tmp_path: Path) -> None:
