@@ -106,9 +106,11 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
         print(f"results in {store.path / 'results'}")
     finally:
         store.close()
-    bad = [r for r in result["runs"] if r["state"] in (FAILED, REFUSED)]
-    for entry in bad:
-        print(f"{entry['run']} {entry['state']}: {entry['reason']}", file=sys.stderr)
+    # Not of the table: an earlier result that is kept may stand there in a failed run's place.
+    states = [(run.id, store.states[run.id]) for run in experiment.runs]
+    bad = [(name, state) for name, state in states if state.state in (FAILED, REFUSED)]
+    for name, state in bad:
+        print(f"{name} {state.state}: {state.reason}", file=sys.stderr)
     return 1 if bad else 0
 
 

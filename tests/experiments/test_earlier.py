@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patch.experiments import archive
+from megatron_patch.experiments import archive, stability
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target, publish
+from megatron_patch.experiments.stability import Request
 from megatron_patch.experiments.store import Store, set_aside
 
 GPU = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
@@ -146,3 +147,19 @@ def test_another_gpu_is_named_and_other_software_refused(protocol: Path, tmp_pat
     third = machine(tmp_path / "3", protocol, 30, "paused", loss=6.0, environment=newer)
     with pytest.raises(ExperimentError, match="another weights, batches or software of seed 1"):
         published(third, protocol, docs)
+
+
+def test_a_run_that_fails_beside_an_earlier_result_is_not_passed_over(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    docs = tmp_path / "docs"
+    published(machine(tmp_path / "1", protocol, 60, "paused"), protocol, docs)
+    quick["a-s1"] = "exit 2"
+    asked = Request(
+        config=protocol, out=tmp_path / "2", gpus=1, minutes=None, steps=None, only=["a-s1"],
+        overrides=[], target=Target(folder=docs),
+    )  # fmt: skip
+    assert stability.run(asked) == 1
+    assert "a-s1 refused: exit code 2: Error: what went wrong" in capsys.readouterr().err
+    result = json.loads((docs / "tiny.json").read_text())
+    assert {run["run"]: run["steps"] for run in result["runs"]}["a-s1"] == 60
