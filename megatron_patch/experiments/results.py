@@ -293,7 +293,8 @@ def _rescues(result: dict[str, Any]) -> str:
         if not begun and not switched:
             continue
         how, step = ("continued", begun["step"]) if begun else (f"guard, at {switched:,}", switched)
-        event = events.get(run["seed"])
+        # Attempts on two machines may continue different ones of the base: each has its own event.
+        event = begun["event"] if begun else events.get(run["seed"])
         saved = {True: "yes", False: "no", None: "too short to say"}[run["saved"]]
         if event is None:
             rows.append([run["cell"], str(run["seed"]), "-", how, "-", "no run to compare"])

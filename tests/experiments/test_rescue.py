@@ -1,0 +1,48 @@
+"""What the table says of runs that continue another one, whatever became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.experiments import results
+from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.store import Store
+
+Go = Callable[..., tuple[Store, list[str]]]
+
+CELLS = """\
+cells:
+  - {name: base, set: [checkpoint.interval=10, checkpoint.keep_last=null]}
+  - {name: early, from_cell: base, before: 25, follow: 40}
+  - {name: late, from_cell: base, before: -10, follow: 50}
+"""
+
+
+@pytest.fixture
+def made(protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go) -> Path:
+    """A base with its event at 50, and runs that continue it from 20 and from 60."""
+    head = protocol.read_text().split("cells:")[0].replace("seeds: [1, 2]", "seeds: [1]")
+    protocol.write_text(head.replace("stop_after: 30", "stop_after: 60, grad_norm: 1.0") + CELLS)
+    quick |= {"base-s1": "explode", "pause": "0.01"}
+    go(protocol, tmp_path / "out", devices=[0, 1])
+    return protocol
+
+
+def table(store: Store) -> str:
+    rows = {run.id: store.rows(run) for run in store.experiment.runs}
+    return results.markdown(results.collect(store, rows))
+
+
+def test_every_run_stands_beside_the_event_that_it_was_started_from(
+    made: Path, tmp_path: Path
+) -> None:
+    """On another machine the base is another attempt, with its event at another step."""
+    store = Store(tmp_path / "out", read(made))
+    store.states["late-s1"].origin = {"base": "base-s1", "event": 40, "step": 60}
+    store.close()
+    said = table(store)
+    assert "| early | 1 | 50 | continued | 30 before | yes |" in said
+    assert "| late | 1 | 40 | continued | 20 after | yes |" in said
