@@ -190,7 +190,9 @@ def _forget_failures(store: Store) -> None:
     """Failed and refused runs are started again; what they did stays on record."""
     for name, state in store.states.items():
         if state.state in (FAILED, REFUSED):
-            store.states[name] = State(reason=f"retried: {state.reason}", attempts=state.attempts)
+            reason = f"retried: {state.reason}"
+            # The origin, too: what is recorded began there, whether it goes on now or not.
+            store.states[name] = State(reason=reason, attempts=state.attempts, origin=state.origin)
     store.save()
 
 

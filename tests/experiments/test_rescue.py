@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_patch.experiments import results
+from megatron_patch.experiments import results, stability
 from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.stability import Request
 from megatron_patch.experiments.store import Store
 
 Go = Callable[..., tuple[Store, list[str]]]
@@ -46,3 +48,19 @@ def test_every_run_stands_beside_the_event_that_it_was_started_from(
     said = table(store)
     assert "| early | 1 | 50 | continued | 30 before | yes |" in said
     assert "| late | 1 | 40 | continued | 20 after | yes |" in said
+
+
+def test_a_failed_run_that_is_to_be_retried_began_where_it_did(made: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "out", read(made))
+    store.states["early-s1"].state = "failed"
+    shutil.rmtree(store.run_dir(store.experiment.by_id("early-s1")) / "checkpoints")
+    store.save()
+    store.close()
+    asked = Request(
+        config=made, out=tmp_path / "out", gpus=1, minutes=None, steps=None, only=["base"],
+        overrides=[], retry=True,
+    )  # fmt: skip
+    assert stability.run(asked) == 0
+    store = Store(tmp_path / "out", read(made))
+    store.close()
+    assert "| early | 1 | unfinished | 20 | 90 |" in table(store)
