@@ -77,7 +77,10 @@ def begins_with(rows: list[Row], start: list[Row]) -> bool:
 def parse_rows(lines: Iterable[str]) -> list[Row]:
     """`read_rows` of the file's text."""
     rows = []
-    for row in csv.DictReader(lines):
+    # File systems give zeros for blocks that a crash lost. What follows them on their line is whole
+    # again, what they are in the middle of is not; and thousands of them are an error of csv.
+    whole = (line.lstrip("\0") for line in lines)
+    for row in csv.DictReader(line for line in whole if "\0" not in line):
         try:
             found = {name: float(row[name]) for name in ("step", "loss", "grad_norm")}
             if row.get("eval_loss"):

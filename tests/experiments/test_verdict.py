@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from megatron_patch.experiments.protocol import ExplosionConfig
-from megatron_patch.experiments.verdict import judge, parse_rows, windows
+from megatron_patch.experiments.verdict import judge, parse_rows, read_rows, windows
 
 RULE = ExplosionConfig(window=50, from_step=2000, grad_norm=1.0, loss=4.5)
 
@@ -79,3 +80,11 @@ def test_a_window_that_is_not_over_is_no_verdict() -> None:
     assert judge(rows, rule).first_large_gradient == 150
     ended = [*rows[:100], {"step": 101.0, "loss": float("nan"), "grad_norm": 1.0}]
     assert judge(ended, rule).exploded_at == 101
+
+
+def test_rows_of_a_file_with_blocks_of_zeros(tmp_path: Path) -> None:
+    """What a machine that lost power leaves; the runner reads it while other runs go on."""
+    path = tmp_path / "metrics.csv"
+    zeros = "\0" * 200_000
+    path.write_text(f"step,loss,grad_norm\n1,4.0,0.3\n{zeros}3,4.0,0.3\n4,4.{zeros},0.3\n{zeros}")
+    assert [row["step"] for row in read_rows(path)] == [1, 3]
