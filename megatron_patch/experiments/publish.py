@@ -9,6 +9,10 @@ own, and ``unpack`` refuses a part of what a call wrote.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +22,8 @@ from megatron_patch.experiments.files import make_folder, read_json
 from megatron_patch.experiments.store import Store, job_of
 from megatron_patch.runtime.files import write_whole
 
+WAIT_SECONDS = 60.0
+"""For another job that writes its results into the same folder, which takes it a few."""
 COPIES = {"verdicts.json": ".json", "curves.png": ".png", "curves.csv": ".csv"}
 
 
@@ -49,8 +55,47 @@ def publish(store: Store, target: Target) -> Iterator[str]:
         ExperimentError: the small records alone do not fit into the archives, or the results that
             are there cannot be read or stand beside these.
     """
-    name = store.experiment.protocol.name
     target.make()
+    with _alone(target.folder) as notes:
+        yield from notes
+        yield from _publish(store, target)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[list[str]]:
+    """Nobody else's while the block runs: jobs side by side replace the same results, each with the
+    rows of the others as it has read them. Yields what should be told.
+
+    The directory itself is locked, so that nothing is left in it; where that cannot be it goes on.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _locked(handle, folder)
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int, folder: Path) -> list[str]:
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return [
+                    f"warning: another process has been writing results into {folder} for "
+                    f"{WAIT_SECONDS:g} s; they are written all the same: look whether its runs are "
+                    "in them"
+                ]
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return []
+        else:
+            return []
+
+
+def _publish(store: Store, target: Target) -> Iterator[str]:
+    name = store.experiment.protocol.name
     results.write(store, earlier.read(target.folder, name))
     for source, suffix in COPIES.items():
         path = store.path / "results" / source

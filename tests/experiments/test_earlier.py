@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from megatron_patch.experiments import archive, stability
+from megatron_patch.experiments import archive, results, stability
+from megatron_patch.experiments import publish as publishing
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target, publish
@@ -163,3 +168,43 @@ def test_a_run_that_fails_beside_an_earlier_result_is_not_passed_over(
     assert "a-s1 refused: exit code 2: Error: what went wrong" in capsys.readouterr().err
     result = json.loads((docs / "tiny.json").read_text())
     assert {run["run"]: run["steps"] for run in result["runs"]}["a-s1"] == 60
+
+
+def test_jobs_that_write_at_the_same_time_keep_each_others_rows(
+    protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have read the results before either writes them, unless one waits for the other."""
+    docs = tmp_path / "docs"
+    outs = [machine(tmp_path / name, protocol, 60, "paused", loss=loss)
+            for name, loss in (("1", 4.0), ("2", 5.0))]  # fmt: skip
+    both, write = threading.Barrier(2), results.write
+
+    def slow(*args: object) -> object:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1.0)
+        return write(*args)
+
+    monkeypatch.setattr(publishing.results, "write", slow)
+    monkeypatch.setattr(results, "draw", lambda *_, **__: None)  # pyplot is of one thread
+    jobs = [threading.Thread(target=published, args=(out, protocol, docs)) for out in outs]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    found = json.loads((docs / "tiny.json").read_text())["runs"]
+    assert [run["run"] for run in found if run["steps"]] == ["a-s1", "a-s1.attempt_1"]
+
+
+def test_a_folder_that_stays_locked_is_written_and_that_is_said(
+    protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (docs := tmp_path / "docs").mkdir()
+    monkeypatch.setattr(publishing, "WAIT_SECONDS", 0.0)
+    handle = os.open(docs, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    store = Store(machine(tmp_path / "1", protocol, 60, "paused"), read(protocol))
+    said = list(publish(store, Target(folder=docs)))
+    store.close()
+    os.close(handle)
+    assert len(said) == 1 and "another process has been writing results into" in said[0]
+    assert (docs / "tiny.json").exists()
