@@ -151,8 +151,10 @@ def _publish(store: Store, target: Target) -> None:
     """In between; the runs must not end because a copy could not be made."""
     try:
         list(publish.publish(store, target))
-    except (OSError, ExperimentError) as error:
-        _say(f"warning: results could not be copied to {target.folder}: {error}")
+    except Exception as error:  # whatever it is: what it would end took hours
+        known = isinstance(error, OSError | ExperimentError)
+        why = error if known else f"{type(error).__name__}: {error}"
+        _say(f"warning: results could not be copied to {target.folder}: {why}")
 
 
 def _picked(run: Run, only: list[str]) -> bool:

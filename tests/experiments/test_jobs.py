@@ -140,12 +140,14 @@ def test_records_of_other_commits_can_be_merged_and_say_so(protocol: Path, tmp_p
     assert "commits 111111111111, 222222222222" in results.markdown(found)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a plot")])
 def test_copies_in_between_do_not_end_the_runs(
     protocol: Path,
     tmp_path: Path,
     quick: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
+    error: Exception,
 ) -> None:
     from megatron_patch.experiments import runner
 
@@ -156,7 +158,7 @@ def test_copies_in_between_do_not_end_the_runs(
     def full(store: Store, target: Target) -> list[str]:
         calls.append(1)
         if len(calls) == 1:
-            raise OSError(28, "No space left on device")
+            raise error
         return list(whole(store, target))
 
     monkeypatch.setattr(publish, "publish", full)
