@@ -20,6 +20,8 @@ from megatron_patch.experiments.verdict import Row, Window, windows
 Entry = dict[str, Any]
 OnGpu = Callable[[str, str], str | None]
 FIGURES = ("loss", "grad_norm", "loss_max", "grad_norm_max")
+SHOWN = {"first_large_gradient", "exploded_at", "largest_grad_norm", "final_loss", "eval_loss"}
+"""Of a row, in the verdict table."""
 DIGITS = ".6g"
 """Of a figure in the file of curves."""
 DEFINITION = ("cell", "seed", "variant", "set")
@@ -46,14 +48,32 @@ def read(folder: Path, name: str) -> Earlier | None:
         return None
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(result["runs"], list) or not isinstance(result["explosion"], dict):
-            raise ValueError("no list of runs")
+        if strange := _strange(result):
+            raise ValueError(strange)
         return Earlier(file=file, result=result, curves=_curves(file.with_suffix(".csv")))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ExperimentError(
             f"{file} cannot be read as results of an experiment ({type(error).__name__}: {error}), "
             "and would be overwritten; move it away or name another --results-dir"
         ) from error
+
+
+def _strange(result: Any) -> str:
+    """What keeps something from being results as this version reads them; "" if nothing does."""
+    if not isinstance(result, dict) or not isinstance(result["runs"], list):
+        return "no list of runs"
+    if missing := sorted({"name", "explosion", "environment"} - result.keys()):
+        return f"no {', '.join(missing)}"
+    for name in ("explosion", "environment", "fingerprints"):
+        if not isinstance(result.get(name, {}), dict):
+            return f"{name} is no mapping"
+    for row in result["runs"]:
+        kinds = {"run": str, "cell": str, "state": str, "seed": int, "steps": int}
+        if not isinstance(row, dict) or any(type(row[n]) is not kinds[n] for n in kinds):
+            return f"a run that is none: {row!r:.60}"
+        if missing := sorted(SHOWN - row.keys()):
+            return f"{row['run']} has no {', '.join(missing)}"
+    return ""
 
 
 def join(

@@ -208,3 +208,33 @@ def test_a_folder_that_stays_locked_is_written_and_that_is_said(
     os.close(handle)
     assert len(said) == 1 and "another process has been writing results into" in said[0]
     assert (docs / "tiny.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"runs": [1]}, "a run that is none: 1"),
+        ({"runs": [{"run": "a-s1"}]}, "KeyError: 'cell'"),
+        ({"environment": 3}, "environment is no mapping"),
+        ({"fingerprints": ["1"]}, "fingerprints is no mapping"),
+        ({"steps": "60"}, "a run that is none: {"),
+        ({"exploded_at": None}, "a-s1 has no exploded_at"),
+    ],
+)
+def test_results_that_are_damaged_inside_are_refused(
+    protocol: Path, tmp_path: Path, change: dict, said: str
+) -> None:
+    docs, out = tmp_path / "docs", machine(tmp_path / "1", protocol, 60, "paused")
+    published(out, protocol, docs)
+    result = json.loads((docs / "tiny.json").read_text())
+    row = result["runs"][0]
+    if "steps" in change:
+        row |= change
+    elif "exploded_at" in change:
+        del row["exploded_at"]
+    else:
+        result |= change
+    (docs / "tiny.json").write_text(json.dumps(result))
+    with pytest.raises(ExperimentError, match="cannot be read as results") as refused:
+        published(out, protocol, docs)
+    assert said in str(refused.value)
