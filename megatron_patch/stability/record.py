@@ -394,11 +394,17 @@ def read(run_dir: Path | str) -> Telemetry:
 
 
 def records_of(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """The whole records of a file; none if there is no file."""
+    """The whole records of a file; none if there is no file.
+
+    Where power was lost a file may end in zeros. That is no record either: steps count from 1.
+    """
     count = file.stat().st_size // dtype.itemsize if file.exists() else 0
     if count == 0:
         return np.zeros(0, dtype)
-    return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
+    found = np.memmap(file, dtype=dtype, mode="r", shape=(count,))
+    while count and found[count - 1]["step"] == 0:
+        count -= 1
+    return found[:count]
 
 
 def largest(values: np.ndarray) -> np.ndarray:

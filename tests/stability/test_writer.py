@@ -45,6 +45,19 @@ def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path) -> None:
     assert record.read(tmp_path).steps.tolist() == [10, 20, 30]
 
 
+def test_zeros_at_the_end_are_no_records_and_are_cut_off(tmp_path: Path) -> None:
+    """As a file system leaves them where power was lost; steps ascend, or nothing is found."""
+    write(tmp_path, [10, 20, 30, 40]).close()
+    file = tmp_path / "stability" / "records.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole + bytes(len(whole)) + bytes(9))
+    assert record.read(tmp_path).steps.tolist() == [10, 20, 30, 40]
+    writer = write(tmp_path, [40, 50], start=35)
+    writer.close()
+    assert writer.abandoned == 1
+    assert record.read(tmp_path).steps.tolist() == [10, 20, 30, 40, 50]
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe"])
 def test_records_whose_description_cannot_be_read_are_left_alone(
     text: bytes, tmp_path: Path
