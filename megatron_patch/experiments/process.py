@@ -58,12 +58,12 @@ def ask_ranks(process: subprocess.Popen[bytes], *, torchrun: bool) -> bool:
     return asked
 
 
-def tail(log: Path) -> str:
-    """The end of a log."""
+def tail(log: Path, begins: int) -> str:
+    """The end of what a log has from a byte on."""
     if not log.exists():
         return ""
     with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - 16384))
+        stream.seek(max(begins, log.stat().st_size - 16384))
         return stream.read().decode(errors="replace")
 
 

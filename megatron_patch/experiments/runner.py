@@ -72,6 +72,8 @@ class Active:
     began: float
     first_step: int
     """Where this process began."""
+    log_begins: int = 0
+    """Where its words begin in the run's log: those before are of earlier attempts."""
     paced: tuple[float, int] | None = None
     """When its first steps were seen, and how far it was: its speed is counted from there."""
     asked_to_stop: float | None = None
@@ -303,6 +305,7 @@ class Runner:
             # The trainer would continue the records of steps that it repeats.
             set_aside(store.run_dir(run))
         with log.open("ab") as out:
+            log_begins = out.seek(0, os.SEEK_END)
             # Its own session: a stop reaches the whole group, and ours does not reach it. Tied to
             # us all the same: killed, we must not leave it training on GPUs that look free.
             process = subprocess.Popen(
@@ -313,7 +316,8 @@ class Runner:
                 env=environment,
                 start_new_session=True,
             )
-        self.active.append(Active(run, process, seats, time.monotonic(), first, step=first))
+        item = Active(run, process, seats, time.monotonic(), first, log_begins, step=first)
+        self.active.append(item)
         again = f"from its checkpoint (logged to step {kept:,})" if kept else "from step 0"
         if begins is not None and not kept:
             again = f"from step {begins.step:,} of {begins.base} (event at {begins.event:,})"
@@ -436,7 +440,7 @@ class Runner:
             if kept and store.reached(run) == store.last_step(run):
                 return PAUSED, "saved and stopped"
             return (PAUSED if kept else WAITING), "ended before it could save"
-        said = tail(store.log(run))
+        said = tail(store.log(run), item.log_begins)
         code = rank_exit_code(said) if len(item.seats) > 1 else code
         return _STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {last_words(said)}"
 

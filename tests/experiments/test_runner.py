@@ -322,6 +322,20 @@ def test_gpus_are_kept_for_a_run_that_is_started_again(
     assert after.startswith("start a-s1 on 0"), said
 
 
+def test_what_an_earlier_attempt_said_is_no_reason(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], go: Go
+) -> None:
+    """A process that is killed says nothing, and its log has the last words of the one before."""
+    quick["a-s1"] = "exit 1"
+    store, _ = go(protocol, tmp_path / "out", only={"a-s1"})
+    assert store.states["a-s1"].reason == "exit code 1: Error: what went wrong"
+    store.states["a-s1"].state = "waiting"
+    store.save()
+    quick["a-s1"] = "crash"
+    _, said = go(protocol, tmp_path / "out", only={"a-s1"})
+    assert "a-s1 is failed after step 0: exit code -11: " in said
+
+
 def test_a_request_that_comes_while_a_run_leaves(protocol: Path, tmp_path: Path) -> None:
     """It had saved and given its handlers back: the signal killed it, and nothing was lost."""
     store = Store(tmp_path / "out", read(protocol))
