@@ -107,6 +107,7 @@ class Runner:
     """Called every `PUBLISH_SECONDS` and after a run has ended, to copy out what there is."""
     active: list[Active] = field(default_factory=list)
     stopping: bool = False
+    _told: bool = False
     _began: float = field(default_factory=time.monotonic)
     _again: dict[str, float] = field(default_factory=dict)
     """Runs that failed, and when they are started once more."""
@@ -128,6 +129,7 @@ class Runner:
                     )
                     queue.clear()
                 if self.stopping:
+                    self._tell_of_stop()
                     queue.clear()
                 self._fill(queue, free)
                 for item in list(self.active):
@@ -447,8 +449,12 @@ class Runner:
     def _stop(self, *_: object) -> None:
         if self.stopping:
             raise KeyboardInterrupt
-        self.stopping = True
-        self.say("stopping: running cells save first; the same command continues")
+        self.stopping = True  # told by the loop: in here it may interrupt a line being written
+
+    def _tell_of_stop(self) -> None:
+        if not self._told:
+            self._told = True
+            self.say("stopping: running cells save first; the same command continues")
 
     def _kill(self) -> None:
         for item in self.active:

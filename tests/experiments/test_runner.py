@@ -376,6 +376,37 @@ def test_a_signal_lets_runs_save(
     assert json.loads((tmp_path / "out" / "states.json").read_text())["a-s1"]["state"] == "paused"
 
 
+def trains(out: Path) -> bool:
+    """Whether a-s1 has made some steps, so that it saves when it is asked to stop."""
+    table = out / "runs" / "a-s1" / "metrics.csv"
+    return table.exists() and len(table.read_text().splitlines()) > 5
+
+
+def test_a_signal_may_come_while_a_line_is_written(
+    protocol: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    """A stream cannot be written from a handler that interrupts its writing: runs were killed."""
+    quick["pause"] = "0.03"
+    store, said, sent = Store(tmp_path / "out", read(protocol)), list[str](), list[str]()
+    lock = threading.Lock()
+
+    def say(line: str) -> None:
+        if not lock.acquire(blocking=False):
+            raise RuntimeError("reentrant call")
+        try:
+            if trains(tmp_path / "out") and not sent:
+                sent.append(line)
+                os.kill(os.getpid(), signal.SIGTERM)
+            said.append(line)
+        finally:
+            lock.release()
+
+    runner.Runner(store, [0], None, 100, {"a-s1"}, say).run()
+    store.close()
+    assert states(store)["a-s1"] == "paused"
+    assert sum(line.startswith("stopping") for line in said) == 1
+
+
 def test_the_command_of_a_run(protocol: Path, tmp_path: Path) -> None:
     store = Store(tmp_path / "out", read(protocol))
     run = store.experiment.runs[1]
