@@ -446,8 +446,9 @@ class Runner:
         code = rank_exit_code(said) if len(item.seats) > 1 else code
         return _STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {last_words(said)}"
 
-    def _stop(self, *_: object) -> None:
-        if self.stopping:
+    def _stop(self, number: int, _: object) -> None:
+        # A batch system sends its request again while runs save; a person presses again to leave.
+        if self.stopping and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stopping = True  # told by the loop: in here it may interrupt a line being written
 

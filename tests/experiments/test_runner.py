@@ -382,6 +382,23 @@ def trains(out: Path) -> bool:
     return table.exists() and len(table.read_text().splitlines()) > 5
 
 
+def test_a_request_that_is_sent_again_lets_runs_save_all_the_same(
+    protocol: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    quick["pause"] = "0.03"
+    store, said, sent = Store(tmp_path / "out", read(protocol)), list[str](), list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if trains(tmp_path / "out") and len(sent) < 2:
+            sent.append(line)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    runner.Runner(store, [0], None, 100, {"a-s1"}, say).run()
+    store.close()
+    assert store.states["a-s1"].reason == "saved and stopped" and len(sent) == 2
+
+
 def test_a_signal_may_come_while_a_line_is_written(
     protocol: Path, tmp_path: Path, quick: dict[str, str]
 ) -> None:
