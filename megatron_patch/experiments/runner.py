@@ -152,7 +152,7 @@ class Runner:
             self._kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            self.store.save()
+            self.store.save_if_possible(self.say)
 
     def _fill(self, queue: list[Run], free: list[int]) -> None:
         """Start what can start, in the order of the protocol; drop what never can.
@@ -176,7 +176,11 @@ class Runner:
             seats = self._seats(free, self._width(run, queue, free))
             if seats:
                 queue.remove(run)
-                self._start(run, seats)
+                try:
+                    self._start(run, seats)
+                except OSError as error:  # no room for its log, no process: others train meanwhile
+                    free += seats
+                    self.say(f"{run.id} is not started: {error}; the same command tries again")
 
     def _hopeless(self, run: Run, queue: list[Run]) -> bool:
         """Whether a run that waits for its base waits in vain in this invocation."""
@@ -285,7 +289,7 @@ class Runner:
         begins = origin.find(store, run) if run.base is not None else None
         if begins is not None and store.states[run.id].origin is None:
             store.states[run.id].origin = begins.as_dict()
-            store.save()
+            store.save_if_possible(self.say)
         command = cell_command(
             store,
             run.on(len(seats)),
@@ -415,7 +419,7 @@ class Runner:
             }
         )
         state.state, state.reason = self._verdict(item, code)
-        store.save()
+        store.save_if_possible(self.say)
         note = f": {state.reason}" if state.reason else ""
         self.say(f"{run.id} is {state.state} after step {last:,}{note}")
 

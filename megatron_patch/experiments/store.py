@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -123,6 +123,16 @@ class Store:
         """Write states.json."""
         tree = {name: dataclasses.asdict(state) for name, state in self.states.items()}
         write_json(self.path / "states.json", tree)
+
+    def save_if_possible(self, say: Callable[[str], None]) -> None:
+        """As `save`; what cannot be written is told. The run directories say it, too, and runs that
+        train meanwhile must not end because of a full disk here."""
+        try:
+            self.save()
+        except OSError as error:
+            say(
+                f"warning: {self.path / 'states.json'} cannot be written: {error.strerror or error}"
+            )
 
     def _claim(self) -> None:
         """Write what is fixed, or compare with what was."""

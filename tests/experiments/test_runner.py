@@ -376,6 +376,24 @@ def test_a_signal_lets_runs_save(
     assert json.loads((tmp_path / "out" / "states.json").read_text())["a-s1"]["state"] == "paused"
 
 
+def test_a_run_that_cannot_be_started_or_recorded_ends_no_other(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a system without room for a process."""
+    store, said = Store(tmp_path / "out", read(protocol)), list[str]()
+    (tmp_path / "out" / "logs" / "b-s1.txt").mkdir(parents=True)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "save", full)
+    Runner(store, [0, 1], None, 100, set(), said.append).run()
+    store.close()
+    assert states(store) == {"a-s1": "finished", "b-s1": "waiting", "a-s2": "finished"}
+    assert any(line.startswith("b-s1 is not started: [Errno 21]") for line in said)
+    assert any("states.json cannot be written: No space left" in line for line in said)
+
+
 def trains(out: Path) -> bool:
     """Whether a-s1 has made some steps, so that it saves when it is asked to stop."""
     table = out / "runs" / "a-s1" / "metrics.csv"
