@@ -1,13 +1,8 @@
-"""Correct BF16 arithmetic for Triton's CPU interpreter (Triton 3.6 and 3.7).
+"""Triton's CPU interpreter with the library's BF16 arithmetic, for kernels that tests define.
 
-The interpreter keeps a BF16 value as its uint16 bit pattern. Out of the box it truncates
-FP32 -> BF16 (a bias, of all things), multiplies bit patterns in ``tl.dot`` and adds them in
-element-wise arithmetic. ``install()`` replaces the casts by round to nearest even, and runs dots
-and element-wise operations of BF16 operands in FP32 with one rounding of the result, as the
-hardware does.
-
-``install_on_import()`` does the same as soon as something imports Triton's interpreter, so that a
-test session which never touches a kernel never pays for importing Triton.
+``install_on_import()`` repairs it as soon as something imports Triton's interpreter, so that a test
+session which never touches a kernel never pays for importing Triton. The library's own kernels need
+nothing of this: they repair it themselves (`stable_attention.interpreter`).
 """
 
 from __future__ import annotations
@@ -20,90 +15,15 @@ from typing import Any
 MODULE = "triton.runtime.interpreter"
 
 
-def bf16_to_f32(bits: Any) -> Any:
-    """uint16 BF16 patterns -> float32, exact."""
-    import numpy as np
+def _install() -> None:
+    # Here and not above: some processes choose the library's tree after they have imported this.
+    from stable_attention.interpreter import install
 
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def f32_to_bf16(values: Any) -> Any:
-    """float32 -> uint16 BF16 patterns, round to nearest even, NaN stays NaN."""
-    import numpy as np
-
-    shape = np.shape(values)
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(shape)
-    up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = ((bits.astype(np.uint64) + up) >> np.uint64(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-
-
-def install(interpreter: Any = None) -> None:
-    """Patch Triton's ``InterpreterBuilder`` once; later calls do nothing."""
-    if interpreter is None:
-        import triton.runtime.interpreter as interpreter
-    import numpy as np
-    import triton.language as tl
-
-    builder = interpreter.InterpreterBuilder
-    if getattr(builder, "_bf16_exact", False):
-        return
-    handle = interpreter.TensorHandle
-    cast, dot, binary, unary = (
-        builder.cast_impl,
-        builder.create_dot,
-        builder.binary_op,
-        builder.unary_op,
-    )
-
-    def is_bf16(x: Any) -> bool:
-        return x.dtype.scalar == tl.bfloat16
-
-    def widen(x: Any) -> Any:
-        return handle(bf16_to_f32(x.data), tl.float32) if is_bf16(x) else x
-
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        source, target = src.dtype.scalar, dst_type.scalar
-        if source == target:
-            return cast(self, src, dst_type)
-        if source == tl.bfloat16:
-            wide = widen(src)
-            return wide if target == tl.float32 else cast(self, wide, dst_type)
-        if target == tl.bfloat16:
-            wide = src if source == tl.float32 else cast(self, src, tl.float32)
-            return handle(f32_to_bf16(wide.data), tl.bfloat16)
-        return cast(self, src, dst_type)
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        def operand(x: Any) -> Any:
-            # FP16 operands go through the FP32 BLAS too: same products, many times faster.
-            if x.dtype.scalar == tl.float16:
-                return handle(x.data.astype(np.float32), tl.float32)
-            return widen(x)
-
-        return dot(self, operand(a), operand(b), d, *rest)
-
-    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
-        if not (is_bf16(lhs) and is_bf16(rhs)):
-            return binary(self, lhs, rhs, op)
-        result = op(bf16_to_f32(lhs.data), bf16_to_f32(rhs.data))
-        if result.dtype == np.bool_:
-            return handle(result, tl.int1)
-        return handle(f32_to_bf16(result), tl.bfloat16)
-
-    def unary_op(self: Any, arg: Any, op: Any) -> Any:
-        if not is_bf16(arg):
-            return unary(self, arg, op)
-        return handle(f32_to_bf16(op(bf16_to_f32(arg.data))), tl.bfloat16)
-
-    # The other conversions and operations of the builder call these four through ``self``.
-    builder.cast_impl, builder.create_dot = cast_impl, create_dot
-    builder.binary_op, builder.unary_op = binary_op, unary_op
-    builder._bf16_exact = True
+    install()
 
 
 class _InstallAfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook: run the real loader of Triton's interpreter, then ``install``."""
+    """Import hook: run the real loader of Triton's interpreter, then ``_install``."""
 
     def __init__(self) -> None:
         self._loader: Any = None
@@ -123,12 +43,12 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         self._loader.exec_module(module)
         # ``tl`` is importable here: the interpreter module has imported it itself.
-        install(module)
+        _install()
 
 
 def install_on_import() -> None:
     """Patch the interpreter now if Triton is loaded, otherwise when it gets loaded."""
     if MODULE in sys.modules:
-        install(sys.modules[MODULE])
+        _install()
     elif not any(isinstance(finder, _InstallAfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _InstallAfterImport())

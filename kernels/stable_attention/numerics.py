@@ -25,7 +25,12 @@ Shape legend: BM query rows, BN key columns of a tile, DV value head dim.
 import triton
 import triton.language as tl
 
+from stable_attention import interpreter
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+if INTERPRETED.value:
+    # Triton's own arithmetic of interpreted BF16 is that of bit patterns: wrong, and silent.
+    interpreter.install()
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 

@@ -435,11 +435,9 @@ def main() -> int:
     # Everything heavy is imported once, before the forks; the package itself only after them.
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path[:0] = [str(HERE), str(HERE.parent)]
-    import interpreter_shim
     import torch
     import triton
 
-    interpreter_shim.install()
     torch.set_num_threads(1)
     assert triton.__version__ and "stable_attention" not in sys.modules
     bugs = [bug for bug in BUGS if args.only in bug.name]

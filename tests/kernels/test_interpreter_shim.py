@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +87,34 @@ def test_guard_bands_catch_writes_outside(offset: int) -> None:
         out.as_strided((1,), (1,), out.storage_offset() + offset).fill_(0)
         with pytest.raises(AssertionError, match=r"stable_attention\.ops"):
             memory.check()
+
+
+ALONE = """
+import torch
+from stable_attention import stable_attention
+
+q, k, v = (torch.randn(1, 2, 32, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+o = stable_attention(q, k, v, layout="bhsd", causal=True, stabilizer="none")
+o.backward(torch.ones_like(o))
+grads = [x.grad for x in (q, k, v)]
+inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+exact = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+exact.backward(torch.ones_like(exact))
+print(max(float((a.double() - b).abs().max()) for a, b in
+          zip([o, *grads], [exact, *(x.grad for x in inputs)], strict=True)))
+"""
+
+
+def test_the_library_alone_computes_bfloat16_in_the_interpreter() -> None:
+    """As a user has it who follows the message for a CPU: without what conftest installs."""
+    kernels = Path(__file__).resolve().parents[2] / "kernels"
+    path = os.pathsep.join([str(kernels), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert float(done.stdout) < 0.1
