@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.files import make_folder, read_json, write_json
+from megatron_patch.experiments.files import make_folder, read_json, refuse_run, write_json
 from megatron_patch.experiments.preconditions import without_commit
 from megatron_patch.experiments.store import ENDED, differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
@@ -161,9 +161,11 @@ def unpack(archives: list[Path], out: Path) -> Iterator[str]:
 
     Raises:
         ExperimentError: a damaged or foreign archive, one without the others of its 'pack', or one
-            of another experiment or machine than ``out`` or the other archives hold; ``out``, or
-            one of its runs that the archives have, is in use. Nothing has been changed then.
+            of another experiment or machine than ``out`` or the other archives hold; ``out`` is
+            the directory of a run; it, or one of its runs that the archives have, is in use.
+            Nothing has been changed then.
     """
+    refuse_run(out)
     sets = _sets([_read(path) for path in archives])
     _check(sets, out)  # before anything is made
     make_folder(out, "--out")

@@ -45,6 +45,19 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
     write_whole(path, json.dumps(tree, indent=1, sort_keys=True) + "\n")
 
 
+def refuse_run(path: Path) -> None:
+    """An experiment's ``--out`` is no run: its records would lie among those of that run, for good.
+
+    Raises:
+        ExperimentError: ``path`` is the directory of a training run.
+    """
+    if (path / "experiment.json").exists():
+        return  # an experiment that somebody has trained a run into: its own runs go on
+    # config.yaml alone may be anybody's; a run that has begun has a log beside it.
+    if all((path / name).exists() for name in ("config.yaml", "train.log")):
+        raise ExperimentError(f"--out {path}: is the directory of a run; name one of its own")
+
+
 def make_folder(path: Path, option: str) -> None:
     """Create a directory to write into.
 

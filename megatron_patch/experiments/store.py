@@ -20,7 +20,13 @@ from typing import IO, Any
 
 from megatron_patch.checkpoint.shelf import Shelf, key_of
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.files import damaged, make_folder, read_json, write_json
+from megatron_patch.experiments.files import (
+    damaged,
+    make_folder,
+    read_json,
+    refuse_run,
+    write_json,
+)
 from megatron_patch.experiments.protocol import Experiment, Run, trainer_config
 from megatron_patch.experiments.verdict import Row, read_rows
 
@@ -54,12 +60,13 @@ class Store:
 
         Raises:
             ExperimentError: another process uses it, it holds a different experiment or a damaged
-                one, or it cannot be written.
+                one, it is the directory of a run, or it cannot be written.
         """
         self.path, self.experiment = path, experiment
         self._rows: dict[str, tuple[tuple[int, int, int], list[Row]]] = {}
         self.notes: list[str] = []
         """What the caller should tell: a file system without locks."""
+        refuse_run(path)
         make_folder(path, "--out")
         self._lock = lock(path, self.notes)
         try:

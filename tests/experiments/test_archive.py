@@ -422,3 +422,21 @@ def test_a_target_that_is_a_file_is_refused(protocol: Path, tmp_path: Path) -> N
         list(archive.unpack([only(tmp_path / "zip")], tmp_path / "file"))
     with pytest.raises(ExperimentError, match=r"--out .*cannot be written"):
         Store(tmp_path / "file", read(protocol))
+
+
+def test_the_directory_of_a_run_is_no_experiments(protocol: Path, tmp_path: Path) -> None:
+    source = make(tmp_path / "a", protocol, {"a-s1": 5})
+    list(archive.pack(source, tmp_path / "zip", files=1, limit=SMALL))
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.yaml", "train.log"):
+        (run / name).touch()
+    with pytest.raises(ExperimentError, match=r"--out .*directory of a run"):
+        list(archive.unpack([only(tmp_path / "zip")], run))
+    with pytest.raises(ExperimentError, match=r"--out .*directory of a run"):
+        Store(run, read(protocol))
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "train.log"]
+    # Trained into by mistake, an experiment stays one.
+    for name in ("config.yaml", "train.log"):
+        (source / name).touch()
+    Store(source, read(protocol)).close()
