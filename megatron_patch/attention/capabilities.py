@@ -248,7 +248,9 @@ def _unmet_features(row: Capability, facts: Facts) -> Iterator[str]:
             continue  # already said
         if wanted and not getattr(row, name):
             able = [other for other, r in BACKENDS.items() if getattr(r, name)]
-            yield f"{text} is not something it has. Turn it off, or use {_either(able)}"
+            # `none` cannot be turned off: numerics that are a backend's own have no name here.
+            remedy = "Remove that key" if name == "stabilizers" else "Turn it off"
+            yield f"{text} is not something it has. {remedy}, or use {_either(able)}"
 
 
 def _unmet_machine(name: str, row: Capability, facts: Facts, machine: Machine) -> Iterator[str]:

@@ -141,6 +141,12 @@ def test_stable_flash_says_what_is_missing():
     assert not list(unmet("stable_flash", facts(device="cpu"), machine=interpreted))
 
 
+def test_numerics_that_have_no_name_are_had_by_removing_the_key():
+    """`sdpa_flash` with `stabilizer: none`, as who wants plain numerics writes it."""
+    (complaint,) = unmet("sdpa_flash", facts(stabilizer="none"))
+    assert complaint.endswith("Remove that key, or use stable_flash")
+
+
 def test_te_determinism_needs_its_variable(monkeypatch):
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     machine = Machine(sm=(9, 0))
