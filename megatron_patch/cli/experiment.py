@@ -81,27 +81,28 @@ def _add_stability(parts: Subparsers) -> None:
     )
     part.add_argument("--retry", action="store_true", help="start failed and refused runs again")
     part.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    _add_target(part)
+    _add_target(part, "every 90 s and at the end")
     add_overrides(part)
     part.set_defaults(run=run_stability)
     shown = _part(
         parts,
         "results",
         "write the tables and plots of what is there, and start nothing",
-        "After 'unpack': the verdict table, the curves and the plot of all records together.",
+        "After 'unpack': the verdict table, the curves and the plot of all records together, in\n"
+        "<DIR>/results. Exit code 2: there is no such experiment, or it is another protocol's.",
     )
     shown.add_argument("--config", metavar="FILE", required=True, help="protocol file")
     shown.add_argument("--out", metavar="DIR", help="default: runs/<name of the protocol>")
-    _add_target(shown)
+    _add_target(shown, "once")
     add_overrides(shown)
     shown.set_defaults(run=run_results)
 
 
-def _add_target(part: argparse.ArgumentParser) -> None:
+def _add_target(part: argparse.ArgumentParser, when: str) -> None:
     part.add_argument(
         "--results-dir",
         metavar="DIR",
-        help="also copy the results there, every 90 s and at the end: <name>.json, .png, .csv; "
+        help=f"also copy the results there, {when}: <name>.json, .png, .csv; "
         "runs that went further in the results lying there are kept",
     )
     part.add_argument(
@@ -109,9 +110,16 @@ def _add_target(part: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_count,
         default=0,
-        help="with --results-dir: and at most N archives of the records, as 'pack' writes them",
+        help="with --results-dir: and at most N archives of the records, as 'pack' writes them; "
+        "default 0: none",
     )
-    part.add_argument("--mib", metavar="M", type=_amount, default=15.5, help="size of an archive")
+    part.add_argument(
+        "--mib",
+        metavar="M",
+        type=_amount,
+        default=15.5,
+        help="size of an archive, at most; default 15.5",
+    )
 
 
 def _target(args: argparse.Namespace) -> Target | None:
@@ -160,8 +168,12 @@ def _add_pack(parts: Subparsers) -> None:
     )
     pack.add_argument("experiment", metavar="DIR", help="directory of the experiment")
     pack.add_argument("--to", metavar="DIR", required=True, help="where the archives go")
-    pack.add_argument("--files", metavar="N", type=_positive, default=8, help="at most; default 8")
-    pack.add_argument("--mib", metavar="M", type=_amount, default=15.5, help="size of one, at most")
+    pack.add_argument(
+        "--files", metavar="N", type=_positive, default=8, help="how many, at most; default 8"
+    )
+    pack.add_argument(
+        "--mib", metavar="M", type=_amount, default=15.5, help="size of one, at most; default 15.5"
+    )
     pack.set_defaults(run=run_pack)
     unpack = _part(
         parts,
