@@ -39,7 +39,8 @@ def run(request: Request) -> int:
 
     Raises:
         ConfigError: the protocol, or the configuration of one of its runs.
-        ExperimentError: the directory holds something else, or --only names nothing.
+        ExperimentError: the directory holds something else, --only names nothing, or there are
+            not the GPUs that the runs need.
     """
     experiment = read(request.config, request.overrides, gpus_per_run=request.gpus_per_run)
     protocol = experiment.protocol
@@ -52,6 +53,11 @@ def run(request: Request) -> int:
     _check_only(experiment, request.only)
     there = _gpus(experiment)
     gpus = (there or 1) if request.gpus is None else request.gpus
+    if there == 0 and request.gpus is None and not request.dry_run:
+        raise ExperimentError(
+            "this process sees no GPU (CUDA_VISIBLE_DEVICES counts), and the protocol's runs train "
+            "on one; --dry-run shows the plan, configs/stability/smoke.yaml runs on a CPU"
+        )
     if there is not None and gpus > there and not request.dry_run:
         raise ExperimentError(
             f"--gpus {gpus}: this process may use {there} (CUDA_VISIBLE_DEVICES counts); leave "

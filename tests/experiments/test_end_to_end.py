@@ -87,3 +87,15 @@ def test_user_errors(
     assert app.run([*arguments[:-2], "8", "--out", str(tmp_path / "x")]) == 2
     assert "--gpus 8: this process may use 4 (" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()  # nothing is begun on a GPU of somebody else
+
+
+def test_a_machine_without_a_gpu_is_told_so_and_not_about_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    many = ROOT / "configs" / "stability" / "baselines.yaml"
+    command = ["experiment", "stability", "--config", str(many), "--out", str(tmp_path / "x")]
+    assert app.run(command) == 2
+    said = capsys.readouterr().err
+    assert "sees no GPU" in said and "--gpus 1" not in said
+    assert not (tmp_path / "x").exists()
