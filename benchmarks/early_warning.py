@@ -57,17 +57,30 @@ OTHERS = (
 
 
 def load(name: str) -> tuple[str, list[Point], int]:
-    """(label, records, warm-up steps) of a run directory or a CSV."""
+    """(label, records, warm-up steps) of a run directory or a CSV.
+
+    Raises:
+        SystemExit: it is neither.
+    """
     path_text, _, warm_up = name.partition("@")
     path = Path(path_text)
     if path.is_dir():
+        if not (path / "stability" / "meta.json").is_file():
+            raise SystemExit(f"{path}: no run directory with telemetry (stability/meta.json)")
         telemetry = record.read(path)
         # Judged by today's rule, not by the one the run had; only its warm-up is its own.
         rule = replace(Rule(), settle_steps=telemetry.rule.settle_steps)
         return run_name(path), telemetry.points(rule), rule.settle_steps
-    with path.open(newline="") as lines:
-        rows = [[float(x) for x in row] for row in csv.reader(lines)]
-    points = [Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows]
+    try:
+        with path.open(newline="") as lines:
+            rows = [[float(x) for x in row] for row in csv.reader(lines)]
+        points = [
+            Point(step=int(r[0]), loss=r[1], grad_norm=r[3], grad_norm_max=r[4]) for r in rows
+        ]
+    except (OSError, ValueError, IndexError) as error:
+        raise SystemExit(
+            f"{path}: neither a run directory nor a CSV of curves ({error})"
+        ) from error
     return path.stem, points, int(warm_up or WARM_UP)
 
 

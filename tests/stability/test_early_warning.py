@@ -258,3 +258,17 @@ def test_losses_that_are_not_finite_have_moved(script: Any) -> None:
                                grad_norm_max=math.nan) for i in range(1, 8))]  # fmt: skip
     assert script.first_move(broken, 2000) is not None
     assert script.first_alarm(broken, Rule()) == points[-1].step + 50
+
+
+@pytest.mark.parametrize("given", ["empty", "prose.md", "missing.csv", "short.csv"])
+def test_what_is_no_run_and_no_curve_is_told_in_one_line(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "prose.md").write_text("# prose\n")
+    (tmp_path / "short.csv").write_text("1,2\n")
+    command = ["early_warning.py", "--source", "elsewhere", "--out", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", [*command, "--judge", str(tmp_path / given)])
+    with pytest.raises(SystemExit, match=rf"{given}: n"):
+        script.main()
+    assert not (tmp_path / "results").exists()
