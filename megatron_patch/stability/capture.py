@@ -124,8 +124,12 @@ def load(path: Path | str) -> Capture:
     if told == BEFORE:
         content.setdefault("norms_exact", False)
     if set(content) != names:
-        odd = ", ".join(sorted(map(str, set(content) ^ names)))
-        raise CaptureError(f"{path} is not a capture of format {told}: {odd}")
+        odd = [
+            f"{what} {', '.join(sorted(map(str, keys)))}"
+            for what, keys in (("lacks", names - set(content)), ("has", set(content) - names))
+            if keys
+        ]
+        raise CaptureError(f"{path} is not a capture of format {told}: it {' and '.join(odd)}")
     wrong = capture_check.problem(content)
     if wrong:
         raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")

@@ -149,7 +149,7 @@ def test_captures_of_the_format_before_say_that_their_norms_are_lower_bounds(
     torch.save(content | {"format": capture.BEFORE}, path)
     assert not capture.load(path).norms_exact
     torch.save(content, path)
-    with pytest.raises(capture.CaptureError, match="format 3: norms_exact"):
+    with pytest.raises(capture.CaptureError, match="format 3: it lacks norms_exact"):
         capture.load(path)
 
 
@@ -228,8 +228,9 @@ def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     for content in ({"format": torch.ones(2)}, {"format": True}, {"format": capture.FORMAT, 3: 4}):
         torch.save(content, path)
-        with pytest.raises(capture.CaptureError, match=r"x\.pt is not a capture of format"):
+        with pytest.raises(capture.CaptureError, match=r"x\.pt is not a capture of format") as said:
             capture.load(path)
+    assert "it lacks backend, causal, " in str(said.value) and str(said.value).endswith("and has 3")
 
 
 @pytest.mark.parametrize(
