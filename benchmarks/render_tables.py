@@ -40,6 +40,7 @@ PAGES = (
     "docs/kernels.md",
     "docs/numerics.md",
     "docs/planning.md",
+    "docs/predictions.md",
     "docs/reliability.md",
     "docs/stability.md",
     "docs/telemetry.md",

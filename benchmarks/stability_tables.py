@@ -1,4 +1,4 @@
-"""Tables of docs/stability.md, experiments.md and explosions.md: protocols, verdicts, probes."""
+"""Tables of docs/ on stability: protocols, verdicts, heads, probes."""
 
 from __future__ import annotations
 
