@@ -98,10 +98,28 @@ class Monitor:
 
             self._sinks.append(TensorBoardSink(self.run_dir / "tensorboard", start_step=start_step))
         if logging.wandb.enabled:
-            self._sinks.append(
-                WandbSink(logging.wandb, self.run_dir, name=self.run.name, settings=settings or {})
-            )
+            self._open_wandb(start_step)
         self._open_bar(start_step)
+
+    def _open_wandb(self, start_step: int) -> None:
+        """At step 0 what is wrong is raised: most likely a key or a name. Later on its server may
+        be away, and a run of weeks must not wait for it at a restart or a rewind."""
+        try:
+            sink = WandbSink(
+                self.run.logging.wandb,
+                self.run_dir,
+                name=self.run.name,
+                settings=self._settings or {},
+            )
+        except Exception as error:  # its own kinds, which are no OSError
+            if start_step == 0:
+                raise
+            self.say(
+                f"warning: Weights & Biases cannot be opened ({type(error).__name__}: "
+                f"{str(error)[:300]}); the run goes on without it until it is started again"
+            )
+        else:
+            self._sinks.append(sink)
 
     def restart(self, start_step: int) -> None:
         """The run went back to ``start_step``: open the sinks again; later rows are abandoned."""

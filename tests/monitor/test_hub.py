@@ -3,7 +3,10 @@
 import csv
 import io
 import re
+import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -322,3 +325,30 @@ def test_plot_says_what_is_missing(tmp_path: Path, content: str | None) -> None:
         (tmp_path / "metrics.csv").write_text(content)
     with pytest.raises(PlotError, match=r"metrics\.csv"):
         plot_runs([tmp_path], tmp_path / "out.png")
+
+
+def test_a_server_of_wandb_that_is_away_stops_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is none of the system's; at the first start it is most likely the user's."""
+    from megatron_patch.monitor.config import WandbConfig
+
+    class CommError(Exception):
+        pass
+
+    def init(**_: object) -> None:
+        raise CommError("dial tcp: connect: connection refused")
+
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setattr(wandb, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "wandb_id").write_text("abc")
+    said = io.StringIO()
+    config = run_config(logging={"wandb": WandbConfig(enabled=True)})
+    with pytest.raises(CommError):
+        Monitor(config, tmp_path, stream=said).start(0)
+    monitor = Monitor(config, tmp_path, stream=said)
+    monitor.start(500)
+    monitor.close()
+    assert "Weights & Biases cannot be opened (CommError: dial tcp" in said.getvalue()
