@@ -40,13 +40,14 @@ class Origin:
 def find(store: Store, run: Run) -> Origin | None:
     """The checkpoint ``run`` starts from; None while its base is not so far.
 
-    Once a run has started, its own record says where: the base's later steps change nothing.
+    Once a run can go on, its own record says where: the base's later steps change nothing. One that
+    begins again, on another machine, say, may find another attempt at its base there.
     """
     assert run.base is not None
     base = store.experiment.by_id(run.base)
     folder = store.run_dir(base) / "checkpoints"
     known = store.states[run.id].origin
-    if known is not None:
+    if known is not None and store.reached(run):
         event, step = int(known["event"]), int(known["step"])
         path = newest_checkpoint(folder, at_most=step)
         return None if path is None or path[0] != step else Origin(base.id, event, *path)

@@ -287,7 +287,7 @@ class Runner:
     def _start(self, run: Run, seats: list[int]) -> None:
         store = self.store
         begins = origin.find(store, run) if run.base is not None else None
-        if begins is not None and store.states[run.id].origin is None:
+        if begins is not None and store.states[run.id].origin != begins.as_dict():
             store.states[run.id].origin = begins.as_dict()
             store.save_if_possible(self.say)
         command = cell_command(

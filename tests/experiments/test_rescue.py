@@ -64,3 +64,19 @@ def test_a_failed_run_that_is_to_be_retried_began_where_it_did(made: Path, tmp_p
     store = Store(tmp_path / "out", read(made))
     store.close()
     assert "| early | 1 | unfinished | 20 | 90 |" in table(store)
+
+
+def test_a_run_that_begins_again_starts_from_the_base_that_is_here(
+    made: Path, tmp_path: Path, go: Go
+) -> None:
+    """Unpacked on a machine where the base was made anew, with its event at another step."""
+    store = Store(tmp_path / "out", read(made))
+    state, folder = store.states["early-s1"], store.run_dir(store.experiment.by_id("early-s1"))
+    state.state, state.origin = "paused", {"base": "base-s1", "event": 40, "step": 10}
+    shutil.rmtree(folder / "checkpoints")
+    store.save()
+    store.close()
+    store, said = go(made, tmp_path / "out", only={"early"})
+    assert any("from step 20 of base-s1 (event at 50)" in line for line in said)
+    assert store.states["early-s1"].origin == {"base": "base-s1", "event": 50, "step": 20}
+    assert store.states["early-s1"].state == "finished"
