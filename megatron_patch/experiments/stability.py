@@ -103,7 +103,13 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
         try:
             runner.run()
         finally:
-            result = _write(request, store)
+            try:
+                result = _write(request, store)
+            except (OSError, ExperimentError):
+                # What became of --results-dir meanwhile must not cost the experiment's own results.
+                results.write(store)
+                _say(f"results in {store.path / 'results'}")
+                raise
             if request.target is not None:
                 for line in publish.publish(store, request.target):
                     _say(line)

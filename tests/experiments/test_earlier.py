@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,28 @@ def test_results_that_are_damaged_inside_are_refused(
     with pytest.raises(ExperimentError, match="cannot be read as results") as refused:
         published(out, protocol, docs)
     assert said in str(refused.value)
+
+
+def test_results_stay_in_the_experiment_where_they_can_be_published_no_more(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    """The folder was another's meanwhile, or its file system has gone."""
+    docs, out = tmp_path / "docs", tmp_path / "out"
+
+    def spoil() -> None:
+        while not (out / "runs" / "a-s1" / "metrics.csv").exists():
+            time.sleep(0.01)
+        docs.mkdir(exist_ok=True)
+        (docs / "tiny.json").write_text("of another program")
+
+    other = threading.Thread(target=spoil)
+    other.start()
+    asked = Request(
+        config=protocol, out=out, gpus=1, minutes=None, steps=None, only=["a-s1"],
+        overrides=[], target=Target(folder=docs),
+    )  # fmt: skip
+    with pytest.raises(ExperimentError, match="cannot be read as results"):
+        stability.run(asked)
+    other.join()
+    assert "| a | 1 | finished |" in (out / "results" / "verdicts.md").read_text()
+    assert "results in " in capsys.readouterr().out
