@@ -135,7 +135,9 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
     if not path.is_file():
         return columns
     with path.open(newline="", errors="replace") as lines:
-        reader = csv.DictReader(line.replace("\0", "") for line in lines)
+        # No row of ours is that long; the reader refuses one and could not go on after it.
+        whole = (line.replace("\0", "") for line in lines)
+        reader = csv.DictReader(line for line in whole if len(line) < csv.field_size_limit() // 2)
         names = [n for n in reader.fieldnames or [] if n and n != "extra"]
         for row in reader:
             if not math.isfinite(_number(row.get("step"))):

@@ -364,6 +364,8 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     (young / "environment.json").write_text("[]")
     (young / "stability").mkdir()
     (young / "stability" / "meta.json").write_text('{"format": 99}')
+    with (young / "metrics.csv").open("a") as more:
+        more.write("\n" + "9" * 200_000 + "\n")
     facts = collect(young)
     assert facts.steps == [1, 2, 3] and math.isnan(facts.column("loss")[1])
     said = " ".join(checked(page.render(facts)).text)
