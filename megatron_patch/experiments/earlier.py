@@ -50,7 +50,8 @@ def read(folder: Path, name: str) -> Earlier | None:
         result = json.loads(file.read_text(encoding="utf-8"))
         if strange := _strange(result):
             raise ValueError(strange)
-        return Earlier(file=file, result=result, curves=_curves(file.with_suffix(".csv")))
+        curves = _of_rows(result["runs"], _curves(file.with_suffix(".csv")))
+        return Earlier(file=file, result=result, curves=curves)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ExperimentError(
             f"{file} cannot be read as results of an experiment ({type(error).__name__}: {error}), "
@@ -74,6 +75,23 @@ def _strange(result: Any) -> str:
         if missing := sorted(SHOWN - row.keys()):
             return f"{row['run']} has no {', '.join(missing)}"
     return ""
+
+
+def _of_rows(rows: list[Entry], curves: dict[str, list[Window]]) -> dict[str, list[Window]]:
+    """Curves by run as its row has it. Rows and curves are two files: a writer that was killed in
+    between, or a copy made then, leaves those of two times, and an attempt that has come to count
+    meanwhile has the name of another one there. A row's own curve ends where the row does; a row
+    without one says so (``curve_lost``)."""
+    found = {}
+    for row in rows:
+        run = row.get("repeat_of", row["run"])
+        names = [row["run"], *(name for name in curves if name.partition(".attempt_")[0] == run)]
+        ends = (curves[n] for n in names if curves.get(n) and curves[n][-1].step == row["steps"])
+        found[row["run"]] = next(ends, [])
+        row.pop("curve_lost", None)
+        if row["steps"] and not found[row["run"]]:
+            row["curve_lost"] = True
+    return found
 
 
 def join(
@@ -241,7 +259,12 @@ def note(result: dict[str, Any]) -> str:
         other = {k: v for k, v in run["kept"].items() if present.get(k) != v}
         made = ", ".join(f"{name} {value}" for name, value in sorted(other.items()))
         text.append(f"{run['run']} ({made})" if made else run["run"])
-    return f"Kept from earlier results, their records are not here: {', '.join(text)}."
+    said = f"Kept from earlier results, their records are not here: {', '.join(text)}."
+    if lost := [run["run"] for run in kept if run.get("curve_lost")]:
+        said += (
+            f" Their curves are lost, the file that had them is of another time: {', '.join(lost)}."
+        )
+    return said
 
 
 def _origin(result: dict[str, Any]) -> dict[str, Any]:

@@ -137,6 +137,29 @@ def test_what_this_job_wrote_and_lost_stays(protocol: Path, tmp_path: Path) -> N
     assert published(out, protocol, docs)[0] == ("a-s1", "paused", 90)
 
 
+def test_curves_of_another_time_are_nobodys(protocol: Path, tmp_path: Path) -> None:
+    """A writer was killed between its two files, when another attempt had come to count.
+
+    Both attempts have a curve under the same name, and the row got that of the other one, for good.
+    """
+    folder = tmp_path / "folder"
+    published(machine(tmp_path / "a", protocol, 90, "paused"), protocol, folder)
+    before = (folder / "tiny.csv").read_bytes()
+    b = machine(tmp_path / "b", protocol, 60, "exploded", loss=9.0)
+    published(b, protocol, folder)
+    (folder / "tiny.csv").write_bytes(before)
+    other = Store(tmp_path / "c", read(protocol))
+    list(publish(other, Target(folder=folder)))
+    other.close()
+    result = json.loads((folder / "tiny.json").read_text())
+    rows = {run["run"]: run for run in result["runs"] if run["cell"] == "a" and run["steps"]}
+    assert {name: run["steps"] for name, run in rows.items()} == {"a-s1": 60, "a-s1.attempt_1": 90}
+    lines = [line.split(",") for line in (folder / "tiny.csv").read_text().splitlines()]
+    assert {line[0] for line in lines[1:]} == {"a-s1.attempt_1"}
+    assert rows["a-s1"]["curve_lost"] and "curve_lost" not in rows["a-s1.attempt_1"]
+    assert "Their curves are lost" in results.markdown(result)
+
+
 def test_another_gpu_is_named_and_other_software_refused(protocol: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     published(machine(tmp_path / "1", protocol, 90, "paused"), protocol, docs)
