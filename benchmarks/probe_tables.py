@@ -1,4 +1,4 @@
-"""Tables of docs/explosions.md and predictions.md from what `megatron-patch probe` found on captured tensors."""
+"""Tables of docs/ on what `megatron-patch probe` found on captured tensors."""
 
 from __future__ import annotations
 

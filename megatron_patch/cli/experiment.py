@@ -13,6 +13,8 @@ from megatron_patch.runtime.lifeline import die_with_launcher
 if TYPE_CHECKING:
     from megatron_patch.experiments.publish import Target
 
+MIB = 15.5
+"""Of an archive."""
 DESCRIPTION = """\
 Run a fixed protocol of training runs that differ in one thing each, through the real trainer, and
 say which of them exploded. See docs/experiments.md.
@@ -117,23 +119,22 @@ def _add_target(part: argparse.ArgumentParser, when: str) -> None:
         "--mib",
         metavar="M",
         type=_amount,
-        default=15.5,
-        help="size of an archive, at most; default 15.5",
+        help="with --archives: size of one, at most; default 15.5",
     )
 
 
 def _target(args: argparse.Namespace) -> Target | None:
+    from megatron_patch.experiments.errors import ExperimentError
     from megatron_patch.experiments.publish import Target
 
+    if args.mib is not None and not args.archives:
+        raise ExperimentError(f"--mib {args.mib:g} needs --archives: say how many archives")
     if args.results_dir is None:
         if args.archives:
-            from megatron_patch.experiments.errors import ExperimentError
-
             raise ExperimentError("--archives needs --results-dir: say where they go")
         return None
-    return Target(
-        folder=Path(args.results_dir), archives=args.archives, limit=int(args.mib * 2**20)
-    )
+    limit = int((MIB if args.mib is None else args.mib) * 2**20)
+    return Target(folder=Path(args.results_dir), archives=args.archives, limit=limit)
 
 
 def _add_cell(parts: Subparsers) -> None:
@@ -172,7 +173,7 @@ def _add_pack(parts: Subparsers) -> None:
         "--files", metavar="N", type=_positive, default=8, help="how many, at most; default 8"
     )
     pack.add_argument(
-        "--mib", metavar="M", type=_amount, default=15.5, help="size of one, at most; default 15.5"
+        "--mib", metavar="M", type=_amount, default=MIB, help="size of one, at most; default 15.5"
     )
     pack.set_defaults(run=run_pack)
     unpack = _part(

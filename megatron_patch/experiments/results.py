@@ -224,7 +224,7 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", "Final loss over seeds (finished runs):", "", spread]
     cut = [f"{r['run']} at {r['steps']:,}" for r in result["runs"] if r["state"] == "paused"]
     if cut:
-        lines += ["", f"Cut off by the end of their time: {', '.join(cut)}."]
+        lines += ["", f"Cut before their last step: {', '.join(cut)}."]
     waiting = [r for r in result["runs"] if r["state"] == "waiting"]
     lost = [f"{r['run']} at {r['steps']:,}" for r in waiting if r["steps"]]
     if lost:

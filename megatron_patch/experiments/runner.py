@@ -497,6 +497,3 @@ class Runner:
             total += (self._end(run) - kept if kept else steps_of(run, self.steps)) / usual
         lanes = max(1, len(self.devices) // self.store.experiment.protocol.gpus_per_run)
         return total / min(lanes, max(1, len(queue) + len(self.active)))
-
-
-__all__ = ["Active", "Runner"]

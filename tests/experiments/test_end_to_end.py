@@ -99,3 +99,14 @@ def test_a_machine_without_a_gpu_is_told_so_and_not_about_an_option(
     said = capsys.readouterr().err
     assert "sees no GPU" in said and "--gpus 1" not in said
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("command", ["stability", "results"])
+def test_a_size_of_archives_that_nobody_wants_is_not_ignored(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = str(ROOT / "configs" / "stability" / "smoke.yaml")
+    arguments = ["experiment", command, "--config", config, "--out", str(tmp_path / "x")]
+    assert app.run([*arguments, "--results-dir", str(tmp_path / "r"), "--mib", "3"]) == 2
+    assert "--mib 3 needs --archives" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists() and not (tmp_path / "r").exists()

@@ -59,7 +59,7 @@ def test_jobs_on_machines_that_are_lost(
     assert stability.run(first) == 0
     said = capsys.readouterr().out
     assert "| a | 1 | paused | 0 |" in said and "Never started: a-s2" in said
-    assert "Cut off by the end of their time" in said and "not by" in said
+    assert "Cut before their last step" in said and "not by" in said
     job = json.loads((machine / "experiment.json").read_text())["job"]
     assert sorted(p.name for p in target.folder.iterdir()) == sorted(
         [f"tiny.{job}.0.zip", "tiny.csv", "tiny.json", "tiny.png"]
