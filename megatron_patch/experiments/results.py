@@ -157,6 +157,7 @@ def _replaced(store: Store, run: Run, rows: list[Row]) -> Iterator[tuple[Path, l
 
 def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
     """Attempts at a run that do not count: reported like any."""
+    reached = rows[-1]["step"] if rows else 0
     return [
         {
             "run": folder.name,
@@ -164,7 +165,8 @@ def _repeats(store: Store, run: Run, rows: list[Row]) -> list[dict[str, Any]]:
             "seed": run.seed,
             "repeat_of": run.id,
             "state": "repeated",
-            "reason": "another attempt at the same run went further",
+            "reason": "another attempt at the same run "
+            + ("went further" if before[-1]["step"] < reached else "has taken its place"),
             "commit": _commit(folder),
             **_figures(before, store.experiment.protocol.explosion),
         }

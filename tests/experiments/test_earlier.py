@@ -109,6 +109,10 @@ def test_what_a_job_has_begun_again_is_told_once(protocol: Path, tmp_path: Path)
         ("a-s1", "non-finite", 25),
         ("a-s1.replaced_1", "repeated", 40),
     ]
+    (shorter,) = (
+        r for r in json.loads((docs / "tiny.json").read_text())["runs"] if "repeat_of" in r
+    )
+    assert shorter["reason"].endswith("has taken its place"), "it was the longer one"
 
 
 def test_what_was_kept_stays_however_often_results_are_written(
