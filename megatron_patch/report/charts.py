@@ -17,6 +17,8 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
 MAX_POINTS = 700
 TITLED_CELLS = 1600
 """Heat maps with more cells have no tooltip in each."""
+LARGEST = 1e100
+"""A figure beyond it is drawn as infinite: no float32 is, and distances between such overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,7 @@ def line_chart(
 
 
 def _usable(series: Series, log: bool) -> Series:
-    if not log:
-        return series
-    values = [v if v > 0 or math.isnan(v) else math.nan for v in series.values]
+    values = [v if abs(v) < LARGEST and (v > 0 or not log) else math.nan for v in series.values]
     return Series(series.label, series.steps, values, series.dots)
 
 

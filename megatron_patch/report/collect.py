@@ -333,6 +333,9 @@ def _telemetry(run_dir: Path, facts: RunFacts) -> None:
     try:
         found = record.read(run_dir)
         judged = found.judged  # kept for the page; here because it reads the rest of meta.json
+        steps = found.steps
+        if len(steps) and not (steps[0] > 0 and (steps[1:] > steps[:-1]).all()):
+            raise ValueError("the steps of records.bin do not rise: it is damaged")
     except FileNotFoundError:
         facts.telemetry_problem = "This run recorded no stability telemetry (stability.enabled)."
     except (OSError, ValueError) as error:

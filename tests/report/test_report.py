@@ -419,6 +419,19 @@ def test_attempts_that_are_none(tmp_path: Path, attempts: object, note: str) -> 
     assert note in " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
 
 
+@pytest.mark.parametrize("damage", [bytes, lambda n: np.random.default_rng(1).bytes(n)])
+def test_records_that_are_damaged_are_a_note(tmp_path: Path, damage: Any) -> None:
+    """Blocks that a crash lost, and records after them; or something else altogether."""
+    run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
+    file = run / "stability" / "records.bin"
+    content, size = bytearray(file.read_bytes()), file.stat().st_size // 30
+    content[10 * size : 20 * size] = damage(10 * size)
+    file.write_bytes(content)
+    assert app.run(["report", str(run)]) == 0
+    found = " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
+    assert "could not be read: the steps of records.bin do not rise" in found
+
+
 def test_spikes_survive_thinning() -> None:
     values = [1.0] * 20_000
     values[12_345] = 99.0
@@ -450,6 +463,8 @@ def test_charts_of_awkward_figures() -> None:
         "c", [Series("x", [1, 2, 3], [0, -1, 5])], title="T", unit="u", log=True
     )
     assert "nan" not in log.replace("nan-", "") and "<circle" in log
+    far = charts.line_chart("f", [Series("x", [1, 2, 3], [1e308, -1e308, 5])], title="T", unit="u")
+    assert "<circle" in far and "1.0e308" not in far
     grid = Grid([[None, math.nan]], "layer", "head", ["0"], ["0", "1"])
     assert "nothing was measured" in charts.heat_map("d", grid, title="T")
     big = Grid([[1.0] * 64] * 80, "layer", "head", [str(i) for i in range(80)], ["h"] * 64)
