@@ -122,7 +122,6 @@ def join(
         return
     old = earlier.result
     _check_runs(result, earlier)
-    taken = {entry["run"] for entry in [*result["runs"], *old["runs"]]}
     joined = []
     for run in [entry["run"] for entry in result["runs"] if "repeat_of" not in entry]:
         here = _attempts_at(run, result)
@@ -135,6 +134,8 @@ def join(
             _compare(here[0], row, result=result, earlier=earlier, on_gpu=on_gpu)
         kept = [_kept(row, result, earlier) for row in there]
         written = {row["run"]: earlier.curves.get(row["run"], []) for row in there}
+        # Not the names of rows whose records are here: an attempt has the same name each time.
+        taken = {entry["run"] for entry in [*here, *there]}
         joined += _in_order(run, here, kept, curves=curves, written=written, taken=taken)
     result["runs"] = joined
     if any("kept" in entry for entry in joined) and not result["environment"]:

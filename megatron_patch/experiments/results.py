@@ -353,6 +353,13 @@ def _write_curves(
 _LINES = ("-", "--", ":", "-.")
 
 
+def _drawn(curves: dict[str, list[Window]], size: int) -> dict[str, list[Window]]:
+    """Whole windows: the mean of the one step of a run that failed at its start is no curve, and
+    stretches the axis for all. Where no run has come so far, what there is."""
+    whole = {run: [w for w in found if w.step % size == 0] for run, found in curves.items()}
+    return whole if any(whole.values()) else curves
+
+
 def draw(
     path: Path, store: Store, runs: Sequence[dict[str, Any]], *, curves: dict[str, list[Window]]
 ) -> None:
@@ -366,6 +373,7 @@ def draw(
     cells = [cell.name for cell in protocol.cells]
     seeds = list(dict.fromkeys(run.seed for run in store.experiment.runs))
     figure, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
+    curves = _drawn(curves, protocol.explosion.window)
     for run in runs:
         found = curves.get(run["run"])
         if not found:

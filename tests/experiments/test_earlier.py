@@ -132,6 +132,17 @@ def test_what_was_kept_stays_however_often_results_are_written(
         assert found == [("a-s1", "exploded", 60), ("a-s1.attempt_1", "repeated", 90)]
 
 
+def test_an_attempt_keeps_its_name_however_often_results_are_written(
+    protocol: Path, tmp_path: Path
+) -> None:
+    docs = tmp_path / "docs"
+    published(machine(tmp_path / "1", protocol, 90, "paused"), protocol, docs)
+    second = machine(tmp_path / "2", protocol, 25, "paused", loss=9.0)
+    for _ in range(3):
+        found = published(second, protocol, docs)
+        assert found == [("a-s1", "paused", 90), ("a-s1.attempt_1", "repeated", 25)]
+
+
 def test_what_this_job_wrote_and_lost_stays(protocol: Path, tmp_path: Path) -> None:
     """Its archives came home from an earlier moment than its results."""
     docs, out = tmp_path / "docs", machine(tmp_path / "1", protocol, 90, "paused")

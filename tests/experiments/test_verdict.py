@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from megatron_patch.experiments import results
 from megatron_patch.experiments.protocol import ExplosionConfig
 from megatron_patch.experiments.verdict import judge, parse_rows, read_rows, windows
 
@@ -88,3 +89,15 @@ def test_rows_of_a_file_with_blocks_of_zeros(tmp_path: Path) -> None:
     zeros = "\0" * 200_000
     path.write_text(f"step,loss,grad_norm\n1,4.0,0.3\n{zeros}3,4.0,0.3\n4,4.{zeros},0.3\n{zeros}")
     assert [row["step"] for row in read_rows(path)] == [1, 3]
+
+
+def test_only_whole_windows_are_drawn_unless_there_are_none() -> None:
+    """One step of a run that failed at its start would stretch the axes of all others."""
+    size = 10
+    curves = {
+        "long": windows(rows({1: (4.0, 0.3)}, 25), size),
+        "failed": windows(rows({1: (11.0, 9.0)}, 1), size),
+    }
+    drawn = results._drawn(curves, size)
+    assert [w.step for w in drawn["long"]] == [10, 20] and drawn["failed"] == []
+    assert results._drawn({"failed": curves["failed"]}, size) == {"failed": curves["failed"]}
