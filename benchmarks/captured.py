@@ -11,6 +11,7 @@ from typing import Any
 
 import machine
 import torch
+from run_names import run_name
 
 from megatron_patch.stability import capture
 
@@ -47,16 +48,25 @@ def heads(parser: argparse.ArgumentParser, paths: list[Path]) -> Iterator[Head]:
             parser.error(str(error))
         if not one.causal or one.window or one.sinks is not None or one.dropout_p:
             parser.error(f"{path}: only plain causal attention without dropout is simulated")
+        named = _run_of(path) or one.run_name
         for h, number in enumerate(one.heads):
             kv = one.head_to_kv[h]
             yield Head(
-                place={"run": one.run_name, "step": one.step, "layer": one.layer, "head": number},
+                place={"run": named, "step": one.step, "layer": one.layer, "head": number},
                 q=one.q[:, 0, h].double(),
                 k=one.k[:, 0, kv].double(),
                 v=one.v[:, 0, kv].double(),
                 dout=one.dout[:, 0, h].double(),
                 scale=one.scale,
             )
+
+
+def _run_of(path: Path) -> str:
+    """What results call the run whose directory the capture lies in; "" elsewhere. The capture
+    itself knows the run's name only, which others have too."""
+    folder = path.parent.parent
+    there = path.parent.name == "captures" and (folder / "config.yaml").is_file()
+    return run_name(folder) if there else ""
 
 
 def write(name: str, text: str | None, examine: Callable[[Head], dict[str, Any]]) -> int:

@@ -56,6 +56,19 @@ def test_in_the_head_that_ran_away_the_error_decides(
     assert "nothing.pt" in capsys.readouterr().err
 
 
+def test_heads_are_of_the_run_whose_directory_has_the_capture(script: Any, tmp_path: Path) -> None:
+    """A second attempt is named by a link; its captures know the run's own name only."""
+    run = tmp_path / "runs" / "none-s2"
+    (run / "captures").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (tmp_path / "none-s2, again").symlink_to(run)
+    names = [
+        script.captured._run_of(folder / "captures" / CAPTURE)
+        for folder in (run, tmp_path / "none-s2, again", tmp_path / "nowhere")
+    ]
+    assert names == ["none-s2", "none-s2, again", ""]
+
+
 def test_a_head_without_a_derivative_is_error_only(script: Any) -> None:
     """Rows that are saturated to the last bit of float64."""
     q, k = torch.eye(80, dtype=torch.float64) * 1e4, torch.eye(80, dtype=torch.float64)
