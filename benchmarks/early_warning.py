@@ -17,8 +17,9 @@ result over, whose records may be gone; a run that is judged now replaces its ro
 says with all others off, and (``--choose``) from which danger_error; early_warning_error.json.
 
 The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
-the warm-up. A run that is warned and whose loss does not move within its recorded steps counts as
-an alarm without an explosion, whatever it would have done later.
+the warm-up, or at the first record whose loss is not finite. The median needs three records, so a
+single one is there two records before. A run that is warned and whose loss does not move within its
+recorded steps counts as an alarm without an explosion, whatever it would have done later.
 """
 
 from __future__ import annotations
@@ -86,16 +87,15 @@ def load(name: str) -> tuple[str, list[Point], int]:
 
 def first_move(points: list[Point], warm_up: int) -> int | None:
     """Step at which the smoothed loss has left its lowest value by MOVE nats, or is not finite."""
-    seen = [p for p in points if p.step > warm_up]
-    if any(not math.isfinite(p.loss) for p in points):
-        seen = points
+    # In the warm-up, too; and at once, because NaN has no place in a median.
+    lost = next((p.step for p in points if not math.isfinite(p.loss)), math.inf)
+    seen = [p for p in points if warm_up < p.step < lost]
     lowest = math.inf
     for i, loss in enumerate(smoothed([p.loss for p in seen])):
-        step = seen[i + SMOOTH - 1].step
-        if not math.isfinite(loss) or loss > lowest + MOVE:
-            return step
+        if loss > lowest + MOVE:
+            return seen[i + SMOOTH - 1].step
         lowest = min(lowest, loss)
-    return None
+    return None if lost == math.inf else int(lost)
 
 
 def first_verdict(points: list[Point], rule: Rule, level: str) -> tuple[int, str] | None:

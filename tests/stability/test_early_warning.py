@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,22 @@ def test_losses_that_are_not_finite_have_moved(script: Any) -> None:
     points = curve("compensated_1")[:40]
     broken = [*points, *(Point(step=points[-1].step + 50 * i, loss=math.nan, grad_norm=math.nan,
                                grad_norm_max=math.nan) for i in range(1, 8))]  # fmt: skip
-    assert script.first_move(broken, 2000) is not None
+    assert script.first_move(broken, 2000) == points[-1].step + 50
     assert script.first_alarm(broken, Rule()) == points[-1].step + 50
+
+
+def test_a_loss_that_breaks_in_the_warm_up_moves_there_and_not_before(script: Any) -> None:
+    """Where it rises in the warm-up, as losses do, it has not moved; the alarm is no warning."""
+    losses = [9.0, 5.0, 5.0, 5.0, 5.0, 5.0, *[5.5] * 6, math.nan, math.nan]
+    points = [
+        Point(step=50 * i, loss=loss, grad_norm=loss / 9, grad_norm_max=loss / 9)
+        for i, loss in enumerate(losses, start=1)
+    ]
+    assert script.first_move(points, 2000) == script.first_alarm(points, Rule()) == 50 * 13
+    # Sorting NaN with numbers leaves a median that is either.
+    odd = [*losses[:-2], math.nan, 5.5, 5.5, 5.5, 5.5]
+    points = [replace(points[0], step=50 * i, loss=loss) for i, loss in enumerate(odd, start=1)]
+    assert script.first_move(points, 0) is not None and script.first_move(points[6:], 0) == 50 * 13
 
 
 @pytest.mark.parametrize("given", ["empty", "prose.md", "missing.csv", "short.csv"])
