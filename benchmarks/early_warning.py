@@ -28,6 +28,7 @@ import argparse
 import csv
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ import machine
 from run_names import run_name
 
 from megatron_patch.stability import record
-from megatron_patch.stability.warning import SMOOTH, Point, Rule, judge, smoothed
+from megatron_patch.stability.warning import SMOOTH, Point, Rule, Verdict, smoothed, verdicts
 
 GRIDS = {
     "danger_growth": (1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0),
@@ -98,14 +99,25 @@ def first_move(points: list[Point], warm_up: int) -> int | None:
     return None if lost == math.inf else int(lost)
 
 
+def judged(name: str, rule: Rule) -> list[tuple[int, Verdict]]:
+    """(step, verdict) after every record, as a run with this rule gives them."""
+    path = Path(name.partition("@")[0])
+    if path.is_dir():
+        # Not from its points alone: a run looks back on the one it continues, and begins anew
+        # where its numerics change.
+        return record.read(path).verdicts(rule)
+    points = load(name)[1]
+    return list(zip((p.step for p in points), verdicts(points, rule), strict=True))
+
+
+def first_of(found: Iterable[tuple[int, Verdict]], level: str) -> tuple[int, str] | None:
+    """(step, reason) of the first verdict of ``level``."""
+    return next(((step, v.reason) for step, v in found if v.level == level), None)
+
+
 def first_verdict(points: list[Point], rule: Rule, level: str) -> tuple[int, str] | None:
-    """(step, reason) of the first verdict of ``level``, given record by record as a run does."""
-    keep = rule.reference_steps // max(1, points[1].step - points[0].step) + 2 * SMOOTH
-    for i in range(len(points)):
-        verdict = judge(points[max(0, i - keep) : i + 1], rule)
-        if verdict.level == level:
-            return points[i].step, verdict.reason
-    return None
+    """The same for records that one computation has made, with nothing before them."""
+    return first_of(zip((p.step for p in points), verdicts(points, rule), strict=True), level)
 
 
 def first_alarm(points: list[Point], rule: Rule, level: str = "danger") -> int | None:
@@ -141,7 +153,9 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
     """One run under one rule."""
     label, points, warm_up = load(name)
     rule = replace(rule, settle_steps=warm_up)
-    moved, first = first_move(points, warm_up), first_verdict(points, rule, "danger")
+    found = judged(name, rule)
+    moved = first_move(points, warm_up)
+    first, watch = first_of(found, "danger"), first_of(found, "watch")
     alarm = None if first is None else first[0]
     high = next((p.step for p in points if p.step > warm_up and not p.loss < HIGH), None)
     named = next((p.step for p in points if p.bias.value >= rule.head_signal), None)
@@ -160,7 +174,7 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
         "head_named": named,
         "head_telemetry": any(math.isfinite(p.bias.value) for p in points),
         "reason": None if first is None else first[1],
-        "watch": first_alarm(points, rule, "watch"),
+        "watch": None if watch is None else watch[0],
         "warm_up": warm_up_growth(name),
         "outcome": outcome,
     }

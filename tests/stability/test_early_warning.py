@@ -186,6 +186,24 @@ def test_own_runs_are_judged_apart(
     assert good["outcome"] == "quiet" and good["alarm"] is None
 
 
+def test_a_run_is_judged_as_it_judged_itself(script: Any, tmp_path: Path) -> None:
+    """It begins anew where its numerics change: another norm from there on is no rise."""
+    rule = Rule(settle_steps=500)
+    heads = {name: np.full((1, 1), 1e-4, np.float32) for name in HEAD_METRICS}
+    for start, attention, norm in ((0, "a/b", 0.3), (3000, "a/c", 0.45)):
+        meta = record.make_meta(layers=1, heads=1, interval=50, rule=rule, attention=attention)
+        writer = Writer(tmp_path, meta, start_step=start)
+        scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}
+        for step in range(start + 50, start + 3001, 50):
+            writer.write(step, scalars=scalars, layers={}, heads=heads)
+        writer.close()
+    assert {v.level for _, v in record.read(tmp_path).verdicts()} == {"ok"}
+    found = script.examine(str(tmp_path), Rule())
+    assert (found["outcome"], found["alarm"], found["watch"]) == ("quiet", None, None)
+    # What its records would say if one computation had made them.
+    assert script.first_alarm(record.read(tmp_path).points(), rule) is not None
+
+
 def test_an_earlier_result_is_added_to(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
