@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from table_text import kept_from, origin, table
 
 from megatron_patch.runtime.environment import short_commit
 
+ERROR = Path(__file__).resolve().parent.parent / "docs" / "results" / "early_warning_error.json"
+HELD_OUT, BUT_ERROR = "held out", "held out, but for the error"
 
-def early_warning(result: dict[str, Any]) -> str:
-    """Runs of both sets under the chosen threshold, and what other thresholds would have done."""
+
+def early_warning_runs(result: dict[str, Any]) -> str:
+    """`early_warning` of the whole rule, whose signs were not all chosen on the same runs."""
+    return early_warning(result, chosen_on(ERROR))
+
+
+def chosen_on(file: Path) -> set[str]:
+    """Runs on which a threshold of that result was chosen; none if there is no such result."""
+    if not file.exists():
+        return set()
+    return {row["run"] for row in json.loads(file.read_text())["choosing"]}
+
+
+def early_warning(result: dict[str, Any], of_error: Collection[str] = ()) -> str:
+    """Runs of both sets under the chosen threshold, and what other thresholds would have done.
+
+    ``of_error``: runs that the threshold of the error was chosen on, another sign of the same rule.
+    """
 
     name = result.get("threshold", "danger_growth")
     found = [("chosen on", f) for f in result["choosing"]]
-    found += [("held out", f) for f in result["held_out"]]
+    found += [(BUT_ERROR if f["run"] in of_error else HELD_OUT, f) for f in result["held_out"]]
     runs = table(
         ["set", "run", "steps", "watch", "danger", "loss +0.1", "lead", "loss > 4.5", "outcome"],
         [
@@ -43,17 +63,6 @@ def early_warning(result: dict[str, Any]) -> str:
             "\n\nIn the warm-up, where the rule does not look, single heads grew this much against"
         )
         runs += f" the median head: {'; '.join(each)}."
-    grid = table(
-        [name, "lead of the exploding runs chosen on", "alarms without explosion"],
-        [
-            [
-                f"{g[name]:g}",
-                ", ".join("none" if x is None else f"{x:,}" for x in g["leads"]),
-                str(g["false_alarms"]),
-            ]
-            for g in result["grid"]
-        ],
-    )
     source = result["source"] + "." + kept_from([(f["run"], f) for _, f in found], "Judged")
     if old := [f["run"] for _, f in found if f.get("earlier_rule")]:
         source += f" Judged by an earlier version of the rule: {', '.join(old)}."
@@ -68,7 +77,22 @@ def early_warning(result: dict[str, Any]) -> str:
         f"{result['wanted_lead']:,} steps: {name} "
         f"{'none' if chosen is None else f'{chosen:g}'} (default {result['default']:g})."
     )
-    return f"{origin(result)} {words}\n\n{runs}\n\n{grid}"
+    return f"{origin(result)} {words}\n\n{runs}\n\n{_grid(result, name)}"
+
+
+def _grid(result: dict[str, Any], name: str) -> str:
+    """What every threshold tried would have done to the runs that one was chosen on."""
+    return table(
+        [name, "lead of the exploding runs chosen on", "alarms without explosion"],
+        [
+            [
+                f"{g[name]:g}",
+                ", ".join("none" if x is None else f"{x:,}" for x in g["leads"]),
+                str(g["false_alarms"]),
+            ]
+            for g in result["grid"]
+        ],
+    )
 
 
 def overhead(result: dict[str, Any]) -> str:
@@ -141,7 +165,7 @@ def tables() -> dict[str, Entry]:
         "early-warning": ("early_warning", early_warning, f"early_warning.py {CURVES}"),
         "early-warning-runs": (
             "early_warning_runs",
-            early_warning,
+            early_warning_runs,
             "early_warning.py --judge RUN ...",
         ),
         "early-warning-error": (

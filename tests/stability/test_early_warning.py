@@ -262,6 +262,24 @@ def test_the_error_is_asked_alone(
     assert [row.get("earlier_rule", False) for row in again["held_out"]] == [False]
 
 
+def test_a_run_that_another_sign_was_chosen_on_is_not_called_held_out(tmp_path: Path) -> None:
+    tables = benchmark_scripts.load("telemetry_tables")
+    file = tmp_path / "early_warning_error.json"
+    assert tables.chosen_on(file) == set()
+    file.write_text(json.dumps({"choosing": [{"run": "seen"}], "held_out": [{"run": "new"}]}))
+    row = {"steps": 50, "outcome": "quiet"} | dict.fromkeys(
+        ("watch", "alarm", "loss_moved", "lead", "loss_high", "reason")
+    )
+    result = {
+        "choosing": [], "held_out": [row | {"run": name} for name in ("seen", "new")],
+        "product": True, "source": "runs", "grid": [], "chosen": None, "default": 2.0,
+        "threshold": "danger_head_growth", "commit": "0123456", "utc": "2026-01-02T03:04:05Z",
+        "machine": {"cpu": "x"}, "versions": {"torch": "2", "triton": "3"},
+    }  # fmt: skip
+    told = tables.early_warning(result, tables.chosen_on(file))
+    assert "| held out, but for the error | seen |" in told and "| held out | new |" in told
+
+
 def test_runs_cannot_be_on_both_sides(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
