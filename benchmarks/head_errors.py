@@ -11,8 +11,8 @@ per head, over the records of the run:
             sqrt((n - 1) / (n - 3)) where heads err to both sides alike (Student's distribution),
             larger where they err to one side
 
-beside the heads with the largest logits at the run's last record, if any passes the early warning's
-``watch_logit``: those that ran away; and the largest logit of the whole run. Writes
+beside the heads with the largest logits at the run's last record, of those that pass the early
+warning's ``watch_logit`` there: they ran away; and the largest logit of the whole run. Writes
 docs/results/head_errors.json. No GPU, no torch.
 ``--keep`` adds to the runs of an earlier result, whose records may be gone.
 """
@@ -42,11 +42,11 @@ SURE = 3.0
 
 
 def ran_away(telemetry: record.Telemetry) -> list[list[int]]:
-    """[layer, head] of the `WENT` largest logits at the last record; none if nothing grew."""
+    """[layer, head] of the `WENT` largest logits at the last record, of those that grew so far."""
     logits = np.nan_to_num(telemetry.heads["max_logit"][-1])
     limit = Rule().watch_logit
     assert limit is not None
-    return _largest(logits) if logits.max() >= limit else []
+    return [head for head in _largest(logits) if logits[tuple(head)] >= limit]
 
 
 def between(telemetry: record.Telemetry, after: int, until: int) -> dict[str, Any] | None:

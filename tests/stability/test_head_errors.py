@@ -67,6 +67,15 @@ def test_heads_that_ran_away_and_heads_that_err(
     assert found["calm"]["between"][0]["t_rms"] == pytest.approx(7.2, rel=0.15)
 
 
+def test_a_head_that_stayed_small_did_not_run_away_with_another(script: Any) -> None:
+    meta = record.make_meta(layers=L, heads=H, interval=10, rule=Rule(), attention="a/none")
+    found = np.zeros(1, record.record_dtype(meta))
+    logits = found["heads"][0, meta["head_metrics"].index("max_logit")]
+    logits[:] = 200.0
+    logits[1, 2] = 3000.0
+    assert script.ran_away(record.Telemetry(meta, found)) == [[1, 2]]
+
+
 def test_an_earlier_result_is_added_to(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
