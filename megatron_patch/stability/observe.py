@@ -3,7 +3,7 @@
 Hooks stand on the core-attention modules during observed steps only; other steps run without
 them. A module's n-th call *with gradients* belongs to micro-batch n: activation recompute runs its
 first pass without gradients, and evaluation has none. The gradient arrives through a hook on the
-module's output, whichever backend computes it.
+node that made the module's output, whichever backend computes it.
 
 Shape legend: s tokens of this rank, b micro-batch, h query heads and kv key/value heads of this
 tensor-parallel rank, d, dv head dims.
@@ -173,7 +173,11 @@ class Observer:
                 return
             seen = self._seen(site, args, kwargs, output)
             for request in wanted:
-                output.register_hook(_on_gradient(request.callback, seen))
+                # Of the node, not of the tensor: these run after those of the tensor, one of which
+                # brings back q, k and v where the up-projections of multi-latent attention are
+                # recomputed (mla_up_proj). Until then their storage is empty.
+                hook = _on_gradient(request.callback, seen, output.output_nr)
+                output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
 
         return hook
 
@@ -209,10 +213,14 @@ class Observer:
         )
 
 
-def _on_gradient(callback: Callback, seen: Seen) -> Callable[[torch.Tensor], None]:
-    def hook(gradient: torch.Tensor) -> None:
+def _on_gradient(
+    callback: Callback, seen: Seen, number: int
+) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    """Calls back with the gradient of output ``number`` of a node of the graph."""
+
+    def hook(gradients: tuple[torch.Tensor, ...]) -> None:
         with torch.no_grad():
-            callback(seen, gradient.detach().reshape(seen.out.shape))
+            callback(seen, gradients[number].detach().reshape(seen.out.shape))
 
     return hook
 

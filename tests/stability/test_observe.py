@@ -124,6 +124,33 @@ def test_recomputed_calls_count_once(watched: Any) -> None:
     assert torch.equal(seen.k, calls[1][1]) and (do == 1).all()
 
 
+def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at() -> None:
+    """Recompute of ``mla_up_proj``: a hook on the output, registered after the observer's, refills
+    the storage of q, k and v."""
+    from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+    from megatron_patch.stability.observe import Observer, Request, find_sites
+
+    sites = find_sites([Model()], decoder_layers=4)
+    observer, found = Observer(sites), []
+
+    def look(seen: Any, do: torch.Tensor) -> None:
+        assert seen.q.untyped_storage().size()  # reading one that is empty ends the process
+        found.append([x.clone() for x in (seen.q, seen.k, seen.v, do)])
+
+    observer.arm([Request(micro_batch=0, layers=None, callback=look)])
+    latents = tensors()
+    kept = CheckpointWithoutOutput(fp8=None)  # of False it makes FP8
+    q, k, v = kept.checkpoint(lambda *xs: tuple(2 * x for x in xs), *latents)
+    out = sites[0].module(q, k, v, None)
+    kept.discard_output_and_register_recompute(out)
+    assert q.untyped_storage().size() == 0
+    (3 * out).sum().backward()
+    ((*seen, do),) = found
+    assert all(torch.equal(x, 2 * y) for x, y in zip(seen, latents, strict=True))
+    assert (do == 3).all()
+
+
 def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
     observer, _, module, found = watched
     assert module._forward_hooks
