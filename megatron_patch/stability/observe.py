@@ -215,12 +215,15 @@ class Observer:
 
 def _on_gradient(
     callback: Callback, seen: Seen, number: int
-) -> Callable[[tuple[torch.Tensor, ...]], None]:
+) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
     """Calls back with the gradient of output ``number`` of a node of the graph."""
 
-    def hook(gradients: tuple[torch.Tensor, ...]) -> None:
+    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if gradient is None:  # another output of the node alone was used
+            return
         with torch.no_grad():
-            callback(seen, gradients[number].detach().reshape(seen.out.shape))
+            callback(seen, gradient.detach().reshape(seen.out.shape))
 
     return hook
 

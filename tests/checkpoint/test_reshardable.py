@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_resume import assert_same, newest
 
-from megatron_patch.checkpoint import host_memory
+from megatron_patch.checkpoint import host_memory, optimizer_state
+from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.reshardable import Place
 from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.training import startup
@@ -20,6 +23,18 @@ pytestmark = pytest.mark.multiprocess
 def test_the_rank_with_most_of_a_parameter_writes_it() -> None:
     assert Place(0, None, ((3, 10),)).owner == 3
     assert Place(0, None, ((3, 10), (4, 11), (5, 11), (6, 2))).owner == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_their_own(value: float) -> None:
+    """`training.check_finite: false` lets them in; refused were they told of another fault."""
+    weights = torch.tensor([1.0, value, 3.0]).bfloat16()
+    span = {"param": SimpleNamespace(start=0, end=3)}
+    part = SimpleNamespace(_get_model_param_range_map=lambda param: span)
+    optimizer_state._check_main(part, weights, weights.float())
+    for other in ([1.0, 2.0, 3.0], [value, 1.0, 3.0], [1.0, value]):
+        with pytest.raises(CheckpointError, match="does not belong to its weights"):
+            optimizer_state._check_main(part, weights, torch.tensor(other))
 
 
 def test_no_rank_holds_more_than_its_share(ranks: Any, tmp_path: Path) -> None:
