@@ -119,7 +119,7 @@ def _add_target(part: argparse.ArgumentParser, when: str) -> None:
         "--mib",
         metavar="M",
         type=_amount,
-        help="with --archives: size of one, at most; default 15.5",
+        help=f"with --archives: size of one, at most; default {MIB:g}",
     )
 
 
@@ -173,7 +173,11 @@ def _add_pack(parts: Subparsers) -> None:
         "--files", metavar="N", type=_positive, default=8, help="how many, at most; default 8"
     )
     pack.add_argument(
-        "--mib", metavar="M", type=_amount, default=MIB, help="size of one, at most; default 15.5"
+        "--mib",
+        metavar="M",
+        type=_amount,
+        default=MIB,
+        help=f"size of one, at most; default {MIB:g}",
     )
     pack.set_defaults(run=run_pack)
     unpack = _part(

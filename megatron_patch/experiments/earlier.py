@@ -262,9 +262,7 @@ def note(result: dict[str, Any]) -> str:
         text.append(f"{run['run']} ({made})" if made else run["run"])
     said = f"Kept from earlier results, their records are not here: {', '.join(text)}."
     if lost := [run["run"] for run in kept if run.get("curve_lost")]:
-        said += (
-            f" Their curves are lost, the file that had them is of another time: {', '.join(lost)}."
-        )
+        said += f" Their curves are lost, their file is gone or of another time: {', '.join(lost)}."
     return said
 
 

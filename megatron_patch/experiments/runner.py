@@ -27,6 +27,7 @@ from megatron_patch.experiments.process import (
 )
 from megatron_patch.experiments.protocol import Run
 from megatron_patch.experiments.store import (
+    AFTER,
     EXPLODED,
     FAILED,
     FINAL,
@@ -152,6 +153,7 @@ class Runner:
             self._kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            self.store.give_up(self._again.keys() - {item.run.id for item in self.active})
             self.store.save_if_possible(self.say)
 
     def _fill(self, queue: list[Run], free: list[int]) -> None:
@@ -227,7 +229,7 @@ class Runner:
         if self._time_left() < AGAIN_SECONDS + SHORTEST_SECONDS:
             return False
         self._again[run.id] = time.monotonic() + AGAIN_SECONDS
-        state.state, state.reason = PAUSED, f"started again after: {state.reason}"
+        state.state, state.reason = PAUSED, f"{AFTER}{state.reason}"
         self.say(f"{run.id} is started again, once, in {AGAIN_SECONDS:g} s")
         return True
 

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,8 @@ EXPLODED, NONFINITE, GUARDED = "exploded", "non-finite", "stopped by its guard"
 FAILED, REFUSED = "failed", "refused"
 ENDED = (FINISHED, EXPLODED, NONFINITE, GUARDED)
 """States of a run that has shown what it will show."""
+AFTER = "started again after: "
+"""Begins the reason of a run that failed once, until it has been started again."""
 FINAL = (*ENDED, FAILED, REFUSED)
 """States in which a run is not started again (failed and refused ones are, with --retry)."""
 
@@ -130,6 +132,14 @@ class Store:
         """Write states.json."""
         tree = {name: dataclasses.asdict(state) for name, state in self.states.items()}
         write_json(self.path / "states.json", tree)
+
+    def give_up(self, runs: Iterable[str]) -> None:
+        """Those of them that were to be started again and were not, for want of a GPU or time, have
+        failed."""
+        for run in runs:
+            state = self.states[run]
+            if state.state == PAUSED and state.reason.startswith(AFTER):
+                state.state, state.reason = FAILED, state.reason.removeprefix(AFTER)
 
     def save_if_possible(self, say: Callable[[str], None]) -> None:
         """As `save`; what cannot be written is told. The run directories say it, too, and runs that

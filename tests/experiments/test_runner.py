@@ -304,6 +304,18 @@ def test_a_run_that_failed_is_started_again_once(
     assert sum("is started again, once" in line for line in said) == 1
 
 
+def test_a_run_that_could_not_be_started_again_has_failed(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
+) -> None:
+    """Another one had its GPU until the time was over: exit code 0 would hide the failure."""
+    monkeypatch.setattr(runner, "AGAIN_SECONDS", 1.0)
+    quick |= {"a-s1": "full", "pause": "0.2"}
+    store, _ = go(protocol, tmp_path / "out", seconds=4.0, only={"a-s1", "b-s1"})
+    state = store.states["a-s1"]
+    assert (state.state, len(state.attempts)) == ("failed", 1)
+    assert state.reason.startswith("exit code 1: torch.OutOfMemoryError")
+
+
 def test_gpus_are_kept_for_a_run_that_is_started_again(
     protocol: Path, tmp_path: Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch, go: Go
 ) -> None:
