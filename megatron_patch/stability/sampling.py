@@ -79,9 +79,9 @@ class RowFacts:
     top: torch.Tensor
     """Largest probability."""
     max_logit: torch.Tensor
-    """[h], over the rows of all ranks."""
+    """[b, h], over the rows of all ranks."""
     spread: torch.Tensor
-    """[h]: sum over the rows of *all* ranks and the keys of *this* rank of P (dP - delta)^2."""
+    """[b, h]: sum over the rows of *all* ranks and the keys of *this* rank of P (dP - delta)^2."""
 
 
 def pick_rows(
@@ -206,22 +206,23 @@ def measure(
 ) -> RowFacts:
     """Attention of some rows in float32. Collective over ``geometry.group``.
 
-    An observation is bound by kernel launches, a call of this a layer: what all layers share is in
-    ``sampled``, nothing is computed that is not asked for, and nothing is added to zeros.
+    An observation is bound by kernel launches: sequences of several layers come as one batch, what
+    they share is in ``sampled``, nothing is computed that is not asked for, and nothing is added to
+    zeros.
 
     Args:
-        q: [s, b, h, d], k: [s, b, kv, d], v: [s, b, kv, dv]: this rank's tokens.
-        dout: [s, b, h, dv], the gradient of the output.
+        q: [r, b, h, d], the sampled rows alone; k: [s, b, kv, d], v: [s, b, kv, dv]: this rank's.
+        dout: [r, b, h, dv], the gradient of the output in those rows.
         sampled: of `sample`, with the same geometry.
         geometry: mask, scale, process group.
-        sinks: [h] sink logits that join the softmax without a value.
+        sinks: [h] or [b, h] sink logits that join the softmax without a value.
         plain: whether the O of a plain kernel is wanted.
     """
     kv, group = k.shape[2], geometry.group
-    q_rows = _gathered(_by_head(q[sampled.rows], kv), group, 3)
-    do_rows = _gathered(_by_head(dout[sampled.rows], kv), group, 3)
+    q_rows = _gathered(_by_head(q, kv), group, 3)
+    do_rows = _gathered(_by_head(dout, kv), group, 3)
     blocks = _Blocks(q_rows, k, v, hidden=sampled.hidden, scale=geometry.scale)
-    sink = None if sinks is None else sinks.float().view(1, kv, -1, 1)
+    sink = None if sinks is None else sinks.float().view(-1, kv, q.shape[2] // kv, 1)
     top = functools.reduce(torch.maximum, (block.scores.amax(-1) for block in blocks))
     top = _reduce(top, group, torch.distributed.ReduceOp.MAX)
     # The shift of the softmax; a row that sees no key (a window's) sums to 0.
@@ -261,8 +262,8 @@ def measure(
         entropy=flat(entropy),
         first=flat(sums["first"] / l),
         top=flat(torch.exp(top - m) / l),
-        max_logit=top.amax((0, 3)).flatten(),
-        spread=spread.sum((0, 3)).flatten(),
+        max_logit=top.amax(3).flatten(1),
+        spread=spread.sum(3).flatten(1),
     )
 
 

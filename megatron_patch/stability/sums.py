@@ -4,13 +4,14 @@ Every rank adds its own heads, layers and rows into zeros of the model's shape, 
 one MAX over all ranks are right under tensor (other heads), pipeline (other layers), context and
 data parallelism (other rows) alike.
 
-Shape legend: L layers, H query heads of the whole model; b, h, r sequences, heads of this rank,
-sampled rows.
+Shape legend: L layers, H query heads of the whole model; s tokens, b sampled sequences, h query and
+kv key/value heads of this rank; r sampled rows; n calls that are computed as one.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.observe import EXACT, Seen
 from megatron_patch.stability.sampling import (
+    BLOCK_BYTES,
     Geometry,
     RowFacts,
     Sample,
@@ -38,8 +40,55 @@ SQUARES = ("delta2", "plain2", "used2", "growth2", "push2")
 FIELDS = (*LINEAR, *SQUARES, "spread")
 
 
+HELD_BYTES = 128 << 20
+"""Copies that wait for further layers, at most; those of one layer may be larger."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """What a call's tensors can tell."""
+
+    geometry: Geometry
+    clean: bool
+    """No dropout: O can be compared with attention in float32."""
+    exact: bool
+    """The backend has no 16-bit O in its delta; a plain kernel's is emulated."""
+    better: bool
+    """Delta was better than O alone, by a low-order part that was not handed out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What is left of one call until it is computed: copies, none of the graph's own memory."""
+
+    layer: int
+    source: _Source
+    shapes: tuple[Any, ...]
+    q: torch.Tensor  # [r, b, h, d]
+    k: torch.Tensor  # [s, b, kv, d]
+    v: torch.Tensor  # [s, b, kv, dv]
+    dout: torch.Tensor  # [r, b, h, dv]
+    out: torch.Tensor  # [r, b, h, dv]
+    low: torch.Tensor | None
+    sinks: torch.Tensor | None
+    top: torch.Tensor | None  # [h]
+
+    def is_like(self, other: _Call) -> bool:
+        """Whether the two can be computed as one."""
+        return self.source == other.source and self.shapes == other.shapes
+
+    @property
+    def held(self) -> int:
+        """Bytes."""
+        return sum(x.nbytes for x in (self.q, self.k, self.v, self.dout, self.out))
+
+
 class HeadSums:
     """The sums of one observation.
+
+    A call is copied when its dO arrives and computed with those of other layers, as many as fit
+    `HELD_BYTES` and one block of keys: an observation is bound by kernel launches, by their number
+    and not by what they do. `totals` computes what still waits.
 
     Args:
         layers, heads: of the whole model.
@@ -59,72 +108,143 @@ class HeadSums:
         device: torch.device,
     ) -> None:
         self.first_head, self.rows, self.sequences = first_head, rows, sequences
-        self.sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
-        self.maxima = torch.full((layers, heads), -math.inf, device=device)
+        self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
+        self._maxima = torch.full((layers, heads), -math.inf, device=device)
         self.phase = 0
         self._samples: dict[Any, Sample] = {}
+        self._waiting: list[_Call] = []
 
     def clear(self, *, phase: int) -> None:
         """Begin another observation; the rows are a function of ``phase`` alone."""
-        self.sums.zero_()
-        self.maxima.fill_(-math.inf)
+        self._sums.zero_()
+        self._maxima.fill_(-math.inf)
         self.phase = phase
-        self._samples = {}
+        self._samples, self._waiting = {}, []
 
+    def totals(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float64 sums [L, H, fields], float32 largest logits [L, H]) of all calls so far.
+
+        Collective over the context-parallel group, as `add` is.
+        """
+        self._compute()
+        return self._sums, self._maxima
+
+    @torch.no_grad()
     def add(self, seen: Seen, dout: torch.Tensor) -> None:
-        """One call and its dO [s, b, h, dv]. Collective over the context-parallel group."""
+        """One call and its dO [s, b, h, dv]. Collective: all ranks compute at the same calls."""
+        call = self._copied(seen, dout)
+        if self._waiting and not self._fits(call):
+            self._compute()
+        self._waiting.append(call)
+
+    def _copied(self, seen: Seen, dout: torch.Tensor) -> _Call:
         geometry, b = seen.geometry, min(self.sequences, seen.q.shape[1])
-        low = None if seen.low is None else seen.low[:, :b]
-        exact = low is None and seen.dropout_p == 0.0 and seen.site.backend in EXACT
-        sampled = self._sample(seen.q, geometry)
-        facts = measure(
-            seen.q[:, :b],
-            seen.k[:, :b],
-            seen.v[:, :b],
-            dout[:, :b],
-            sampled=sampled,
+        rows, clean = self._sample(seen.q.shape[0], geometry).rows, seen.dropout_p == 0.0
+        exact = seen.low is None and clean and seen.site.backend in EXACT
+        numerics = KNOWN.get(seen.site.stabilizer)
+        source = _Source(
             geometry=geometry,
-            sinks=seen.sinks,
-            plain=exact,
+            clean=clean,
+            exact=exact,
+            # Where a low-order part exists that was not handed out (context parallelism), delta is
+            # better than O alone; a backend that is exact has not used such an O.
+            better=exact or (numerics is not None and numerics.keeps_residual),
         )
-        h = seen.q.shape[2]
-        heads = slice(self.first_head, self.first_head + h)
-        mine = self.sums[seen.site.layer, heads]  # [h, fields]
-        rows = sampled.rows
-        stored = seen.out[rows, :b], None if low is None else low[rows]
-        values = _values(seen, *stored, facts)
+        top = seen.max_logits
+        if top is None and geometry.size == 1:
+            top = exact_max_logits(seen)
+        pieces = [x[:, :b] for x in (seen.q, seen.k, seen.v)]
+        shapes = [(x.shape, x.dtype) for x in (*pieces, seen.out, seen.low) if x is not None]
+        return _Call(
+            layer=seen.site.layer,
+            source=source,
+            shapes=(*shapes, seen.low is None, seen.sinks is None, top is None),
+            q=pieces[0][rows],
+            k=pieces[1].clone(),
+            v=pieces[2].clone(),
+            dout=dout[rows, :b],
+            out=seen.out[rows, :b],
+            low=None if seen.low is None else seen.low[rows, :b],
+            sinks=seen.sinks,
+            top=None if top is None else top.detach(),
+        )
+
+    def _fits(self, call: _Call) -> bool:
+        """Whether it can be computed with those that wait, and within the same memory."""
+        if not self._waiting[0].is_like(call):
+            return False
+        count, ranks = len(self._waiting) + 1, call.source.geometry.size
+        scores = 4 * call.q[..., 0].numel() * ranks * call.k.shape[0]
+        return count * scores <= BLOCK_BYTES and count * call.held <= HELD_BYTES
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        """Add up the calls that wait, as one batch of n times b sequences."""
+        calls, self._waiting = self._waiting, []
+        if not calls:
+            return
+        source, n, (_, b, h, _) = calls[0].source, len(calls), calls[0].q.shape
+        q, k, v, dout, out, low = (
+            _joined([getattr(call, name) for call in calls])
+            for name in ("q", "k", "v", "dout", "out", "low")
+        )
+        sinks = None
+        if calls[0].sinks is not None:
+            every_sink = torch.stack([call.sinks for call in calls if call.sinks is not None])
+            sinks = every_sink.repeat_interleave(b, 0)
+        facts = measure(
+            *(q, k, v, dout),
+            sampled=self._sample(k.shape[0], source.geometry),
+            geometry=source.geometry,
+            sinks=sinks,
+            plain=source.exact,
+        )
+        values = _values(source, out, low, facts)
         whole = len(values) == len(FIELDS) - 1
         nothing = facts.delta if whole else torch.zeros_like(facts.delta)
-        # One stack and one sum for all fields: an observation is bound by kernel launches.
-        every = torch.stack([values.get(name, nothing) for name in FIELDS[:-1]])  # [.., b, h, r]
+        # One stack and one sum for all fields.
+        every = torch.stack([values.get(name, nothing) for name in FIELDS[:-1]])  # [.., n b, h, r]
         every[len(LINEAR) :].square_()
-        mine[:, :-1].add_(every.sum((1, 3), dtype=torch.float64).T)
-        if seen.dropout_p == 0.0:
-            mine[:, -1].add_(facts.spread)
-        top = seen.max_logits
-        if top is None:
-            top = facts.max_logit if geometry.size > 1 else exact_max_logits(seen)
-        where = self.maxima[seen.site.layer, heads]
-        torch.maximum(where, top.detach().float(), out=where)
+        spread = facts.spread if source.clean else torch.zeros_like(facts.spread)
+        new = torch.cat(
+            [
+                every.unflatten(1, (n, b)).sum((2, 4), dtype=torch.float64),
+                spread.view(1, n, b, h).sum(2, dtype=torch.float64),
+            ]
+        ).permute(1, 2, 0)  # [n, h, fields]
+        tops = [call.top for call in calls if call.top is not None]
+        if not tops:
+            tops = list(facts.max_logit.view(n, b, h).amax(1).unbind())
+        heads = slice(self.first_head, self.first_head + h)
+        for call, mine, top in zip(calls, new.unbind(), tops, strict=True):
+            self._sums[call.layer, heads].add_(mine)
+            where = self._maxima[call.layer, heads]
+            torch.maximum(where, top.float(), out=where)
 
-    def _sample(self, q: torch.Tensor, geometry: Geometry) -> Sample:
+    def _sample(self, tokens: int, geometry: Geometry) -> Sample:
         """Rows and mask, made once an observation for all layers that share them."""
-        key = (q.shape[0], geometry.causal, geometry.window)
+        key = (tokens, geometry.causal, geometry.window)
         if key not in self._samples:
             per_rank = -(-self.rows // geometry.size)
-            rows = pick_rows(q.shape[0], per_rank, phase=self.phase, device=q.device)
-            self._samples[key] = sample(rows, tokens=q.shape[0], geometry=geometry)
+            rows = pick_rows(tokens, per_rank, phase=self.phase, device=self._sums.device)
+            self._samples[key] = sample(rows, tokens=tokens, geometry=geometry)
         return self._samples[key]
 
 
+def _joined(pieces: list[torch.Tensor | None]) -> Any:
+    """Sequences of all calls in a row, [.., n b, .., ..]; None if calls have none."""
+    there = [x for x in pieces if x is not None]
+    return torch.cat(there, 1) if len(there) > 1 else pieces[0]
+
+
 def _values(
-    seen: Seen, out: torch.Tensor, low: torch.Tensor | None, facts: RowFacts
+    source: _Source, out: torch.Tensor, low: torch.Tensor | None, facts: RowFacts
 ) -> dict[str, torch.Tensor]:
     """Values of the sampled rows by field, [b, h, r], those of `SQUARES` not squared yet.
 
     ``out`` and ``low`` [r, b, h, dv] are as stored. What was not measured is left out.
     """
-    clean, stored = seen.dropout_p == 0.0, _rows(out)
+    clean, stored = source.clean, _rows(out)
     ones = torch.ones_like(facts.delta)
     values = {"rows": ones, "entropy": facts.entropy, "first": facts.first, "top": facts.top}
     plain = used = None
@@ -136,11 +256,7 @@ def _values(
     elif clean:
         truth = facts.plain if facts.plain is not None else stored
         values["delta2"], plain = _dots(facts.dout, [stored, truth - facts.out])
-        # Where a low-order part exists that was not handed out (context parallelism), delta is
-        # better than O alone; a backend that is exact has not used such an O.
-        kept = KNOWN.get(seen.site.stabilizer)
-        better = facts.plain is not None or (kept is not None and kept.keeps_residual)
-        used = None if better else plain
+        used = None if source.better else plain
     else:
         (values["delta2"],) = _dots(facts.dout, [stored])
     for name, e in (("plain", plain), ("used", used)):

@@ -120,7 +120,7 @@ class Stability:
         self.norms = LayerNorms(
             chunks, roots, decoder_layers=decoder, layers=layers, device=layout.device
         )
-        self.weights = [SpectralNorms(site) for site in self.observer.sites]
+        self.weights = SpectralNorms(self.observer.sites)
         self.series = Series(self.options.interval, layout)
         self._observing = False
         self._pending: _Pending | None = None
@@ -302,16 +302,14 @@ class Stability:
 
     def _send(self, step: int, lr: float) -> None:
         """Reduce over all ranks and start the copy to the host."""
-        maxima = torch.full((3, *self.heads.maxima.shape), -math.inf, device=self.layout.device)
-        maxima[0] = self.heads.maxima
-        for norms in self.weights:
-            found = norms.measure()
-            if found is not None:
-                first = self.heads.first_head
-                heads = slice(first, first + found[0].numel())
-                maxima[1, norms.site.layer, heads], maxima[2, norms.site.layer, heads] = found
+        sums, logits = self.heads.totals()
+        maxima = torch.full((3, *logits.shape), -math.inf, device=self.layout.device)
+        maxima[0] = logits
+        first = self.heads.first_head
+        for site, norms in self.weights.measure():
+            maxima[1:, site.layer, first : first + norms.shape[1]] = norms
         series = self.series.take()
-        total = torch.cat([self.heads.sums.flatten(), self.norms.squares, series.flatten()])
+        total = torch.cat([sums.flatten(), self.norms.squares, series.flatten()])
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         event = None
@@ -367,7 +365,7 @@ class Stability:
             return
         if pending.event is not None:
             pending.event.synchronize()
-        layers, heads = self.heads.maxima.shape
+        layers, heads = pending.maxima.shape[1:]
         total, maxima = pending.total.numpy(), pending.maxima.numpy()
         cut = layers * heads * len(FIELDS)
         sums = total[:cut].reshape(layers, heads, len(FIELDS))

@@ -2,8 +2,9 @@
 (arXiv 2510.04212, section 3).
 
 Power iteration with a vector kept from one observation to the next: a few products of a matrix and
-a vector per layer and observation, converged after some observations and following the weights
-since then. Always a lower bound of the norm. `exact_norms` is for captures, which are seldom.
+a vector per observation, for all layers of one shape at once; converged after some observations and
+following the weights since then. Always a lower bound of the norm. `exact_norms` is for captures,
+which are seldom.
 
 Shape legend: np query heads and ng key/value heads of this tensor-parallel rank, g = np / ng; d
 head dim; c hidden size. Core's fused QKV weight is [ng, (g + 2), d, c], flattened to 2-D: the g
@@ -16,6 +17,7 @@ each takes its own query heads. Here every rank gets the rows of its own heads i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,29 +32,58 @@ Rows = tuple[int, int]
 """First row and the one after the last."""
 
 
-class SpectralNorms:
-    """Norms of the head slices of one layer's W_Q and W_K."""
+BATCH_BYTES = 64 << 20  # of the float32 copies of weights that are multiplied at once
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self._x: torch.Tensor | None = None
+
+class SpectralNorms:
+    """Norms of the head slices of W_Q and W_K of this rank's layers.
+
+    Args:
+        sites: whose attention is measured.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites = list(sites)
+        self._x: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
-    def measure(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Float32 (W_Q norms [np], W_K norms [np], a group's query heads sharing theirs).
+    def measure(self) -> list[tuple[Site, torch.Tensor]]:
+        """Float32 [2, np] for every site: norms of W_Q, and of W_K, which the query heads of a
+        group share.
 
-        None for layers without core's fused QKV projection (multi-latent attention). Collective
+        Sites without core's fused QKV projection (multi-latent attention) are left out. Collective
         over the tensor-parallel group if that has more ranks than there are key/value heads.
         """
-        found = split_qkv(self.site.attention)
-        if found is None:
-            return None
-        w_q, w_k = found
-        # Together: an observation is bound by kernel launches.
-        self._x, norms = _iterate(torch.cat([w_q, w_k]), self._x)
-        q_norm, k_norm = norms.split([w_q.shape[0], w_k.shape[0]])
-        per_group = w_q.shape[0] // w_k.shape[0]
-        return q_norm, k_norm if per_group == 1 else k_norm.repeat_interleave(per_group)
+        found: list[tuple[Site, torch.Tensor]] = []
+        batch: list[tuple[Site, torch.Tensor, torch.Tensor]] = []
+        shape = None
+        for site in self.sites:
+            weights = split_qkv(site.attention)
+            if weights is None:
+                continue
+            new = tuple(w.shape for w in weights)
+            size = 4 * sum(w.numel() for w in weights)
+            if batch and (new != shape or (len(batch) + 1) * size > BATCH_BYTES):
+                found += self._norms(batch, number=len(found))
+                batch = []
+            batch.append((site, *weights))
+            shape = new
+        return found + (self._norms(batch, number=len(found)) if batch else [])
+
+    def _norms(
+        self, batch: list[tuple[Site, torch.Tensor, torch.Tensor]], *, number: int
+    ) -> list[tuple[Site, torch.Tensor]]:
+        """Of layers of one shape, all at once: an observation is bound by kernel launches.
+
+        ``number`` of sites before them tells their vectors from those of other batches.
+        """
+        sites, w_q, w_k = zip(*batch, strict=True)
+        n, heads, groups = len(sites), w_q[0].shape[0], w_k[0].shape[0]
+        self._x[number], norms = _iterate(torch.cat([*w_q, *w_k]), self._x.get(number))
+        q_norm, k_norm = norms.split([n * heads, n * groups])
+        k_norm = k_norm.view(n, groups, 1).expand(-1, -1, heads // groups)
+        both = torch.stack([q_norm.view(n, heads), k_norm.reshape(n, heads)], 1)
+        return list(zip(sites, both.unbind(), strict=True))
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """An observation is bound by kernel launches where steps are short: they are counted.
 
 On two GPUs steps of 79 ms had 50 ms of an observation with 145 launches a layer, above the goal of
-1 % at the default interval (docs/telemetry.md).
+1 % at the default interval, and with 78 a layer some runs still were (docs/telemetry.md). Here all
+layers of GPT-2 small have little more than two had.
 """
 
 from __future__ import annotations
@@ -61,27 +62,32 @@ def call(stabilizer: str) -> Seen:
     )
 
 
-@pytest.mark.parametrize("stabilizer", ["compensated", "none"])
-def test_a_layer_of_an_observation(stabilizer: str) -> None:
+@pytest.mark.parametrize(("stabilizer", "layers", "most"), [
+    ("compensated", 1, 80), ("compensated", 12, 176), ("none", 12, 160),
+])  # fmt: skip
+def test_an_observation(stabilizer: str, layers: int, most: int) -> None:
     sums = HeadSums(
         layers=2, heads=H, first_head=0, rows=32, sequences=4, device=torch.device("cpu")
     )
     seen, dout = call(stabilizer), torch.randn(S, B, H, D).bfloat16()
-    sums.clear(phase=1)
-    sums.add(seen, dout)  # the first layer makes the mask for all
     with torch.no_grad(), Launches() as launches:
-        sums.add(seen, dout)
-    assert sum(launches.found.values()) <= 66, launches.found
+        sums.clear(phase=1)
+        for _ in range(layers):
+            sums.add(seen, dout)
+        sums.totals()
+    assert sum(launches.found.values()) <= most, launches.found
 
 
-def test_the_norms_of_a_layers_weights() -> None:
+@pytest.mark.parametrize("layers", [1, 12])
+def test_the_norms_of_weights(layers: int) -> None:
     attention = SimpleNamespace(
         linear_qkv=SimpleNamespace(weight=torch.randn(3 * H * D, 96).bfloat16()),
         num_attention_heads_per_partition=H,
         num_query_groups_per_partition=H,
         hidden_size_per_attention_head=D,
     )
-    norms = SpectralNorms(SimpleNamespace(attention=attention))  # type: ignore[arg-type]
+    sites: Any = [SimpleNamespace(attention=attention)] * layers
+    norms = SpectralNorms(sites)
     norms.measure()
     with Launches() as launches:
         norms.measure()

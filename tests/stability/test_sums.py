@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_patch.stability import sums as sums_module
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.observe import Seen
 from megatron_patch.stability.record import bias_to_signal
@@ -69,7 +70,7 @@ def observe(seen: Seen, do: torch.Tensor) -> dict[str, np.ndarray]:
         layers=2, heads=4, first_head=2, rows=N, sequences=4, device=torch.device("cpu")
     )
     sums.add(seen, do)
-    return head_metrics(sums.sums.numpy(), sums.maxima.numpy())
+    return head_metrics(*(x.numpy() for x in sums.totals()))
 
 
 @pytest.mark.parametrize("regime", ["tie2s", "near2", "gauss"])
@@ -194,11 +195,84 @@ def test_max_logits_are_exact_where_the_backend_says_nothing() -> None:
     assert observe(told, do)["max_logit"][1].tolist()[2:] == [7.0, 8.0]
 
 
+@pytest.mark.parametrize("limit", [sums_module.HELD_BYTES, 1])
+@pytest.mark.parametrize("kind", ["plain", "compensated", "sinks", "dropout", "vendor"])
+def test_layers_at_once_are_layers_one_by_one(
+    kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences a layer, and one layer of another kind in between; then no memory for two."""
+    monkeypatch.setattr(sums_module, "HELD_BYTES", limit)
+    rounding = COMPENSATED if kind in ("compensated", "dropout") else FLASH2
+    stabilizer = "compensated" if rounding.residual else "none"
+    changes: dict[str, Any] = {"site": site(stabilizer=stabilizer)}
+    if kind == "sinks":
+        changes["sinks"] = torch.tensor([1.5, -0.5])
+    if kind == "dropout":
+        changes["dropout_p"] = 0.1
+    if kind == "vendor":
+        changes["site"] = site("sdpa_cudnn", "")
+
+    def layer(number: int, first: str, second: str) -> tuple[Seen, torch.Tensor]:
+        """Two sequences."""
+        (one, do_1, _), (two, do_2, _) = (seen_of(r, rounding, **changes) for r in (first, second))
+        both = {
+            name: None if getattr(one, name) is None
+            else torch.cat([getattr(one, name), getattr(two, name)], 1)
+            for name in ("q", "k", "v", "out", "low")
+        }  # fmt: skip
+        here = SimpleNamespace(**{**vars(one.site), "layer": number})
+        if one.sinks is not None:
+            both["sinks"] = one.sinks + number
+        return replace(one, site=here, **both), torch.cat([do_1, do_2], 1)
+
+    other, do, _ = seen_of("gauss", FLASH2, site=site("reference", ""), max_logits=torch.ones(2))
+    other = replace(other, site=SimpleNamespace(**{**vars(other.site), "layer": 3}))
+    calls = [
+        layer(0, "tie2s", "gauss"),
+        layer(1, "near2", "diffuse"),
+        (other, do),
+        layer(2, "gauss", "near2"),
+    ]
+
+    def found(calls: list[Any], rows: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = HeadSums(
+            layers=4, heads=2, first_head=0, rows=rows, sequences=4, device=torch.device("cpu")
+        )
+        sums.clear(phase=5)
+        for one in calls:
+            sums.add(*one)
+        return sums.totals()
+
+    together = found(calls)
+    alone = [found([one]) for one in calls]
+    torch.testing.assert_close(together[0], sum(a for a, _ in alone), rtol=1e-5, atol=1e-7)
+    tops = torch.stack([b for _, b in alone]).amax(0)
+    torch.testing.assert_close(together[1], tops, rtol=0, atol=0)
+    assert bool(together[1].isfinite().all()) and bool((together[0][..., 0] > 0).all())
+
+
+def test_what_waits_holds_no_memory_of_the_graph() -> None:
+    """The recompute of up-projections empties q, k and v once their backward is done."""
+    seen, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"))
+    want = observe(seen, do)
+    sums = HeadSums(
+        layers=2, heads=4, first_head=2, rows=N, sequences=4, device=torch.device("cpu")
+    )
+    sums.add(seen, do)
+    for x in (seen.q, seen.k, seen.v, seen.out, seen.low, do):
+        assert x is not None
+        x.zero_()
+        x.untyped_storage().resize_(0)
+    found = head_metrics(*(x.numpy() for x in sums.totals()))
+    for name, values in want.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
 def test_nothing_seen_is_nan_not_zero() -> None:
     sums = HeadSums(
         layers=1, heads=1, first_head=0, rows=4, sequences=1, device=torch.device("cpu")
     )
-    found = head_metrics(sums.sums.numpy(), sums.maxima.numpy())
+    found = head_metrics(*(x.numpy() for x in sums.totals()))
     assert all(np.isnan(v).all() for v in found.values())
     assert set(HEAD_METRICS) - set(found) == {"wq_norm", "wk_norm"}
     assert len(set(FIELDS)) == len(FIELDS)
@@ -222,4 +296,4 @@ def test_an_observation_waits_for_nothing() -> None:
         sums.clear(phase=2)
         sums.add(seen, do)
         with pytest.raises(AssertionError, match="waits for the device"):
-            sums.sums[0, 0, 0].item()
+            sums.totals()[0][0, 0, 0].item()

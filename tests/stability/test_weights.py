@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patch.stability import weights
 from megatron_patch.stability.weights import SpectralNorms, split_qkv
 
 GROUPS, PER_GROUP, D, C = 2, 3, 8, 24
@@ -30,16 +31,21 @@ def blocks(seed: int = 0) -> torch.Tensor:
     return torch.randn(GROUPS, PER_GROUP + 2, D, C, generator=gen) * size
 
 
+def of(*attentions: Any) -> SpectralNorms:
+    """The norms of layers with these attentions."""
+    sites: Any = [SimpleNamespace(attention=one) for one in attentions]
+    return SpectralNorms(sites)
+
+
 def test_norms_are_those_of_the_slices() -> None:
     whole = blocks()
-    norms = SpectralNorms(SimpleNamespace(attention=attention(whole.flatten(0, 2))))  # type: ignore[arg-type]
+    norms = of(attention(whole.flatten(0, 2)))
     exact = torch.linalg.matrix_norm(whole.double(), ord=2)
     want_q = exact[:, :PER_GROUP].flatten()
     want_k = exact[:, PER_GROUP].repeat_interleave(PER_GROUP)
     shares = []
     for _ in range(20):
-        found = norms.measure()
-        assert found is not None
+        ((_, found),) = norms.measure()
         for mine, want in zip(found, (want_q, want_k), strict=True):
             assert (mine <= want * (1 + 1e-5)).all()  # from below
         shares.append(float((found[0] / want_q).min()))
@@ -48,20 +54,40 @@ def test_norms_are_those_of_the_slices() -> None:
 
 def test_norms_follow_the_weights() -> None:
     weight = blocks().flatten(0, 2)
-    norms = SpectralNorms(SimpleNamespace(attention=attention(weight)))  # type: ignore[arg-type]
-    before = norms.measure()
+    norms = of(attention(weight))
+    ((_, before),) = norms.measure()
     weight *= 3
-    after = norms.measure()
-    assert before is not None and after is not None
+    ((_, after),) = norms.measure()
     assert (after[0] >= 2.99 * before[0]).all()
 
 
 def test_other_layouts_are_not_guessed_at() -> None:
     assert split_qkv(SimpleNamespace()) is None
     assert split_qkv(attention(blocks().flatten(0, 2)[:-1])) is None
-    zero = SpectralNorms(SimpleNamespace(attention=attention(torch.zeros(80, C))))  # type: ignore[arg-type]
-    found = zero.measure()
-    assert found is not None and (found[0] == 0).all()
+    assert of(SimpleNamespace()).measure() == []
+    ((_, found),) = of(attention(torch.zeros(80, C))).measure()
+    assert (found == 0).all()
+
+
+@pytest.mark.parametrize("limit", [weights.BATCH_BYTES, 1])
+def test_layers_at_once_are_layers_one_by_one(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two shapes, with one between them that is not measured; and with no memory for two."""
+    monkeypatch.setattr(weights, "BATCH_BYTES", limit)
+    other = SimpleNamespace(
+        linear_qkv=SimpleNamespace(weight=blocks(7)[:, PER_GROUP - 1 :].flatten(0, 2)),
+        num_attention_heads_per_partition=GROUPS,
+        num_query_groups_per_partition=GROUPS,
+        hidden_size_per_attention_head=D,
+    )
+    layers = [attention(blocks(seed).flatten(0, 2)) for seed in range(3)]
+    every = [layers[0], SimpleNamespace(), layers[1], other, layers[2]]
+    together, alone = of(*every), [of(one) for one in every]
+    for _ in range(3):
+        found = {id(site.attention): norms for site, norms in together.measure()}
+        assert len(found) == 4
+        for norms in alone:
+            for site, want in norms.measure():
+                torch.testing.assert_close(found[id(site.attention)], want)
 
 
 class Ranks:
@@ -112,8 +138,8 @@ def test_fewer_key_heads_than_ranks(
         )
 
     def norms_of(weight: torch.Tensor, rank: int, tp: int) -> Any:
-        site = SimpleNamespace(attention=module(weight, rank, tp))
-        return SpectralNorms(site).measure()  # type: ignore[arg-type]
+        ((_, found),) = of(module(weight, rank, tp)).measure()
+        return found
 
     flat = whole.flatten(0, 2)
     q, k = norms_of(flat, 0, 1)
