@@ -350,7 +350,7 @@ def pace(result: dict[str, Any]) -> str:
     """Steps of a run in a job of 24 minutes, on one GPU and on two, as runs made them."""
     rows = []
     for run in result["runs"]:
-        for attempt in run["attempts"]:
+        for attempt in run.get("attempts", []):  # another attempt's directory has none
             # Records of an earlier version count a continued run from step 0.
             begun = max(attempt["from_step"], (run.get("origin") or {}).get("step", 0))
             steps = attempt["to_step"] - begun
@@ -427,7 +427,8 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
-    for run in ("guard", "flash", "bf16", "third", "cudnn_s1", "cudnn_s2"):
+    runs = ("guard", "flash", "bf16", "third", "cudnn_s1", "cudnn_s2", "flash_s2", "paper_s2")
+    for run in (*runs, "dynamic"):
         found[f"stability-{run}-heads"] = (f"{run}_layer_heads", layer_heads, heads)
         found[f"stability-{run}-timeline"] = (f"{run}_head_timeline", timeline(), read)
     return found
