@@ -165,7 +165,8 @@ class HeadSums:
             dout=dout[rows, :b],
             out=seen.out[rows, :b],
             low=None if seen.low is None else seen.low[rows, :b],
-            sinks=seen.sinks,
+            # A parameter: by the time of `totals` the optimizer has changed it.
+            sinks=None if seen.sinks is None else seen.sinks.clone(),
             top=None if top is None else top.detach(),
         )
 

@@ -252,13 +252,16 @@ def test_layers_at_once_are_layers_one_by_one(
 
 
 def test_what_waits_holds_no_memory_of_the_graph() -> None:
-    """The recompute of up-projections empties q, k and v once their backward is done."""
-    seen, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"))
+    """The recompute of up-projections empties q, k and v once their backward is done, and sinks are
+    a parameter, which the optimizer changes before `totals`."""
+    sinks = torch.tensor([1.5, -0.5])
+    seen, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"), sinks=sinks)
     want = observe(seen, do)
     sums = HeadSums(
         layers=2, heads=4, first_head=2, rows=N, sequences=4, device=torch.device("cpu")
     )
     sums.add(seen, do)
+    sinks += 3
     for x in (seen.q, seen.k, seen.v, seen.out, seen.low, do):
         assert x is not None
         x.zero_()
