@@ -5,7 +5,8 @@
 A RUN is a run directory whose every step is in metrics.csv (``logging.interval: 1``). An observed
 step, a multiple of ``stability.interval``, and the one after it, which reads the record, are
 compared with the median step around them; the same is done between observations, where nothing
-should be found. Medians over the run: checkpoints, captures and other work fall out. A line an
+should be found. Medians over the run: checkpoints, captures and other work fall out, and so does an
+observation that is slow now and then, for which the share is also given by means. A line an
 attempt, because attempts may have had other numbers of GPUs. Writes
 docs/results/observation_cost.json. No GPU, no torch. ``--keep`` adds to the attempts of an earlier
 result, whose records may be gone.
@@ -79,6 +80,9 @@ def cost(seconds: dict[int, float], interval: int) -> dict[str, Any] | None:
         "quartiles": [low, high],
         "between_seconds": nothing,
         "share": (extra - nothing) / interval / step_seconds,
+        "share_of_means": statistics.mean(x - y for x, y in zip(observed, control, strict=True))
+        / interval
+        / step_seconds,
     }
 
 

@@ -133,6 +133,7 @@ def observations(result: dict[str, Any]) -> str:
             f"{1e3 * row['quartiles'][0]:.0f} to {1e3 * row['quartiles'][1]:.0f} ms",
             f"{1e3 * row['between_seconds']:.1f} ms",
             f"{100 * row['share']:.2f} %",
+            _percent(row["share_of_means"]) if "share_of_means" in row else "-",
         ]
         for row in result["attempts"]
     ]
@@ -141,7 +142,7 @@ def observations(result: dict[str, Any]) -> str:
         f"{gpu}, torch {torch}, commit {commit}" for gpu, torch, commit in sorted(made)
     )
     head = ["run", "GPUs", "steps", "step", "observations", "one costs, median", "quartiles"]
-    head += ["between them", "share"]
+    head += ["between them", "share", "by means"]
     told = [(row["run"], {"commit": row.get("read_at")}) for row in result["attempts"]]
     read = kept_from([(run, at) for run, at in told if at["commit"]], "Read")
     return f"{origin(result)} Runs made on {where}.{read}\n\n{table(head, rows)}"
