@@ -11,7 +11,7 @@ kv key/value heads of this rank; r sampled rows; n calls that are computed as on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ FIELDS = (*LINEAR, *SQUARES, "spread")
 
 
 HELD_BYTES = 128 << 20
-"""Copies that wait for further layers, at most; those of one layer may be larger."""
+"""Copies that wait for further layers, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class _Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """What is left of one call until it is computed: copies, none of the graph's own memory."""
+    """What is needed of one call; `copied`, none of it is the graph's own memory."""
 
     layer: int
     source: _Source
@@ -82,13 +82,20 @@ class _Call:
         """Bytes."""
         return sum(x.nbytes for x in (self.q, self.k, self.v, self.dout, self.out))
 
+    def copied(self) -> _Call:
+        """The same, to be computed when the graph's tensors are gone and the weights are others."""
+        # Sinks are a parameter: by the time of `totals` the optimizer has changed it.
+        sinks = None if self.sinks is None else self.sinks.clone()
+        return replace(self, k=self.k.clone(), v=self.v.clone(), sinks=sinks)
+
 
 class HeadSums:
     """The sums of one observation.
 
     A call is copied when its dO arrives and computed with those of other layers, as many as fit
     `HELD_BYTES` and one block of keys: an observation is bound by kernel launches, by their number
-    and not by what they do. `totals` computes what still waits.
+    and not by what they do. `totals` computes what still waits. A call so large that no other fits
+    beside it is computed at once, without copies of its K and V.
 
     Args:
         layers, heads: of the whole model.
@@ -132,12 +139,16 @@ class HeadSums:
     @torch.no_grad()
     def add(self, seen: Seen, dout: torch.Tensor) -> None:
         """One call and its dO [s, b, h, dv]. Collective: all ranks compute at the same calls."""
-        call = self._copied(seen, dout)
+        call = self._call(seen, dout)
         if self._waiting and not self._fits(call):
             self._compute()
         self._waiting.append(call)
+        if self._fits(call):  # another like it would
+            self._waiting[-1] = call.copied()
+        else:
+            self._compute()
 
-    def _copied(self, seen: Seen, dout: torch.Tensor) -> _Call:
+    def _call(self, seen: Seen, dout: torch.Tensor) -> _Call:
         geometry, b = seen.geometry, min(self.sequences, seen.q.shape[1])
         rows, clean = self._sample(seen.q.shape[0], geometry).rows, seen.dropout_p == 0.0
         exact = seen.low is None and clean and seen.site.backend in EXACT
@@ -160,13 +171,12 @@ class HeadSums:
             source=source,
             shapes=(*shapes, seen.low is None, seen.sinks is None, top is None),
             q=pieces[0][rows],
-            k=pieces[1].clone(),
-            v=pieces[2].clone(),
+            k=pieces[1],
+            v=pieces[2],
             dout=dout[rows, :b],
             out=seen.out[rows, :b],
             low=None if seen.low is None else seen.low[rows, :b],
-            # A parameter: by the time of `totals` the optimizer has changed it.
-            sinks=None if seen.sinks is None else seen.sinks.clone(),
+            sinks=seen.sinks,
             top=None if top is None else top.detach(),
         )
 

@@ -271,6 +271,42 @@ def test_what_waits_holds_no_memory_of_the_graph() -> None:
         np.testing.assert_array_equal(found[name], values)
 
 
+@pytest.mark.parametrize("limit", ["HELD_BYTES", "BLOCK_BYTES"])
+def test_a_call_that_no_other_fits_beside_is_not_held(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V of a long sequence are gigabytes; they would stay through the optimizer's step."""
+    seen, do, _ = seen_of(
+        "tie2s", COMPENSATED, site=site(stabilizer="compensated"), max_logits=torch.ones(HEADS)
+    )
+    want = observe(seen, do)
+    monkeypatch.setattr(sums_module, limit, 1)
+    sums = HeadSums(
+        layers=2, heads=4, first_head=2, rows=N, sequences=4, device=torch.device("cpu")
+    )
+    with Copies() as copies:
+        sums.add(seen, do)
+    assert seen.k.shape not in copies.found
+    for x in (seen.q, seen.k, seen.v, do):
+        x.zero_()
+    found = head_metrics(*(x.numpy() for x in sums.totals()))
+    for name, values in want.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+class Copies(TorchDispatchMode):
+    """Shapes of 16-bit tensors that are cloned; the arithmetic has copies in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default and args[0].dtype == torch.bfloat16:
+            self.found.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
 def test_nothing_seen_is_nan_not_zero() -> None:
     sums = HeadSums(
         layers=1, heads=1, first_head=0, rows=4, sequences=1, device=torch.device("cpu")
