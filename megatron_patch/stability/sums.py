@@ -181,7 +181,7 @@ class HeadSums:
         )
 
     def _fits(self, call: _Call) -> bool:
-        """Whether it can be computed with those that wait, and within the same memory."""
+        """Whether it can be computed with those that wait: in one block, and few enough copies."""
         if not self._waiting[0].is_like(call):
             return False
         count, ranks = len(self._waiting) + 1, call.source.geometry.size
