@@ -176,4 +176,14 @@ def tables() -> dict[str, Entry]:
         ),
         "observation-cost": ("observation_cost", observations, "observation_cost.py RUN ..."),
         "telemetry-overhead": ("telemetry_overhead", overhead, "telemetry_overhead.py"),
+        "telemetry-overhead-2": (
+            "telemetry_overhead_2gpu",
+            overhead,
+            "telemetry_overhead.py --gpus 2",
+        ),
+        "telemetry-overhead-2-again": (
+            "telemetry_overhead_2gpu_again",
+            overhead,
+            "telemetry_overhead.py --gpus 2 1 --rounds 3",
+        ),
     }
