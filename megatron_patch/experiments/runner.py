@@ -129,6 +129,7 @@ class Runner:
                         f"is started with less than {SHORTEST_SECONDS:g} s beside those for saving"
                     )
                     queue.clear()
+                self.stopping = self.stopping or self.store.is_gone()
                 if self.stopping:
                     self._tell_of_stop()
                     queue.clear()
@@ -408,8 +409,7 @@ class Runner:
         run, store = item.run, self.store
         self._look(item)
         state = store.states[run.id]
-        rows = store.rows(run)
-        last = int(rows[-1]["step"]) if rows else 0
+        last = int(rows[-1]["step"]) if (rows := store.rows(run)) else 0
         state.attempts.append(
             {
                 "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -85,6 +85,28 @@ def run(request: Request) -> int:
     return _run(request, experiment, steps=steps, gpus=gpus)
 
 
+def _report(request: Request, store: Store) -> dict[str, Any]:
+    """Write and copy the results, also when the runs have ended with an error."""
+    if store.is_gone():
+        raise ExperimentError(
+            f"{store.path} was removed, or its experiment.json, while its runs trained: its runs "
+            f"were ended, and there are no results. What is left is in {store.path / 'runs'}. Use "
+            "an --out that nothing else empties"
+        )
+    try:
+        result = _write(request, store)
+    except (OSError, ExperimentError):
+        # What became of --results-dir meanwhile must not cost the experiment's own results.
+        results.write(store)
+        _say(f"results in {store.path / 'results'}")
+        raise
+    if request.target is not None:
+        for line in publish.publish(store, request.target):
+            _say(line)
+        _say(f"results copied to {request.target.folder}")
+    return result
+
+
 def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> int:
     protocol = experiment.protocol
     store = Store(request.out or Path("runs") / protocol.name, experiment)
@@ -103,17 +125,7 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
         try:
             runner.run()
         finally:
-            try:
-                result = _write(request, store)
-            except (OSError, ExperimentError):
-                # What became of --results-dir meanwhile must not cost the experiment's own results.
-                results.write(store)
-                _say(f"results in {store.path / 'results'}")
-                raise
-            if request.target is not None:
-                for line in publish.publish(store, request.target):
-                    _say(line)
-                _say(f"results copied to {request.target.folder}")
+            result = _report(request, store)
         print(results.markdown(result))
         print(f"results in {store.path / 'results'}")
     finally:

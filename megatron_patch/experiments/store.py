@@ -151,6 +151,16 @@ class Store:
                 f"warning: {self.path / 'states.json'} cannot be written: {error.strerror or error}"
             )
 
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it meanwhile; a file system in trouble has not."""
+        try:
+            (self.path / "experiment.json").stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _claim(self) -> None:
         """Write what is fixed, or compare with what was."""
         file = self.path / "experiment.json"

@@ -7,15 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_patch.experiments import archive, results, unrecorded
+from megatron_patch.experiments import archive, results, stability, unrecorded
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
+from megatron_patch.experiments.publish import Target
+from megatron_patch.experiments.stability import Request
 from megatron_patch.experiments.store import Store
 from megatron_patch.training import rundir
 
@@ -138,3 +142,35 @@ def test_damaged_facts_of_runs_and_seeds(protocol: Path, tmp_path: Path) -> None
     store.close()
     with pytest.raises(ExperimentError, match="of no experiment: it has no"):
         Store(tmp_path / "out", read(protocol))
+
+
+@pytest.mark.parametrize("what", ["all", "experiment.json"])
+def test_a_removed_experiment_ends_and_says_so(
+    protocol: Path, tmp_path: Path, quick: dict[str, str], what: str
+) -> None:
+    """Its runs began again from step 0, twice, and nothing of them was left."""
+    out, target = tmp_path / "out", Target(folder=tmp_path / "copied", archives=0)
+    asked = Request(
+        config=protocol, out=out, gpus=1, minutes=None, steps=None, only=["a-s1", "b-s1"],
+        overrides=[], target=target,
+    )  # fmt: skip
+    quick["pause"] = "0.03"
+    started: list[str] = []
+
+    def remove() -> None:
+        while not (out / "runs" / "a-s1" / "metrics.csv").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        started.extend(path.name for path in (out / "runs").iterdir())
+        if what == "all":
+            out.rename(tmp_path / "removed")
+        else:
+            (out / what).unlink()
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    with pytest.raises(ExperimentError, match=r"was removed, or its experiment\.json"):
+        stability.run(asked)
+    thread.join()
+    assert started == ["a-s1"]
+    assert not (out / "runs" / "b-s1").exists(), "nothing is started in its place"
