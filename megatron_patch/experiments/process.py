@@ -8,12 +8,37 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.experiments import origin
 from megatron_patch.experiments.protocol import Run, runtime_keys, trainer_config
 from megatron_patch.experiments.store import Store
 from megatron_patch.runtime import lifeline
+
+
+@dataclass(slots=True)
+class Active:
+    """A run that has a process."""
+
+    run: Run
+    process: subprocess.Popen[bytes]
+    seats: list[int]
+    began: float
+    first_step: int
+    """Where this process began."""
+    log_begins: int = 0
+    """Where its words begin in the run's log: those before are of earlier attempts."""
+    paced: tuple[float, int] | None = None
+    """When its first steps were seen, and how far it was: its speed is counted from there."""
+    asked_to_stop: float | None = None
+    exploded: str = ""
+    looked: float = 0.0
+    wanted_wider: bool = False
+    """It was asked to stop because it goes on with more GPUs."""
+    step: int = 0
+    loss: float | None = None
+    """Of the last step; None before the first."""
 
 
 def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) -> list[str]:

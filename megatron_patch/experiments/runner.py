@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from megatron_patch.experiments import origin
 from megatron_patch.experiments.plan import steps_of
 from megatron_patch.experiments.process import (
+    Active,
     ask_ranks,
     cell_command,
     last_words,
@@ -61,30 +62,6 @@ GRACE_SECONDS = 60.0
 AGAIN_SECONDS = 30.0
 """Before a run that failed is started once more: what took its memory or its GPU may be gone."""
 _STATE_OF_EXIT = {2: REFUSED, 3: NONFINITE, 5: GUARDED}
-
-
-@dataclass(slots=True)
-class Active:
-    """A run that has a process."""
-
-    run: Run
-    process: subprocess.Popen[bytes]
-    seats: list[int]
-    began: float
-    first_step: int
-    """Where this process began."""
-    log_begins: int = 0
-    """Where its words begin in the run's log: those before are of earlier attempts."""
-    paced: tuple[float, int] | None = None
-    """When its first steps were seen, and how far it was: its speed is counted from there."""
-    asked_to_stop: float | None = None
-    exploded: str = ""
-    looked: float = 0.0
-    wanted_wider: bool = False
-    """It was asked to stop because it goes on with more GPUs."""
-    step: int = 0
-    loss: float | None = None
-    """Of the last step; None before the first."""
 
 
 @dataclass(slots=True)
@@ -409,7 +386,8 @@ class Runner:
         run, store = item.run, self.store
         self._look(item)
         state = store.states[run.id]
-        last = int(rows[-1]["step"]) if (rows := store.rows(run)) else 0
+        rows = store.rows(run)
+        last = int(rows[-1]["step"]) if rows else 0
         state.attempts.append(
             {
                 "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -461,7 +439,9 @@ class Runner:
     def _tell_of_stop(self) -> None:
         if not self._told:
             self._told = True
-            self.say("stopping: running cells save first; the same command continues")
+            gone = self.store.is_gone()
+            why = f"{self.store.path / 'experiment.json'} was removed" if gone else "stopping"
+            self.say(f"{why}: running cells save first; the same command continues")
 
     def _kill(self) -> None:
         for item in self.active:

@@ -40,7 +40,7 @@ def run(request: Request) -> int:
     Raises:
         ConfigError: the protocol, or the configuration of one of its runs.
         ExperimentError: the directory holds something else, --only names nothing, or there are
-            not the GPUs that the runs need.
+            not the GPUs that the runs need; or it was removed meanwhile.
     """
     experiment = read(request.config, request.overrides, gpus_per_run=request.gpus_per_run)
     protocol = experiment.protocol
@@ -89,9 +89,9 @@ def _report(request: Request, store: Store) -> dict[str, Any]:
     """Write and copy the results, also when the runs have ended with an error."""
     if store.is_gone():
         raise ExperimentError(
-            f"{store.path} was removed, or its experiment.json, while its runs trained: its runs "
-            f"were ended, and there are no results. What is left is in {store.path / 'runs'}. Use "
-            "an --out that nothing else empties"
+            f"{store.path / 'experiment.json'} was removed while runs trained: they were ended, and "
+            "there are no results. The same command goes on with what is left in "
+            f"{store.path / 'runs'}; use an --out that nothing else empties"
         )
     try:
         result = _write(request, store)

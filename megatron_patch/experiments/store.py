@@ -155,10 +155,8 @@ class Store:
         """Whether somebody has removed it meanwhile; a file system in trouble has not."""
         try:
             (self.path / "experiment.json").stat()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
         return False
 
     def _claim(self) -> None:

@@ -169,7 +169,7 @@ def test_a_removed_experiment_ends_and_says_so(
 
     thread = threading.Thread(target=remove)
     thread.start()
-    with pytest.raises(ExperimentError, match=r"was removed, or its experiment\.json"):
+    with pytest.raises(ExperimentError, match=r"experiment\.json was removed while"):
         stability.run(asked)
     thread.join()
     assert started == ["a-s1"]
