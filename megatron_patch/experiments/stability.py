@@ -89,8 +89,8 @@ def _report(request: Request, store: Store) -> dict[str, Any]:
     """Write and copy the results, also when the runs have ended with an error."""
     if store.is_gone():
         raise ExperimentError(
-            f"{store.path / 'experiment.json'} was removed while runs trained: they were ended, and "
-            "there are no results. The same command goes on with what is left in "
+            f"{store.path / 'experiment.json'} was removed while runs trained: they were ended "
+            "and there are no results. The same command goes on with what is left in "
             f"{store.path / 'runs'}; use an --out that nothing else empties"
         )
     try:
