@@ -3,18 +3,24 @@
     python benchmarks/telemetry_overhead.py --gpus 1 2 \
         --set data.blend.0.path=data/books --set data.tokenizer.path=data/tokenizer.json
 
-Two processes differ by more than the telemetry costs (memory layout, clocks, neighbors), so one
-process compares with itself: after a warm-up, rounds of
+Two processes differ by more than the telemetry costs (memory layout, clocks, neighbors), and so do
+stretches of some seconds of one process. So one process compares with itself, in short stretches:
+after a warm-up, rounds of ten steps each
 
-    without, default, default, without (50 steps each), every step, without (25 steps each)
+    without, watched, idle, idle, watched, without
 
-A drift of the machine that is even over a round cancels in its pairs. Stretches begin and end with
-the device idle; exactly one observation, and the reading of its record, lies in the middle of a
-stretch ``default``. Two figures answer the question: the paired difference (default - without) with
-its standard error, and, far above the noise, the cost of one observation from the stretches ``every
-step`` divided by the default interval. GPT-2 124M at 65,536 tokens a step: 1,075 steps, about 4
-minutes on one H200 (estimated from its speed); larger batches make the shares smaller. Writes
-docs/results/telemetry_overhead.json (with ``--device cpu``: a smoke test, the file name says so).
+*without* is `stability.enabled: false`; *watched* makes one observation and reads its record;
+*idle* is a stretch between two observations. The three kinds have the same middle, so a drift that
+is even over a round cancels. Stretches begin and end with the device idle. Of every round:
+
+    (watched - without) + what the other 40 of 50 steps cost (idle - without)
+
+over a step, which is the cost of the default interval; means over the rounds with their standard
+error. What the telemetry does between observations may be far below what pairs can see: the time
+its calls take on the host there is measured beside it. GPT-2 124M at 65,536 tokens a step: 24
+rounds are 1,515 steps, about 4 minutes on one H200 (estimated from its speed); larger batches make
+the shares smaller. Writes docs/results/telemetry_overhead.json (with ``--device cpu``: a smoke
+test, the file name says so).
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +45,36 @@ from megatron_patch.runtime.devices import visible_devices
 from megatron_patch.stability.config import StabilityConfig
 
 INTERVAL = StabilityConfig().interval
-WITHOUT, DEFAULT, EACH = "without", "default", "every step"
-ROUND = [(kind, INTERVAL) for kind in (WITHOUT, DEFAULT, DEFAULT, WITHOUT)]
-ROUND += [(EACH, INTERVAL // 2), (WITHOUT, INTERVAL // 2)]
-WARM_UP = 3 * INTERVAL // 2
-"""Steps before the first stretch: observed steps are multiples of INTERVAL, so they come to lie in
-the middle of the stretches that follow."""
+SHORT = 10  # steps of a stretch
+WITHOUT, WATCHED, IDLE = "without", "watched", "idle"
+CALLS = "calls"  # of the telemetry, in a step that is not observed
+ROUND = (WITHOUT, WATCHED, IDLE, IDLE, WATCHED, WITHOUT)
+ENABLED = {WATCHED: SHORT, IDLE: sys.maxsize}
+"""The interval of a stretch's observations; sys.maxsize: none."""
+WARM_UP = 75
+"""Steps before the first stretch: observed steps are multiples of SHORT, so they come to lie in the
+middle of the stretches that follow."""
 TOGETHER = 2
 """Steps of the warm-up that are observed, so that nothing is compiled or allocated later."""
 
 
 def plan(rounds: int) -> list[tuple[str, int, int]]:
     """(kind, first step, last step) of every stretch, 1-based."""
-    found, step = [], WARM_UP
-    for kind, length in ROUND * rounds:
-        found.append((kind, step + 1, step + length))
-        step += length
-    return found
+    first = WARM_UP + 1
+    return [
+        (kind, first + i * SHORT, first + (i + 1) * SHORT - 1)
+        for i, kind in enumerate(ROUND * rounds)
+    ]
 
 
-def watched_by(base: type[Any], rounds: int, seconds: list[float], device: str) -> type[Any]:
-    """`Stability` that is switched on and off along the plan, and keeps time."""
+def watched_by(
+    base: type[Any], rounds: int, times: dict[str, list[float]], device: str
+) -> type[Any]:
+    """`Stability` that is switched on and off along the plan, and keeps time.
+
+    Seconds of every stretch are appended to ``times["stretches"]``, those of its own calls in a
+    step of an idle one to ``times["calls"]``.
+    """
     import torch
 
     stretches = plan(rounds)
@@ -71,29 +87,41 @@ def watched_by(base: type[Any], rounds: int, seconds: list[float], device: str) 
         return time.perf_counter()
 
     class Alternating(base):  # type: ignore[misc]
-        began = 0.0
+        kind = WITHOUT
+        began = calls = 0.0
 
-        def set_kind(self, kind: str) -> None:
+        def set_kind(self, kind: str, interval: int) -> None:
+            self.kind = kind
             self.options = dataclasses.replace(
-                self.options, enabled=kind != WITHOUT, interval=1 if kind == EACH else INTERVAL
+                self.options, enabled=kind != WITHOUT, interval=interval
             )
 
         def begin(self, step: int) -> None:
             if step == 1:
-                self.set_kind(EACH)
+                self.set_kind(WATCHED, 1)
             elif step == TOGETHER + 1:
-                self.set_kind(WITHOUT)
+                self.set_kind(WITHOUT, INTERVAL)
             if step in starts:
-                self.set_kind(starts[step])
+                self.set_kind(starts[step], ENABLED.get(starts[step], INTERVAL))
                 self.began = now()
+            start = time.perf_counter()
             super().begin(step)
+            self.calls = time.perf_counter() - start
+
+        def reduced(self) -> None:
+            start = time.perf_counter()
+            super().reduced()
+            self.calls += time.perf_counter() - start
 
         def finish(self, step: int, result: Any) -> None:
+            start = time.perf_counter()
             super().finish(step, result)
-            if step == TOGETHER or (step in ends and self.options.interval == 1):
-                self.flush(step)  # what the last step of a stretch sent is read in that stretch
+            if self.kind == IDLE:
+                times["calls"].append(self.calls + time.perf_counter() - start)
+            if step == TOGETHER:
+                self.flush(step)  # no record is left for a stretch that is to read none
             if step in ends:
-                seconds.append(now() - self.began)
+                times["stretches"].append(now() - self.began)
 
     return Alternating
 
@@ -111,18 +139,18 @@ def worker(args: argparse.Namespace) -> int:
         cpu_mode.install()  # must precede Megatron's import, which the next line does
     from megatron_patch.stability import telemetry
 
-    seconds: list[float] = []
+    times: dict[str, list[float]] = {"stretches": [], "calls": []}
     telemetry.Stability = watched_by(  # type: ignore[misc]
-        telemetry.Stability, args.rounds, seconds, loaded.config.training.device
+        telemetry.Stability, args.rounds, times, loaded.config.training.device
     )
     code = loop.train(loaded)
     if os.environ.get("RANK", "0") == "0":
-        Path(args.worker).write_text(json.dumps(seconds))
+        Path(args.worker).write_text(json.dumps(times))
     return code
 
 
 def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
-    """Seconds of a step in every stretch, by kind, in the order of the run."""
+    """Seconds of a step in every stretch, by kind, in the order of the run; of calls when idle."""
     run_dir = Path(args.work) / f"processes_{gpus}"
     shutil.rmtree(run_dir, ignore_errors=True)
     out, log = Path(args.work) / f"processes_{gpus}.json", Path(args.work) / f"processes_{gpus}.log"
@@ -154,37 +182,48 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
         code = subprocess.run(command, stdout=stream, stderr=stream, env=environment).returncode
     if code or not out.exists():
         raise RuntimeError(f"{gpus} process(es) ended with {code}:\n{log.read_text()[-2000:]}")
-    times: dict[str, list[float]] = {WITHOUT: [], DEFAULT: [], EACH: [], "beside": []}
-    for (kind, first, last), seconds in zip(
-        plan(args.rounds), json.loads(out.read_text()), strict=True
-    ):
-        length = last - first + 1
-        name = "beside" if kind == WITHOUT and length < INTERVAL else kind
-        times[name].append(seconds / length)
+    told = json.loads(out.read_text())
+    times: dict[str, list[float]] = {WITHOUT: [], WATCHED: [], IDLE: [], CALLS: told["calls"]}
+    for (kind, _, _), seconds in zip(plan(args.rounds), told["stretches"], strict=True):
+        times[kind].append(seconds / SHORT)
     shutil.rmtree(run_dir, ignore_errors=True)
     return times
 
 
-def summary(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Seconds of a step by stretch -> costs as shares of a step.
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean of independent values, and its standard error if there are several."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return statistics.mean(values), error
 
-    The two pairs of a round are (without, default) and (default, without): neighbors.
+
+def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Seconds of a step by stretch -> costs, of an observation and as shares of a step.
+
+    A round, whose stretches have the same middle, is one observation of every difference.
     """
     base = statistics.median(times[WITHOUT])
-    pairs = [b / a - 1 for a, b in zip(times[WITHOUT], times[DEFAULT], strict=True)]
-    each = [c - a for c, a in zip(times[EACH], times["beside"], strict=True)]
-    # A round's two pairs share its drift, with opposite signs: the round is one observation.
-    rounds = [statistics.mean(two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
-    error = statistics.stdev(rounds) / len(rounds) ** 0.5 if len(rounds) > 1 else None
-    cost = statistics.median(each)
+    by_round = {
+        kind: [statistics.mean(two) for two in zip(*[iter(times[kind])] * 2, strict=True)]
+        for kind in (WITHOUT, WATCHED, IDLE)
+    }
+    rounds = list(zip(*by_round.values(), strict=True))
+    observation, observation_error = mean_and_error([SHORT * (b - a) for a, b, _ in rounds])
+    idle, idle_error = mean_and_error([c / a - 1 for a, _, c in rounds])
+    rest = INTERVAL - SHORT
+    total, error = mean_and_error(
+        [(SHORT * (b / a - 1) + rest * (c / a - 1)) / INTERVAL for a, b, c in rounds]
+    )
     return {
         "step_seconds": base,
-        "observation_seconds": cost,
-        "share_every_step": cost / base,
-        f"share_every_{INTERVAL}_steps": cost / base / INTERVAL,
-        "paired_difference": statistics.mean(rounds),
+        "observation_seconds": observation,
+        "observation_standard_error": observation_error,
+        "share_every_step": observation / base,
+        f"share_every_{INTERVAL}_steps": observation / base / INTERVAL,
+        "idle_difference": idle,
+        "idle_standard_error": idle_error,
+        "idle_call_seconds": statistics.median(times[CALLS]),
+        "paired_difference": total,
         "paired_standard_error": error,
-        "paired_differences": pairs,
         "noise": max(times[WITHOUT]) / min(times[WITHOUT]) - 1,
     }
 
@@ -196,7 +235,7 @@ def main() -> int:
     parser.add_argument("--config", default="configs/stability/base/gpt2_124m.yaml")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="processes of a run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of 250 steps")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds of 60 steps")
     parser.add_argument("--set", action="append", default=[], help="more keys for the trainer")
     parser.add_argument("--work", default="runs/telemetry_overhead", help="scratch folder")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
@@ -210,7 +249,8 @@ def main() -> int:
     found: dict[str, Any] = {}
     for gpus in args.gpus:
         times = measure(args, gpus)
-        found[str(gpus)] = {"times": times, **summary(times)}
+        kept = {kind: times[kind] for kind in (WITHOUT, WATCHED, IDLE)}
+        found[str(gpus)] = {"times": kept, **summary(times)}
         print(f"{gpus} process(es): {json.dumps(summary(times))}", flush=True)
         figures = {
             "config": args.config,

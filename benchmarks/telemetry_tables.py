@@ -102,8 +102,9 @@ def overhead(result: dict[str, Any]) -> str:
         [
             processes,
             f"{1e3 * f['step_seconds']:.1f} ms",
-            f"{1e3 * f['observation_seconds']:.1f} ms",
+            f"{1e3 * f['observation_seconds']:.1f} ms{_error(f, 'observation', 1e3, '{:.1f} ms')}",
             f"{100 * f[f'share_every_{interval}_steps']:.3f} %",
+            _between(f),
             f"{100 * f['paired_difference']:+.2f} % ± {_percent(f['paired_standard_error'])}",
             f"{100 * f['noise']:.2f} %",
         ]
@@ -114,6 +115,7 @@ def overhead(result: dict[str, Any]) -> str:
         "step without",
         "one observation",
         f"every {interval} steps",
+        "between them",
         "paired difference",
         "spread of equal stretches",
     ]
@@ -146,6 +148,19 @@ def observations(result: dict[str, Any]) -> str:
     told = [(row["run"], {"commit": row.get("read_at")}) for row in result["attempts"]]
     read = kept_from([(run, at) for run, at in told if at["commit"]], "Read")
     return f"{origin(result)} Runs made on {where}.{read}\n\n{table(head, rows)}"
+
+
+def _error(figures: dict[str, Any], name: str, unit: float, form: str) -> str:
+    value = figures.get(f"{name}_standard_error")
+    return "" if value is None else f" ± {form.format(unit * value)}"
+
+
+def _between(figures: dict[str, Any]) -> str:
+    """What a step that is not observed costs: in pairs, and on the host in the calls themselves."""
+    if "idle_difference" not in figures:
+        return "-"
+    paired = f"{100 * figures['idle_difference']:+.2f} %{_error(figures, 'idle', 100, '{:.2f} %')}"
+    return f"{paired}; calls {1e3 * figures['idle_call_seconds']:.2f} ms"
 
 
 def _percent(value: float | None) -> str:

@@ -18,14 +18,14 @@ def script() -> Any:
 
 
 def test_every_stretch_holds_the_observations_it_should(script: Any) -> None:
-    """One in the middle of ``default``, so that its record is read in the same stretch."""
+    """One in the middle of ``watched``, so that its record is read in the same stretch."""
     stretches = script.plan(3)
     assert stretches[0][1] == script.WARM_UP + 1
     assert all(b[1] == a[2] + 1 for a, b in itertools.pairwise(stretches))
     for kind, first, last in stretches:
-        if kind == script.DEFAULT:
-            seen = [n for n in range(first, last + 1) if n % script.INTERVAL == 0]
-            assert len(seen) == 1 and first + 5 < seen[0] < last - 5
+        if kind == script.WATCHED:
+            seen = [n for n in range(first, last + 1) if n % script.SHORT == 0]
+            assert len(seen) == 1 and first + 3 < seen[0] < last - 3
 
 
 def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
@@ -40,6 +40,9 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
         def begin(self, step: int) -> None:
             self.observing = self.options.enabled and step % self.options.interval == 0
 
+        def reduced(self) -> None:
+            pass
+
         def finish(self, step: int, result: Any) -> None:
             self.filled += self.options.enabled
             assert self.filled <= script.INTERVAL  # rows of the device buffer
@@ -50,30 +53,32 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
         def flush(self, step: int) -> None:
             pass
 
-    seconds: list[float] = []
-    watched = script.watched_by(Base, 2, seconds, "cpu")()
+    times: dict[str, list[float]] = {"stretches": [], "calls": []}
+    watched = script.watched_by(Base, 2, times, "cpu")()
     last = script.plan(2)[-1][2]
     for step in range(1, last + 1):
         watched.begin(step)
+        watched.reduced()
         watched.finish(step, SimpleNamespace())
-    assert len(seconds) == len(script.plan(2))
+    assert len(times["stretches"]) == len(script.plan(2))
+    assert len(times["calls"]) == 2 * 2 * script.SHORT
     wanted = [1, 2]
     for kind, first, end in script.plan(2):
-        every = {script.DEFAULT: script.INTERVAL, script.EACH: 1}.get(kind)
-        wanted += [n for n in range(first, end + 1) if every and n % every == 0]
+        if kind == script.WATCHED:
+            wanted += [n for n in range(first, end + 1) if n % script.SHORT == 0]
     assert seen == wanted
 
 
 def test_drift_cancels_in_a_round(script: Any) -> None:
-    """A machine that slows down by 1 % a stretch hides a cost of 0.5 % from no pair of pairs."""
-    times: dict[str, list[float]] = {name: [] for name in ("without", "default", "every step")}
-    times["beside"] = []
-    for i, (kind, first, last) in enumerate(script.plan(4)):
-        speed = 0.2 * (1 + 0.01 * i)
-        short = kind == script.WITHOUT and last - first + 1 < script.INTERVAL
-        cost = {script.DEFAULT: 1.005, script.EACH: 1.25}.get(kind, 1.0)
-        times["beside" if short else kind].append(speed * cost)
-    found = script.summary(times)
-    assert found["paired_difference"] == pytest.approx(0.005, abs=2e-4)
-    assert found["paired_standard_error"] < 1e-3
-    assert found["share_every_50_steps"] == pytest.approx(0.25 / 50, rel=0.1)
+    """A machine that slows down by 1 % a stretch hides no cost of 0.5 % from a round."""
+    times: dict[str, list[float]] = {name: [] for name in ("without", "watched", "idle")}
+    for i, (kind, _, _) in enumerate(script.plan(4)):
+        cost = {script.WATCHED: 1.025, script.IDLE: 1.001}.get(kind, 1.0)
+        times[kind].append(0.2 * (1 + 0.01 * i) * cost)
+    found = script.summary(times | {"calls": [1e-4, 2e-4, 1e-4]})
+    assert found["paired_difference"] == pytest.approx((10 * 0.025 + 40 * 0.001) / 50, abs=2e-5)
+    assert found["paired_standard_error"] < 1e-4
+    assert found["idle_difference"] == pytest.approx(0.001, abs=2e-5)
+    assert found["observation_seconds"] == pytest.approx(10 * 0.025 * 0.2, rel=0.2)
+    assert found["share_every_50_steps"] == pytest.approx(0.025 / 5, rel=0.2)
+    assert found["idle_call_seconds"] == 1e-4
