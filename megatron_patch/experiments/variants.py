@@ -74,7 +74,8 @@ def center_keys(run: Backend) -> Backend:
 
     The scores of a row all move by the same amount, so the softmax is what it was; what changes is
     dQ = dS K, in which an error e of delta is multiplied by P K. The mean is a constant of the
-    backward pass: dK of the shifted K is dK of K.
+    backward pass: dK of the shifted K is dK of K. The kernel's largest logits are those of the
+    shifted K, no figure to put beside another run's: an observer gets none, and computes its own.
     """
 
     def changed(call: Call) -> Result:
@@ -82,7 +83,10 @@ def center_keys(run: Backend) -> Backend:
 
         with torch.no_grad():
             mean = call.k.float().mean(0, keepdim=True)
-        return run(dataclasses.replace(call, k=_minus(call.k, mean)))
+        result = run(dataclasses.replace(call, k=_minus(call.k, mean)))
+        if call.held is not None:
+            call.held.pop("max_logits", None)
+        return result
 
     return changed
 

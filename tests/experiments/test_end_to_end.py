@@ -1,7 +1,8 @@
-"""Two cells through the real trainer on the CPU, in two invocations; and a run that is refused."""
+"""Cells through the real trainer on the CPU: in two invocations, refused, continuing another."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -66,6 +67,48 @@ def _refused(out: Path, corpus: Path, capsys: pytest.CaptureFixture) -> None:
     assert done.returncode == 2, done.stderr
     assert "initial weights differ: " in done.stderr and "another --out" in done.stderr
     assert not (run_dir / "metrics.csv").exists()
+
+
+CONTINUED = """\
+cells:
+  - {name: base, set: [checkpoint.interval=4, checkpoint.keep_last=null]}
+  - {name: control, from_cell: base, before: 4, follow: 8}
+  - {name: k_centered, from_cell: base, before: 4, follow: 8, variant: k_centered}
+  - {name: weight_decay, from_cell: base, before: 4, follow: 8, set: [optimizer.weight_decay=0.1]}
+"""
+
+
+@pytest.mark.multiprocess
+def test_one_thing_is_changed_in_a_run_that_another_continues(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A variant, or a key of the optimizer, is in force from the checkpoint on, and nothing else."""
+    monkeypatch.setenv("SOURCE_COMMIT", "test")
+    head = (SMOKE.parent / "smoke_rescue.yaml").read_text().split("cells:")[0]
+    head = head.replace("base/tiny_cpu.yaml", str(SMOKE.parent / "base" / "tiny_cpu.yaml"))
+    protocol, out = tmp_path / "continued.yaml", tmp_path / "out"
+    protocol.write_text(head.replace("steps: 40", "steps: 24") + CONTINUED)
+    command = ["experiment", "stability", "--config", str(protocol), "--out", str(out)]
+    assert app.run([*command, "--gpus", "2", "--set", f"data.blend.0.path={corpus}"]) == 0
+    assert capsys.readouterr().out.count("from step 8 of base-s1 (event at 12)") == 3
+    losses = {cell: _losses(out / "runs" / f"{cell}-s1") for cell in ("base", *CHANGED)}
+    later = {step: loss for step, loss in losses["base"].items() if 8 < step <= 20}
+    assert losses["control"] == later and sorted(later) == [*range(9, 21)]
+    for cell, change in CHANGED.items():
+        facts = json.loads((out / "runs" / f"{cell}-s1" / "experiment.json").read_text())
+        assert facts["variant"] == (cell if cell == "k_centered" else "plain")
+        apart = [abs(losses[cell][step] - later[step]) for step in later]
+        assert (max(apart) > 0) is (change > 0) and max(apart) <= change
+    assert losses["weight_decay"][9] == later[9]  # the first loss is that of the base's weights
+
+
+CHANGED = {"control": 0.0, "k_centered": 2e-3, "weight_decay": 2e-2}
+"""Cells that continue ``base``, and by how much their losses may leave it: rounding, and decay."""
+
+
+def _losses(run_dir: Path) -> dict[int, float]:
+    with (run_dir / "metrics.csv").open(newline="") as lines:
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
 
 
 def test_user_errors(

@@ -79,6 +79,20 @@ def test_the_rescue_continues_what_keeps_its_checkpoints() -> None:
         ]
 
 
+def test_a_cell_that_is_continued_changes_what_it_changes_from_step_0() -> None:
+    """All from one checkpoint of a run with plain numerics, with its control first."""
+    whole = {cell.name: cell for cell in read(CONFIGS / "attribution.yaml").protocol.cells}
+    whole |= {"control": whole.pop("none"), "compensated": whole.pop("both")}
+    del whole["qk_norm"]  # it has weights that the base has not
+    experiment = read(CONFIGS / "attribution_continued.yaml")
+    base, control, *_ = cells = experiment.protocol.cells
+    assert (base.name, base.gpus, base.variant, control.name) == ("base", 2, "plain", "control")
+    assert {cell.name for cell in cells[1:]} == whole.keys()
+    for cell in cells[1:]:
+        assert (cell.from_cell, cell.before) == ("base", 800) and (cell.follow or 0) >= 50
+        assert (cell.set, cell.variant) == (whole[cell.name].set, whole[cell.name].variant)
+
+
 def test_runs_are_ordered_by_seed(protocol: Path) -> None:
     """An experiment that is cut short has whole comparisons of its first seed."""
     assert [run.id for run in read(protocol).runs] == ["a-s1", "b-s1", "a-s2"]

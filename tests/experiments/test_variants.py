@@ -65,6 +65,18 @@ def test_centering_does_what_it_says() -> None:
         variants.center_values(reference.run)(shared)
 
 
+def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer() -> None:
+    """They would stand beside those of the control; without them it computes its own."""
+    tops = {}
+    for name in ("plain", "k_centered", "v_centered"):
+        call = make_call()
+        call.held = {}
+        (VARIANTS[name].wrap or (lambda run: run))(reference.run)(call)
+        tops[name] = call.held.get("max_logits")
+    assert tops["k_centered"] is None
+    assert torch.equal(tops["plain"], tops["v_centered"])
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
