@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import continued_table
 import drift_table
 import loss_tables
 import probe_tables
@@ -26,6 +27,7 @@ PROTOCOLS = (
     "baselines_bf16_residual",
     "attribution",
     "attribution_bf16_residual",
+    "attribution_continued",
     "early",
     "rescue",
     "rescue_paper",
@@ -412,6 +414,11 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "head_timeline_s1", timeline("compensated-s1", "none-s1"), read,
     )  # fmt: skip
     found["stability-timeline-paper"] = ("head_timeline_paper", timeline(), read)
+    found["stability-continued-heads"] = (
+        "continued_heads",
+        continued_table.rendered,
+        "continued_heads.py runs/stability_attribution_continued",
+    )
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")

@@ -82,7 +82,7 @@ cells:
 def test_one_thing_is_changed_in_a_run_that_another_continues(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A variant, or a key of the optimizer, is in force from the checkpoint on, and nothing else."""
+    """A variant, or a key of the optimizer, is in force from the checkpoint on; nothing else."""
     monkeypatch.setenv("SOURCE_COMMIT", "test")
     head = (SMOKE.parent / "smoke_rescue.yaml").read_text().split("cells:")[0]
     head = head.replace("base/tiny_cpu.yaml", str(SMOKE.parent / "base" / "tiny_cpu.yaml"))

@@ -1,0 +1,54 @@
+"""The table of docs/ on heads in runs that continue another one with one thing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from table_text import kept_from, origin, table
+
+AFTER = ("0", "250", "500", "750", "end")
+HEAD = ("run", "from step", "head", "largest logit there", "+250", "+500", "+750", "at its end")
+
+
+def rendered(result: dict[str, Any]) -> str:
+    """A line a run and head; the verdicts are of the run, by the rule of the script."""
+    rows = []
+    in_order = sorted(result["runs"].items(), key=lambda run: (run[1]["seed"], run[1]["place"]))
+    for name, run in in_order:
+        for i, head in enumerate(run["heads"]):
+            first = [name, f"{run['from_step']:,}"] if i == 0 else ["", ""]
+            row = [*first, f"{head['layer']}.{head['head']}"]
+            row += [_number(head["logit"].get(step)) for step in AFTER]
+            counts = "" if head["verdict"] or head["growth"] is None else " (does not count)"
+            row += [_times(head["growth"]) + counts, _times(head["control"])]
+            row += [_number(head[key]) for key in ("growth_noise", "error_to_signal")]
+            row.append(" to ".join(map(_number, head["wq_norm"])))
+            row += _of_run(run) if i == 0 else ["", ""]
+            rows.append(row)
+    head = [*HEAD, "grew", "under `control`", "noise", "error", "W_Q", "gradient norm > 1"]
+    where = (
+        "Heads as layer.head, of the base: the first with logits above 1,000. Grew: to the last "
+    )
+    where += (
+        "record before the event that the run and its control both have, by which it is judged. "
+    )
+    where += "Noise and error (of delta, over its signal): medians until there."
+    where += kept_from(in_order, "Read")
+    return "\n".join([f"{origin(result)} {where}", "", table([*head, "verdict"], rows)])
+
+
+def _of_run(run: dict[str, Any]) -> list[str]:
+    """Gradient norm and verdict."""
+    above = run["first_large_gradient"]
+    told = f"not by {run['until']:,}" if above is None else f"{above:,}"
+    return [told, run["verdict"]]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{_number(value)}x"
