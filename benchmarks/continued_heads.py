@@ -219,6 +219,11 @@ def _at(run: record.Telemetry, name: str, head: Head, step: int) -> float | None
     return value if math.isfinite(value) else None
 
 
+def _here(folder: Path, name: str) -> bool:
+    """Whether a run's telemetry is here: results may tell of runs of other machines."""
+    return (folder / "runs" / name / record.FOLDER / "meta.json").is_file()
+
+
 def examine(parser: argparse.ArgumentParser, folder: Path) -> dict[str, Any]:
     """Every continued run of an experiment that has records, in the protocol's order."""
     path = folder / "results" / "verdicts.json"
@@ -230,7 +235,7 @@ def examine(parser: argparse.ArgumentParser, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number in dict.fromkeys(run["seed"] for run in counted.values()):
         facts = {name: run for name, run in counted.items() if run["seed"] == number}
-        begun = [name for name, run in facts.items() if run.get("origin") and run["steps"]]
+        begun = [name for name, run in facts.items() if run.get("origin") and _here(folder, name)]
         if not begun:
             continue
         seed = Seed(parser, folder, facts)

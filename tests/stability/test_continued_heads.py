@@ -88,6 +88,7 @@ def experiment(tmp_path: Path) -> Path:
         runs.append(facts(cell, steps=end, event=3000 if cell == "control" else None)
                     | {"variant": variant})  # fmt: skip
     runs.append(facts("waiting", steps=0) | {"origin": None})
+    runs.append(facts("elsewhere", steps=2950) | {"seed": 2, "run": "elsewhere-s2"})
     runs.append(facts("stops", steps=2100) | {"run": "stops-s1.attempt_1", "repeat_of": "stops-s1"})
     (out / "results").mkdir()
     (out / "results" / "verdicts.json").write_text(json.dumps({"runs": runs}))
