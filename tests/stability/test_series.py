@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import training_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import figures
 
 from megatron_patch.stability import record
@@ -87,3 +88,30 @@ def test_checkpoints_of_earlier_versions_have_nothing_to_restore() -> None:
     one.restore(None, step=8)
     note(one, 9.0)
     assert one.take().tolist() == [[9.0, 2.0, 9.5]]
+
+
+class Nothing(TorchDispatchMode):
+    """No operation at all, views of tensors neither."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} between two records")
+
+
+def test_a_step_between_two_records_launches_nothing() -> None:
+    one = series(10)
+    reports = [torch.tensor([float(loss), 2.0]) for loss in range(3)]
+    with Nothing():
+        for report in reports:
+            result: Any = SimpleNamespace(report=report, grad_norm=0.5)
+            one.note(result)
+    assert one.take().tolist() == [[0.0, 2.0, 0.5], [1.0, 2.0, 0.5], [2.0, 2.0, 0.5]]
+
+
+def test_a_rank_without_losses_adds_zeros() -> None:
+    """An earlier pipeline stage: after a resume, too."""
+    saved = {"losses": [[6.0, 2.0], [7.0, 2.0]], "grad_norms": [6.5, 7.5]}
+    one = series(10, rank=1)
+    one.restore(saved, step=2)
+    none: Any = SimpleNamespace(report=None, grad_norm=1.0)
+    one.note(none)
+    assert one.take().tolist() == [[0.0] * 3] * 3
