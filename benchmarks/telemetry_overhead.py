@@ -16,11 +16,12 @@ is even over a round cancels. Stretches begin and end with the device idle. Of e
     (watched - without) + what the other 40 of 50 steps cost (idle - without)
 
 over a step, which is the cost of the default interval; means over the rounds with their standard
-error. What the telemetry does between observations may be far below what pairs can see: the time
-its calls take on the host there is measured beside it. GPT-2 124M at 65,536 tokens a step: 24
-rounds are 1,515 steps, about 4 minutes on one H200 (estimated from its speed); larger batches make
-the shares smaller. Writes docs/results/telemetry_overhead.json (with ``--device cpu``: a smoke
-test, the file name says so).
+error, and the median with its interval of 95 % by the order of the rounds (the binomial), which
+single slow stretches do not move. What the telemetry does between observations may be far below
+what pairs can see: the time its calls take on the host there is measured beside it. GPT-2 124M at
+65,536 tokens a step: 24 rounds are 1,515 steps, about 4 minutes on one H200 (estimated from its
+speed); larger batches make the shares smaller. Writes docs/results/telemetry_overhead.json (with
+``--device cpu``: a smoke test, the file name says so).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -68,9 +71,16 @@ def plan(rounds: int) -> list[tuple[str, int, int]]:
 
 
 def watched_by(
-    base: type[Any], rounds: int, times: dict[str, list[float]], device: str
+    base: type[Any],
+    rounds: int,
+    times: dict[str, list[float]],
+    *,
+    device: str,
+    until: float = math.inf,
 ) -> type[Any]:
     """`Stability` that is switched on and off along the plan, and keeps time.
+
+    The run is asked to stop after the first round that ends later than ``until`` (monotonic clock).
 
     Seconds of every stretch are appended to ``times["stretches"]``, those of its own calls in a
     step of an idle one to ``times["calls"]``.
@@ -122,6 +132,9 @@ def watched_by(
                 self.flush(step)  # no record is left for a stretch that is to read none
             if step in ends:
                 times["stretches"].append(now() - self.began)
+                whole = len(times["stretches"]) % len(ROUND) == 0
+                if whole and time.monotonic() > until and os.environ.get("RANK", "0") == "0":
+                    os.kill(os.getpid(), signal.SIGTERM)  # the trainer stops all ranks in order
 
     return Alternating
 
@@ -141,7 +154,11 @@ def worker(args: argparse.Namespace) -> int:
 
     times: dict[str, list[float]] = {"stretches": [], "calls": []}
     telemetry.Stability = watched_by(  # type: ignore[misc]
-        telemetry.Stability, args.rounds, times, loaded.config.training.device
+        telemetry.Stability,
+        args.rounds,
+        times,
+        device=loaded.config.training.device,
+        until=math.inf if args.seconds is None else time.monotonic() + args.seconds,
     )
     code = loop.train(loaded)
     if os.environ.get("RANK", "0") == "0":
@@ -175,6 +192,7 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(gpus), __file__, "--worker", str(out)]
     command += ["--config", args.config, "--rounds", str(args.rounds)]
+    command += [] if args.seconds is None else ["--seconds", str(args.seconds)]
     command += [part for key in keys for part in ("--set", key)]
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(list(range(gpus)))}
     environment = os.environ | (visible if args.device == "cuda" else {})
@@ -183,8 +201,11 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
     if code or not out.exists():
         raise RuntimeError(f"{gpus} process(es) ended with {code}:\n{log.read_text()[-2000:]}")
     told = json.loads(out.read_text())
+    made = len(told["stretches"]) // len(ROUND)  # fewer than asked for, if time was over
     times: dict[str, list[float]] = {WITHOUT: [], WATCHED: [], IDLE: [], CALLS: told["calls"]}
-    for (kind, _, _), seconds in zip(plan(args.rounds), told["stretches"], strict=True):
+    if not made:
+        raise RuntimeError(f"{gpus} process(es): --seconds {args.seconds} is over before a round")
+    for (kind, _, _), seconds in zip(plan(made), told["stretches"], strict=False):
         times[kind].append(seconds / SHORT)
     shutil.rmtree(run_dir, ignore_errors=True)
     return times
@@ -194,6 +215,16 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean of independent values, and its standard error if there are several."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.mean(values), error
+
+
+def median_and_interval(values: Sequence[float]) -> tuple[float, list[float] | None]:
+    """Median of independent values and what holds it with 95 %; None for fewer than six."""
+    n, ordered = len(values), sorted(values)
+    tail, k = 0.5**n, 0  # chance that at most k values lie below the median
+    while tail <= 0.025:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    return statistics.median(ordered), [ordered[k - 1], ordered[n - k]] if k else None
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -210,9 +241,9 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     observation, observation_error = mean_and_error([SHORT * (b - a) for a, b, _ in rounds])
     idle, idle_error = mean_and_error([c / a - 1 for a, _, c in rounds])
     rest = INTERVAL - SHORT
-    total, error = mean_and_error(
-        [(SHORT * (b / a - 1) + rest * (c / a - 1)) / INTERVAL for a, b, c in rounds]
-    )
+    totals = [(SHORT * (b / a - 1) + rest * (c / a - 1)) / INTERVAL for a, b, c in rounds]
+    total, error = mean_and_error(totals)
+    median, interval = median_and_interval(totals)
     return {
         "step_seconds": base,
         "observation_seconds": observation,
@@ -221,9 +252,11 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
         f"share_every_{INTERVAL}_steps": observation / base / INTERVAL,
         "idle_difference": idle,
         "idle_standard_error": idle_error,
-        "idle_call_seconds": statistics.median(times[CALLS]),
+        "idle_call_seconds": statistics.mean(times[CALLS]),
         "paired_difference": total,
         "paired_standard_error": error,
+        "paired_median": median,
+        "paired_median_interval": interval,
         "noise": max(times[WITHOUT]) / min(times[WITHOUT]) - 1,
     }
 
@@ -236,6 +269,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="processes of a run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=24, help="rounds of 60 steps")
+    parser.add_argument("--seconds", type=float, help="no further round after so many seconds")
     parser.add_argument("--set", action="append", default=[], help="more keys for the trainer")
     parser.add_argument("--work", default="runs/telemetry_overhead", help="scratch folder")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
@@ -243,6 +277,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
+    if args.seconds is not None and not args.seconds > 0:
+        parser.error(f"--seconds {args.seconds:g}: more than 0")
     if args.worker:
         return worker(args)
     Path(args.work).mkdir(parents=True, exist_ok=True)
@@ -257,7 +293,7 @@ def main() -> int:
             # Where data lies is no part of what is measured, and paths are nobody's business.
             "keys": [key for key in args.set if not key.startswith("data.")],
             "interval": INTERVAL,
-            "rounds": args.rounds,
+            "rounds": {name: len(one["times"][IDLE]) // 2 for name, one in found.items()},
             "by_processes": found,
         }
         name = "telemetry_overhead" + ("_cpu_smoke" if args.device == "cpu" else "")

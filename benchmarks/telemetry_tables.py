@@ -106,6 +106,7 @@ def overhead(result: dict[str, Any]) -> str:
             f"{100 * f[f'share_every_{interval}_steps']:.3f} %",
             _between(f),
             f"{100 * f['paired_difference']:+.2f} % ± {_percent(f['paired_standard_error'])}",
+            _median(f),
             f"{100 * f['noise']:.2f} %",
         ]
         for processes, f in result["by_processes"].items()
@@ -117,6 +118,7 @@ def overhead(result: dict[str, Any]) -> str:
         f"every {interval} steps",
         "between them",
         "paired difference",
+        "median, 95 %",
         "spread of equal stretches",
     ]
     return f"{origin(result)}\n\n{table(head, rows)}"
@@ -161,6 +163,15 @@ def _between(figures: dict[str, Any]) -> str:
         return "-"
     paired = f"{100 * figures['idle_difference']:+.2f} %{_error(figures, 'idle', 100, '{:.2f} %')}"
     return f"{paired}; calls {1e3 * figures['idle_call_seconds']:.2f} ms"
+
+
+def _median(figures: dict[str, Any]) -> str:
+    """Of the paired differences of the rounds; earlier results have no interval."""
+    interval = figures.get("paired_median_interval")
+    if interval is None:
+        return "-"
+    low, high = (f"{100 * value:+.2f}" for value in interval)
+    return f"{100 * figures['paired_median']:+.2f} % ({low} to {high})"
 
 
 def _percent(value: float | None) -> str:
