@@ -95,4 +95,5 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "stability-probe-bf16": ("stability_probe_bf16", probed_dq(EMULATED), command),
         "stability-probe-cudnn": ("stability_probe_cudnn", probed_dq(EMULATED), command),
         "stability-probe-s2": ("stability_probe_s2", probed_dq(EMULATED), command),
+        "stability-probe-fp32": ("stability_probe_fp32", probed_dq(EMULATED), command),
     }

@@ -434,7 +434,17 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
     )  # fmt: skip
     found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
     found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
-    runs = ("guard", "flash", "bf16", "third", "cudnn_s1", "cudnn_s2", "flash_s2", "paper_s2")
+    runs = (
+        "guard",
+        "flash",
+        "bf16",
+        "third",
+        "cudnn_s1",
+        "cudnn_s2",
+        "flash_s2",
+        "paper_s2",
+        "fp32_s1",
+    )
     for run in (*runs, "dynamic"):
         found[f"stability-{run}-heads"] = (f"{run}_layer_heads", layer_heads, heads)
         found[f"stability-{run}-timeline"] = (f"{run}_head_timeline", timeline(), read)
