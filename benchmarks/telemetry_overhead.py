@@ -17,17 +17,21 @@ is even over a round cancels. Stretches begin and end with the device idle. Of e
 
 over a step, which is the cost of the default interval; means over the rounds with their standard
 error, and the median with its interval of 95 % by the order of the rounds (the binomial), which
-single slow stretches do not move. What the telemetry does between observations may be far below
-what pairs can see: the time its calls take on the host there is measured beside it. GPT-2 124M at
-65,536 tokens a step: 24 rounds are 1,515 steps, about 4 minutes on one H200 (estimated from its
-speed); larger batches make the shares smaller. Writes docs/results/telemetry_overhead.json (with
-``--device cpu``: a smoke test, the file name says so).
+single slow stretches do not move. The same is told from single steps, for hosts on which some are
+slow: medians of the steps of a round, and an observation as what its step and the next take beyond
+the others of their stretch (first and last steps of stretches, which wait, are left out). What the
+telemetry does between observations may be far below what pairs can see: the time its calls take on
+the host there is measured beside it. GPT-2 124M at 65,536 tokens a step: 24 rounds are 1,515 steps,
+about 4 minutes on one H200 (estimated from its speed); larger batches make the shares smaller.
+Writes docs/results/telemetry_overhead.json (with ``--device cpu``: a smoke test, the file name says
+so).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -51,6 +55,7 @@ INTERVAL = StabilityConfig().interval
 SHORT = 10  # steps of a stretch
 WITHOUT, WATCHED, IDLE = "without", "watched", "idle"
 CALLS = "calls"  # of the telemetry, in a step that is not observed
+BEGINS = "begins"  # of every step
 ROUND = (WITHOUT, WATCHED, IDLE, IDLE, WATCHED, WITHOUT)
 ENABLED = {WATCHED: SHORT, IDLE: sys.maxsize}
 """The interval of a stretch's observations; sys.maxsize: none."""
@@ -83,7 +88,8 @@ def watched_by(
     The run is asked to stop after the first round that ends later than ``until`` (monotonic clock).
 
     Seconds of every stretch are appended to ``times["stretches"]``, those of its own calls in a
-    step of an idle one to ``times["calls"]``.
+    step of an idle one to ``times["calls"]``, the clock at the begin of every step of the plan, and
+    of the step after it, to ``times["begins"]``.
     """
     import torch
 
@@ -115,6 +121,8 @@ def watched_by(
                 self.set_kind(starts[step], ENABLED.get(starts[step], INTERVAL))
                 self.began = now()
             start = time.perf_counter()
+            if step > WARM_UP:
+                times[BEGINS].append(start)
             super().begin(step)
             self.calls = time.perf_counter() - start
 
@@ -127,7 +135,7 @@ def watched_by(
             start = time.perf_counter()
             super().finish(step, result)
             if self.kind == IDLE:
-                times["calls"].append(self.calls + time.perf_counter() - start)
+                times[CALLS].append(self.calls + time.perf_counter() - start)
             if step == TOGETHER:
                 self.flush(step)  # no record is left for a stretch that is to read none
             if step in ends:
@@ -152,7 +160,7 @@ def worker(args: argparse.Namespace) -> int:
         cpu_mode.install()  # must precede Megatron's import, which the next line does
     from megatron_patch.stability import telemetry
 
-    times: dict[str, list[float]] = {"stretches": [], "calls": []}
+    times: dict[str, list[float]] = {"stretches": [], CALLS: [], BEGINS: []}
     telemetry.Stability = watched_by(  # type: ignore[misc]
         telemetry.Stability,
         args.rounds,
@@ -167,7 +175,7 @@ def worker(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
-    """Seconds of a step in every stretch, by kind, in the order of the run; of calls when idle."""
+    """Seconds of a step in every stretch, by kind, in the order of the run; of calls; begins."""
     run_dir = Path(args.work) / f"processes_{gpus}"
     shutil.rmtree(run_dir, ignore_errors=True)
     out, log = Path(args.work) / f"processes_{gpus}.json", Path(args.work) / f"processes_{gpus}.log"
@@ -202,7 +210,8 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
         raise RuntimeError(f"{gpus} process(es) ended with {code}:\n{log.read_text()[-2000:]}")
     told = json.loads(out.read_text())
     made = len(told["stretches"]) // len(ROUND)  # fewer than asked for, if time was over
-    times: dict[str, list[float]] = {WITHOUT: [], WATCHED: [], IDLE: [], CALLS: told["calls"]}
+    times: dict[str, list[float]] = {WITHOUT: [], WATCHED: [], IDLE: []}
+    times |= {CALLS: told[CALLS], BEGINS: told[BEGINS]}
     if not made:
         raise RuntimeError(f"{gpus} process(es): --seconds {args.seconds} is over before a round")
     for (kind, _, _), seconds in zip(plan(made), told["stretches"], strict=False):
@@ -225,6 +234,31 @@ def median_and_interval(values: Sequence[float]) -> tuple[float, list[float] | N
         k += 1
         tail += math.comb(n, k) * 0.5**n
     return statistics.median(ordered), [ordered[k - 1], ordered[n - k]] if k else None
+
+
+def by_steps(begins: Sequence[float], rounds: int) -> dict[str, Any]:
+    """Clock at the begin of every step -> the figures of `summary` from medians of single steps."""
+    took = [b - a for a, b in itertools.pairwise(begins)]
+    inner = range(1, SHORT - 1)
+    at = SHORT - plan(1)[1][1] % SHORT  # the observed step of a stretch
+    idle, observations, totals = [], [], []
+    for first in range(0, rounds * len(ROUND) * SHORT, len(ROUND) * SHORT):
+        steps: dict[str, list[float]] = {WITHOUT: [], WATCHED: [], IDLE: []}
+        for i, kind in enumerate(ROUND):
+            own = took[first + i * SHORT :][:SHORT]
+            if kind != WATCHED:
+                steps[kind] += [own[k] for k in inner]
+                continue
+            beside = statistics.median(own[k] for k in inner if k not in (at, at + 1))
+            steps[kind].append(own[at] + own[at + 1] - 2 * beside)
+        base = statistics.median(steps[WITHOUT])
+        observations.append(statistics.mean(steps[WATCHED]))
+        idle.append(statistics.median(steps[IDLE]) / base - 1)
+        totals.append(observations[-1] / base / INTERVAL + idle[-1])
+    found: dict[str, Any] = {}
+    for name, values in (("observation", observations), ("idle", idle), ("total", totals)):
+        found[name], found[f"{name}_interval"] = median_and_interval(values)
+    return found
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -257,6 +291,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
         "paired_standard_error": error,
         "paired_median": median,
         "paired_median_interval": interval,
+        "by_steps": by_steps(times[BEGINS], len(rounds)),
         "noise": max(times[WITHOUT]) / min(times[WITHOUT]) - 1,
     }
 
@@ -285,7 +320,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     for gpus in args.gpus:
         times = measure(args, gpus)
-        kept = {kind: times[kind] for kind in (WITHOUT, WATCHED, IDLE)}
+        kept = {name: values for name, values in times.items() if name != CALLS}
         found[str(gpus)] = {"times": kept, **summary(times)}
         print(f"{gpus} process(es): {json.dumps(summary(times))}", flush=True)
         figures = {

@@ -106,7 +106,8 @@ def overhead(result: dict[str, Any]) -> str:
             f"{100 * f[f'share_every_{interval}_steps']:.3f} %",
             _between(f),
             f"{100 * f['paired_difference']:+.2f} % ± {_percent(f['paired_standard_error'])}",
-            _median(f),
+            _median(f.get("paired_median"), f.get("paired_median_interval")),
+            _median(*(f.get("by_steps", {}).get(name) for name in ("total", "total_interval"))),
             f"{100 * f['noise']:.2f} %",
         ]
         for processes, f in result["by_processes"].items()
@@ -119,6 +120,7 @@ def overhead(result: dict[str, Any]) -> str:
         "between them",
         "paired difference",
         "median, 95 %",
+        "by steps, 95 %",
         "spread of equal stretches",
     ]
     return f"{origin(result)}\n\n{table(head, rows)}"
@@ -165,13 +167,12 @@ def _between(figures: dict[str, Any]) -> str:
     return f"{paired}; calls {1e3 * figures['idle_call_seconds']:.2f} ms"
 
 
-def _median(figures: dict[str, Any]) -> str:
-    """Of the paired differences of the rounds; earlier results have no interval."""
-    interval = figures.get("paired_median_interval")
-    if interval is None:
+def _median(value: float | None, interval: list[float] | None) -> str:
+    """Of the rounds, in percent; earlier results have none, short ones no interval."""
+    if value is None or interval is None:
         return "-"
-    low, high = (f"{100 * value:+.2f}" for value in interval)
-    return f"{100 * figures['paired_median']:+.2f} % ({low} to {high})"
+    low, high = (f"{100 * end:+.2f}" for end in interval)
+    return f"{100 * value:+.2f} % ({low} to {high})"
 
 
 def _percent(value: float | None) -> str:

@@ -53,7 +53,7 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
         def flush(self, step: int) -> None:
             pass
 
-    times: dict[str, list[float]] = {"stretches": [], "calls": []}
+    times: dict[str, list[float]] = {"stretches": [], "calls": [], "begins": []}
     watched = script.watched_by(Base, 2, times, device="cpu")()
     last = script.plan(2)[-1][2]
     for step in range(1, last + 1):
@@ -62,6 +62,7 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
         watched.finish(step, SimpleNamespace())
     assert len(times["stretches"]) == len(script.plan(2))
     assert len(times["calls"]) == 2 * 2 * script.SHORT
+    assert len(times["begins"]) == last - script.WARM_UP
     wanted = [1, 2]
     for kind, first, end in script.plan(2):
         if kind == script.WATCHED:
@@ -75,7 +76,8 @@ def test_drift_cancels_in_a_round(script: Any) -> None:
     for i, (kind, _, _) in enumerate(script.plan(4)):
         cost = {script.WATCHED: 1.025, script.IDLE: 1.001}.get(kind, 1.0)
         times[kind].append(0.2 * (1 + 0.01 * i) * cost)
-    found = script.summary(times | {"calls": [1e-4, 2e-4, 1e-4]})
+    begins = [0.2 * step for step in range(4 * 60)]
+    found = script.summary(times | {"calls": [1e-4, 2e-4, 1e-4], "begins": begins})
     assert found["paired_difference"] == pytest.approx((10 * 0.025 + 40 * 0.001) / 50, abs=2e-5)
     assert found["paired_standard_error"] < 1e-4
     assert found["idle_difference"] == pytest.approx(0.001, abs=2e-5)
@@ -89,3 +91,22 @@ def test_the_median_has_an_interval_by_the_order_of_the_rounds(script: Any) -> N
     assert script.median_and_interval([9.0, 1, 2, 3, 4, 5, 6, 7, 8, 1000]) == (5.5, [2, 9.0])
     assert script.median_and_interval([1.0] * 5) == (1.0, None)
     assert script.median_and_interval([float(n) for n in range(6)]) == (2.5, [0.0, 5.0])
+
+
+def test_single_slow_steps_hide_nothing_from_the_medians(script: Any) -> None:
+    """Every seventh step takes three times as long, whatever its kind; stretches end in waits."""
+    clock, begins = 0.0, [0.0]
+    for kind, first, last in script.plan(12):
+        for step in range(first, last + 1):
+            took = 0.08 * (1.002 if kind == script.IDLE else 1.0)
+            if kind == script.WATCHED:
+                took += 0.012 * (step % script.SHORT == 0) + 0.004 * (step % script.SHORT == 1)
+            took *= 3 if step % 7 == 0 and step % script.SHORT not in (0, 1) else 1
+            clock += took + 0.05 * (step in (first, last))
+            begins.append(clock)
+    found = script.by_steps(begins[:-1], 12)  # the step after the last may never begin
+    assert found["observation"] == pytest.approx(0.016)
+    assert found["idle"] == pytest.approx(0.002)
+    assert found["total"] == pytest.approx(0.016 / 0.08 / 50 + 0.002)
+    low, high = found["total_interval"]
+    assert low <= found["total"] <= high
