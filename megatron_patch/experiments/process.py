@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -100,8 +101,15 @@ def rank_exit_code(log: str) -> int:
 
 
 def last_words(log: str) -> str:
-    """The line that says why a process ended: the program's own, else the last one."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("megatron-patch: ")]
-    found = own[-1] if own else lines[-1] if lines else ""
-    return found.removeprefix("megatron-patch: ").removeprefix("[rank0]: ")[:300]
+    """The line that says why a process ended: the program's own, else the last one.
+
+    Reasons that are indented below a line of its own that ends in a colon are a part of it.
+    """
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    own = [i for i, line in enumerate(lines) if line.lstrip().startswith("megatron-patch: ")]
+    at = own[-1] if own else len(lines) - 1
+    found = lines[at].strip() if lines else ""
+    if found.endswith(":"):
+        reasons = itertools.takewhile(lambda line: line[:1].isspace(), lines[at + 1 :])
+        found += " " + "; ".join(line.strip().removeprefix("- ") for line in reasons)
+    return found.removeprefix("megatron-patch: ").removeprefix("[rank0]: ").strip()[:300]

@@ -502,3 +502,5 @@ def test_the_exit_code_behind_torchrun() -> None:
     assert process.last_words(TORCHRUN).startswith("step 7: gradients not finite")
     assert process.last_words("a\n\n[rank0]: OutOfMemoryError\n") == "OutOfMemoryError"
     assert process.last_words("") == ""
+    reasons = "a\nmegatron-patch: no backend; unmet:\n  - device is cpu\n  - no x\nothers: none\n"
+    assert process.last_words(reasons) == "no backend; unmet: device is cpu; no x"
