@@ -57,10 +57,14 @@ MOVES, STILL = 2.0, 1.25
 AFTER = (250, 500, 750, 1000)
 """Steps after the start at which logits are told."""
 UNSEEN = {
-    "k_centered": ("growth_noise",),
+    "k_centered": ("growth_noise", "error_to_signal"),
     "v_centered": ("growth_noise", "error_to_signal"),
 }
-"""By variant, what telemetry measures as if nothing were centered: no figure of that run."""
+"""By variant, what telemetry measures as if nothing were centered: no figure of that run.
+
+The error of k_centered would be that of its O beside plain K's, so that what K - mean loses in
+16 bits, by which logits and softmax differ, counts as an error of delta.
+"""
 
 Head = tuple[int, int]
 
@@ -154,8 +158,8 @@ class Seed:
 
     def _judged_at(self, mine: record.Telemetry, start: int) -> int | None:
         origin = self.facts[self.control].get("origin")
-        if origin is None or origin["step"] != start:
-            return None
+        if origin is None or origin["step"] != start or not _here(self.folder, self.control):
+            return None  # or it was started and ended before its first record
         return judged_at(mine.steps, self._control.steps, start=start, last=self.last)
 
     @property

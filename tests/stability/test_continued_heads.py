@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +132,18 @@ def test_what_telemetry_cannot_see_is_not_told(
     runs = call(script, monkeypatch, tmp_path, str(experiment))["runs"]
     of = [runs[name]["heads"][0] for name in ("control-s1", "k_centered-s1")]
     assert [head["growth_noise"] for head in of] == [0.5, None]
-    assert [head["error_to_signal"] for head in of] == [0.25, 0.25]
+    assert [head["error_to_signal"] for head in of] == [0.25, None]
+
+
+def test_without_records_of_the_control_nothing_is_told(
+    script: Any, experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started and failed at once, or its records are elsewhere."""
+    shutil.rmtree(experiment / "runs" / "control-s1")
+    runs = call(script, monkeypatch, tmp_path, str(experiment))["runs"]
+    assert {*runs} == {f"{cell}-s1" for cell in CELLS if cell != "control"}
+    assert {run["verdict"] for run in runs.values()} == {"untold"}
+    assert runs["stops-s1"]["heads"][1]["logit"]["0"] == 500
 
 
 def test_heads_are_filled_up_from_the_end(script: Any, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
 
         def finish(self, step: int, result: Any) -> None:
             self.filled += self.options.enabled
-            assert self.filled <= script.INTERVAL  # rows of the device buffer
+            assert self.filled <= script.INTERVAL  # as of a record in any run
             if self.observing:
                 seen.append(step)
                 self.filled = 0
