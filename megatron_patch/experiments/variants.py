@@ -72,10 +72,11 @@ def _options(**options: Any) -> Callable[[Backend], Backend]:
 def center_keys(run: Backend) -> Backend:
     """K - mean over tokens, per sequence and head.
 
-    The scores of a row all move by the same amount, so the softmax is what it was; what changes is
-    dQ = dS K, in which an error e of delta is multiplied by P K. The mean is a constant of the
-    backward pass: dK of the shifted K is dK of K. The kernel's largest logits are those of the
-    shifted K, no figure to put beside another run's: an observer gets none, and computes its own.
+    The scores of a row all move by the same amount, so the softmax is what it was (but for the
+    rounding of the shifted K to 16 bits); what changes is dQ = dS K, in which an error e of delta
+    is multiplied by P K. The mean is a constant of the backward pass: dK of the shifted K is dK of
+    K. The kernel's largest logits are those of the shifted K, no figure to put beside another
+    run's: an observer gets none, and computes its own.
     """
 
     def changed(call: Call) -> Result:
