@@ -70,7 +70,11 @@ def _add_stability(parts: Subparsers) -> None:
     )
     part.add_argument("--steps", metavar="N", type=_positive, help="end runs at this step for now")
     part.add_argument(
-        "--only", metavar="CELL", nargs="+", default=[], help="cells, or single runs (cell-s1)"
+        "--only",
+        metavar="CELL",
+        nargs="+",
+        default=[],
+        help="cells, single runs (cell-s1), or seeds (s1)",
     )
     part.add_argument(
         "--gpus-per-run", metavar="N", type=_positive, help="instead of the protocol's gpus_per_run"

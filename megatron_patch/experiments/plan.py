@@ -22,7 +22,7 @@ def describe(
 ) -> str:
     """The runs in the order they start, and what a time budget is enough for."""
     protocol = experiment.protocol
-    runs = [r for r in experiment.runs if not only or {r.cell.name, r.id} & set(only)]
+    runs = [r for r in experiment.runs if r.among(only)]
     lines = [f"{protocol.name}: {len(runs)} runs of {steps:,} steps, in this order:"]
     width = max((len(run.id) for run in runs), default=0)
     for run in runs:

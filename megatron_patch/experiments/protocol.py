@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,8 @@ class Protocol:
                 yield Problem(f"{where}.name", f"{cell.name[:60]!r}: use at most 48 of a-z 0-9 _")
             if names.index(cell.name) != index:
                 yield Problem(f"{where}.name", f"{cell.name!r} is the name of two cells")
+            if cell.name in (f"s{seed}" for seed in self.seeds):
+                yield Problem(f"{where}.name", f"{cell.name!r}: --only takes that for a seed")
             if cell.variant not in VARIANTS:
                 allowed = ", ".join(VARIANTS)
                 yield Problem(f"{where}.variant", f"{cell.variant!r}: use one of {allowed}")
@@ -182,6 +184,15 @@ class Run:
     def id(self) -> str:
         """Name of the run and of its directory."""
         return f"{self.cell.name}-s{self.seed}"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What --only may call it: its cell, itself, or its seed as ``s1``."""
+        return frozenset((self.cell.name, self.id, f"s{self.seed}"))
+
+    def among(self, only: Collection[str]) -> bool:
+        """Whether ``only``, of what `names` has, picks it; an empty one picks every run."""
+        return not only or not self.names.isdisjoint(only)
 
     @property
     def base(self) -> str | None:

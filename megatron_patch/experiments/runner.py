@@ -70,8 +70,8 @@ class Runner:
 
     Args of the constructor: the store; ``devices``, a seat each (a GPU index, repeated where runs
     share it; for the CPU any numbers); ``seconds`` of the time budget or None; ``steps`` to end
-    runs at; ``only``, names of cells or runs; ``say``, where progress lines go; ``widen``, whether
-    runs take GPUs that nobody waits for.
+    runs at; ``only``, names of cells, runs or seeds; ``say``, where progress lines go; ``widen``,
+    whether runs take GPUs that nobody waits for.
     """
 
     store: Store
@@ -174,7 +174,7 @@ class Runner:
         return True
 
     def _wanted(self, run: Run) -> bool:
-        if self.only and run.cell.name not in self.only and run.id not in self.only:
+        if not run.among(self.only):
             return False
         state = self.store.states[run.id]
         return state.state not in FINAL and self.store.reached(run) < self._end(run)

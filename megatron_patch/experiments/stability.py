@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_patch.experiments import earlier, plan, publish, results, unrecorded
 from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.protocol import Experiment, Run, read
+from megatron_patch.experiments.protocol import Experiment, read
 from megatron_patch.experiments.publish import Target
 from megatron_patch.experiments.runner import Runner
 from megatron_patch.experiments.store import FAILED, REFUSED, State, Store
@@ -63,7 +63,7 @@ def run(request: Request) -> int:
             f"--gpus {gpus}: this process may use {there} (CUDA_VISIBLE_DEVICES counts); leave "
             "--gpus out to use all of them"
         )
-    needed = max(experiment.gpus_of(r) for r in experiment.runs if _picked(r, request.only))
+    needed = max(experiment.gpus_of(r) for r in experiment.runs if r.among(request.only))
     if gpus < needed:
         raise ExperimentError(
             f"{gpus} GPU(s) for runs of {needed}: use --gpus, --gpus-per-run, or --only cells that "
@@ -181,21 +181,18 @@ def _publish(store: Store, target: Target) -> None:
         _say(f"warning: results could not be copied to {target.folder}: {why}")
 
 
-def _picked(run: Run, only: list[str]) -> bool:
-    return not only or run.cell.name in only or run.id in only
-
-
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
 def _check_only(experiment: Experiment, only: list[str]) -> None:
-    known = {name for r in experiment.runs for name in (r.cell.name, r.id)}
+    known = frozenset[str]().union(*(r.names for r in experiment.runs))
     strange = sorted(set(only) - known)
     if strange:
         raise ExperimentError(
-            f"--only {' '.join(strange)}: {experiment.protocol.name} has no such cell or run; it "
-            f"has {', '.join(dict.fromkeys(r.cell.name for r in experiment.runs))}"
+            f"--only {' '.join(strange)}: {experiment.protocol.name} has no such cell, run or "
+            f"seed; it has {', '.join(dict.fromkeys(r.cell.name for r in experiment.runs))}, and "
+            f"{', '.join(dict.fromkeys(f's{r.seed}' for r in experiment.runs))}"
         )
 
 

@@ -116,7 +116,7 @@ def test_user_errors(
 ) -> None:
     command = ["experiment", "stability", "--config", str(SMOKE)]
     assert app.run([*command, "--only", "nothing", "--dry-run"]) == 2
-    assert "has no such cell" in capsys.readouterr().err
+    assert "has no such cell, run or seed" in capsys.readouterr().err
     assert app.run([*command, "--steps", "99", "--dry-run"]) == 2
     assert "more than the protocol's 12" in capsys.readouterr().err
     assert app.run([*command, "--set", "no.key=1", "--dry-run"]) == 2

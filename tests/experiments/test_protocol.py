@@ -93,6 +93,27 @@ def test_a_cell_that_is_continued_changes_what_it_changes_from_step_0() -> None:
         assert (cell.set, cell.variant) == (whole[cell.name].set, whole[cell.name].variant)
 
 
+def test_a_run_is_picked_by_cell_by_its_own_name_or_by_seed(protocol: Path) -> None:
+    runs = read(protocol).runs
+    picked = {
+        only: [run.id for run in runs if run.among(only.split())]
+        for only in ("", "s1", "a", "a-s2", "b s2")
+    }
+    assert picked == {
+        "": ["a-s1", "b-s1", "a-s2"],
+        "s1": ["a-s1", "b-s1"],
+        "a": ["a-s1", "a-s2"],
+        "a-s2": ["a-s2"],
+        "b s2": ["b-s1", "a-s2"],
+    }
+
+
+def test_no_cell_has_the_name_of_a_seed(protocol: Path) -> None:
+    protocol.write_text(protocol.read_text().replace("name: b", "name: s2"))
+    with pytest.raises(ConfigError, match="--only takes that for a seed"):
+        read(protocol)
+
+
 def test_runs_are_ordered_by_seed(protocol: Path) -> None:
     """An experiment that is cut short has whole comparisons of its first seed."""
     assert [run.id for run in read(protocol).runs] == ["a-s1", "b-s1", "a-s2"]
