@@ -36,6 +36,7 @@ of the rule.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -56,11 +57,9 @@ SHORTEST = 500
 MOVES, STILL = 2.0, 1.25
 AFTER = (250, 500, 750, 1000)
 """Steps after the start at which logits are told."""
-UNSEEN = {
-    "k_centered": ("growth_noise", "error_to_signal"),
-    "v_centered": ("growth_noise", "error_to_signal"),
-}
-"""By variant, what telemetry measures as if nothing were centered: no figure of that run.
+CENTERED = ("k_centered", "v_centered")
+UNSEEN = ("growth_noise", "error_to_signal")
+"""What telemetry measures of `CENTERED` variants as if nothing were centered: no figure of the run.
 
 The error of k_centered would be that of its O beside plain K's, so that what K - mean loses in
 16 bits, by which logits and softmax differ, counts as an error of delta.
@@ -139,9 +138,8 @@ class Seed:
             )
         step = self._judged_at(mine, start)
         heads = [self._head(head, above, mine, start, step) for head, above in self.heads]
-        for one in heads:
-            hidden = UNSEEN.get(facts["variant"], ())
-            one |= dict.fromkeys(hidden)
+        if facts["variant"] in CENTERED:
+            heads = [one | dict.fromkeys(UNSEEN) for one in heads]
         return {
             "cell": facts["cell"],
             "seed": facts["seed"],
@@ -162,7 +160,7 @@ class Seed:
             return None  # or it was started and ended before its first record
         return judged_at(mine.steps, self._control.steps, start=start, last=self.last)
 
-    @property
+    @functools.cached_property
     def _control(self) -> record.Telemetry:
         return head_timeline.read(self.parser, str(self.folder / "runs" / self.control))
 

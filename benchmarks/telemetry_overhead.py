@@ -75,6 +75,15 @@ def plan(rounds: int) -> list[tuple[str, int, int]]:
     ]
 
 
+def idle_clock(device: str) -> float:
+    """The clock once the device has nothing left to do."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def watched_by(
     base: type[Any],
     rounds: int,
@@ -86,21 +95,12 @@ def watched_by(
     """`Stability` that is switched on and off along the plan, and keeps time.
 
     The run is asked to stop after the first round that ends later than ``until`` (monotonic clock).
-
-    Seconds of every stretch are appended to ``times["stretches"]``, those of its own calls in a
-    step of an idle one to ``times["calls"]``, the clock at the begin of every step of the plan, and
-    of the step after it, to ``times["begins"]``.
+    ``times`` gets the seconds of every stretch ("stretches"), of the telemetry's calls in every
+    idle step ("calls"), and the clock at the begin of every step ("begins").
     """
-    import torch
-
     stretches = plan(rounds)
     starts = {first: kind for kind, first, _ in stretches}
     ends = {last for _, _, last in stretches}
-
-    def now() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     class Alternating(base):  # type: ignore[misc]
         kind = WITHOUT
@@ -119,7 +119,7 @@ def watched_by(
                 self.set_kind(WITHOUT, INTERVAL)
             if step in starts:
                 self.set_kind(starts[step], ENABLED.get(starts[step], INTERVAL))
-                self.began = now()
+                self.began = idle_clock(device)
             start = time.perf_counter()
             if step > WARM_UP:
                 times[BEGINS].append(start)
@@ -139,7 +139,7 @@ def watched_by(
             if step == TOGETHER:
                 self.flush(step)  # no record is left for a stretch that is to read none
             if step in ends:
-                times["stretches"].append(now() - self.began)
+                times["stretches"].append(idle_clock(device) - self.began)
                 whole = len(times["stretches"]) % len(ROUND) == 0
                 if whole and time.monotonic() > until and os.environ.get("RANK", "0") == "0":
                     os.kill(os.getpid(), signal.SIGTERM)  # the trainer stops all ranks in order
@@ -264,7 +264,9 @@ def by_steps(begins: Sequence[float], rounds: int) -> dict[str, Any]:
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     """Seconds of a step by stretch -> costs, of an observation and as shares of a step.
 
-    A round, whose stretches have the same middle, is one observation of every difference.
+    An observation is what a watched stretch takes beyond an idle one; the total of 50 steps has
+    both beyond those without. A round, whose stretches have the same middle, is one measurement of
+    every difference.
     """
     base = statistics.median(times[WITHOUT])
     by_round = {
@@ -272,7 +274,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
         for kind in (WITHOUT, WATCHED, IDLE)
     }
     rounds = list(zip(*by_round.values(), strict=True))
-    observation, observation_error = mean_and_error([SHORT * (b - a) for a, b, _ in rounds])
+    observation, observation_error = mean_and_error([SHORT * (b - c) for _, b, c in rounds])
     idle, idle_error = mean_and_error([c / a - 1 for a, _, c in rounds])
     rest = INTERVAL - SHORT
     totals = [(SHORT * (b / a - 1) + rest * (c / a - 1)) / INTERVAL for a, b, c in rounds]
@@ -321,8 +323,9 @@ def main() -> int:
     for gpus in args.gpus:
         times = measure(args, gpus)
         kept = {name: values for name, values in times.items() if name != CALLS}
-        found[str(gpus)] = {"times": kept, **summary(times)}
-        print(f"{gpus} process(es): {json.dumps(summary(times))}", flush=True)
+        told = summary(times)
+        found[str(gpus)] = {"times": kept, **told}
+        print(f"{gpus} process(es): {json.dumps(told)}", flush=True)
         figures = {
             "config": args.config,
             # Where data lies is no part of what is measured, and paths are nobody's business.

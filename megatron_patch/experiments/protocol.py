@@ -119,14 +119,18 @@ class Protocol:
         if not self.cells:
             yield Problem("cells", "[] is no experiment: name at least one cell")
         names = [cell.name for cell in self.cells]
+        own = (seed for cell in self.cells for seed in cell.seeds or ())
+        seeds = {f"s{seed}" for seed in (*self.seeds, *own)}
         for index, cell in enumerate(self.cells):
             where = f"cells[{index}]"
             if not NAME.fullmatch(cell.name):
                 yield Problem(f"{where}.name", f"{cell.name[:60]!r}: use at most 48 of a-z 0-9 _")
             if names.index(cell.name) != index:
                 yield Problem(f"{where}.name", f"{cell.name!r} is the name of two cells")
-            if cell.name in (f"s{seed}" for seed in self.seeds):
-                yield Problem(f"{where}.name", f"{cell.name!r}: --only takes that for a seed")
+            if cell.name in seeds:
+                yield Problem(
+                    f"{where}.name", f"{cell.name!r}: --only takes that for a seed; use another"
+                )
             if cell.variant not in VARIANTS:
                 allowed = ", ".join(VARIANTS)
                 yield Problem(f"{where}.variant", f"{cell.variant!r}: use one of {allowed}")

@@ -108,8 +108,11 @@ def test_a_run_is_picked_by_cell_by_its_own_name_or_by_seed(protocol: Path) -> N
     }
 
 
-def test_no_cell_has_the_name_of_a_seed(protocol: Path) -> None:
-    protocol.write_text(protocol.read_text().replace("name: b", "name: s2"))
+@pytest.mark.parametrize("name", ["s1", "s7"])
+def test_no_cell_has_the_name_of_a_seed(protocol: Path, name: str) -> None:
+    """Neither of the protocol's nor of a cell's own."""
+    text = protocol.read_text().replace("name: b", f"name: {name}").replace("[1]}", "[1, 7]}")
+    protocol.write_text(text)
     with pytest.raises(ConfigError, match="--only takes that for a seed"):
         read(protocol)
 

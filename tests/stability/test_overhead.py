@@ -81,8 +81,8 @@ def test_drift_cancels_in_a_round(script: Any) -> None:
     assert found["paired_difference"] == pytest.approx((10 * 0.025 + 40 * 0.001) / 50, abs=2e-5)
     assert found["paired_standard_error"] < 1e-4
     assert found["idle_difference"] == pytest.approx(0.001, abs=2e-5)
-    assert found["observation_seconds"] == pytest.approx(10 * 0.025 * 0.2, rel=0.2)
-    assert found["share_every_50_steps"] == pytest.approx(0.025 / 5, rel=0.2)
+    assert found["observation_seconds"] == pytest.approx(10 * 0.024 * 0.2, rel=0.2)
+    assert found["share_every_50_steps"] == pytest.approx(0.024 / 5, rel=0.2)
     assert found["idle_call_seconds"] == pytest.approx(4e-4 / 3)
 
 
