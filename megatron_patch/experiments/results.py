@@ -93,7 +93,7 @@ def collect(store: Store, rows: dict[str, list[Row]]) -> dict[str, Any]:
                 "commit": _commit(store.run_dir(run)),
                 "switched_at": switched_at,
                 "saved": (
-                    _saved(rows[run.id], protocol.explosion)
+                    _saved(rows[run.id], state.origin, protocol.explosion)
                     if run.base is not None or switched_at is not None
                     else None
                 ),
@@ -128,8 +128,13 @@ def _incomplete(state: State, rows: list[Row]) -> dict[str, str]:
     return {"incomplete": f"at {last:,} of {went:,}"} if last < went else {}
 
 
-def _saved(rows: list[Row], rule: ExplosionConfig) -> bool | None:
-    """Whether the gradients became and stayed small; None if there are too few windows to say."""
+def _saved(rows: list[Row], origin: dict[str, Any] | None, rule: ExplosionConfig) -> bool | None:
+    """Whether the gradients became and stayed small; None if there are too few windows to say.
+
+    Or if a continued run was cut before the event of its base: nothing had to be survived.
+    """
+    if origin is not None and (not rows or rows[-1]["step"] < origin["event"]):
+        return None
     last = windows(rows, rule.window)[-SAVED_WINDOWS:]
     if len(last) < SAVED_WINDOWS:
         return None
