@@ -1,4 +1,5 @@
-"""The table of docs/ on heads in runs that continue another one with one thing changed."""
+"""Tables of docs/ on heads in runs that continue another one with one thing changed, and on what
+two of those changes do to captured heads."""
 
 from __future__ import annotations
 
@@ -35,6 +36,27 @@ def rendered(result: dict[str, Any]) -> str:
     where += "Noise and error (of delta, over its signal): medians until there."
     where += kept_from(in_order, "Read")
     return "\n".join([f"{origin(result)} {where}", "", table([*head, "verdict"], rows)])
+
+
+def centered(result: dict[str, Any]) -> str:
+    """A line a captured head: what centring K or V leaves of its logits and of its noise."""
+    rows = []
+    before = ""
+    for one in sorted(result["heads"], key=lambda h: (h["run"], h["step"], h["layer"], h["head"])):
+        place = f"{one['run']}, {one['step']:,}"
+        row = [place if place != before else "", f"{one['layer']}.{one['head']}"]
+        before = place
+        row += [f"{100 * one['share']:.1f} %"]
+        row += [_number(one[key]) for key in ("largest_logit", "largest_centered")]
+        row += [_number(one[f"noise{kind}"]) for kind in ("", "_k_centered", "_v_centered")]
+        rows.append([*row, f"{one['moved']:.1g}"])
+    where = "Heads as layer.head; noise by emulated plain numerics, - : no derivative left. Moved: "
+    where += "logits, by rounding the centred K (RMS under P)."
+    captures = {f"{one['run']}, {one['step']:,}": one for one in result["heads"]}
+    where += kept_from([*captures.items()], "Computed")
+    head = ["captured in, at step", "head", "one vector's share of K", "largest logit"]
+    head += ["K centred", "noise", "K centred", "V centred", "moved"]
+    return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
 def _of_run(run: dict[str, Any]) -> list[str]:

@@ -50,12 +50,20 @@ def examine(one: captured.Head) -> dict[str, Any]:
     found: dict[str, Any] = {"largest_logit": float(one.scores().max() * one.scale)}
     for name, rounding in KINDS.items():
         error = growth(one, _ds(one, rounding))[captured.SKIPPED :] - true
-        floor = NOTHING * error.norm()
-        found[name] = {
-            "noise": float(error.norm() / true.norm()) if true.norm() > floor else None,
-            "side": float(error.sum() / error.norm()),
-        }
+        side = float(error.sum() / error.norm())
+        found[name] = {"noise": _ratio(error, true), "side": side}
     return one.place | found
+
+
+def noise(one: captured.Head, rounding: Rounding = FLASH2) -> float | None:
+    """RMS of the error over RMS of the true derivative, under one kind of numerics."""
+    true = growth(one, true_ds(one))[captured.SKIPPED :]
+    return _ratio(growth(one, _ds(one, rounding))[captured.SKIPPED :] - true, true)
+
+
+def _ratio(error: torch.Tensor, true: torch.Tensor) -> float | None:
+    known = true.norm() > NOTHING * error.norm()
+    return float(error.norm() / true.norm()) if known else None
 
 
 def growth(one: captured.Head, ds: torch.Tensor) -> torch.Tensor:
