@@ -1,4 +1,4 @@
-"""What centring K or V would do to the errors of delta, on captured heads.
+"""What centering K or V would do to the errors of delta, on captured heads.
 
     python benchmarks/centered_heads.py [CAPTURE ...]
 
@@ -8,11 +8,11 @@ an error of delta gets into dQ; V minus the mean of O, the O that is rounded. Ne
 softmax. Per head:
 
     share     |mean of K|^2 / mean of |K|^2: how much of the keys is one vector
-    largest   logit, and logit of the centred K: what is left when a row's common part is taken off
+    largest   logit, and logit of the centered K: what is left when a row's common part is taken off
     noise     of `logit_growth.py` (error of delta over true derivative by a factor on the logits)
-              under plain numerics, with K centred, with V centred; each beside the exact
+              under plain numerics, with K centered, with V centered; each beside the exact
               derivative of its own inputs, which are rounded to 16 bits once more
-    moved     RMS over rows of what that rounding of the centred K moves a row's logits by, a
+    moved     RMS over rows of what that rounding of the centered K moves a row's logits by, a
               row's being the RMS under its P: the second thing that `k_centered` changes
 
 Default: the heads of the captures in tests/experiments/captures. Writes

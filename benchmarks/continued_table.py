@@ -39,7 +39,7 @@ def rendered(result: dict[str, Any]) -> str:
 
 
 def centered(result: dict[str, Any]) -> str:
-    """A line a captured head: what centring K or V leaves of its logits and of its noise."""
+    """A line a captured head: what centering K or V leaves of its logits and of its noise."""
     rows = []
     before = ""
     for one in sorted(result["heads"], key=lambda h: (h["run"], h["step"], h["layer"], h["head"])):
@@ -51,11 +51,11 @@ def centered(result: dict[str, Any]) -> str:
         row += [_number(one[f"noise{kind}"]) for kind in ("", "_k_centered", "_v_centered")]
         rows.append([*row, f"{one['moved']:.1g}"])
     where = "Heads as layer.head; noise by emulated plain numerics, - : no derivative left. Moved: "
-    where += "logits, by rounding the centred K (RMS under P)."
+    where += "logits, by rounding the centered K (RMS under P)."
     captures = {f"{one['run']}, {one['step']:,}": one for one in result["heads"]}
     where += kept_from([*captures.items()], "Computed")
     head = ["captured in, at step", "head", "one vector's share of K", "largest logit"]
-    head += ["K centred", "noise", "K centred", "V centred", "moved"]
+    head += ["K centered", "noise", "K centered", "V centered", "moved"]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/centered_heads.py`: what centring K or V leaves of the error, on captured heads."""
+"""`benchmarks/centered_heads.py`: what centering K or V leaves of the error, on captured heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def head(script: Any, common: float) -> Any:
     return script.captured.Head(place={}, scale=0.35, **dict(zip(names, rounded, strict=True)))
 
 
-def test_a_vector_that_all_keys_share_is_no_part_of_the_centred_logits(script: Any) -> None:
+def test_a_vector_that_all_keys_share_is_no_part_of_the_centered_logits(script: Any) -> None:
     """It makes the logits, and the noise with them, and K minus its mean has neither."""
     small, large = (script.examine(head(script, common)) for common in (0.0, 64.0))
     assert small["share"] < 0.02 and large["share"] > 0.99
