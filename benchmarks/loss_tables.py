@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from run_names import STREAM, by_attempt, of_attempt
+from run_names import CONTINUED, STREAM, by_attempt, of_attempt
 from table_text import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,18 +98,22 @@ GAPS = (0.03, 0.1)
 """Nats above `compensated` on the same batches, in two windows in a row: the loss has moved."""
 
 
+ELSEWHERE = {STREAM: "baselines_bf16_residual", CONTINUED: "attribution_continued"}
+"""Protocols whose losses are those of runs that results set apart."""
+
+
 def lead(result: dict[str, Any]) -> str:
     """How long before its loss left that of `compensated` on the same batches a run was announced.
 
     Stricter than `early_warning.first_move`, which knows the run alone, as its user does.
     """
-    losses = {name: losses_of(name) for name in ("baselines", "rescue", "baselines_bf16_residual")}
+    losses = {name: losses_of(name) for name in ("baselines", "rescue", *ELSEWHERE.values())}
     rows = []
     for run in (*result["choosing"], *result["held_out"]):
-        name = run["run"].partition(", ")[0]
+        name, _, apart = run["run"].partition(", ")
         peer = losses["baselines"].get(f"compensated-{name.rpartition('-')[2]}", {})
-        if run["run"].endswith(f", {STREAM}"):
-            own = losses["baselines_bf16_residual"].get(name, {})
+        if apart in ELSEWHERE:
+            own = losses[ELSEWHERE[apart]].get(name, {})
         else:
             own = losses["rescue"].get(name, {})
             own = losses["baselines"].get(by_attempt(run["run"], losses["baselines"]), own)

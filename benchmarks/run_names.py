@@ -13,7 +13,8 @@ from pathlib import Path
 STREAM = "BF16 stream"
 AGAIN = "again"
 """Said of a later attempt at a run, where the first has the plain name in what was read from it."""
-APART = {"_bf16_residual": STREAM}
+CONTINUED = "continued"
+APART = {"_bf16_residual": STREAM, "attribution_continued": CONTINUED}
 """Ends of protocol names, and how results say it."""
 
 
