@@ -19,7 +19,9 @@ says with all others off, and (``--choose``) from which danger_error; early_warn
 The loss *moves* where the median of `SMOOTH` records stands 0.1 nats above its lowest value after
 the warm-up, or at the first record whose loss is not finite. The median needs three records, so a
 single one is there two records before. A run that is warned and whose loss does not move within its
-recorded steps counts as an alarm without an explosion, whatever it would have done later.
+recorded steps counts as an alarm without an explosion, whatever it would have done later; the
+outcome says so where it was cut within `SHORT` steps. Where the records end before the median can
+move, the first whose loss is lost is what counts.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ GRIDS = {
 }
 MOVE = 0.1  # nats
 HIGH = 4.5  # nats: the run is lost
+SHORT = 1000  # steps: a run that ends sooner after its alarm shows nothing about it
 WARM_UP = 2000
 OTHERS = (
     "watch_growth",
@@ -157,27 +160,41 @@ def examine(name: str, rule: Rule) -> dict[str, Any]:
     moved = first_move(points, warm_up)
     first, watch = first_of(found, "danger"), first_of(found, "watch")
     alarm = None if first is None else first[0]
-    high = next((p.step for p in points if p.step > warm_up and not p.loss < HIGH), None)
+    high = first_high(points, warm_up)
     named = next((p.step for p in points if p.bias.value >= rule.head_signal), None)
-    if moved is None:
-        outcome = "quiet" if alarm is None else "alarm, loss did not move"
-    else:
-        outcome = "missed" if alarm is None or alarm >= moved else "warned"
+    gone = high if moved is None else moved
     return {
         "run": label,
         "steps": points[-1].step,
         "alarm": alarm,
         "loss_moved": moved,
         "loss_high": high,
-        "lead": None if moved is None or alarm is None else moved - alarm,
+        "lead": None if gone is None or alarm is None else gone - alarm,
         "lead_to_high": None if high is None or alarm is None else high - alarm,
         "head_named": named,
         "head_telemetry": any(math.isfinite(p.bias.value) for p in points),
         "reason": None if first is None else first[1],
         "watch": None if watch is None else watch[0],
         "warm_up": warm_up_growth(name),
-        "outcome": outcome,
+        "outcome": outcome(points[-1].step, alarm=alarm, gone=gone),
     }
+
+
+def first_high(points: list[Point], warm_up: int) -> int | None:
+    """The first record whose loss is lost, in a run that has one before it whose loss is not."""
+    late = [p for p in points if p.step > warm_up]
+    begins = next((i for i, p in enumerate(late) if p.loss < HIGH), len(late))
+    return next((p.step for p in late[begins:] if not p.loss < HIGH), None)
+
+
+def outcome(end: int, *, alarm: int | None, gone: int | None) -> str:
+    """What came of a run: ``gone`` is the step at which its loss moved, or was lost."""
+    if gone is not None:
+        return "missed" if alarm is None or alarm >= gone else "warned"
+    if alarm is None:
+        return "quiet"
+    left = end - alarm
+    return f"alarm, cut {left:,} steps later" if left < SHORT else "alarm, loss did not move"
 
 
 def rule_with(name: str, threshold: float) -> Rule:
@@ -213,12 +230,25 @@ def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
     if both := sorted(new & {row["run"] for row in old["choosing"]}):
         raise SystemExit(f"--keep {path}: chosen on {', '.join(both)}; hold them out")
     # Records may be gone: what an earlier rule said of them stands, and the row says so.
-    mark = {} if old.get("rule") == asdict(Rule()) else {"earlier_rule": True}
+    # Nor do records of 50 steps, which all are, differ by the keys that came last.
+    same = {key: getattr(Rule(), key) for key in ("smooth_steps", "confirm_steps")}
+    mark = {} if same | (old.get("rule") or {}) == asdict(Rule()) else {"earlier_rule": True}
     rows = {
-        kind: [mark | {"commit": old["commit"]} | row for row in old[kind] if row["run"] not in new]
+        kind: [
+            mark | {"commit": old["commit"]} | row | _told_again(row)
+            for row in old[kind]
+            if row["run"] not in new
+        ]
         for kind in ("choosing", "held_out")
     }
     return {"chosen": old["chosen"], "grid": old["grid"], "wanted_lead": old["wanted_lead"], **rows}
+
+
+def _told_again(row: dict[str, Any]) -> dict[str, str]:
+    """The outcome in today's words, of a row that shows it whole."""
+    if row["loss_moved"] is None and row["loss_high"] is not None:
+        return {}  # it may have begun with a loss that was lost
+    return {"outcome": outcome(row["steps"], alarm=row["alarm"], gone=row["loss_moved"])}
 
 
 def main() -> int:

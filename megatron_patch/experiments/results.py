@@ -131,14 +131,18 @@ def _incomplete(state: State, rows: list[Row]) -> dict[str, str]:
 def _saved(rows: list[Row], origin: dict[str, Any] | None, rule: ExplosionConfig) -> bool | None:
     """Whether the gradients became and stayed small; None if there are too few windows to say.
 
-    Or if a continued run was cut before the event of its base: nothing had to be survived.
+    Or if a continued run has not outlived the event of its base by as many: what goes on there may
+    only be late.
     """
-    if origin is not None and (not rows or rows[-1]["step"] < origin["event"]):
-        return None
     last = windows(rows, rule.window)[-SAVED_WINDOWS:]
     if len(last) < SAVED_WINDOWS:
         return None
-    return all(w.grad_norm <= rule.grad_norm and w.loss <= rule.loss for w in last)
+    small = all(w.grad_norm <= rule.grad_norm and w.loss <= rule.loss for w in last)
+    return None if small and origin is not None and not _outlived(rows, origin, rule) else small
+
+
+def _outlived(rows: list[Row], origin: dict[str, Any], rule: ExplosionConfig) -> bool:
+    return bool(rows[-1]["step"] >= origin["event"] + SAVED_WINDOWS * rule.window)
 
 
 def _switched_at(store: Store, run: Run) -> int | None:

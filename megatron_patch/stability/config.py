@@ -34,9 +34,14 @@ class StabilityConfig:
     watch_growth: float = 1.25
     """Smoothed gradient norm over its recent minimum from which the verdict is watch."""
     danger_growth: float = 1.3
-    """The same for danger, which the guard acts on."""
+    """The same for danger, which the guard acts on; watch under compensated, where a rise without
+    a head that shows anything is none of attention's."""
     reference_steps: int = 4000
     """How far back the minimum of the smoothed gradient norm is looked for."""
+    smooth_steps: int = 200
+    """Steps from the first to the last record of a smoothed norm, at least; it has 5 or more."""
+    confirm_steps: int = 50
+    """The same of the records that must agree on danger; they are 2 or more."""
     watch_head_growth: float = 1.5
     """Growth of a head's W_Q or W_K in head_steps, over the median head's, for watch."""
     danger_head_growth: float = 2.0
@@ -47,9 +52,9 @@ class StabilityConfig:
     """Largest attention logit of a head from which its growth counts."""
     danger_error: float | None = 0.1
     """Error that the run's own numerics make in a head's delta, over the signal it disturbs, from
-    which the verdict is danger, in two records in a row; watch under compensated, where no switch
-    helps. It needs no history, and the heads' rows measured (not dropout, not reference). null:
-    never."""
+    which the verdict is danger, once confirmed (confirm_steps); watch under compensated, where no
+    switch helps. It needs no history, and the heads' rows measured (not dropout, not reference).
+    null: never."""
     watch_logit: float | None = 1000.0
     """Largest attention logit from which the verdict is watch; null: never."""
     capture_steps: list[int] = field(default_factory=list)
@@ -93,8 +98,9 @@ class StabilityConfig:
                     f"watch_{kind} {watch} and danger_{kind} {danger}: need "
                     f"1 < watch_{kind} <= danger_{kind}",
                 )
-        if not self.head_logit >= 0:
-            yield Problem("stability.head_logit", f"{self.head_logit}: must be at least 0")
+        for name in ("head_logit", "smooth_steps", "confirm_steps"):
+            if not getattr(self, name) >= 0:
+                yield Problem(f"stability.{name}", f"{getattr(self, name)}: must be at least 0")
         for name in ("danger_error", "watch_logit"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -170,7 +170,8 @@ class Telemetry:
                 f"does not know (it knows {', '.join(Rule.__dataclass_fields__)}); read it with "
                 "the version that wrote it"
             )
-        return Rule(**told)
+        # Before these two keys a rule counted records, however short.
+        return Rule(**{"smooth_steps": 0, "confirm_steps": 0} | told)
 
     def history(self, rule: Rule | None = None, *, after: int = 0) -> History:
         """What the warning rule goes on from: the records after a step and the guard's last switch.

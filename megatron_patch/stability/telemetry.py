@@ -54,6 +54,8 @@ def rule_of(run: RunConfig) -> Rule:
         danger_growth=s.danger_growth,
         reference_steps=s.reference_steps,
         settle_steps=run.optimizer.warmup_steps,
+        smooth_steps=s.smooth_steps,
+        confirm_steps=s.confirm_steps,
         watch_head_growth=s.watch_head_growth,
         danger_head_growth=s.danger_head_growth,
         head_steps=s.head_steps,
@@ -261,7 +263,8 @@ class Stability:
     @property
     def _reach(self) -> int:
         """Steps that the rule can look back on."""
-        return max(self.rule.reference_steps, self.rule.head_steps) + RECENT * self.options.interval
+        before = max(RECENT * self.options.interval, self.rule.smooth_steps)
+        return max(self.rule.reference_steps, self.rule.head_steps) + before
 
     # ------------------------------------------------------------------- step
 

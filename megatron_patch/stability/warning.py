@@ -9,14 +9,17 @@ loss moved (docs/telemetry.md has the figures), and no run that stayed stable ha
     error = what the run's own numerics get wrong in one head's delta / the signal it disturbs
 
 smoothed: the median of the last `SMOOTH` records, each the mean of its steps, so that single
-spikes, which stable runs have too, do not count. The minimum is looked for after the warm-up and in
+spikes, which stable runs have too, do not count; of more where those span less than
+`Rule.smooth_steps`, so that a short `stability.interval` is not judged by its noise, and danger is
+likewise confirmed over `Rule.confirm_steps`. The minimum is looked for after the warm-up and in
 a window, because norms also drift over tens of thousands of steps. Weights grow in every run, early
 and fast; one head that leaves all others behind, with large logits, is what an explosion looks like
 from inside, even while the gradient norm stands still. The error looks back on nothing, so it also
 speaks of weights that were sick before the run began. Where the numerics are `compensated` already
 it is no danger but something to watch: heads saturated beyond what float32 scores resolve, which no
-switch cures. What else the heads show (how coherent the error is, how large the logits are) names a
-place and raises `ok` to `watch`.
+switch cures. Nor is the growth of the norm there, by itself: a rise without a head that shows
+anything is none of attention's. What else the heads show (how coherent the error is, how large the
+logits are) names a place and raises `ok` to `watch`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from dataclasses import dataclass
 
 from megatron_patch.stability.names import LEVELS
 
-SMOOTH = 5  # records the gradient norm is smoothed over
-CONFIRM = 2  # records in a row that must agree on danger
+SMOOTH = 5  # records the gradient norm is smoothed over, at least
+CONFIRM = 2  # records in a row that must agree on danger, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,11 @@ class Rule:
     reference_steps: int = 4000
     settle_steps: int = 0
     """Steps before the rule looks: the learning rate's warm-up."""
+    smooth_steps: int = 200
+    """Steps from the first to the last record of a smoothed norm, at least: `SMOOTH` records of 50
+    steps, on which the thresholds were chosen."""
+    confirm_steps: int = 50
+    """The same of the records that agree on danger: `CONFIRM` of 50 steps."""
     head_signal: float = 0.005
     """`Point.bias` from which a head is named. Of the synthetic regimes of docs/numerics.md the
     saturated and the tied sinks reach it with a plain kernel; `compensated` stays below 1e-4."""
@@ -125,9 +133,10 @@ class Trend:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.rises: deque[float] = deque(maxlen=CONFIRM)
-        """At the last records (fewer while there are not enough), oldest first."""
-        self._norms: deque[float] = deque(maxlen=SMOOTH)
+        self.rises: deque[tuple[int, float]] = deque()
+        """(step, growth) at the records that confirm (fewer while there are not enough), oldest
+        first."""
+        self._norms: deque[tuple[int, float]] = deque()
         # (step, median) that can still be the window's lowest, now or later: both increase.
         self._lowest: deque[tuple[int, float]] = deque()
 
@@ -135,10 +144,10 @@ class Trend:
         """Take in the next record, in order of steps."""
         if point.step <= self.rule.settle_steps or not math.isfinite(point.grad_norm):
             return
-        self._norms.append(point.grad_norm)
-        if len(self._norms) < SMOOTH:
+        self._norms.append((point.step, point.grad_norm))
+        if not _fills(self._norms, SMOOTH, self.rule.smooth_steps):
             return
-        median = statistics.median(self._norms)
+        median = statistics.median(norm for _, norm in self._norms)
         while self._lowest and self._lowest[-1][1] >= median:
             self._lowest.pop()
         self._lowest.append((point.step, median))
@@ -146,15 +155,24 @@ class Trend:
             self._lowest.popleft()
         lowest = self._lowest[0][1]
         # A norm of zero is one that nobody computed, or of a model that learns nothing.
-        self.rises.append(median / lowest if lowest > 0 else 1.0)
+        self.rises.append((point.step, median / lowest if lowest > 0 else 1.0))
+        _fills(self.rises, CONFIRM, self.rule.confirm_steps)
+
+
+def _fills(window: deque[tuple[int, float]], records: int, steps: int) -> bool:
+    """Cut a window to the last records that are so many and span so much; whether they do."""
+    now = window[-1][0]
+    while len(window) > records and now - window[1][0] >= steps:
+        window.popleft()
+    return len(window) >= records and now - window[0][0] >= steps
 
 
 def growth(history: Sequence[Point], rule: Rule) -> list[float]:
-    """Growth at the last `CONFIRM` records (fewer while there are not enough), oldest first."""
+    """Growth at the records that confirm (fewer while there are not enough), oldest first."""
     trend = Trend(rule)
     for point in history:
         trend.add(point)
-    return list(trend.rises)
+    return [rise for _, rise in trend.rises]
 
 
 def judge(history: Sequence[Point], rule: Rule) -> Verdict:
@@ -164,7 +182,10 @@ def judge(history: Sequence[Point], rule: Rule) -> Verdict:
     """
     if not history:
         return Verdict(level="ok", reason="nothing recorded yet")
-    return _verdict(history[-CONFIRM:], growth(history, rule), rule)
+    trend = Trend(rule)
+    for point in history:
+        trend.add(point)
+    return _verdict(_confirming(history, len(history), rule), trend.rises, rule)
 
 
 def verdicts(history: Sequence[Point], rule: Rule) -> Iterator[Verdict]:
@@ -172,20 +193,30 @@ def verdicts(history: Sequence[Point], rule: Rule) -> Iterator[Verdict]:
     trend = Trend(rule)
     for i, point in enumerate(history, start=1):
         trend.add(point)
-        yield _verdict(history[max(0, i - CONFIRM) : i], trend.rises, rule)
+        yield _verdict(_confirming(history, i, rule), trend.rises, rule)
 
 
-def _verdict(last: Sequence[Point], rises: Sequence[float], rule: Rule) -> Verdict:
-    """From the last `CONFIRM` records and rises, fewer while there are not enough."""
+def _confirming(history: Sequence[Point], end: int, rule: Rule) -> Sequence[Point]:
+    """The records before ``end`` that have to agree, fewer while there are not enough."""
+    first = max(0, end - CONFIRM)
+    while first > 0 and history[end - 1].step - history[first].step < rule.confirm_steps:
+        first -= 1
+    return history[first:end]
+
+
+def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Rule) -> Verdict:
+    """From the records that have to agree and their rises, fewer while there are not enough."""
     now = last[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
     heads = _grown(last, rule), _wrong(last, rule), _place(now, rule), _large(now, rule)
     if not rises:
         return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
-    text = f"gradient norm {rises[-1]:.2f}x its minimum of the last {rule.reference_steps:,} steps"
-    confirmed = len(rises) == CONFIRM and min(rises) >= rule.danger_growth
-    level = "danger" if confirmed else "watch" if rises[-1] >= rule.watch_growth else "ok"
+    rise = rises[-1][1]
+    text = f"gradient norm {rise:.2f}x its minimum of the last {rule.reference_steps:,} steps"
+    rose = _agree(rises, rule) and min(rise for _, rise in rises) >= rule.danger_growth
+    danger = rose and not now.compensated
+    level = "danger" if danger else "watch" if rise >= rule.watch_growth else "ok"
     return _strongest((level, text), *heads)
 
 
@@ -203,7 +234,7 @@ def _grown(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
         f"{now}: W_Q or W_K grew {now.value:.2f}x as much as the median head's in "
         f"{rule.head_steps:,} steps"
     )
-    if _confirmed([p.growth for p in points], rule.danger_head_growth):
+    if _confirmed([(p.step, p.growth) for p in points], rule.danger_head_growth, rule):
         return "danger", text
     return ("watch" if _reaches(now, rule.watch_head_growth) else "ok"), text
 
@@ -212,7 +243,7 @@ def _wrong(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
     """(level, text) of the head whose numerics disturb its own gradient most, at the last ones."""
     now, limit = points[-1], rule.danger_error
     text = f"{now.error}: error of delta {_times(now.error)} the signal"
-    if _confirmed([p.error for p in points], limit) and not now.compensated:
+    if _confirmed([(p.step, p.error) for p in points], limit, rule) and not now.compensated:
         return "danger", text
     return ("watch" if _reaches(now.error, limit) else "ok"), text
 
@@ -238,8 +269,13 @@ def _reaches(spot: Spot, limit: float | None) -> bool:
     return limit is not None and spot.value >= limit
 
 
-def _confirmed(spots: Sequence[Spot], limit: float | None) -> bool:
-    return len(spots) == CONFIRM and all(_reaches(spot, limit) for spot in spots)
+def _confirmed(spots: Sequence[tuple[int, Spot]], limit: float | None, rule: Rule) -> bool:
+    return _agree(spots, rule) and all(_reaches(spot, limit) for _, spot in spots)
+
+
+def _agree(records: Sequence[tuple[int, object]], rule: Rule) -> bool:
+    """Whether there are enough records (step, value) to agree on anything."""
+    return len(records) >= CONFIRM and records[-1][0] - records[0][0] >= rule.confirm_steps
 
 
 def spike_score(values: Sequence[float], largest: float) -> float:

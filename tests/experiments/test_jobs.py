@@ -253,10 +253,10 @@ def test_runs_that_continue_another_one(
     assert "| early | 1 | 50 | continued | 30 before | yes |" in table
     assert "| late | 1 | 50 | continued | 10 after | yes |" in table
     assert [a["from_step"] for a in found["late-s1"].attempts] == [60]
-    # Quiet for four windows, but cut before what it had to survive.
-    store.states["early-s1"].origin = {"base": "base-s1", "event": 100, "step": 20}
+    # Quiet for four windows, but not beyond what it had to survive.
+    store.states["early-s1"].origin = {"base": "base-s1", "event": 60, "step": 20}
     table = results.markdown(results.collect(store, rows))
-    assert "| early | 1 | 100 | continued | 80 before | too short to say |" in table
+    assert "| early | 1 | 60 | continued | 40 before | too short to say |" in table
     store.states["early-s1"].origin = {"base": "base-s1", "event": 50, "step": 20}
     again, said = go(rescue, tmp_path / "out", devices=[0, 1])
     assert not [line for line in said if line.startswith("start")]

@@ -161,7 +161,27 @@ def test_the_script_chooses_on_some_runs_and_judges_on_others(
     assert result["chosen"] in script.GRIDS["danger_growth"] and result["chosen"] >= 1.2
     assert result["source"] == "elsewhere" and result["product"] is False
     (found,) = result["held_out"]
-    assert found["outcome"] == "alarm, loss did not move" and found["lead"] is None
+    assert found["outcome"] == "alarm, cut 700 steps later" and found["lead"] is None
+
+
+def test_what_came_of_a_run(script: Any) -> None:
+    """A loss that is lost at a run's end counts, one that it began with does not."""
+    said = script.outcome
+    assert said(9000, alarm=5000, gone=6000) == "warned"
+    assert said(9000, alarm=6000, gone=6000) == said(9000, alarm=None, gone=6000) == "missed"
+    assert said(9000, alarm=None, gone=None) == "quiet"
+    assert said(6000, alarm=5000, gone=None) == "alarm, loss did not move"
+    assert said(5950, alarm=5000, gone=None) == "alarm, cut 950 steps later"
+    losses = [7.0, 7.0, 3.0, 3.0, 4.6, math.nan]
+    points = [
+        Point(step=50 * i, loss=loss, grad_norm=0.3, grad_norm_max=0.3)
+        for i, loss in enumerate(losses, start=1)
+    ]
+    assert script.first_high(points, 0) == 250 and script.first_high(points[:4], 0) is None
+    assert script.first_high(points[:2], 0) is None and script.first_high(points, 250) is None
+    row = {"steps": 5300, "alarm": 5050, "loss_moved": None, "loss_high": None}
+    assert script._told_again(row) == {"outcome": "alarm, cut 250 steps later"}
+    assert script._told_again(row | {"loss_high": 5300}) == {}
 
 
 def test_own_runs_are_judged_apart(

@@ -76,6 +76,36 @@ def test_a_rise_is_watched_and_then_called_danger(seed: int) -> None:
     assert 6000 < danger <= 6000 + 230 + (SMOOTH // 2 + CONFIRM + 1) * INTERVAL
 
 
+@pytest.mark.parametrize("interval", [1, 10, 50, 200])
+def test_how_often_it_is_looked_does_not_decide(interval: int) -> None:
+    """Noise of steps, of which a record is the mean, is no danger, and a rise is one in time."""
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        steps = range(interval, 9001, interval)
+        noise = np.exp(0.25 / math.sqrt(interval) * random.standard_normal(len(steps)))
+        points = [
+            Point(step=s, loss=3.0, grad_norm=exploding(s) * x, grad_norm_max=1.0)
+            for s, x in zip(steps, noise, strict=True)
+        ]
+        found = zip(points, verdicts(points, RULE), strict=True)
+        danger = next(point.step for point, verdict in found if verdict.level == "danger")
+        assert 6000 < danger < 6000 + 650 + 4 * interval
+    for spot in ({"growth": Spot(2.5, 1, 8)}, {"error": Spot(0.2, 1, 8)}):
+        until = 2 * max(interval, 50)
+        points = [replace(p, **spot) for p in points if p.step <= until]
+        levels = {p.step: v.level for p, v in zip(points, verdicts(points, RULE), strict=True)}
+        assert next(step for step, level in levels.items() if level == "danger") == (
+            until if interval >= 50 else 50 + interval
+        )
+
+
+def test_a_norm_that_grows_under_the_remedy_is_watched() -> None:
+    """There is nothing to switch to, and no head that shows anything; a head still is danger."""
+    points = [replace(p, compensated=True) for p in history(exploding)]
+    assert set(levels(points).values()) == {"ok", "watch"}
+    assert judge([replace(p, growth=Spot(2.5, 1, 8)) for p in points], RULE).level == "danger"
+
+
 def test_single_spikes_are_no_danger() -> None:
     """Without the median a 300x spike, which stable runs have too, would be one."""
     points = history(lambda s: falling(s) * (300 if s in (4000, 7000) else 1))
