@@ -118,7 +118,7 @@ def overhead(result: dict[str, Any]) -> str:
         "one observation",
         f"every {interval} steps",
         "between them",
-        "paired difference",
+        "paired difference, one standard error",
         "median, 95 %",
         "by steps, 95 %",
         "spread of equal stretches",

@@ -226,7 +226,8 @@ def _finite(value: Any) -> Any:
 def markdown(result: dict[str, Any]) -> str:
     """The verdict table, the spread over seeds, and what is missing, as Markdown."""
     rule = result["explosion"]
-    lines = [verdict_table(result["runs"], rule)]
+    begun = [r for r in result["runs"] if r["state"] != "waiting" or r["steps"]]
+    lines = [verdict_table(begun or result["runs"], rule)]  # the others are named below
     if any(run.get("origin") or run.get("switched_at") for run in result["runs"]):
         lines += ["", _rescues(result)]
     lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
