@@ -8,7 +8,6 @@ import math
 import shutil
 import subprocess
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_pages import FLAT, Checker, checked, make_run
 
 from megatron_patch.cli import app
 from megatron_patch.report import charts, page, panel, verdicts
@@ -31,114 +31,7 @@ HOSTILE = (
     "javascript:alert(1) &lt;b&gt; {{7*7}} ]]> <!-- -->",
     "\x00\x07\x1b[31m\u202e\ud800 null and bells",
 )
-NAMES = """
-html head meta title style body main h1 h2 section p code pre div span table caption thead tbody tr
-th td details summary figure figcaption ul li svg desc text line rect path circle
-"""
-ELEMENTS = set(NAMES.split())
 
-
-class Checker(HTMLParser):
-    """Parses a page strictly: known elements, closed in order, no attribute that loads or runs."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.count: dict[str, int] = {}
-        self.text: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-
-    def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._see(name, attrs)
-        if name != "meta":
-            self.open.append(name)
-
-    def handle_startendtag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._see(name, attrs)
-
-    def _see(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert name in ELEMENTS, name
-        self.count[name] = self.count.get(name, 0) + 1
-        for key, value in attrs:
-            assert not key.startswith("on"), key
-            assert key not in ("src", "href", "xlink:href", "style", "action", "srcdoc"), key
-            self.attributes.append((name, key, value or ""))
-
-    def handle_endtag(self, name: str) -> None:
-        assert self.open.pop() == name
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.text.append(data)
-
-
-def checked(html: str) -> Checker:
-    found = Checker()
-    found.feed(html)
-    found.close()
-    assert found.open == []
-    style = html.partition("<style>")[2].partition("</style>")[0]
-    assert "url(" not in style and "@import" not in style
-    ids = [v for _, k, v in found.attributes if k == "id"]
-    assert len(ids) == len(set(ids))
-    for _, key, value in found.attributes:
-        if key == "aria-labelledby":
-            assert set(value.split()) <= set(ids)
-    drawings = [i for i in found.attributes if i[0] == "svg"]
-    said = sum(k in ("aria-labelledby", "aria-hidden") for _, k, _ in drawings)
-    assert said == found.count.get("svg", 0)
-    return found
-
-
-def make_run(
-    folder: Path,
-    *,
-    losses: list[float],
-    name: str = "demo",
-    log: str = "",
-    hostile: str = "",
-    telemetry: bool = False,
-) -> Path:
-    folder.mkdir(parents=True)
-    head = "step,consumed_tokens,loss,grad_norm,lr,tokens_per_s,skipped,nonfinite,eval_loss,extra\n"
-    lines = [
-        f"{i + 1},{64 * i},{loss!r},{0.3 + (loss > 5) * 50!r},0.001,1000,0,0,,\n"
-        for i, loss in enumerate(losses)
-    ]
-    (folder / "metrics.csv").write_text(head + "".join(lines))
-    config = {"name": name, "optimizer": {"warmup_steps": "10"}, "note": hostile or "none"}
-    # JSON is YAML; the loader writes plainer YAML, of the same values.
-    (folder / "config.yaml").write_text(json.dumps(config))
-    (folder / "origins.yaml").write_text(json.dumps({"name": hostile or "run.yaml:1"}))
-    attempt = {"utc": "2026-01-01T00:00:00Z", "torch": hostile or "2.13", "gpu": "NVIDIA H200"}
-    (folder / "environment.json").write_text(json.dumps({"attempts": [attempt]}))
-    (folder / "train.log").write_text(log, errors="surrogatepass")
-    if telemetry:
-        write_telemetry(folder)
-    return folder
-
-
-def write_telemetry(folder: Path, *, layers: int = 3, heads: int = 4, records: int = 30) -> None:
-    from megatron_patch.stability import record
-    from megatron_patch.stability.names import HEAD_METRICS
-    from megatron_patch.stability.warning import Rule
-    from megatron_patch.stability.writer import Writer
-
-    meta = record.make_meta(
-        layers=layers, heads=heads, interval=10, rule=Rule(), attention="stable_flash/none"
-    )
-    rng = np.random.default_rng(0)
-    writer = Writer(folder, meta, start_step=0)
-    for i in range(records):
-        found = {n: rng.random((layers, heads), dtype=np.float32) for n in HEAD_METRICS}
-        found["kappa"][0, 0] = np.nan
-        scalars = {"loss_mean": 4.0, "loss_max": 4.1, "grad_norm_mean": 0.3, "grad_norm_max": 0.4}
-        layer = {"grad_norm": rng.random(layers, dtype=np.float32)}
-        writer.write(10 * (i + 1), scalars=scalars, layers=layer, heads=found)
-    writer.close()
-
-
-FLAT = [9.0 - 5 * min(1, i / 40) for i in range(120)]
 EXPLODED = FLAT + [7.0] * 120
 
 
