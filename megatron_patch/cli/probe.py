@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_patch.cli.common import Formatter, Subparsers
@@ -21,6 +25,9 @@ tensors (no code is run from them).
 Exit code 0: every capture has a figure of at least one backend; 1: one has none that is finite; 2:
 one cannot be probed (the others are, and written), or the command line is wrong.
 """
+
+NO_FUSED_OPTIMIZERS = r"Transformer Engine and Apex are not installed\. Falling back to "
+NO_CUDA_RUNTIME = "No CUDA runtime is found, using CUDA_HOME="
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -65,16 +72,41 @@ def _rows(text: str) -> int:
     return value
 
 
+@contextlib.contextmanager
+def known_notices_hidden() -> Iterator[None]:
+    """Without what the libraries say at their import about parts that the probe does not use.
+
+    These notices alone, and while the probe runs: any other warning is somebody's to read.
+    """
+    log = logging.getLogger("torch.utils.cpp_extension")
+    with warnings.catch_warnings():
+        # Core's optimizers and gradient clipping, of which a probe needs none.
+        warnings.filterwarnings(
+            "ignore", NO_FUSED_OPTIMIZERS, category=UserWarning, module=r"megatron\.core\."
+        )
+        log.addFilter(_is_news)
+        try:
+            yield
+        finally:
+            log.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a CUDA toolkit has no GPU: whether there is one, `--device` says."""
+    return not str(record.msg).startswith(NO_CUDA_RUNTIME)
+
+
 def run(args: argparse.Namespace) -> int:
     """Probe the captures."""
-    from megatron_patch.experiments import probe_report
+    with known_notices_hidden():
+        from megatron_patch.experiments import probe_report
 
-    return probe_report.run(
-        probe_report.Request(
-            captures=[Path(name) for name in args.captures],
-            backends=args.backends,
-            device=args.device,
-            skip_rows=args.skip_rows,
-            out=None if args.out is None else Path(args.out),
+        return probe_report.run(
+            probe_report.Request(
+                captures=[Path(name) for name in args.captures],
+                backends=args.backends,
+                device=args.device,
+                skip_rows=args.skip_rows,
+                out=None if args.out is None else Path(args.out),
+            )
         )
-    )
