@@ -28,7 +28,12 @@ def add_parser(commands: Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", metavar="RUN", help="run directory")
-    parser.add_argument("-o", "--out", metavar="HTML", help="default: <RUN>/report.html")
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="HTML",
+        help="file to write, in a directory that is there; default: <RUN>/report.html",
+    )
     parser.set_defaults(run=run)
 
 

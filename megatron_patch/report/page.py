@@ -49,9 +49,14 @@ def write(run_dir: Path, out: Path) -> Path:
     """
     if out.is_dir():
         raise ReportError(f"{out}: is a directory; name an HTML file, e.g. {out / 'report.html'}")
+    if _is_absent(out.parent):
+        # A directory made for a mistyped path would hide the page where nobody looks for it.
+        raise ReportError(
+            f"{out}: there is no directory {out.parent}; make it first, or name an HTML file in a "
+            "directory that is there, with --out"
+        )
     text = render(collect(run_dir))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_named(out, text)
     except OSError as error:
         raise ReportError(
@@ -59,6 +64,17 @@ def write(run_dir: Path, out: Path) -> Path:
             "directory that you can write, with --out"
         ) from None
     return out
+
+
+def _is_absent(folder: Path) -> bool:
+    """Whether there is nothing of that name; what cannot be looked at is told when it is used."""
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def render(facts: RunFacts, *, now: str | None = None) -> str:

@@ -72,6 +72,24 @@ def test_report_out(place: Path, capsys: pytest.CaptureFixture[str], out: str) -
     assert not list(Path().glob("*.tmp"))
 
 
+@pytest.mark.parametrize("parent", ["new", "new/deep", "file/below"])
+def test_report_makes_no_directory(
+    place: Path, capsys: pytest.CaptureFixture[str], parent: str
+) -> None:
+    """A mistyped path would hide the page."""
+    line = refusal(["report", "run", "--out", f"{parent}/x.html"], capsys)
+    assert f"{parent}/x.html: " in line and "name an HTML file" in line
+    if parent != "file/below":
+        assert f"there is no directory {parent}; make it first" in line
+    assert not Path("new").exists()
+
+
+def test_report_into_a_directory_that_is_a_link(place: Path) -> None:
+    Path("there").symlink_to("folder")
+    assert app.run(["report", "run", "--out", "there/x.html"]) == 0
+    assert Path("folder/x.html").is_file()
+
+
 def test_report_into_a_fifo(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever reads gets the page, and the FIFO stays; `/dev/null` is the same case."""
     os.mkfifo("pipe")
