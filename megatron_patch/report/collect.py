@@ -11,6 +11,7 @@ import csv
 import fcntl
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 LOG_TAIL_BYTES = 1 << 18
 MAX_EVENTS = 60
+NAMED = 4
+"""Runs of an experiment that a message names."""
 EVENT_FILES = ("events.jsonl", "spikes.jsonl", "crashes.jsonl")
 _EVENT = re.compile(
     r"^(?P<utc>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*"
@@ -111,10 +114,9 @@ def collect(run_dir: Path) -> RunFacts:
     """
     if not run_dir.is_dir():
         raise ReportError(f"{run_dir}: no such directory; give the directory of a run")
-    if not any((run_dir / n).exists() for n in ("config.yaml", "metrics.csv", "train.log")):
-        raise ReportError(
-            f"{run_dir} is no run directory: it has no config.yaml, metrics.csv or train.log"
-        )
+    if not _is_run(run_dir):
+        text = f"{run_dir} is no run directory: it has no config.yaml, metrics.csv or train.log"
+        raise ReportError(text + _runs_below(run_dir))
     facts = RunFacts(path=run_dir, name=run_dir.resolve().name, state="", why="")
     facts.columns = read_metrics(run_dir / "metrics.csv")
     facts.config = list(_config(run_dir, facts.notes))
@@ -127,6 +129,27 @@ def collect(run_dir: Path) -> RunFacts:
     facts.state, facts.why = _state(run_dir, facts, log)
     _telemetry(run_dir, facts)
     return facts
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.exists(folder / n) for n in ("config.yaml", "metrics.csv", "train.log"))
+
+
+def _runs_below(folder: Path) -> str:
+    """What to give instead of the directory of an experiment, or of runs; empty if there is none.
+
+    An experiment keeps a run per cell in runs/.
+    """
+    for place in (folder / "runs", folder):
+        try:
+            found = sorted(one for one in place.iterdir() if _is_run(one))
+        except OSError:
+            continue
+        if found:
+            names = ", ".join(one.name for one in found[:NAMED])
+            names += f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            return f"; runs are in {place}: {names}; give one of them, e.g. {found[0]}"
+    return "; give the directory of a run"
 
 
 def read_metrics(path: Path) -> dict[str, list[float]]:

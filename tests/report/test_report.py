@@ -242,6 +242,23 @@ def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
     assert "first danger at step 2,200" in found.text and "after step 2,201" in found.text
 
 
+def test_an_experiment_is_told_which_runs_it_has(tmp_path: Path) -> None:
+    experiment = tmp_path / "experiment"
+    for name in "fabdec":
+        make_run(experiment / "runs" / name, losses=FLAT)
+    (experiment / "runs" / "aa_empty").mkdir()
+    (experiment / "logs").mkdir()
+    runs = experiment / "runs"
+    for folder in (experiment, runs):
+        with pytest.raises(ReportError) as refused:
+            collect(folder)
+        end = f"; runs are in {runs}: a, b, c, d and 2 more; give one of them, e.g. {runs / 'a'}"
+        assert str(refused.value).startswith(f"{folder} is no run directory: ")
+        assert str(refused.value).endswith(end)
+    with pytest.raises(ReportError, match=r"train\.log; give the directory of a run"):
+        collect(experiment / "logs")
+
+
 def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     young = tmp_path / "young"
     young.mkdir()
