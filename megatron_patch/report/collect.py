@@ -360,7 +360,7 @@ def _telemetry(run_dir: Path, facts: RunFacts) -> None:
         if len(steps) and not (steps[0] > 0 and (steps[1:] > steps[:-1]).all()):
             raise ValueError("the steps of records.bin do not rise: it is damaged")
     except FileNotFoundError:
-        facts.telemetry_problem = "This run recorded no stability telemetry (stability.enabled)."
+        facts.telemetry_problem = _nothing_written(facts)
     except (OSError, ValueError) as error:
         facts.telemetry_problem = f"The stability telemetry could not be read: {error}"
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -372,4 +372,42 @@ def _telemetry(run_dir: Path, facts: RunFacts) -> None:
         if judged:
             facts.telemetry = found
         else:
-            facts.telemetry_problem = "The stability telemetry holds no record yet."
+            facts.telemetry_problem = _no_record(facts, found.meta.get("interval"))
+
+
+def _nothing_written(facts: RunFacts) -> str:
+    """Why there is no telemetry at all."""
+    if facts.value("stability.enabled") != "true":
+        return "This run recorded no stability telemetry (stability.enabled)."
+    return (
+        "There is no stability telemetry, though stability.enabled is true: it begins before the "
+        f"first step, and {_steps_made(facts)}."
+    )
+
+
+def _no_record(facts: RunFacts, interval: object) -> str:
+    """Why the telemetry has begun and holds nothing."""
+    ended = facts.state != "running"
+    text = f"The stability telemetry holds no record{'' if ended else ' yet'}"
+    if not isinstance(interval, int) or interval < 1:
+        return f"{text}; {_steps_made(facts)}."
+    text += (
+        f": one is made every {interval:,} steps (stability.interval), at multiples of that, and "
+        f"{_steps_made(facts)}."
+    )
+    first = -(-int(facts.steps[0]) // interval) * interval if facts.steps else 0
+    if not ended or not 0 < first <= facts.steps[-1]:
+        return text
+    return (
+        f"{text} That of step {first:,} is lost: it is written after the step that follows, and an "
+        "error, a kill or a full disk prevents that."
+    )
+
+
+def _steps_made(facts: RunFacts) -> str:
+    if not facts.steps:
+        return "metrics.csv has no step"
+    first, last = facts.steps[0], facts.steps[-1]
+    if first == last:
+        return f"metrics.csv has step {last:,.0f} alone"
+    return f"metrics.csv has steps {first:,.0f} to {last:,.0f}"
