@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_patch.report import changes
 from megatron_patch.report.charts import Grid, Series, heat_map, line_chart, number
 from megatron_patch.report.markup import Child, Markup, table, tag
 
@@ -54,7 +55,7 @@ def build(telemetry: Telemetry) -> list[Child]:
             f"{telemetry.meta.get('interval', '?')} steps. Maps show step {steps[-1]:,}. What the "
             "figures mean: docs/stability.md.",
         ),
-        _verdicts(telemetry),
+        changes.build(telemetry),
     ]
     for name, title, unit, log in LINES:
         worst = [_worst(_metric(telemetry, name, i)) for i in range(len(steps))]
@@ -164,16 +165,3 @@ def _layers_in_time(telemetry: Telemetry, steps: list[int]) -> Child:
         columns=columns,
     )
     return heat_map("g-layers", grid, title="Gradient norm of each layer over time", log=True)
-
-
-def _verdicts(telemetry: Telemetry) -> Child:
-    """When the early warning changed its mind."""
-    rows, before = [], None
-    for step, verdict in telemetry.verdicts():
-        if verdict.level != before:
-            rows.append((f"{step:,}", verdict.level, verdict.reason))
-            before = verdict.level
-    shown = rows[:TABLE_ROWS]
-    more = f" (the first {TABLE_ROWS} of {len(rows)} changes)" if len(rows) > len(shown) else ""
-    caption = f"Early warning, by the rule of this version{more}"
-    return table(("from step", "verdict", "reason"), shown, caption=caption)
