@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_patch.report import changes
+from megatron_patch.report import changes, legend
 from megatron_patch.report.charts import Grid, Series, heat_map, line_chart, number
 from megatron_patch.report.markup import Child, Markup, table, tag
 
@@ -52,17 +52,17 @@ def build(telemetry: Telemetry) -> list[Child]:
         tag(
             "p",
             f"{len(steps)} records from step {steps[0]:,} to {steps[-1]:,}, one every "
-            f"{telemetry.meta.get('interval', '?')} steps. Maps show step {steps[-1]:,}. What the "
-            "figures mean: docs/stability.md.",
+            f"{telemetry.meta.get('interval', '?')} steps. Maps show step {steps[-1]:,}.",
         ),
         changes.build(telemetry),
+        legend.build(telemetry.rule, _drawn(telemetry)),
     ]
     for name, title, unit, log in LINES:
         worst = [_worst(_metric(telemetry, name, i)) for i in range(len(steps))]
         series = Series(name, steps, worst)
         log = log or _spreads(worst)
         parts.append(line_chart(f"t-{name}", [series], title=title, unit=unit, log=log))
-    grown = [point.growth.value for point, _ in telemetry.judged]
+    grown = _growth(telemetry)
     if any(math.isfinite(value) for value in grown):
         title = "Growth of the fastest head's W_Q or W_K over the median head's (the early warning)"
         series = Series("head_growth", steps, grown)
@@ -75,6 +75,19 @@ def build(telemetry: Telemetry) -> list[Child]:
             drawn = heat_map(f"h-{name}", _grid(values), title=title, log=log)
             maps.append(tag("div", drawn, _figures(values)))
     return [*parts, tag("div", maps, class_="maps")]
+
+
+def _growth(telemetry: Telemetry) -> list[float]:
+    """Head growth of every record; NaN where it was not measured."""
+    return [point.growth.value for point, _ in telemetry.judged]
+
+
+def _drawn(telemetry: Telemetry) -> set[str]:
+    """Names of what the run has measured."""
+    last = len(telemetry.records) - 1
+    found = {name for name, _, _ in MAPS if _metric(telemetry, name, last) is not None}
+    grown = any(math.isfinite(value) for value in _growth(telemetry))
+    return found | {"head_growth"} if grown else found
 
 
 def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
