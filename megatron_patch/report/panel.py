@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,18 @@ MAPS = (
     ("wq_norm", "Spectral norm of W_Q", False),
     ("wk_norm", "Spectral norm of W_K", False),
 )
+AT_WARNING = (
+    "max_logit",
+    "coherence",
+    "error_to_signal",
+    "growth_noise",
+    "kappa",
+    "entropy",
+    "wq_norm",
+    "wk_norm",
+)
+"""Maps of the first danger too: what tells one head from the others. Not all of `MAPS`, because a
+map of a large model is half a megabyte."""
 LINES = (
     ("max_logit", "Largest attention logit of any head", "logit", False),
     ("error_to_signal", "Largest error of delta over its signal of any head", "ratio", True),
@@ -48,11 +61,12 @@ def build(telemetry: Telemetry) -> list[Child]:
     """The section's content."""
     steps = [int(s) for s in telemetry.steps]
     last = len(steps) - 1
+    warned = _first_warned(telemetry)
     parts: list[Child] = [
         tag(
             "p",
             f"{len(steps)} records from step {steps[0]:,} to {steps[-1]:,}, one every "
-            f"{telemetry.meta.get('interval', '?')} steps. Maps show step {steps[-1]:,}.",
+            f"{telemetry.meta.get('interval', '?')} steps.",
         ),
         changes.build(telemetry),
         legend.build(telemetry.rule, _drawn(telemetry)),
@@ -68,13 +82,22 @@ def build(telemetry: Telemetry) -> list[Child]:
         series = Series("head_growth", steps, grown)
         parts.append(line_chart("t-head_growth", [series], title=title, unit="ratio", log=False))
     parts.append(_layers_in_time(telemetry, steps))
-    maps = []
-    for name, title, log in MAPS:
-        values = _metric(telemetry, name, last)
-        if values is not None:
-            drawn = heat_map(f"h-{name}", _grid(values), title=title, log=log)
-            maps.append(tag("div", drawn, _figures(values)))
-    return [*parts, tag("div", maps, class_="maps")]
+    if warned is not None and warned[0] != last:
+        index, level = warned
+        heading = f"Heads at the first {level}, step {steps[index]:,}"
+        parts += [tag("h3", heading), _maps(telemetry, index, AT_WARNING, prefix="w")]
+    parts.append(tag("h3", f"Heads in the last record, step {steps[last]:,}"))
+    return [*parts, _maps(telemetry, last, tuple(name for name, _, _ in MAPS), prefix="h")]
+
+
+def _first_warned(telemetry: Telemetry) -> tuple[int, str] | None:
+    """(record, level) of the first danger, or else of the first watch, if there was one.
+
+    After an explosion all heads are saturated: which of them went first shows there alone.
+    """
+    levels = [verdict.level for _, verdict in telemetry.judged]
+    found = (level for level in ("danger", "watch") if level in levels)
+    return next(((levels.index(level), level) for level in found), None)
 
 
 def _growth(telemetry: Telemetry) -> list[float]:
@@ -88,6 +111,19 @@ def _drawn(telemetry: Telemetry) -> set[str]:
     found = {name for name, _, _ in MAPS if _metric(telemetry, name, last) is not None}
     grown = any(math.isfinite(value) for value in _growth(telemetry))
     return found | {"head_growth"} if grown else found
+
+
+def _maps(telemetry: Telemetry, index: int, names: Sequence[str], *, prefix: str) -> Markup:
+    """Layer x head maps of one record; ``prefix`` of their ids."""
+    step = int(telemetry.steps[index])
+    maps = []
+    for name, title, log in MAPS:
+        values = _metric(telemetry, name, index) if name in names else None
+        if values is not None:
+            titled = f"{title}, step {step:,}"
+            drawn = heat_map(f"{prefix}-{name}", _grid(values), title=titled, log=log)
+            maps.append(tag("div", drawn, _figures(values)))
+    return tag("div", maps, class_="maps")
 
 
 def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:

@@ -12,6 +12,7 @@ body{margin:0;background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-
 main{max-width:62rem;margin:0 auto;padding:1.5rem 1rem 4rem}
 h1{font-size:1.7rem;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.25rem;margin:2.2rem 0 .6rem;padding-bottom:.2rem;border-bottom:1px solid var(--rule)}
+h3{font-size:1.05rem;margin:1.6rem 0 .2rem}
 code,pre{font-family:ui-monospace,monospace;font-size:.92em}
 pre{background:var(--pane);padding:.7rem;overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}
 .when,.none,figcaption,caption{color:var(--soft)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
-from report_pages import FLAT, make_run, said, write_records
+import pytest
+from report_pages import FLAT, make_run, said, write_records, write_telemetry
 
-from megatron_patch.report import panel
+from megatron_patch.report import page, panel
+from megatron_patch.report.collect import collect
 from megatron_patch.stability import record
 
 
@@ -38,3 +41,51 @@ def _one_head_grows(step: int, scalars: dict[str, float], heads: dict[str, np.nd
     heads["wq_norm"][:] = 1
     heads["max_logit"][0, 0] = 200
     heads["wq_norm"][0, 0] = step
+
+
+def test_the_heads_of_the_first_danger_are_drawn_too(tmp_path: Path) -> None:
+    """Of random figures most are errors beyond any threshold."""
+    run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
+    found = record.read(run).verdicts()
+    step = next(step for step, verdict in found if verdict.level == "danger")
+    assert 10 < step < 300
+    text = said(run)
+    assert f"Heads at the first danger, step {step}" in text
+    assert text.count(f"Largest attention logit, step {step}") > 0
+    assert "Heads in the last record, step 300" in text
+    # A cell of it has the figure of that record.
+    index = [s for s, _ in found].index(step)
+    value = record.read(run).heads["max_logit"][index, 1, 2]
+    first = text.partition("Heads at the first danger")[2].partition("Heads in the last")[0]
+    assert f"layer 1, head 2: {value:.4g}" in first
+
+
+@pytest.mark.parametrize(
+    ("dangers", "watches", "heading"),
+    [
+        ([], [500, 700], "Heads at the first watch, step 500"),
+        ([600], [500, 700], "Heads at the first danger, step 600"),
+        ([1000], [], None),  # the last record itself
+        ([], [], None),
+    ],
+)
+def test_whose_heads_are_drawn(
+    tmp_path: Path, dangers: list[int], watches: list[int], heading: str | None
+) -> None:
+    def change(step: int, scalars: dict[str, float], heads: dict[str, np.ndarray]) -> None:
+        scalars["loss_mean"] = math.nan if step in dangers else 3.0
+        heads["max_logit"][0, 0] = 2000 if step in watches else 1
+
+    run = make_run(tmp_path / "run", losses=FLAT)
+    write_records(run, list(range(50, 1001, 50)), change)
+    text = said(run)
+    assert "Heads in the last record, step 1,000" in text
+    assert text.count("Heads at the first") == (heading is not None)
+    assert heading is None or heading in text
+
+
+def test_the_page_of_a_large_model_stays_readable(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", losses=FLAT)
+    write_telemetry(run, layers=40, heads=40, records=8)
+    text = page.render(collect(run))
+    assert "Heads at the first danger" in text and len(text) < 6_000_000

@@ -32,6 +32,9 @@ HOSTILE = (
     "\x00\x07\x1b[31m\u202e\ud800 null and bells",
 )
 
+# 4 curves, 7 lines in time, layers in time, 11 maps of the last record, 8 of the first danger; a
+# scale beside each of the 20 maps.
+DRAWINGS = 4 + 7 + 1 + 11 + 8 + 20
 EXPLODED = FLAT + [7.0] * 120
 
 
@@ -79,8 +82,7 @@ def test_a_run_with_telemetry(tmp_path: Path) -> None:
     found = checked((run / "report.html").read_text(encoding="utf-8"))
     said = " ".join(found.text)
     assert "finished after step 120" in said and "Largest attention logit" in said
-    # 4 curves, 7 lines in time, layers in time, 11 maps; a scale beside each of the 12 maps.
-    assert found.count["svg"] == 4 + 7 + 1 + 11 + 12
+    assert found.count["svg"] == DRAWINGS
     assert "layer 0, head 0: not measured" in said
     assert 'content="default-src ' in (run / "report.html").read_text(encoding="utf-8")
 
@@ -398,7 +400,7 @@ def test_in_a_headless_browser(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     found = checked("<!DOCTYPE html>" + done.stdout.partition("<!DOCTYPE html>")[2].strip())
-    assert found.count["svg"] == 29 and "script" not in found.count
+    assert found.count["svg"] == DRAWINGS and "script" not in found.count
     assert "evil.invalid" not in log.read_text()
     shot = tmp_path / "shot.png"
     arguments = [*common, f"--screenshot={shot}", "--window-size=900,1200", out.as_uri()]
