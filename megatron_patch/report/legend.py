@@ -28,7 +28,8 @@ ERRORS: tuple[Row, ...] = (
         {"max_logit"},
         "largest logit",
         "largest scaled, masked logit; of all rows, not of the sampled ones alone",
-        "it grows for thousands of steps; above 50 to 100 attention is one-hot",
+        "it grows for thousands of steps; how sharp attention is, the entropy tells: what all keys "
+        "share makes logits and no attention",
     ),
     (
         {"delta_error_rms"},
