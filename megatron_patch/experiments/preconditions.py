@@ -7,13 +7,14 @@ later one, and every later attempt, must find the same, or it does not start.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_patch.experiments.errors import ExperimentError
 
@@ -39,14 +40,40 @@ COMPARED = (
     "commit",
 )
 FINGERPRINT_KEYS = {"weights", "batches_sha256", "checked_steps", "environment"}
+LATER_KEYS = {"data_sha256", "model"}
+"""What the fingerprints of earlier versions do not have: it is compared where both have it."""
+_ADD_NONE = (
+    *("hidden_dropout", "attention_dropout", "init_std", "norm_epsilon"),
+    *("rotary_base", "rotary_percent", "window", "window_skip_freq"),
+)
+ADDED_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_ADD_NONE, ()),
+    "qk_layernorm": (".q_layernorm.", ".k_layernorm."),
+}
+"""By key of the model's section: what the names of the weights contain that it adds."""
 SHOWN = 5
 
 
 def without_commit(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Runs of other commits can be put beside each other: every run's own is in its record, and
-    the tables name them when they differ. In one invocation they are refused."""
+    the tables name them when they differ. In one invocation they are refused.
+
+    Without `LATER_KEYS`, too: what earlier versions recorded must have the same digest as now.
+    """
     environment = {k: v for k, v in fingerprint["environment"].items() if k != "commit"}
-    return fingerprint | {"environment": environment}
+    kept = {key: value for key, value in fingerprint.items() if key not in LATER_KEYS}
+    return kept | {"environment": environment}
+
+
+class Batches(NamedTuple):
+    """What a run trains on, and what."""
+
+    sha256: str
+    """SHA-256 of the token ids of the first steps' global batches, in order."""
+    data: str
+    """``Loaders.fingerprint``: the order and, by the manifests, the tokens of the whole run."""
+    model: dict[str, Any]
+    """The model's section. Where it differs, the models may have other weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +82,7 @@ class Fingerprint:
 
     weights: dict[str, str]
     """SHA-256 of every initial weight by name: dtype, shape and bytes."""
-    batches: str
-    """SHA-256 of the token ids of the first steps' global batches, in order."""
+    batches: Batches
     checked_steps: int
     environment: dict[str, Any]
     """The `COMPARED` part of the environment report."""
@@ -66,7 +92,9 @@ class Fingerprint:
         return {
             "weights": self.weights,
             "weights_sha256": combined(self.weights),
-            "batches_sha256": self.batches,
+            "batches_sha256": self.batches.sha256,
+            "data_sha256": self.batches.data,
+            "model": self.batches.model,
             "checked_steps": self.checked_steps,
             "environment": self.environment,
         }
@@ -97,10 +125,11 @@ def hash_tensor(x: torch.Tensor) -> str:
     return hashlib.sha256(head + data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def hash_batches(run: RunConfig, steps: int) -> str:
-    """SHA-256 of the tokens and labels of the first ``steps`` global batches.
+def hash_batches(run: RunConfig, steps: int) -> Batches:
+    """SHA-256 of the tokens and labels of the first ``steps`` global batches, and of all data.
 
-    Read as one data-parallel rank would: the hash does not depend on the number of GPUs.
+    Read as one data-parallel rank would: the hash does not depend on the number of GPUs. Batches
+    are hashed beside the data's manifests because they see what the loader makes of these.
     """
     from megatron_patch.data.loader import build_loaders
 
@@ -117,22 +146,12 @@ def hash_batches(run: RunConfig, steps: int) -> str:
                         digest.update(row.numpy().tobytes())
     finally:
         loaders.close()
-    return digest.hexdigest()
+    return Batches(digest.hexdigest(), loaders.fingerprint, dataclasses.asdict(run.model))
 
 
 def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """What a run's fingerprint differs in from its seed's reference; empty if nothing.
-
-    Weights that only one of the two models has (QK-norm's scales, for example) are no difference.
-    """
-    found = []
-    ours, theirs = mine["weights"], reference["weights"]
-    changed = sorted(n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n])
-    if changed:
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        found.append(f"initial weights differ: {', '.join(changed[:SHOWN])}{more}")
-    if not ours.keys() & theirs.keys():
-        found.append("initial weights cannot be compared: the models share no parameter name")
+    """What a run's fingerprint differs in from its seed's reference; empty if nothing."""
+    found = _weights(mine, reference)
     if mine["checked_steps"] != reference["checked_steps"]:
         found.append(
             f"{mine['checked_steps']} steps of batches were hashed, "
@@ -140,6 +159,12 @@ def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
         )
     elif mine["batches_sha256"] != reference["batches_sha256"]:
         found.append(f"the batches of the first {mine['checked_steps']} steps differ")
+    data, had = mine.get("data_sha256"), reference.get("data_sha256")
+    if None not in (data, had) and data != had:
+        found.append(
+            "the data of the whole run differ (token files by their manifests, shares, split, "
+            "seed or batch size)"
+        )
     before, now = reference["environment"], mine["environment"]
     found += [
         f"{key} is {now.get(key)}, it was {before.get(key)}"
@@ -147,6 +172,51 @@ def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
         if now.get(key) != before.get(key)
     ]
     return found
+
+
+def _weights(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """What the initial weights differ in: values, and names that no key of the model explains."""
+    ours, theirs = mine["weights"], reference["weights"]
+    if not ours.keys() & theirs.keys():
+        return ["initial weights cannot be compared: the models share no parameter name"]
+    changed = [n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n]]
+    found = [f"initial weights differ: {_some(changed)}"] if changed else []
+    missing = _unexplained(theirs.keys() - ours.keys(), mine, reference)
+    more = _unexplained(ours.keys() - theirs.keys(), mine, reference)
+    no_key = "and no key of its model says why"
+    if missing:
+        found.append(
+            f"{len(missing)} of the reference's {len(theirs)} initial weights are missing, "
+            f"{no_key}: {_some(missing)}"
+        )
+    if more:
+        found.append(
+            f"{len(more)} initial weights are not among the reference's {len(theirs)}, {no_key}: "
+            f"{_some(more)}"
+        )
+    return found
+
+
+def _unexplained(names: set[str], mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Those of the names that only one of two models has and that their configurations do not say.
+
+    A key that is not in `ADDED_BY` may explain any name. A reference that does not say its model is
+    of an earlier version; of what `ADDED_BY` knows, the name itself says which of both has the key.
+    """
+    ours, theirs = mine.get("model"), reference.get("model")
+    if ours is None or theirs is None:
+        keys = set(ADDED_BY)
+    else:
+        keys = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
+    if keys - ADDED_BY.keys():
+        return []
+    parts = [part for key in keys for part in ADDED_BY[key]]
+    return [name for name in names if not any(part in name for part in parts)]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(sorted(names)[:SHOWN]) + more
 
 
 def read(reference: Path) -> dict[str, Any] | None:

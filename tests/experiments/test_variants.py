@@ -137,11 +137,10 @@ def test_preconditions(tmp_path: Path) -> None:
     preconditions.check(fingerprint(), file)
     assert json.loads(file.read_text()) == fingerprint()
     preconditions.check(fingerprint(), file)
-    # A model with more parameters is compared where they share names.
-    preconditions.check(fingerprint(weights={"a": "1", "b": "2", "norm": "9"}), file)
     other = dict.fromkeys(preconditions.COMPARED, "1.0") | {"torch": "2.0", "gpu": "A100"}
     for changed, message in (
         (fingerprint(weights={"a": "1", "b": "3"}), "initial weights differ: b"),
+        (fingerprint(weights={"a": "1"}), "1 of the reference's 2 initial weights are missing"),
         (fingerprint(weights={"c": "1"}), "share no parameter name"),
         (fingerprint(batches_sha256="y"), "batches of the first 3 steps differ"),
         (fingerprint(checked_steps=4), "4 steps of batches were hashed, 3 in"),
@@ -150,6 +149,52 @@ def test_preconditions(tmp_path: Path) -> None:
         with pytest.raises(ExperimentError, match=message):
             preconditions.check(changed, file)
     assert list(file.parent.iterdir()) == [file]
+
+
+QK = {"a": "1", "b": "2", "l.q_layernorm.weight": "9", "l.k_layernorm.weight": "9"}
+PLAIN, NORMED = {"qk_layernorm": False}, {"qk_layernorm": True}
+AGREE = "[]"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        # What a key of the model adds, whichever of the two was there first.
+        ({"model": PLAIN}, {"model": NORMED, "weights": QK}, AGREE),
+        ({"model": NORMED, "weights": QK}, {"model": PLAIN}, AGREE),
+        ({}, {"model": NORMED, "weights": QK}, AGREE),
+        ({"weights": QK}, {"model": PLAIN}, AGREE),
+        # The key was said by both, or it is not what adds this name, or adds no name at all.
+        ({"model": NORMED, "weights": QK}, {"model": NORMED}, "2 of the reference's 4 initial "),
+        ({"model": PLAIN}, {"model": NORMED, "weights": QK | {"c": "1"}}, "1 initial weights are"),
+        ({"model": PLAIN}, {"model": PLAIN | {"window": [9]}, "weights": QK}, "2 initial weights"),
+        ({"model": PLAIN}, {"model": PLAIN, "weights": {"a": "1"}}, "says why: b"),
+        ({}, {"model": PLAIN, "weights": {"a": "1"}}, "1 of the reference's 2 initial weights"),
+        # Any other key may add anything.
+        ({"model": PLAIN}, {"model": PLAIN | {"add_qkv_bias": True}, "weights": QK}, AGREE),
+        ({"model": PLAIN}, {"model": PLAIN | {"num_layers": 6}, "weights": {"a": "1"}}, AGREE),
+    ],
+)
+def test_weights_that_only_one_model_has_must_be_declared(
+    first: dict, second: dict, says: str
+) -> None:
+    found = preconditions.differences(fingerprint(**second), fingerprint(**first))
+    assert says in str(found) and len(found) == (says != AGREE)
+
+
+def test_data_are_compared_beyond_the_batches_that_were_hashed(tmp_path: Path) -> None:
+    """Where both fingerprints have them: references of earlier versions are read as they are."""
+    ours, old = fingerprint(data_sha256="x", model=PLAIN), fingerprint()
+    others = fingerprint(data_sha256="y", model=PLAIN)
+    assert preconditions.differences(ours, ours) == []
+    assert preconditions.differences(ours, old) == preconditions.differences(old, ours) == []
+    (text,) = preconditions.differences(others, ours)
+    assert text.startswith("the data of the whole run differ")
+    file = tmp_path / "seed_1.json"
+    file.write_text(json.dumps(old))
+    preconditions.check(ours, file)
+    # Results and archives that were written with them stay comparable.
+    assert preconditions.without_commit(ours) == preconditions.without_commit(old)
 
 
 def test_references_that_cannot_be_used(tmp_path: Path) -> None:
@@ -184,3 +229,24 @@ def test_hashes_of_batches_follow_seed_and_not_the_micro_batch(corpus: Path) -> 
         return preconditions.hash_batches(run, 3)
 
     assert of(2, 1) == of(8, 1) != of(8, 2)
+
+
+def test_data_that_differ_after_the_hashed_batches(tmp_path: Path) -> None:
+    """Two datasets with the same first tokens, which differ in their last word."""
+    from megatron_patch.data.prepare import PrepareOptions, prepare
+
+    found = []
+    for name, last in (("one", "end"), ("other", "not")):
+        (tmp_path / f"{name}.txt").write_text("word " * 400 + last)
+        out = str(tmp_path / name)
+        prepare(PrepareOptions(inputs=[f"{out}.txt"], out=out, workers=1, quiet=True))
+        run = run_config(
+            data={
+                "train": [type(run_config().data.blend[0])(path=out)],
+                "blend": [],
+                "num_workers": 0,
+            },
+            training={"micro_batch_size": 1, "global_batch_size": 1, "eval_interval": None},
+        )
+        found.append(preconditions.hash_batches(run, 1))
+    assert found[0].sha256 == found[1].sha256 and found[0].data != found[1].data
