@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,11 @@ say which of them exploded. See docs/experiments.md.
 """
 STABILITY = """\
 Start the runs of a protocol on the GPUs of this node, several at once. The same command again goes
-on: finished and exploded runs are skipped, stopped ones continue from their checkpoint. Every run
-is in the verdict table, whatever it shows, also those not started yet. Exit code 0: no run failed
-for a reason of its own (exploding is not failing); 1: one did; 2: protocol or configuration error.
+on: finished and exploded runs are skipped, stopped ones continue from their checkpoint, and runs
+that were refused before their first step are tried again. Failed ones, and those refused later, are
+started again with --retry. Every run is in the verdict table, whatever it shows, also those not
+started yet. Exit code 0: no run failed for a reason of its own (exploding is not failing); 1: one
+did, or was refused; 2: error in the protocol or configuration.
 """
 
 
@@ -85,7 +88,11 @@ def _add_stability(parts: Subparsers) -> None:
         help="runs also take GPUs that no run waits for, and are stopped, with a checkpoint, to go "
         "on with GPUs that have become idle; batches and update stay the same",
     )
-    part.add_argument("--retry", action="store_true", help="start failed and refused runs again")
+    part.add_argument(
+        "--retry",
+        action="store_true",
+        help="also start runs again that failed, or were refused after they had made steps",
+    )
     part.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     _add_target(part, "every 90 s and at the end")
     add_overrides(part)
@@ -223,25 +230,30 @@ def _amount(text: str) -> float:
 
 
 def run_stability(args: argparse.Namespace) -> int:
-    """Run the protocol."""
-    from megatron_patch.experiments import stability
+    """Run the protocol; last, what is still to do about runs that were refused or failed."""
+    from megatron_patch.experiments import protocol, stability, store
 
-    return stability.run(
-        stability.Request(
-            config=Path(args.config),
-            out=None if args.out is None else Path(args.out),
-            gpus=args.gpus,
-            minutes=args.minutes,
-            steps=args.steps,
-            only=args.only,
-            overrides=args.overrides,
-            gpus_per_run=args.gpus_per_run,
-            widen=args.widen,
-            target=_target(args),
-            retry=args.retry,
-            dry_run=args.dry_run,
-        )
+    request = stability.Request(
+        config=Path(args.config),
+        out=None if args.out is None else Path(args.out),
+        gpus=args.gpus,
+        minutes=args.minutes,
+        steps=args.steps,
+        only=args.only,
+        overrides=args.overrides,
+        gpus_per_run=args.gpus_per_run,
+        widen=args.widen,
+        target=_target(args),
+        retry=args.retry,
+        dry_run=args.dry_run,
     )
+    code = stability.run(request)
+    if code == 0:
+        return code
+    experiment = protocol.read(request.config, request.overrides, gpus_per_run=args.gpus_per_run)
+    out = request.out or Path("runs") / experiment.protocol.name
+    print(store.what_next(out, [run.id for run in experiment.runs]), file=sys.stderr)
+    return code
 
 
 def run_results(args: argparse.Namespace) -> int:

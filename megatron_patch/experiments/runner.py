@@ -89,16 +89,18 @@ class Runner:
     _began: float = field(default_factory=time.monotonic)
     _again: dict[str, float] = field(default_factory=dict)
     """Runs that failed, and when they are started once more."""
+    _refused: set[str] = field(default_factory=set)
+    """Runs that were refused by an earlier invocation, and are tried once more by this one."""
     _narrow: set[str] = field(default_factory=set)
     _rates: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Start, watch and end runs until none can be started any more."""
-        queue = [run for run in self.store.experiment.runs if self._wanted(run)]
         free = list(self.devices)
         reported, published = 0.0, time.monotonic()
         handlers = {n: signal.signal(n, self._stop) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
+            queue = self._queue()
             while queue or self.active:
                 if not self.stopping and self._time_left() < SHORTEST_SECONDS and queue:
                     self.say(
@@ -131,8 +133,14 @@ class Runner:
             self._kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            self.store.give_up(self._again.keys() - {item.run.id for item in self.active})
+            waited = self._again.keys() | self._refused
+            self.store.give_up(waited - {item.run.id for item in self.active})
             self.store.save_if_possible(self.say)
+
+    def _queue(self) -> list[Run]:
+        """What this invocation has to start."""
+        self._refused = self.store.ask_again(self.only)
+        return [run for run in self.store.experiment.runs if self._wanted(run)]
 
     def _fill(self, queue: list[Run], free: list[int]) -> None:
         """Start what can start, in the order of the protocol; drop what never can.

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -37,8 +37,11 @@ ENDED = (FINISHED, EXPLODED, NONFINITE, GUARDED)
 """States of a run that has shown what it will show."""
 AFTER = "started again after: "
 """Begins the reason of a run that failed once, until it has been started again."""
+AGAIN = "tried again after: "
+"""Begins the reason of a run that was refused before its first step, until it has been started."""
 FINAL = (*ENDED, FAILED, REFUSED)
-"""States in which a run is not started again (failed and refused ones are, with --retry)."""
+"""States in which a run is not started again (failed and refused ones are, with --retry; those
+refused before their first step are let go by `Store.ask_again`)."""
 
 
 @dataclass(slots=True)
@@ -133,13 +136,29 @@ class Store:
         tree = {name: dataclasses.asdict(state) for name, state in self.states.items()}
         write_json(self.path / "states.json", tree)
 
+    def ask_again(self, only: Collection[str]) -> set[str]:
+        """Let the runs that were refused before their first step be started; their ids.
+
+        What refused them may have been mended (data that were not there), and only a new process
+        can tell. One that has made steps is left to --retry: what it needs is not what it had.
+        """
+        found = set()
+        for run in self.experiment.runs:
+            state = self.states[run.id]
+            if run.among(only) and state.state == REFUSED and not has_begun(state.attempts):
+                state.state, state.reason = WAITING, f"{AGAIN}{state.reason}"
+                found.add(run.id)
+        return found
+
     def give_up(self, runs: Iterable[str]) -> None:
-        """Those of them that were to be started again and were not, for want of a GPU or time, have
-        failed."""
+        """Those of them that were to be started again and were not, for want of a GPU or time, are
+        what they were: failed, or refused."""
         for run in runs:
             state = self.states[run]
             if state.state == PAUSED and state.reason.startswith(AFTER):
                 state.state, state.reason = FAILED, state.reason.removeprefix(AFTER)
+            elif state.state == WAITING and state.reason.startswith(AGAIN):
+                state.state, state.reason = REFUSED, state.reason.removeprefix(AGAIN)
 
     def save_if_possible(self, say: Callable[[str], None]) -> None:
         """As `save`; what cannot be written is told. The run directories say it, too, and runs that
@@ -202,6 +221,28 @@ class Store:
         except TypeError as error:
             raise damaged(file, str(error)) from error
         return {run.id: State() for run in self.experiment.runs} | found
+
+
+def has_begun(attempts: Iterable[dict[str, Any]]) -> bool:
+    """Whether any of a run's processes has made a step."""
+    return any(attempt["to_step"] > 0 for attempt in attempts)
+
+
+def what_next(path: Path, runs: Collection[str]) -> str:
+    """One line: how many of these runs were refused or failed, and what starts them again."""
+    file = path / "states.json"
+    tree = read_json(file) if file.exists() else {}
+    left = [tree[run] for run in runs if run in tree and tree[run]["state"] in (FAILED, REFUSED)]
+    failed = sum(state["state"] == FAILED for state in left)
+    later = sum(state["state"] == REFUSED and has_begun(state["attempts"]) for state in left)
+    counts = {
+        f"{len(left) - failed - later} refused before a first step (mend what the reason says, and "
+        "the same command tries again)": len(left) - failed - later,
+        f"{later} refused later (start again with --retry)": later,
+        f"{failed} failed (start again with --retry)": failed,
+    }
+    told = "; ".join(text for text, count in counts.items() if count)
+    return f"runs that are not done: {told or 'start them again with --retry'}"
 
 
 def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int, Path] | None:

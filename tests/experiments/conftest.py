@@ -62,7 +62,8 @@ def protocol(tmp_path: Path) -> Path:
 
 
 # argv: run directory, steps, script ("explode", "event", "exit N", "full", "deaf", "deaf ranks",
-# "alone" or ""), seconds a step, checkpoint to start from or "". "event" has large gradients and
+# "alone", "needs FILE" or ""), seconds a step, checkpoint to start from or "". "needs" is refused
+# while there is no such file; "event" has large gradients and
 # keeps its loss; "deaf ranks" starts a child in a session of its own, as torchrun does; "alone"
 # fails on several GPUs; "full" finds no memory the first time. Where it stops, and every tenth step
 # of a run named base, it leaves a directory named like a checkpoint.
@@ -96,6 +97,9 @@ if script == "full" and not (folder / "full").exists():
     (folder / "full").touch()
     print("torch.OutOfMemoryError: CUDA out of memory")
     sys.exit(1)
+if script.startswith("needs") and not pathlib.Path(script.split(" ", 1)[1]).exists():
+    print("megatron-patch: there is no manifest")
+    sys.exit(2)
 if script.startswith("exit"):
     print("Error: what went wrong")
     sys.exit(int(script.split()[1]))
