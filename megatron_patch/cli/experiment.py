@@ -30,7 +30,8 @@ on: finished and exploded runs are skipped, stopped ones continue from their che
 that were refused before their first step are tried again. Failed ones, and those refused later, are
 started again with --retry. Every run is in the verdict table, whatever it shows, also those not
 started yet. Exit code 0: no run failed for a reason of its own (exploding is not failing); 1: one
-did, or was refused; 2: error in the protocol or configuration.
+did, or was refused; 2: error in the protocol or configuration, or its data are not there (nothing
+was started).
 """
 
 
@@ -93,7 +94,11 @@ def _add_stability(parts: Subparsers) -> None:
         action="store_true",
         help="also start runs again that failed, or were refused after they had made steps",
     )
-    part.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    part.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan, look whether the data are there, and start nothing",
+    )
     _add_target(part, "every 90 s and at the end")
     add_overrides(part)
     part.set_defaults(run=run_stability)
@@ -231,7 +236,7 @@ def _amount(text: str) -> float:
 
 def run_stability(args: argparse.Namespace) -> int:
     """Run the protocol; last, what is still to do about runs that were refused or failed."""
-    from megatron_patch.experiments import protocol, stability, store
+    from megatron_patch.experiments import process, protocol, stability, store
 
     request = stability.Request(
         config=Path(args.config),
@@ -248,9 +253,13 @@ def run_stability(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
     )
     code = stability.run(request)
-    if code == 0:
+    if code == 0 and not request.dry_run:
         return code
     experiment = protocol.read(request.config, request.overrides, gpus_per_run=args.gpus_per_run)
+    if request.dry_run:  # after the plan, which says nothing wrong without them
+        runs = [run for run in experiment.runs if run.among(request.only)]
+        process.check_data(experiment, runs, print)
+        return code
     out = request.out or Path("runs") / experiment.protocol.name
     print(store.what_next(out, [run.id for run in experiment.runs]), file=sys.stderr)
     return code

@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.experiments import origin
-from megatron_patch.experiments.protocol import Run, runtime_keys, trainer_config
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.protocol import Experiment, Run, runtime_keys, trainer_config
 from megatron_patch.experiments.store import Store
 from megatron_patch.runtime import lifeline
 
@@ -62,6 +64,46 @@ def cell_command(store: Store, run: Run, *, gpus: int, steps: int, left: float) 
     if left != float("inf"):
         keys.append(f"training.exit_after_minutes={max(left, 1.0) / 60:.3f}")
     return command + [part for key in keys for part in ("--set", key)]
+
+
+def check_data(experiment: Experiment, runs: Sequence[Run], say: Callable[[str], None]) -> None:
+    """Whether the data and tokenizers that ``runs`` name are there and belong together.
+
+    Asked once, before any of them is started: each would find the same, when it has its GPU and has
+    loaded its libraries. The bytes are left to the runs, which hash them. So is what a file system
+    did not answer, which may pass; ``say`` gets it.
+
+    Raises:
+        ExperimentError: all that is wrong with them.
+    """
+    from megatron_patch.data import tokenizers
+    from megatron_patch.data.errors import DataError, Unanswered
+    from megatron_patch.data.verify import check_quickly, dataset_paths
+
+    found: dict[str, None] = {}  # every problem once: the runs share their data
+    asked = set()
+    for run in runs:
+        config = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+        paths, tokenizer = dataset_paths(config), None
+        if (config.data.tokenizer, *paths) in asked:
+            continue
+        asked.add((config.data.tokenizer, *paths))
+        try:
+            tokenizer = tokenizers.build(config.data.tokenizer)
+        except DataError as error:
+            found |= dict.fromkeys(error.problems)
+        for path in paths:
+            found |= dict.fromkeys(check_quickly(path, tokenizer).problems)
+    for problem in found:
+        if isinstance(problem, Unanswered):
+            say(f"warning: {problem}")
+    listed = "".join(f"\n  - {text}" for text in found if not isinstance(text, Unanswered))
+    if listed:
+        raise ExperimentError(
+            f"no run is started: the data of {experiment.protocol.name} cannot be used:{listed}\n"
+            "Prepare them (megatron-patch prepare-data), or say where they are: --set "
+            "data.blend.0.path=... --set data.tokenizer.path=..."
+        )
 
 
 def on_cpu(run: Run, store: Store) -> bool:

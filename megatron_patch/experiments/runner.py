@@ -21,6 +21,7 @@ from megatron_patch.experiments.process import (
     Active,
     ask_ranks,
     cell_command,
+    check_data,
     last_words,
     on_cpu,
     rank_exit_code,
@@ -138,9 +139,11 @@ class Runner:
             self.store.save_if_possible(self.say)
 
     def _queue(self) -> list[Run]:
-        """What this invocation has to start."""
+        """What this invocation has to start; refused as a whole while its data are not there."""
         self._refused = self.store.ask_again(self.only)
-        return [run for run in self.store.experiment.runs if self._wanted(run)]
+        queue = [run for run in self.store.experiment.runs if self._wanted(run)]
+        check_data(self.store.experiment, queue, self.say)
+        return queue
 
     def _fill(self, queue: list[Run], free: list[int]) -> None:
         """Start what can start, in the order of the protocol; drop what never can.

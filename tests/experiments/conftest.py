@@ -133,6 +133,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     monkeypatch.setattr(runner, "cell_command", command)
     monkeypatch.setattr(runner, "on_cpu", lambda run, store: False)
+    monkeypatch.setattr(runner, "check_data", lambda experiment, runs, say: None)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
     monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)

@@ -112,9 +112,10 @@ def _losses(run_dir: Path) -> dict[int, float]:
 
 
 def test_user_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["experiment", "stability", "--config", str(SMOKE)]
+    command += ["--set", f"data.blend.0.path={corpus}"]
     assert app.run([*command, "--only", "nothing", "--dry-run"]) == 2
     assert "has no such cell, run or seed" in capsys.readouterr().err
     assert app.run([*command, "--steps", "99", "--dry-run"]) == 2

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from pathlib import Path
 
 import pytest
 
 from megatron_patch.experiments import process, runner
-from megatron_patch.experiments.process import cell_command
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.process import cell_command, check_data
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.store import Store
 
@@ -26,6 +28,47 @@ def test_the_command_of_a_run(protocol: Path, tmp_path: Path) -> None:
     assert two[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert not any("exit_" in part for part in two)
     store.close()
+
+
+def test_every_problem_of_the_data_of_all_runs_at_once(
+    protocol: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Each named once, though the runs share their data; only what is to be started counts."""
+    good = f"set: [optimizer.lr=2e-3, 'data.blend.0.path={corpus}'"
+    text = protocol.read_text().replace("set: [optimizer.lr=2e-3", good)
+    protocol.write_text(text)
+    experiment = read(protocol, [f"data.blend.0.path={tmp_path / 'nowhere'}"])
+    check_data(experiment, [experiment.by_id("b-s1")], pytest.fail)
+    check_data(experiment, [], pytest.fail)
+    with pytest.raises(ExperimentError, match="is no manifest") as error:
+        check_data(experiment, experiment.runs, pytest.fail)
+    assert str(error.value).count("\n  - ") == 1
+    tokenizer = ["data.tokenizer.kind=huggingface", f"data.tokenizer.path={tmp_path / 'none.json'}"]
+    with pytest.raises(ExperimentError) as error:
+        other = read(protocol, [f"data.blend.0.path={tmp_path / 'nowhere'}", *tokenizer])
+        check_data(other, other.runs, pytest.fail)
+    assert str(error.value).count("\n  - ") == 2 and "none.json" in str(error.value)
+    vocabulary = ["data.tokenizer.kind=none", "data.tokenizer.vocab_size=257"]
+    with pytest.raises(ExperimentError, match="prepared with another tokenizer"):
+        check_data(read(protocol, vocabulary), [read(protocol, vocabulary).by_id("b-s1")], print)
+
+
+def test_a_file_system_that_does_not_answer_is_left_to_the_runs(
+    protocol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may answer when they ask; a run that finds it silent fails and is started once more."""
+
+    whole = Path.read_bytes
+
+    def silent(path: Path) -> bytes:
+        if path.name.endswith(".manifest.json"):
+            raise OSError(errno.EIO, "Input/output error")
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", silent)
+    said: list[str] = []
+    check_data(read(protocol), read(protocol).runs, said.append)
+    assert len(said) == 1 and "Input/output error" in said[0] and said[0].startswith("warning: ")
 
 
 def test_seats_are_counted_among_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:

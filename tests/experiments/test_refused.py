@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.cli import app
-from megatron_patch.experiments import store
+from megatron_patch.experiments import runner, store
 from megatron_patch.experiments.store import Store
 
 Go = Callable[..., tuple[Store, list[str]]]
@@ -109,3 +109,32 @@ def test_what_can_be_told_of_runs_that_are_not_done(tmp_path: Path) -> None:
     )
     (tmp_path / "states.json").unlink()  # nothing could be written there
     assert "--retry" in store.what_next(tmp_path, ["a"])
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_data_that_are_not_there_are_told_once_and_before_any_run(
+    dry: list[str],
+    protocol: Path,
+    corpus: Path,
+    tmp_path: Path,
+    quick: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron_patch.experiments import process
+
+    monkeypatch.setattr(runner, "check_data", process.check_data)
+    command = ["experiment", "stability", "--config", str(protocol), "--out", str(tmp_path / "out")]
+    missing = ["--set", f"data.blend.0.path={tmp_path / 'nowhere'}"]
+    assert app.run([*command, *missing, *dry]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("megatron-patch: no run is started: the data of tiny cannot be used")
+    assert said.err.count("nowhere.manifest.json: there is no manifest") == 1
+    assert "--set data.blend.0.path=" in said.err and "start a-s1" not in said.out
+    assert not (tmp_path / "out" / "logs").exists()
+    assert ("3 runs of 100 steps" in said.out) == bool(dry)
+    there = ["--set", f"data.blend.0.path={corpus}"]
+    assert app.run([*command, *there, *dry]) == 0
+    assert (tmp_path / "out" / "runs" / "a-s1" / "FINISHED").exists() != bool(dry)
+    if not dry:  # with nothing to start, nothing is read
+        assert app.run([*command, *missing]) == 0
