@@ -44,6 +44,17 @@ def test_the_baselines_are_what_was_promised() -> None:
         assert all(seeds[cell] == [1, 2] for cell in two)
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_runs_of_a_seed_see_the_same_batches(path: Path) -> None:
+    """Or the first one's reference refuses all others."""
+    experiment = read(path)
+    seen: dict[int, tuple[Any, ...]] = {}
+    for run in experiment.runs:
+        loaded = trainer_config(experiment.config, run, steps=experiment.protocol.steps).config
+        batches = (loaded.training.global_batch_size, loaded.model.seq_length, repr(loaded.data))
+        assert seen.setdefault(run.seed, batches) == batches, run.id
+
+
 def test_attribution_covers_every_question() -> None:
     experiment = read(CONFIGS / "attribution.yaml")
     cells = {run.cell.name for run in experiment.runs}
