@@ -344,6 +344,8 @@ def _facts(capture: Capture) -> dict[str, Any]:
     """What the capture says of itself."""
     names = ("step", "trigger", "layer", "layer_name", "micro_batch", "backend", "stabilizer")
     facts = {name: getattr(capture, name) for name in (*names, "precision", "run_name")}
+    if capture.variant:
+        facts["variant"] = capture.variant
     facts["heads"] = list(capture.heads)
     facts["shape"] = list(capture.q.shape)
     odd = {n: int((~getattr(capture, n).isfinite()).sum()) for n in ("q", "k", "v", "dout")}

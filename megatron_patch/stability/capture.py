@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,9 +36,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
-BEFORE = 2
-"""Read too: its spectral norms are what a few power iterations found, from below."""
+FORMAT = 4
+BEFORE: dict[int, dict[str, Any]] = {
+    2: {"norms_exact": False, "variant": None},
+    3: {"variant": None},
+}
+"""Read too: what such a file does not hold. The spectral norms of format 2 are what a few power
+iterations found, from below; neither tells of variants."""
 ZIP = b"PK\x03\x04"
 """What a file that torch saved begins with."""
 
@@ -81,6 +85,9 @@ class Capture:
     layout: str = "sbhd"
     backend: str
     stabilizer: str
+    variant: str | None = ""
+    """What an experiment had changed of the backend, by name; empty: nothing. None: the file is of
+    a format that does not tell."""
     precision: str
     run_name: str
     trigger: str
@@ -119,10 +126,11 @@ def load(path: Path | str) -> Capture:
         raise CaptureError(f"{path} is not a capture: {_why_not(Path(path), error)}") from None
     names = {f.name for f in fields(Capture)}
     told = content.pop("format", None) if isinstance(content, dict) else None
-    if type(told) is not int or told not in (BEFORE, FORMAT):
-        raise CaptureError(f"{path} is not a capture of format {FORMAT} or {BEFORE}")
-    if told == BEFORE:
-        content.setdefault("norms_exact", False)
+    if type(told) is not int or told not in (*BEFORE, FORMAT):
+        read = " or ".join(map(str, (FORMAT, *reversed(BEFORE))))
+        raise CaptureError(f"{path} is not a capture of format {read}")
+    for name, unknown in BEFORE.get(told, {}).items():
+        content.setdefault(name, unknown)
     if set(content) != names:
         odd = [
             f"{what} {', '.join(sorted(map(str, keys)))}"
@@ -268,6 +276,7 @@ class Capturer:
             dropout_p=seen.dropout_p,
             backend=seen.site.backend,
             stabilizer=seen.site.stabilizer,
+            variant=seen.site.variant,
             precision=self._run.training.precision,
             run_name=self._run.name,
             trigger=wanted.trigger,

@@ -30,6 +30,7 @@ def _wrong_types(content: Mapping[str, Any]) -> Iterator[str]:
     rules: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         (_COUNTS, _is_count, "a whole number from 0"),
         (_TEXTS, lambda x: isinstance(x, str), "text"),
+        (("variant",), lambda x: x is None or isinstance(x, str), "text or None"),
         (_LISTS, lambda x: isinstance(x, list) and all(map(_is_count, x)),
          "a list of whole numbers from 0"),
         (_TENSORS, lambda x: _is_tensor(x, 4), "a tensor of 4 dimensions, floating, not empty"),

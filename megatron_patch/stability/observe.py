@@ -52,6 +52,13 @@ class Site:
         module: Any = self.module
         return str(module.options.get("stabilizer", "compensated"))
 
+    @property
+    def variant(self) -> str:
+        """What an experiment has put in the place of the backend's function, by name; empty if
+        nothing. No configuration tells of it: the function that the module calls has the name as
+        its attribute ``variant``."""
+        return str(getattr(getattr(self.module, "_run", None), "variant", ""))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:

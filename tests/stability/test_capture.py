@@ -128,6 +128,7 @@ def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
         ({"scale": float("nan")}, "scale is nan, expected a finite number above 0"),
         ({"dropout_p": None}, "dropout_p is None"),
         ({"run_name": b"x" * 500}, r"run_name is b'x{50,60}\.\.\., expected text"),
+        ({"variant": 3}, "variant is 3, expected text or None"),
         ({"layout": "bshd"}, "layout is 'bshd', expected 'sbhd'"),
     ],
 )
@@ -138,19 +139,32 @@ def test_fields_of_other_types(tmp_path: Path, changes: dict[str, Any], said: st
         capture.load(path)
 
 
-def test_captures_of_the_format_before_say_that_their_norms_are_lower_bounds(
-    tmp_path: Path,
-) -> None:
+def test_captures_of_formats_before_say_what_they_do_not_tell(tmp_path: Path) -> None:
+    """Norms of format 2 are lower bounds; no file before format 4 tells of a variant."""
     path = tmp_path / "x.pt"
-    make().save(path)
-    assert capture.load(path).norms_exact
+    make(variant="k_centered").save(path)
+    whole = capture.load(path)
+    assert whole.norms_exact and whole.variant == "k_centered"
     content = torch.load(path, weights_only=True)
-    del content["norms_exact"]
-    torch.save(content | {"format": capture.BEFORE}, path)
-    assert not capture.load(path).norms_exact
+    del content["variant"]
+    torch.save(content | {"format": 3}, path)
+    third = capture.load(path)
+    assert third.norms_exact and third.variant is None
     torch.save(content, path)
+    with pytest.raises(capture.CaptureError, match="format 4: it lacks variant"):
+        capture.load(path)
+    del content["norms_exact"]
+    torch.save(content | {"format": 2}, path)
+    second = capture.load(path)
+    assert not second.norms_exact and second.variant is None
+    torch.save(content | {"format": 3}, path)
     with pytest.raises(capture.CaptureError, match="format 3: it lacks norms_exact"):
         capture.load(path)
+
+
+def test_a_capture_names_the_variant_that_computed_it(tmp_path: Path) -> None:
+    assert taken(tmp_path, SimpleNamespace(), 4, 2).variant == ""
+    assert taken(tmp_path, SimpleNamespace(), 4, 2, variant="k_centered").variant == "k_centered"
 
 
 def test_spectral_norms_are_exact(tmp_path: Path) -> None:
@@ -177,19 +191,21 @@ def test_spectral_norms_are_exact(tmp_path: Path) -> None:
     )
 
 
-def taken(folder: Path, attention: Any, heads: int, groups: int) -> Capture:
+def taken(folder: Path, attention: Any, heads: int, groups: int, *, variant: str = "") -> Capture:
     """What a run captures of a layer."""
-    capturer = take(folder, attention, heads, groups)
+    capturer = take(folder, attention, heads, groups, variant=variant)
     capturer.close()
     return capture.load(folder / capture.file_name(3, 0, 0))
 
 
-def take(folder: Path, attention: Any, heads: int, groups: int, *steps: int) -> Capturer:
+def take(
+    folder: Path, attention: Any, heads: int, groups: int, *steps: int, variant: str = ""
+) -> Capturer:
     """Let a run capture a layer at these steps; default: 3."""
     run = run_config(model={"num_attention_heads": heads, "num_query_groups": groups})
     where: Any = SimpleNamespace(tp_rank=0, dp_rank=0)
     site: Any = SimpleNamespace(
-        layer=0, name="x", backend="reference", stabilizer="", attention=attention
+        layer=0, name="x", backend="reference", stabilizer="", variant=variant, attention=attention
     )
     q, k = torch.randn(16, 1, heads, 8), torch.randn(16, 1, groups, 8)
     seen = Seen(
@@ -249,7 +265,12 @@ def test_numbers_of_key_heads_are_those_of_the_layer(
     for rank in range(tp):
         where: Any = SimpleNamespace(tp_rank=rank, dp_rank=0)
         site: Any = SimpleNamespace(
-            layer=0, name="x", backend="reference", stabilizer="", attention=SimpleNamespace()
+            layer=0,
+            name="x",
+            backend="reference",
+            stabilizer="",
+            variant="",
+            attention=SimpleNamespace(),
         )
         q, k = torch.randn(16, 1, mine, 8), torch.randn(16, 1, kv, 8)
         seen = Seen(

@@ -93,6 +93,21 @@ def test_sites_are_numbered_over_the_whole_model() -> None:
     assert sites[0].backend == "reference" and sites[0].stabilizer == ""
 
 
+def test_a_site_names_the_variant_of_an_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function says so that core attention calls, whoever put it there."""
+    from megatron_patch.attention.backends import reference
+    from megatron_patch.stability.observe import find_sites
+
+    def changed(call: Any) -> Any:
+        return run(call)
+
+    run = reference.run
+    changed.variant = "k_centered"  # type: ignore[attr-defined]
+    assert find_sites([Model()], decoder_layers=4)[0].variant == ""
+    monkeypatch.setattr(reference, "run", changed)
+    assert find_sites([Model()], decoder_layers=4)[0].variant == "k_centered"
+
+
 def test_the_wanted_micro_batch_and_its_gradient_are_seen(watched: Any) -> None:
     _, _, module, found = watched
     calls = [tensors(seed) for seed in range(3)]
