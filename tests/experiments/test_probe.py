@@ -340,6 +340,12 @@ def test_norms_that_are_lower_bounds_are_not_shown_as_the_norms() -> None:
     assert "over heads (from below: a few power iterations): W_Q 2." in probe_report.markdown(found)
 
 
+def test_the_variant_that_computed_a_capture_is_among_its_facts() -> None:
+    assert "variant" not in probe(capture("gauss", n=48), "sdpa_math")["capture"]
+    found = probe(capture("gauss", n=48, variant="k_centered"), "sdpa_math")
+    assert found["capture"]["variant"] == "k_centered"
+
+
 def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:
     one = capture("gauss")
     one.q[70, 0, 1, 3] = math.inf
