@@ -169,9 +169,11 @@ def markdown(one: dict[str, Any]) -> str:
     title = f"step {facts['step']:,}, {facts['layer_name']} (layer {facts['layer']})"
     lines = [f"### {facts['run_name']}: {title}", ""]
     shape = facts["shape"]
+    changed = f", variant {facts['variant']}" if "variant" in facts else ""
     lines.append(
         f"{shape[1]} sequence(s) of {shape[0]} tokens, {shape[2]} heads of {shape[3]}; captured "
-        f"under {facts['backend']}/{facts['stabilizer']}; rows {facts['skipped_rows']} and later."
+        f"under {facts['backend']}/{facts['stabilizer']}{changed}; rows "
+        f"{facts['skipped_rows']} and later."
     )
     if inputs:
         kappa, repeated, ones, dead, top = (figure(inputs, n, f) for n, f in _INPUT_FORMS.items())

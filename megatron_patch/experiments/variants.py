@@ -203,4 +203,6 @@ def install(name: str, run: RunConfig) -> None:
     module, function = FUNCTIONS[run.attention.backend]
     home = importlib.import_module(module)
     plain = getattr(home, function)
-    setattr(home, function, functools.wraps(plain)(variant.wrap(plain)))
+    changed = functools.wraps(plain)(variant.wrap(plain))
+    changed.variant = name  # type: ignore[attr-defined]  # captures tell it: stability.observe
+    setattr(home, function, changed)

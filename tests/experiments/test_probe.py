@@ -344,6 +344,7 @@ def test_the_variant_that_computed_a_capture_is_among_its_facts() -> None:
     assert "variant" not in probe(capture("gauss", n=48), "sdpa_math")["capture"]
     found = probe(capture("gauss", n=48, variant="k_centered"), "sdpa_math")
     assert found["capture"]["variant"] == "k_centered"
+    assert "under stable_flash/none, variant k_centered; rows" in probe_report.markdown(found)
 
 
 def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:

@@ -114,6 +114,7 @@ def test_installing_changes_the_configured_backend_only(monkeypatch: pytest.Monk
     assert home.run is before
     variants.install("k_centered", run)
     assert home.run is not before and stable.run is other
+    assert home.run.variant == "k_centered" and not hasattr(before, "variant")
     with pytest.raises(ValueError, match="it changes stable_flash"):
         variants.install("low_order_o", run)
     with pytest.raises(ValueError, match="it starts from 'none'"):
