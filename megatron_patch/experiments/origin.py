@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patch.experiments.store import newest_checkpoint
+from megatron_patch.experiments.store import FAILED, REFUSED, newest_checkpoint
 from megatron_patch.experiments.verdict import judge
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def unstartable(store: Store, run: Run) -> str | None:
     base = store.experiment.by_id(run.base)
     if not store.is_final(base):
         return None
-    event = event_of(store, base)
+    event, state = event_of(store, base), store.states[base.id].state
+    if event is None and state in (FAILED, REFUSED):
+        return f"{base.id}, which it continues, is {state}"
     if event is None:
         return f"{base.id} ended without a gradient norm above the limit: there is nothing to save"
     return f"{base.id} has no checkpoint at step {event - run.cell.before:,} or before"

@@ -51,6 +51,7 @@ cells:
     quick |= {"base-s1": f"needs {tmp_path / 'manifest'}"}
     found, _ = go(protocol, tmp_path / "out", devices=[0, 1])
     assert found.states["base-s1"].state == "refused"
+    assert found.states["late-s1"].reason == "base-s1, which it continues, is refused"
     quick |= {"base-s1": "explode", "pause": "0.01"}
     found, _ = go(protocol, tmp_path / "out", devices=[0, 1])
     assert found.states["base-s1"].state == "exploded"
