@@ -24,6 +24,7 @@ logits are) names a place and raises `ok` to `watch`.
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections import deque
@@ -137,6 +138,7 @@ class Trend:
         """(step, growth) at the records that confirm (fewer while there are not enough), oldest
         first."""
         self._norms: deque[tuple[int, float]] = deque()
+        self._ordered: list[float] = []  # the norms of these: a short interval has many of them
         # (step, median) that can still be the window's lowest, now or later: both increase.
         self._lowest: deque[tuple[int, float]] = deque()
 
@@ -145,9 +147,13 @@ class Trend:
         if point.step <= self.rule.settle_steps or not math.isfinite(point.grad_norm):
             return
         self._norms.append((point.step, point.grad_norm))
-        if not _fills(self._norms, SMOOTH, self.rule.smooth_steps):
+        bisect.insort(self._ordered, point.grad_norm)
+        for gone in _surplus(self._norms, SMOOTH, self.rule.smooth_steps):
+            del self._ordered[bisect.bisect_left(self._ordered, gone)]
+        if not _spans(self._norms, SMOOTH, self.rule.smooth_steps):
             return
-        median = statistics.median(norm for _, norm in self._norms)
+        half = len(self._ordered) // 2
+        median = (self._ordered[half] + self._ordered[-half - 1]) / 2
         while self._lowest and self._lowest[-1][1] >= median:
             self._lowest.pop()
         self._lowest.append((point.step, median))
@@ -156,15 +162,19 @@ class Trend:
         lowest = self._lowest[0][1]
         # A norm of zero is one that nobody computed, or of a model that learns nothing.
         self.rises.append((point.step, median / lowest if lowest > 0 else 1.0))
-        _fills(self.rises, CONFIRM, self.rule.confirm_steps)
+        for _ in _surplus(self.rises, CONFIRM, self.rule.confirm_steps):
+            pass
 
 
-def _fills(window: deque[tuple[int, float]], records: int, steps: int) -> bool:
-    """Cut a window to the last records that are so many and span so much; whether they do."""
-    now = window[-1][0]
-    while len(window) > records and now - window[1][0] >= steps:
-        window.popleft()
-    return len(window) >= records and now - window[0][0] >= steps
+def _surplus(window: deque[tuple[int, float]], records: int, steps: int) -> Iterator[float]:
+    """Cut a window (step, value) to the last records that are so many and span so much."""
+    while len(window) > records and window[-1][0] - window[1][0] >= steps:
+        yield window.popleft()[1]
+
+
+def _spans(window: Sequence[tuple[int, object]], records: int, steps: int) -> bool:
+    """Whether records (step, value) are so many and span so much."""
+    return len(window) >= records and window[-1][0] - window[0][0] >= steps
 
 
 def growth(history: Sequence[Point], rule: Rule) -> list[float]:
@@ -214,7 +224,8 @@ def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Ru
         return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
     rise = rises[-1][1]
     text = f"gradient norm {rise:.2f}x its minimum of the last {rule.reference_steps:,} steps"
-    rose = _agree(rises, rule) and min(rise for _, rise in rises) >= rule.danger_growth
+    confirmed = _spans(rises, CONFIRM, rule.confirm_steps)
+    rose = confirmed and min(rise for _, rise in rises) >= rule.danger_growth
     danger = rose and not now.compensated
     level = "danger" if danger else "watch" if rise >= rule.watch_growth else "ok"
     return _strongest((level, text), *heads)
@@ -270,12 +281,8 @@ def _reaches(spot: Spot, limit: float | None) -> bool:
 
 
 def _confirmed(spots: Sequence[tuple[int, Spot]], limit: float | None, rule: Rule) -> bool:
-    return _agree(spots, rule) and all(_reaches(spot, limit) for _, spot in spots)
-
-
-def _agree(records: Sequence[tuple[int, object]], rule: Rule) -> bool:
-    """Whether there are enough records (step, value) to agree on anything."""
-    return len(records) >= CONFIRM and records[-1][0] - records[0][0] >= rule.confirm_steps
+    enough = _spans(spots, CONFIRM, rule.confirm_steps)
+    return enough and all(_reaches(spot, limit) for _, spot in spots)
 
 
 def spike_score(values: Sequence[float], largest: float) -> float:

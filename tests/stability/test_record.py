@@ -315,13 +315,13 @@ def test_judging_all_records_costs_each_record_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Medians are most of it: 1,000,000 steps took a quarter of an hour."""
-    import statistics
+    import bisect
 
     rescued(tmp_path, switched_at=1, until=200)
-    calls, median = [], statistics.median
-    monkeypatch.setattr(statistics, "median", lambda x: (calls.append(1), median(x))[1])
+    calls, insort = [], bisect.insort
+    monkeypatch.setattr(bisect, "insort", lambda *x: (calls.append(1), insort(*x))[1])
     assert len(record.read(tmp_path).verdicts()) == 200
-    assert len(calls) <= 200
+    assert 190 <= len(calls) <= 200
 
 
 def test_worst_heads() -> None:
