@@ -30,6 +30,7 @@ PROTOCOLS = (
     "attribution_continued",
     "early",
     "rescue",
+    "rescue_late",
     "rescue_paper",
     "scout",
 )

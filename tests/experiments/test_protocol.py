@@ -91,6 +91,18 @@ def test_the_rescue_continues_what_keeps_its_checkpoints() -> None:
         ]
 
 
+def test_the_late_rescue_outlasts_its_lost_loss() -> None:
+    """The run to be saved is not ended before the last cell's checkpoint, nor its checkpoints."""
+    experiment = read(CONFIGS / "rescue_late.yaml")
+    base, *cells = experiment.protocol.cells
+    last = max(-cell.before for cell in cells)
+    assert base.follow == last and (experiment.protocol.explosion.stop_after or 0) >= last
+    assert "checkpoint.keep_last=null" in base.set
+    for cell in cells:
+        assert cell.from_cell == "base" and (cell.follow or 0) + cell.before >= 1500
+        assert "attention.stabilizer=compensated" in cell.set
+
+
 def test_a_cell_that_is_continued_changes_what_it_changes_from_step_0() -> None:
     """All from one checkpoint of a run with plain numerics, with its control first."""
     whole = {cell.name: cell for cell in read(CONFIGS / "attribution.yaml").protocol.cells}
