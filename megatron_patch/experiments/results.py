@@ -332,10 +332,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def seed_spread(result: dict[str, Any]) -> str:
-    """Mean and range of the final loss of every cell with finished runs; empty without any."""
+    """Mean and range of the final loss of every cell with finished runs; empty without any.
+
+    A run that has a reason to be finished ended around its own event, at no step that seeds share.
+    """
     cells: dict[str, list[float]] = {}
     for run in result["runs"]:
-        whole = run["state"] == FINISHED and not (run.get("origin") or run.get("incomplete"))
+        partial = any(run.get(key) for key in ("origin", "incomplete", "reason"))
+        whole = run["state"] == FINISHED and not partial
         if whole and isinstance(run["final_loss"], float):
             cells.setdefault(run["cell"], []).append(run["final_loss"])
     if not cells:

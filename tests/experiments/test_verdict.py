@@ -101,3 +101,13 @@ def test_only_whole_windows_are_drawn_unless_there_are_none() -> None:
     drawn = results._drawn(curves, size)
     assert [w.step for w in drawn["long"]] == [10, 20] and drawn["failed"] == []
     assert results._drawn({"failed": curves["failed"]}, size) == {"failed": curves["failed"]}
+
+
+def test_final_losses_are_of_runs_that_came_to_their_last_step() -> None:
+    """Not of those that ended around an event of their own, nor of what continues them."""
+    run = {"cell": "a", "state": "finished", "reason": "", "origin": None}
+    runs = [run | {"final_loss": 3.0}, run | {"final_loss": 3.5}]
+    runs += [run | {"final_loss": 7.0, "reason": "100 steps after the event"}]
+    runs += [run | {"final_loss": 7.0, "origin": {"step": 5}}, run | {"final_loss": "nan"}]
+    assert results.seed_spread({"runs": runs}).endswith("| a | 2 | 3.2500 | 0.5000 |")
+    assert results.seed_spread({"runs": runs[2:]}) == ""
