@@ -191,6 +191,10 @@ class Seed:
             "control": _json(control),
             "growth_noise": _median(here.heads["growth_noise"][:, head[0], head[1]]),
             "error_to_signal": _median(signal),
+            "common": [
+                _at(self.base, "common_logit", head, start),
+                _at(mine, "common_logit", head, int(mine.steps[-1])),
+            ],
             "wq_norm": [
                 _at(self.base, "wq_norm", head, start),
                 _at(mine, "wq_norm", head, int(mine.steps[-1])),
@@ -215,9 +219,10 @@ def _median(values: np.ndarray) -> float | None:
 
 
 def _at(run: record.Telemetry, name: str, head: Head, step: int) -> float | None:
-    """A figure of one record; None without it, or where it is not finite."""
+    """A figure of one record; None without it, where it is not finite, or not measured then."""
     found = np.flatnonzero(run.steps == step)
-    value = float(run.heads[name][int(found[0]), head[0], head[1]]) if len(found) else math.nan
+    there = len(found) and name in run.heads
+    value = float(run.heads[name][int(found[0]), head[0], head[1]]) if there else math.nan
     return value if math.isfinite(value) else None
 
 

@@ -14,6 +14,8 @@ HEAD = ("run", "from step", "head", "largest logit there", "+250", "+500", "+750
 def rendered(result: dict[str, Any]) -> str:
     """A line a run and head; the verdicts are of the run, by the rule of the script."""
     rows = []
+    every = [head for run in result["runs"].values() for head in run["heads"]]
+    shared = any(any(map(_known, head.get("common", []))) for head in every)
     in_order = sorted(result["runs"].items(), key=lambda run: (run[1]["seed"], run[1]["place"]))
     for name, run in in_order:
         for i, head in enumerate(run["heads"]):
@@ -24,16 +26,19 @@ def rendered(result: dict[str, Any]) -> str:
             row += [_times(head["growth"]) + counts, _times(head["control"])]
             row += [_number(head[key]) for key in ("growth_noise", "error_to_signal")]
             row.append(" to ".join(map(_number, head["wq_norm"])))
+            row += [" to ".join(map(_number, head.get("common", [None])))] if shared else []
             row += _of_run(run) if i == 0 else ["", ""]
             rows.append(row)
-    head = [*HEAD, "grew", "under `control`", "noise", "error", "W_Q", "gradient norm > 1"]
+    head = [*HEAD, "grew", "under `control`", "noise", "error", "W_Q"]
+    head += ["common part", "gradient norm > 1"] if shared else ["gradient norm > 1"]
     where = (
         "Heads as layer.head, of the base: the first with logits above 1,000. Grew: to the last "
     )
     where += (
         "record before the event that the run and its control both have, by which it is judged. "
     )
-    where += "Noise and error (of delta, over its signal): medians until there."
+    where += "Noise and error (of delta, over its signal): medians until there. "
+    where += "Common part: of a row's logits, what all keys share." if shared else ""
     where += kept_from(in_order, "Read")
     return "\n".join([f"{origin(result)} {where}", "", table([*head, "verdict"], rows)])
 
@@ -64,6 +69,10 @@ def _of_run(run: dict[str, Any]) -> list[str]:
     above = run["first_large_gradient"]
     told = f"not by {run['until']:,}" if above is None else f"{above:,}"
     return [told, run["verdict"]]
+
+
+def _known(value: float | None) -> bool:
+    return value is not None
 
 
 def _number(value: float | None) -> str:

@@ -22,7 +22,10 @@ from run_names import run_name
 
 from megatron_patch.stability import record
 
-HEAD = ("max_logit", "wq_norm", "wk_norm", "entropy", "kappa", "used_error_rms", "growth_noise")
+HEAD = (
+    *("max_logit", "common_logit", "wq_norm", "wk_norm", "entropy", "kappa"),
+    *("used_error_rms", "growth_noise"),
+)
 RUN = ("loss_mean", "grad_norm_mean")
 
 

@@ -141,6 +141,8 @@ def timeline(*names: str, during: Sequence[str] = ()) -> Callable[[dict[str, Any
         if noisy:
             where += " Noise: error over true derivative by a factor on the logits."
         columns = [("noise", "growth_noise", run) for run in noisy]
+        shared = [run for run, one in runs.items() if _measured(one, "common_logit")]
+        columns += [("common part", "common_logit", run) for run in shared]
         for told, key in TIMELINE.items():
             columns += [(told, key, run) for run in runs]
         rows = []

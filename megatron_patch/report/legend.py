@@ -32,6 +32,13 @@ ERRORS: tuple[Row, ...] = (
         "share makes logits and no attention",
     ),
     (
+        {"common_logit"},
+        "part of the logits that all keys share",
+        "scaled q . mean of K over the sequence, mean over rows; the softmax does not see it, and "
+        "the loss has no derivative by it",
+        "it grows: it is most of a logit that runs away",
+    ),
+    (
         {"delta_error_rms"},
         "RMS error of delta",
         "RMS(e) / RMS(delta); e: what a plain 16-bit O gets wrong in delta, whatever the run "

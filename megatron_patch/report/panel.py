@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # (metric or derived name, title, logarithmic). Derived ones are made in `_metric`.
 MAPS = (
     ("max_logit", "Largest attention logit", False),
+    ("common_logit", "Part of the logits that all keys share", False),
     ("coherence", "Coherence of the delta error: 1 = all rows of a head err alike", False),
     ("error_to_signal", "Error of the delta in use over the signal it disturbs", True),
     ("bias_to_signal", "The coherent part of that error over the same signal", True),
@@ -31,6 +32,7 @@ MAPS = (
 )
 AT_WARNING = (
     "max_logit",
+    "common_logit",
     "coherence",
     "error_to_signal",
     "growth_noise",
@@ -43,6 +45,7 @@ AT_WARNING = (
 map of a large model is half a megabyte."""
 LINES = (
     ("max_logit", "Largest attention logit of any head", "logit", False),
+    ("common_logit", "Largest part of the logits that all keys share, of any head", "logit", False),
     ("error_to_signal", "Largest error of delta over its signal of any head", "ratio", True),
     ("growth_noise", "Largest noise in the growth of the logits of any head", "ratio", True),
     ("bias_to_signal", "Largest coherent error over signal of any head", "ratio", True),

@@ -71,6 +71,8 @@ class RowFacts:
     delta: torch.Tensor
     logit: torch.Tensor
     """sum_j P_j S_j over the keys, a sink's share left out."""
+    common: torch.Tensor
+    """scale q . c, c the mean of all keys of the sequence: what they share, and no softmax sees."""
     growth: torch.Tensor
     """sum_j dS_j S_j over the keys: the derivative by a factor on the row's logits."""
     entropy: torch.Tensor
@@ -184,6 +186,11 @@ class _Blocks:
             return iter(self._only)
         return map(self._block, self._slices)
 
+    def common(self, share: float) -> torch.Tensor:
+        """Scores against the mean of this rank's keys, seen or not, times share: [b, kv, g, R]."""
+        mean = self._k.mean(0, dtype=torch.float32).mul_(self._scale * share)
+        return torch.matmul(self._q, mean[:, :, None, :, None])[..., 0]  # [b, kv, 1, d, 1]
+
     def _block(self, block: slice) -> _Block:
         keys = self._k[block].float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, kv, 1, d, n]
         s = torch.matmul(self._q, keys).mul_(self._scale)
@@ -258,6 +265,7 @@ def measure(
         plain=rounded,
         delta=flat(delta),
         logit=flat(logit),
+        common=flat(sums["common"]),
         growth=flat(growth),
         entropy=flat(entropy),
         first=flat(sums["first"] / l),
@@ -287,8 +295,9 @@ def _derivatives(
 def _sums(
     blocks: _Blocks, m: torch.Tensor, geometry: Geometry, *, narrow: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Sums over all keys under shift m: l, P (S - m), P of key 0, P V; P V with P in ``narrow``."""
-    found: dict[str, torch.Tensor] = {}
+    """Sums over all keys under shift m: l, P (S - m), P of key 0, P V; P V with P in ``narrow``;
+    and the scores against the mean key, of which every rank has as many keys."""
+    found = {"common": blocks.common(1 / geometry.size)}
     for number, block in enumerate(blocks):
         p = block.p(m)
         new = {"l": p.sum(-1), "weighted": -torch.special.entr(p).sum(-1)}  # log P is S - m

@@ -34,7 +34,8 @@ from stable_attention.reference import reference_attention
 from stable_attention.stabilizers import KNOWN
 
 LINEAR = (
-    "rows", "entropy", "first", "top", "plain_rows", "plain", "plain_sign", "used_rows", "used",
+    "rows", "entropy", "first", "top", "common",
+    "plain_rows", "plain", "plain_sign", "used_rows", "used",
 )  # fmt: skip
 SQUARES = ("delta2", "plain2", "used2", "growth2", "push2")
 FIELDS = (*LINEAR, *SQUARES, "spread")
@@ -257,7 +258,8 @@ def _values(
     """
     clean, stored = source.clean, _rows(out)
     ones = torch.ones_like(facts.delta)
-    values = {"rows": ones, "entropy": facts.entropy, "first": facts.first, "top": facts.top}
+    values = {"rows": ones}
+    values |= {name: getattr(facts, name) for name in ("entropy", "first", "top", "common")}
     plain = used = None
     if low is not None:
         lost = _rows(decode_residual(out, low))
@@ -338,6 +340,7 @@ def head_metrics(sums: np.ndarray, maxima: np.ndarray) -> dict[str, np.ndarray]:
             "used_error_rms": np.sqrt(s["used2"] / used_rows) / delta_rms,
             "kappa": np.where(s["spread"] > 0, np.sqrt(s["delta2"] / s["spread"]), np.nan),
             "growth_noise": np.where(s["growth2"] > 0, np.sqrt(s["push2"] / s["growth2"]), np.nan),
+            "common_logit": s["common"] / rows,
             "entropy": s["entropy"] / rows,
             "first_token_mass": s["first"] / rows,
             "top_mass": s["top"] / rows,

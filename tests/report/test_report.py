@@ -32,9 +32,9 @@ HOSTILE = (
     "\x00\x07\x1b[31m\u202e\ud800 null and bells",
 )
 
-# 4 curves, 7 lines in time, layers in time, 11 maps of the last record, 8 of the first danger; a
-# scale beside each of the 20 maps.
-DRAWINGS = 4 + 7 + 1 + 11 + 8 + 20
+# 4 curves, 8 lines in time, layers in time, 12 maps of the last record, 9 of the first danger; a
+# scale beside each of the 22 maps.
+DRAWINGS = 4 + 8 + 1 + 12 + 9 + 22
 EXPLODED = FLAT + [7.0] * 120
 
 

@@ -48,13 +48,15 @@ def test_one_head_and_the_runs_a_table_shows(
     result = call("head_timeline", monkeypatch, tmp_path, *runs, *where)
     tables = benchmark_scripts.load("stability_tables")
     both = tables.timeline()(result).splitlines()
-    assert both[2].startswith("| step | largest logit, calm | largest logit, wild | W_Q, calm |")
-    assert both[4] == "| 100 | 2 | 20,000 | 1 | 1 | 0.25 | 0.25 |"
-    assert both[-1] == "| 300 | 6 | - | 1 | - | 0.25 | - |"
+    assert both[2].startswith(
+        "| step | common part, calm | common part, wild | largest logit, calm |"
+    )
+    assert both[4] == "| 100 | 1 | 1 | 2 | 20,000 | 1 | 1 | 0.25 | 0.25 |"
+    assert both[-1] == "| 300 | 1 | - | 6 | - | 1 | - | 0.25 | - |"
     # Of another run alone: no line for steps that only the first one has, no column of NaN.
     other = tables.timeline("wild")(result)
     assert "calm" not in other and "noise" not in other
-    assert other.splitlines()[-1] == "| 200 | 40,000 | 1 | 0.25 |"
+    assert other.splitlines()[-1] == "| 200 | 1 | 40,000 | 1 | 0.25 |"
     kept = ["--keep", str(tmp_path / "head_timeline.json")]
     with pytest.raises(SystemExit):
         call("head_timeline", monkeypatch, tmp_path, runs[0], *kept, "--layer", "0", "--head", "0",

@@ -220,6 +220,7 @@ def test_context_parallel_ranks_see_each_others_keys(pair: Path) -> None:
     one, two = told(pair, "one"), told(pair, "cp2")
     np.testing.assert_allclose(two.heads["max_logit"][-1], one.heads["max_logit"][-1], rtol=1e-5)
     assert two.scalars["rows"][-1] == one.scalars["rows"][-1] == 28
+    assert one.heads["common_logit"][-1].any()
     for metric in ("kappa", "entropy", "first_token_mass", "top_mass", "delta_rms"):
         a, b = one.heads[metric][-1], two.heads[metric][-1]
         np.testing.assert_allclose(b, a, rtol=0.4, err_msg=metric)

@@ -58,6 +58,7 @@ def truth(
         "out": out,
         "delta": delta,
         "logit": (p * seen).sum(-1),
+        "common": (q * k.mean(2, keepdim=True)).sum(-1) * geometry.scale,
         "growth": (p * (dp - delta[..., None]) * seen).sum(-1),
         "entropy": torch.special.entr(p_full).sum(-1),
         "first": p[..., 0],
@@ -81,7 +82,7 @@ def look(
 
 
 def check(facts: RowFacts, want: dict[str, torch.Tensor], rows: torch.Tensor) -> None:
-    for name in ("out", "delta", "logit", "growth", "entropy", "first", "top"):
+    for name in ("out", "delta", "logit", "common", "growth", "entropy", "first", "top"):
         torch.testing.assert_close(
             getattr(facts, name).double(), want[name][:, :, rows], rtol=2e-5, atol=2e-6
         )
