@@ -9,6 +9,7 @@ softmax. Per head:
 
     share     |mean of K|^2 / mean of |K|^2: how much of the keys is one vector
     largest   logit, and logit of the centered K: what is left when a row's common part is taken off
+    common    that part, scaled q . mean of K, in the mean over rows (``common_logit`` of telemetry)
     noise     of `logit_growth.py` (error of delta over true derivative by a factor on the logits)
               under plain numerics, with K centered, with V centered; each beside the exact
               derivative of its own inputs, which are rounded to 16 bits once more
@@ -46,6 +47,7 @@ def examine(one: captured.Head) -> dict[str, Any]:
         "share": float(mean.square().sum() / one.k.square().sum(-1).mean()),
         "largest_logit": float(one.scores().max() * one.scale),
         "largest_centered": float(exact.max() * one.scale),
+        "common": float((one.q @ mean)[captured.SKIPPED :].mean() * one.scale),
         "moved": float(rows.mean().sqrt()),
         "noise": logit_growth.noise(one),
         "noise_k_centered": logit_growth.noise(by_k),

@@ -52,7 +52,7 @@ def centered(result: dict[str, Any]) -> str:
         row = [place if place != before else "", f"{one['layer']}.{one['head']}"]
         before = place
         row += [f"{100 * one['share']:.1f} %"]
-        row += [_number(one[key]) for key in ("largest_logit", "largest_centered")]
+        row += [_number(one[key]) for key in ("largest_logit", "common", "largest_centered")]
         row += [_number(one[f"noise{kind}"]) for kind in ("", "_k_centered", "_v_centered")]
         rows.append([*row, f"{one['moved']:.1g}"])
     where = "Heads as layer.head; noise by emulated plain numerics, - : no derivative left. Moved: "
@@ -60,7 +60,7 @@ def centered(result: dict[str, Any]) -> str:
     captures = {f"{one['run']}, {one['step']:,}": one for one in result["heads"]}
     where += kept_from([*captures.items()], "Computed")
     head = ["captured in, at step", "head", "one vector's share of K", "largest logit"]
-    head += ["K centered", "noise", "K centered", "V centered", "moved"]
+    head += ["common part", "K centered", "noise", "K centered", "V centered", "moved"]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 

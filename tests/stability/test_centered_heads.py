@@ -34,6 +34,7 @@ def test_a_vector_that_all_keys_share_is_no_part_of_the_centered_logits(script: 
     small, large = (script.examine(head(script, common)) for common in (0.0, 64.0))
     assert small["share"] < 0.02 and large["share"] > 0.99
     assert large["largest_logit"] > 10 * small["largest_logit"]
+    assert large["common"] == pytest.approx(64 * 2 * 0.35, rel=0.1) and abs(small["common"]) < 0.5
     assert large["largest_centered"] == pytest.approx(small["largest_centered"], rel=0.05)
     assert large["noise"] > 10 * small["noise"]
     assert large["noise_k_centered"] == pytest.approx(small["noise_k_centered"], rel=0.5)
@@ -74,4 +75,4 @@ def test_the_heads_that_went_have_keys_that_are_one_vector(
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert ["none-s2, 6,452", "1.6"] in [row[:2] for row in rows]
     (row,) = [row for row in rows if row and row[:2] == ["", "1.8"] and row[3] == "2,094"]
-    assert row[2] == "99.8 %"
+    assert row[2] == "99.8 %" and float(row[4].replace(",", "")) == round(went["common"])
