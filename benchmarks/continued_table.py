@@ -60,7 +60,8 @@ def centered(result: dict[str, Any]) -> str:
     captures = {f"{one['run']}, {one['step']:,}": one for one in result["heads"]}
     where += kept_from([*captures.items()], "Computed")
     head = ["captured in, at step", "head", "one vector's share of K", "largest logit"]
-    head += ["common part", "K centered", "noise", "K centered", "V centered", "moved"]
+    head += ["common part", "largest, K centered", "noise", "noise, K centered"]
+    head += ["noise, V centered", "moved"]
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
