@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -235,8 +234,8 @@ def _amount(text: str) -> float:
 
 
 def run_stability(args: argparse.Namespace) -> int:
-    """Run the protocol; last, what is still to do about runs that were refused or failed."""
-    from megatron_patch.experiments import process, protocol, stability, store
+    """Run the protocol."""
+    from megatron_patch.experiments import stability
 
     request = stability.Request(
         config=Path(args.config),
@@ -252,17 +251,7 @@ def run_stability(args: argparse.Namespace) -> int:
         retry=args.retry,
         dry_run=args.dry_run,
     )
-    code = stability.run(request)
-    if code == 0 and not request.dry_run:
-        return code
-    experiment = protocol.read(request.config, request.overrides, gpus_per_run=args.gpus_per_run)
-    if request.dry_run:  # after the plan, which says nothing wrong without them
-        runs = [run for run in experiment.runs if run.among(request.only)]
-        process.check_data(experiment, runs, print)
-        return code
-    out = request.out or Path("runs") / experiment.protocol.name
-    print(store.what_next(out, [run.id for run in experiment.runs]), file=sys.stderr)
-    return code
+    return stability.run(request)
 
 
 def run_results(args: argparse.Namespace) -> int:

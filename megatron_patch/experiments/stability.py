@@ -10,10 +10,11 @@ from typing import Any
 
 from megatron_patch.experiments import earlier, plan, publish, results, unrecorded
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.process import check_data
 from megatron_patch.experiments.protocol import Experiment, read
 from megatron_patch.experiments.publish import Target
 from megatron_patch.experiments.runner import Runner
-from megatron_patch.experiments.store import FAILED, REFUSED, State, Store
+from megatron_patch.experiments.store import FAILED, REFUSED, State, Store, what_next
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,8 @@ def run(request: Request) -> int:
             widen=request.widen,
         )
         print(text)
+        # The plan says nothing wrong without them.
+        check_data(experiment, [r for r in experiment.runs if r.among(request.only)], print)
         return 0
     return _run(request, experiment, steps=steps, gpus=gpus)
 
@@ -135,6 +138,9 @@ def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> 
     bad = [(name, state) for name, state in states if state.state in (FAILED, REFUSED)]
     for name, state in bad:
         print(f"{name} {state.state}: {state.reason}", file=sys.stderr)
+    if bad:
+        asked = {run.id for run in experiment.runs if run.among(request.only)}
+        print(what_next(dict(bad), asked), file=sys.stderr)
     return 1 if bad else 0
 
 

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -228,21 +228,26 @@ def has_begun(attempts: Iterable[dict[str, Any]]) -> bool:
     return any(attempt["to_step"] > 0 for attempt in attempts)
 
 
-def what_next(path: Path, runs: Collection[str]) -> str:
-    """One line: how many of these runs were refused or failed, and what starts them again."""
-    file = path / "states.json"
-    tree = read_json(file) if file.exists() else {}
-    left = [tree[run] for run in runs if run in tree and tree[run]["state"] in (FAILED, REFUSED)]
-    failed = sum(state["state"] == FAILED for state in left)
-    later = sum(state["state"] == REFUSED and has_begun(state["attempts"]) for state in left)
+def what_next(left: Mapping[str, State], asked: Collection[str]) -> str:
+    """One line: how many runs were refused or failed, and what starts them again.
+
+    Args:
+        left: those runs, by id.
+        asked: ids of what this command was to start (--only).
+    """
+    mine = [state for run, state in left.items() if run in asked]
+    failed = sum(state.state == FAILED for state in mine)
+    later = sum(state.state == REFUSED and has_begun(state.attempts) for state in mine)
+    first, others = len(mine) - failed - later, len(left) - len(mine)
     counts = {
-        f"{len(left) - failed - later} refused before a first step (mend what the reason says, and "
-        "the same command tries again)": len(left) - failed - later,
+        f"{first} refused before a first step (mend what the reason says, and the same command "
+        "tries again)": first,
         f"{later} refused later (start again with --retry)": later,
         f"{failed} failed (start again with --retry)": failed,
+        f"{others} not among --only": others,
     }
     told = "; ".join(text for text, count in counts.items() if count)
-    return f"runs that are not done: {told or 'start them again with --retry'}"
+    return f"runs that are not done: {told}"
 
 
 def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int, Path] | None:

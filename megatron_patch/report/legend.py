@@ -34,9 +34,9 @@ ERRORS: tuple[Row, ...] = (
     (
         {"common_logit"},
         "part of the logits that all keys share",
-        "scaled q . mean of K over the sequence, mean over rows; the softmax does not see it, and "
-        "the loss has no derivative by it",
-        "it grows: it is most of a logit that runs away",
+        "scaled q . mean of K over the sequence, mean over rows; a softmax without sink logits "
+        "does not see it, and the loss has no derivative by it",
+        "it grows, to either side: it is most of a logit that runs away",
     ),
     (
         {"delta_error_rms"},
@@ -117,7 +117,8 @@ def _judged(rule: Rule) -> tuple[list[Row], Row]:
             "signal RMS_P(dP - delta), which it disturbs",
             never
             if limit is None
-            else f"from {number(limit)}, {confirmed}; watch where the numerics are compensated",
+            else f"from {number(limit)}: watch, {confirmed}, but not where the numerics are "
+            "compensated",
         ),
         (
             {"bias_to_signal"},

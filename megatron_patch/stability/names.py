@@ -13,7 +13,7 @@ HEAD_METRICS = {
     "growth_noise": "RMS of the used e x the row's mean logit over RMS of what would be the true "
     "derivative by a factor on the row's logits: above 1 the error decides whether they grow",
     "common_logit": "scaled q . mean of K, mean over rows: the part of the logits that all keys "
-    "share, and the softmax does not see",
+    "share, and a softmax without sink logits does not see",
     "entropy": "entropy of a row of P, nats, mean",
     "first_token_mass": "attention mass on the first token, mean",
     "top_mass": "largest probability of a row, mean",

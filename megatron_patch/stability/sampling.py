@@ -72,7 +72,8 @@ class RowFacts:
     logit: torch.Tensor
     """sum_j P_j S_j over the keys, a sink's share left out."""
     common: torch.Tensor
-    """scale q . c, c the mean of all keys of the sequence: what they share, and no softmax sees."""
+    """scale q . c, c the mean of all keys of the sequence: what they share, and a softmax without
+    a sink does not see."""
     growth: torch.Tensor
     """sum_j dS_j S_j over the keys: the derivative by a factor on the row's logits."""
     entropy: torch.Tensor

@@ -263,8 +263,10 @@ class Stability:
     @property
     def _reach(self) -> int:
         """Steps that the rule can look back on."""
-        before = max(RECENT * self.options.interval, self.rule.smooth_steps)
-        return max(self.rule.reference_steps, self.rule.head_steps) + before
+        rule = self.rule
+        # The first record that confirms looks back as far, and its first median has as many steps.
+        before = rule.smooth_steps + rule.confirm_steps + RECENT * self.options.interval
+        return max(rule.reference_steps, rule.head_steps) + before
 
     # ------------------------------------------------------------------- step
 

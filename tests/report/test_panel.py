@@ -20,7 +20,7 @@ def test_the_page_says_what_its_figures_mean(tmp_path: Path) -> None:
     for definition in (
         "RMS(delta) / RMS_P(dP - delta)",  # kappa
         "1 / sqrt(rows): they err independently",  # coherence
-        "from 0.1, once confirmed: danger",  # error over signal
+        "from 0.1: watch, once confirmed: danger, but not where",  # error over signal
         "from 0.005: watch",  # the coherent part
         "logits / that derivative",  # growth noise
         "largest scaled, masked logit",

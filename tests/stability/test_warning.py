@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_patch.stability import telemetry
 from megatron_patch.stability.warning import (
     CONFIRM,
     SMOOTH,
@@ -97,6 +100,22 @@ def test_how_often_it_is_looked_does_not_decide(interval: int) -> None:
         assert next(step for step, level in levels.items() if level == "danger") == (
             until if interval >= 50 else 50 + interval
         )
+
+
+@pytest.mark.parametrize("interval", [1, 10, 12, 30, 50])
+@pytest.mark.parametrize("rule", [Rule(), Rule(smooth_steps=1000, confirm_steps=500)])
+def test_the_trainer_keeps_what_the_rule_looks_back_on(interval: int, rule: Rule) -> None:
+    """A climb that is danger by its oldest records: without them it would be watched."""
+    points = [
+        Point(step=s, loss=3.0, grad_norm=1.302 ** (s / rule.reference_steps), grad_norm_max=1.0)
+        for s in range(interval, 7001, interval)
+    ]
+    trainer: Any = SimpleNamespace(rule=rule, options=SimpleNamespace(interval=interval))
+    reach = telemetry.Stability._reach.fget(trainer)  # type: ignore[attr-defined]
+    kept = [p for p in points if p.step >= points[-1].step - reach]
+    whole = judge(points, rule)
+    assert len(kept) < len(points) and judge(kept, rule) == whole
+    assert whole.level == "danger"
 
 
 def test_a_norm_that_grows_under_the_remedy_is_watched() -> None:
