@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from table_text import kept_from, origin, table
+from table_text import kept_from, origin, table, three_digits
 
 AFTER = ("0", "250", "500", "750", "end")
 HEAD = ("run", "from step", "head", "largest logit there", "+250", "+500", "+750", "at its end")
@@ -15,18 +15,18 @@ def rendered(result: dict[str, Any]) -> str:
     """A line a run and head; the verdicts are of the run, by the rule of the script."""
     rows = []
     every = [head for run in result["runs"].values() for head in run["heads"]]
-    shared = any(any(map(_known, head.get("common", []))) for head in every)
+    shared = any(part is not None for head in every for part in head.get("common", ()))
     in_order = sorted(result["runs"].items(), key=lambda run: (run[1]["seed"], run[1]["place"]))
     for name, run in in_order:
         for i, head in enumerate(run["heads"]):
             first = [name, f"{run['from_step']:,}"] if i == 0 else ["", ""]
             row = [*first, f"{head['layer']}.{head['head']}"]
-            row += [_number(head["logit"].get(step)) for step in AFTER]
+            row += [three_digits(head["logit"].get(step)) for step in AFTER]
             counts = "" if head["verdict"] or head["growth"] is None else " (does not count)"
             row += [_times(head["growth"]) + counts, _times(head["control"])]
-            row += [_number(head[key]) for key in ("growth_noise", "error_to_signal")]
-            row.append(" to ".join(map(_number, head["wq_norm"])))
-            row += [" to ".join(map(_number, head.get("common", [None])))] if shared else []
+            row += [three_digits(head[key]) for key in ("growth_noise", "error_to_signal")]
+            row.append(" to ".join(map(three_digits, head["wq_norm"])))
+            row += [" to ".join(map(three_digits, head.get("common", [None])))] if shared else []
             row += _of_run(run) if i == 0 else ["", ""]
             rows.append(row)
     head = [*HEAD, "grew", "under `control`", "noise", "error", "W_Q"]
@@ -52,8 +52,8 @@ def centered(result: dict[str, Any]) -> str:
         row = [place if place != before else "", f"{one['layer']}.{one['head']}"]
         before = place
         row += [f"{100 * one['share']:.1f} %"]
-        row += [_number(one[key]) for key in ("largest_logit", "common", "largest_centered")]
-        row += [_number(one[f"noise{kind}"]) for kind in ("", "_k_centered", "_v_centered")]
+        row += [three_digits(one[key]) for key in ("largest_logit", "common", "largest_centered")]
+        row += [three_digits(one[f"noise{kind}"]) for kind in ("", "_k_centered", "_v_centered")]
         rows.append([*row, f"{one['moved']:.1g}"])
     where = "Heads as layer.head; noise by emulated plain numerics, - : no derivative left. Moved: "
     where += "logits, by rounding the centered K (RMS under P)."
@@ -72,15 +72,5 @@ def _of_run(run: dict[str, Any]) -> list[str]:
     return [told, run["verdict"]]
 
 
-def _known(value: float | None) -> bool:
-    return value is not None
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
 def _times(value: float | None) -> str:
-    return "-" if value is None else f"{_number(value)}x"
+    return "-" if value is None else f"{three_digits(value)}x"

@@ -16,7 +16,7 @@ import continued_table
 import drift_table
 import loss_tables
 import probe_tables
-from table_text import kept_from, origin, run_origin, table
+from table_text import kept_from, origin, run_origin, table, three_digits
 
 from megatron_patch.runtime.environment import short_commit
 
@@ -149,7 +149,7 @@ def timeline(*names: str, during: Sequence[str] = ()) -> Callable[[dict[str, Any
         at = {int(s) for run in during or runs for s, row in runs[run]["at"].items() if row}
         for step in sorted(at):
             found = [(runs[run]["at"].get(str(step)) or {}).get(key) for _, key, run in columns]
-            rows.append([f"{step:,}", *map(_three_digits, found)])
+            rows.append([f"{step:,}", *map(three_digits, found)])
         where += kept_from([*runs.items()], "Read")
         head = ["step", *(f"{told}, {run}" for told, _, run in columns)]
         return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
@@ -164,18 +164,12 @@ def _measured(run: dict[str, Any], key: str) -> bool:
     return any(row and row.get(key) is not None for row in run["at"].values())
 
 
-def _three_digits(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
 def layer_heads(result: dict[str, Any]) -> str:
     """The largest logit of every head of a layer, a line a run and step."""
     rows = []
     for run, one in result["runs"].items():
         for i, (step, values) in enumerate(sorted(one["at"].items(), key=lambda at: int(at[0]))):
-            rows.append([run if i == 0 else "", f"{int(step):,}", *map(_three_digits, values)])
+            rows.append([run if i == 0 else "", f"{int(step):,}", *map(three_digits, values)])
     heads = max(len(values) for one in result["runs"].values() for values in one["at"].values())
     where = f"Largest logit of every head of layer {result['layer']}."
     where += kept_from([*result["runs"].items()], "Read")

@@ -37,3 +37,10 @@ def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
         names = [name for name, row in rows if row.get("commit") == commit]
         told += f" {verb} at commit {short_commit(commit)}: {'; '.join(names)}."
     return told
+
+
+def three_digits(value: float | None) -> str:
+    """A figure of a table; - where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"

@@ -237,21 +237,22 @@ def run_stability(args: argparse.Namespace) -> int:
     """Run the protocol."""
     from megatron_patch.experiments import stability
 
-    request = stability.Request(
-        config=Path(args.config),
-        out=None if args.out is None else Path(args.out),
-        gpus=args.gpus,
-        minutes=args.minutes,
-        steps=args.steps,
-        only=args.only,
-        overrides=args.overrides,
-        gpus_per_run=args.gpus_per_run,
-        widen=args.widen,
-        target=_target(args),
-        retry=args.retry,
-        dry_run=args.dry_run,
+    return stability.run(
+        stability.Request(
+            config=Path(args.config),
+            out=None if args.out is None else Path(args.out),
+            gpus=args.gpus,
+            minutes=args.minutes,
+            steps=args.steps,
+            only=args.only,
+            overrides=args.overrides,
+            gpus_per_run=args.gpus_per_run,
+            widen=args.widen,
+            target=_target(args),
+            retry=args.retry,
+            dry_run=args.dry_run,
+        )
     )
-    return stability.run(request)
 
 
 def run_results(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,12 @@ def fingerprint(run: Any, chunks: list[Any], checked_steps: int) -> dict[str, An
     from megatron_patch.runtime import environment
 
     report = environment.report()
+    batches, data = preconditions.hash_batches(run, checked_steps)
     return preconditions.Fingerprint(
         weights=preconditions.hash_weights(chunks),
-        batches=preconditions.hash_batches(run, checked_steps),
+        batches=batches,
+        data=data,
+        model=dataclasses.asdict(run.model),
         checked_steps=checked_steps,
         environment={key: report.get(key) for key in preconditions.COMPARED},
     ).as_dict()
@@ -82,7 +86,7 @@ def record(run: Any, variant: str, mine: dict[str, Any]) -> None:
     from megatron_patch.runtime.files import write_whole
     from megatron_patch.training.rundir import run_directory
 
-    facts = {key: value for key, value in mine.items() if key != "weights"}
+    facts = {key: value for key, value in mine.items() if key not in ("weights", "model")}
     facts |= {"variant": variant, "meaning": variants.VARIANTS[variant].meaning}
     path = run_directory(run) / FINGERPRINT
     write_whole(path, json.dumps(facts, indent=1, sort_keys=True) + "\n")

@@ -7,14 +7,13 @@ later one, and every later attempt, must find the same, or it does not start.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.experiments.errors import ExperimentError
 
@@ -65,24 +64,18 @@ def without_commit(fingerprint: dict[str, Any]) -> dict[str, Any]:
     return kept | {"environment": environment}
 
 
-class Batches(NamedTuple):
-    """What a run trains on, and what."""
-
-    sha256: str
-    """SHA-256 of the token ids of the first steps' global batches, in order."""
-    data: str
-    """``Loaders.fingerprint``: the order and, by the manifests, the tokens of the whole run."""
-    model: dict[str, Any]
-    """The model's section. Where it differs, the models may have other weights."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What runs of one seed must share."""
 
     weights: dict[str, str]
     """SHA-256 of every initial weight by name: dtype, shape and bytes."""
-    batches: Batches
+    batches: str
+    """SHA-256 of the token ids of the first steps' global batches, in order."""
+    data: str
+    """``Loaders.fingerprint``: the order and, by the manifests, the tokens of the whole run."""
+    model: dict[str, Any]
+    """The model's section. Where it differs, the models may have other weights."""
     checked_steps: int
     environment: dict[str, Any]
     """The `COMPARED` part of the environment report."""
@@ -92,9 +85,9 @@ class Fingerprint:
         return {
             "weights": self.weights,
             "weights_sha256": combined(self.weights),
-            "batches_sha256": self.batches.sha256,
-            "data_sha256": self.batches.data,
-            "model": self.batches.model,
+            "batches_sha256": self.batches,
+            "data_sha256": self.data,
+            "model": self.model,
             "checked_steps": self.checked_steps,
             "environment": self.environment,
         }
@@ -125,8 +118,8 @@ def hash_tensor(x: torch.Tensor) -> str:
     return hashlib.sha256(head + data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def hash_batches(run: RunConfig, steps: int) -> Batches:
-    """SHA-256 of the tokens and labels of the first ``steps`` global batches, and of all data.
+def hash_batches(run: RunConfig, steps: int) -> tuple[str, str]:
+    """SHA-256 of the tokens and labels of the first ``steps`` global batches, and all data's.
 
     Read as one data-parallel rank would: the hash does not depend on the number of GPUs. Batches
     are hashed beside the data's manifests because they see what the loader makes of these.
@@ -146,7 +139,7 @@ def hash_batches(run: RunConfig, steps: int) -> Batches:
                         digest.update(row.numpy().tobytes())
     finally:
         loaders.close()
-    return Batches(digest.hexdigest(), loaders.fingerprint, dataclasses.asdict(run.model))
+    return digest.hexdigest(), loaders.fingerprint
 
 
 def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
