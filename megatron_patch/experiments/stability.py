@@ -41,7 +41,7 @@ def run(request: Request) -> int:
     Raises:
         ConfigError: the protocol, or the configuration of one of its runs.
         ExperimentError: the directory holds something else, --only names nothing, or there are
-            not the GPUs that the runs need; or it was removed meanwhile.
+            not the GPUs or the data that the runs need; or it was removed meanwhile.
     """
     experiment = read(request.config, request.overrides, gpus_per_run=request.gpus_per_run)
     protocol = experiment.protocol
@@ -82,8 +82,11 @@ def run(request: Request) -> int:
             widen=request.widen,
         )
         print(text)
-        # The plan says nothing wrong without them.
-        check_data(experiment, [r for r in experiment.runs if r.among(request.only)], print)
+    out = request.out or Path("runs") / protocol.name
+    if request.dry_run or not (out / "experiment.json").exists():
+        # Before a directory is the protocol's: what is wrong may need another --set.
+        check_data(experiment, [r for r in experiment.runs if r.among(request.only)], _say)
+    if request.dry_run:
         return 0
     return _run(request, experiment, steps=steps, gpus=gpus)
 

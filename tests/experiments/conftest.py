@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patch.experiments import origin, runner
+from megatron_patch.experiments import origin, runner, stability
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.store import Store
 
@@ -133,7 +133,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     monkeypatch.setattr(runner, "cell_command", command)
     monkeypatch.setattr(runner, "on_cpu", lambda run, store: False)
-    monkeypatch.setattr(runner, "check_data", lambda experiment, runs, say: None)
+    for module in (stability, runner):
+        monkeypatch.setattr(module, "check_data", lambda experiment, runs, say: None)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(runner, "REPORT_SECONDS", 0.05)
     monkeypatch.setattr(runner, "SHORTEST_SECONDS", 0.1)
