@@ -1,8 +1,9 @@
-"""Tables of docs/ on heads in runs that continue another one with one thing changed, and on what
-two of those changes do to captured heads."""
+"""Tables of docs/ on heads in runs that continue another one with one thing changed, on what two of
+those changes do to captured heads, and on the part of their logits that all keys share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from table_text import kept_from, origin, table, three_digits
@@ -26,7 +27,7 @@ def rendered(result: dict[str, Any]) -> str:
             row += [_times(head["growth"]) + counts, _times(head["control"])]
             row += [three_digits(head[key]) for key in ("growth_noise", "error_to_signal")]
             row.append(" to ".join(map(three_digits, head["wq_norm"])))
-            row += [" to ".join(map(three_digits, head.get("common", [None])))] if shared else []
+            row += [_from_to(head.get("common", []))] if shared else []
             row += _of_run(run) if i == 0 else ["", ""]
             rows.append(row)
     head = [*HEAD, "grew", "under `control`", "noise", "error", "W_Q"]
@@ -65,11 +66,55 @@ def centered(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
+def common_part(result: dict[str, Any]) -> str:
+    """A line a run: the heads that go, the highest share elsewhere, and whom shares name first."""
+    rows = []
+    shares = next(iter(result["runs"].values()))["named"]
+    for name, run in result["runs"].items():
+        end = run["first_gone"] or run["until"]
+        row = [name, f"{end:,}{'' if run['first_gone'] else ' (its end)'}"]
+        went = (
+            f"{_place(h)}: {h['share']:.2f} at {h['above_100']:,}, above 1,000 at "
+            f"{h['above_1000']:,}"
+            for h in run["went"]
+        )
+        row.append("; ".join(went) or "none")
+        for where in ("same_layers", "other_layers"):
+            head = run["others"][where]
+            row.append(f"{head['share']:.2f}, {_place(head)}" if head else "-")
+        for limit in shares:
+            named = (
+                f"{_place(h)} at {h['step']:,} ({h['largest_logit']:,.0f})"
+                for h in run["named"][limit]
+            )
+            row.append(", ".join(named) or "none")
+        rows.append(row)
+    head = ["run", "until step", "heads that go: share at logits of 100"]
+    head += ["highest share, other heads of the layer", "of other layers"]
+    head += [f"first above {limit} (largest logit)" for limit in shares]
+    where = (
+        "Heads as layer.head. Highest share: before the first head is above 1,000, of records with "
+    )
+    where += "logits of 20 or more. First above: the median of five records, from step 1,000 on."
+    where += kept_from([*result["runs"].items()], "Read")
+    return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
+
+
+def _place(head: dict[str, Any]) -> str:
+    return f"{head['layer']}.{head['head']}"
+
+
 def _of_run(run: dict[str, Any]) -> list[str]:
     """Gradient norm and verdict."""
     above = run["first_large_gradient"]
     told = f"not by {run['until']:,}" if above is None else f"{above:,}"
     return [told, run["verdict"]]
+
+
+def _from_to(values: Sequence[float | None]) -> str:
+    """Earlier versions did not measure it."""
+    told = [three_digits(value) for value in values if value is not None]
+    return " to ".join(told) or "-"
 
 
 def _times(value: float | None) -> str:

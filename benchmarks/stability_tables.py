@@ -417,6 +417,7 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "continued_heads.py runs/stability_attribution_continued",
     )
     found["centered-heads"] = ("centered_heads", continued_table.centered, "centered_heads.py")
+    found["common-part"] = ("common_part", continued_table.common_part, "common_part.py RUN ...")
     found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
     found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
     found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")

@@ -1,0 +1,132 @@
+"""Does the part of the logits that all keys share name the heads that will go, and how early?
+
+    python benchmarks/common_part.py RUN ... [--keep docs/results/common_part.json]
+
+A RUN is a run directory with telemetry that has `common_logit` (docs/telemetry.md). A head's
+*share* is that figure, a mean of sampled rows, over the largest logit of all rows. Told of a run:
+
+- the heads that *go*, the first `FIRST` whose largest logit is above `RAN_AWAY`: at which record it
+  first is above `LARGE`, and their share there;
+- of all other heads of the same layers, and of other layers, the highest share of a record with a
+  largest logit of at least `SPEAKS` before the first head goes, or of the run where none does;
+- for each of `SHARES`, the first `NAMED` heads of the model whose share is above it (median of the
+  last `SMOOTH` records), in that order, from step `FROM` on: in the first hundreds of steps the
+  largest logit falls, and shares say little.
+
+SHARES of 0.6, LARGE and SPEAKS are those of a prediction (docs/predictions.md); the order in which
+heads pass, and the lower shares, were looked at after the first run that had them.
+Writes docs/results/common_part.json; no GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import growth_noise
+import head_timeline
+import machine
+import numpy as np
+from continued_heads import RAN_AWAY
+from run_names import run_name
+
+from megatron_patch.stability import record
+
+SHARES = (0.4, 0.5, 0.6)
+LARGE, SPEAKS = 100.0, 20.0
+FIRST, NAMED = 3, 5
+TINY = 1e-6
+FROM = 1000
+
+
+def examine(telemetry: record.Telemetry) -> dict[str, Any] | None:
+    """Figures of one run; None if it has not measured the common part."""
+    common = telemetry.heads.get("common_logit")
+    if common is None or np.isnan(common).all():
+        return None
+    logits, steps = np.nan_to_num(telemetry.heads["max_logit"]), telemetry.steps
+    share = np.nan_to_num(common) / np.maximum(np.abs(logits), TINY)
+    gone = growth_noise.first_where(logits > RAN_AWAY)
+    went = sorted(gone, key=lambda head: (gone[head], -logits[gone[head]][head]))[:FIRST]
+    end = min([*gone.values(), len(steps) - 1])
+    return {
+        "heads": logits[0].size,
+        "until": int(steps[-1]),
+        "first_gone": int(steps[end]) if gone else None,
+        "went": [
+            growth_noise.place(head)
+            | {"above_1000": int(steps[gone[head]])}
+            | _at_large(share, logits, steps, head)
+            for head in went
+        ],
+        "others": _others(share[: end + 1], logits[: end + 1], steps, went),
+        "named": {str(limit): _named(share, logits, steps, limit) for limit in SHARES},
+    }
+
+
+def _at_large(
+    share: np.ndarray, logits: np.ndarray, steps: np.ndarray, head: tuple[int, int]
+) -> dict[str, Any]:
+    i = int((logits[:, head[0], head[1]] > LARGE).argmax())
+    return {"above_100": int(steps[i]), "share": float(share[i][head])}
+
+
+def _others(
+    share: np.ndarray, logits: np.ndarray, steps: np.ndarray, went: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """The highest share of heads that did not go: in the layers of those that did, elsewhere."""
+    spoken = np.where(logits >= SPEAKS, share, -np.inf)
+    for head in went:
+        spoken[:, head[0], head[1]] = -np.inf
+    layers = sorted({head[0] for head in went})
+    elsewhere = [layer for layer in range(share.shape[1]) if layer not in layers]
+    found = {}
+    for name, where in (("same_layers", layers), ("other_layers", elsewhere)):
+        part = spoken[:, where]
+        if part.size == 0 or not np.isfinite(part).any():
+            found[name] = None
+            continue
+        i, layer, head = (int(n) for n in np.unravel_index(part.argmax(), part.shape))
+        place = growth_noise.place((where[layer], head))
+        at = growth_noise.at(i, steps, logits, (where[layer], head))
+        found[name] = place | at | {"share": float(part.max())}
+    return found
+
+
+def _named(
+    share: np.ndarray, logits: np.ndarray, steps: np.ndarray, limit: float
+) -> list[dict[str, Any]]:
+    """The first heads whose smoothed share is above ``limit``, in order; the higher one first."""
+    smooth = growth_noise.medians(share)
+    passed = growth_noise.first_where((smooth > limit) & (steps >= FROM)[:, None, None])
+    order = sorted(passed, key=lambda head: (passed[head], -smooth[passed[head]][head]))
+    return [
+        growth_noise.place(head) | growth_noise.at(passed[head], steps, logits, head)
+        for head in order[:NAMED]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    args = parser.parse_args()
+    runs = machine.kept_runs(machine.read_result(args.keep, "--keep")) if args.keep else {}
+    for name in args.runs:
+        telemetry = head_timeline.read(parser, name)
+        found = examine(telemetry) if len(telemetry.records) else None
+        if found is None:
+            parser.error(f"{name} has no record with common_logit: other software, or too early")
+        runs[run_name(name)] = {"attention": telemetry.meta["attention"]} | found
+    print(f"wrote {machine.write_result('common_part', {'runs': runs}, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
