@@ -38,7 +38,6 @@ from megatron_patch.stability import record
 SHARES = (0.4, 0.5, 0.6)
 LARGE, SPEAKS = 100.0, 20.0
 FIRST, NAMED = 3, 5
-TINY = 1e-6
 FROM = 1000
 
 
@@ -48,7 +47,7 @@ def examine(telemetry: record.Telemetry) -> dict[str, Any] | None:
     if common is None or np.isnan(common).all():
         return None
     logits, steps = np.nan_to_num(telemetry.heads["max_logit"]), telemetry.steps
-    share = np.nan_to_num(common) / np.maximum(np.abs(logits), TINY)
+    share = np.nan_to_num(record.common_share(common, logits))
     gone = growth_noise.first_where(logits > RAN_AWAY)
     went = sorted(gone, key=lambda head: (gone[head], -logits[gone[head]][head]))[:FIRST]
     end = min([*gone.values(), len(steps) - 1])

@@ -39,6 +39,13 @@ ERRORS: tuple[Row, ...] = (
         "it grows, to either side: it is most of a logit that runs away",
     ),
     (
+        {"common_share"},
+        "how much of the largest logit all keys share",
+        "that part over the head's largest logit, at most 1 in size",
+        "above 0.5 in single heads whose logits are small: in one run those ran away, 1,300 steps "
+        "later and more",
+    ),
+    (
         {"delta_error_rms"},
         "RMS error of delta",
         "RMS(e) / RMS(delta); e: what a plain 16-bit O gets wrong in delta, whatever the run "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAPS = (
     ("max_logit", "Largest attention logit", False),
     ("common_logit", "Part of the logits that all keys share", False),
+    ("common_share", "How much of the largest logit all keys share", False),
     ("coherence", "Coherence of the delta error: 1 = all rows of a head err alike", False),
     ("error_to_signal", "Error of the delta in use over the signal it disturbs", True),
     ("bias_to_signal", "The coherent part of that error over the same signal", True),
@@ -32,7 +33,7 @@ MAPS = (
 )
 AT_WARNING = (
     "max_logit",
-    "common_logit",
+    "common_share",
     "coherence",
     "error_to_signal",
     "growth_noise",
@@ -135,6 +136,7 @@ def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
 
     heads = telemetry.heads
     needs = {
+        "common_share": ("common_logit", "max_logit"),
         "coherence": ("delta_error_mean", "delta_error_rms"),
         "bias_to_signal": ("used_error_mean", "kappa"),
         "error_to_signal": ("used_error_rms", "kappa"),

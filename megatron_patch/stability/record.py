@@ -357,6 +357,15 @@ def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
         return np.where(rms > 0, np.abs(mean) / rms, np.nan)
 
 
+def common_share(common: np.ndarray, largest_logit: np.ndarray) -> np.ndarray:
+    """How much of a head's largest logit all keys share, -1 to 1; NaN where there are no logits.
+
+    A common part that is larger than the largest logit (which then is what is left of it) is all.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(common / np.maximum(np.abs(largest_logit), np.abs(common)))
+
+
 def bias_to_signal(mean: np.ndarray, kappa: np.ndarray) -> np.ndarray:
     """|mean| x kappa: the coherent error of delta over RMS_P(dP - delta), which it disturbs."""
     return np.asarray(np.abs(mean) * kappa)

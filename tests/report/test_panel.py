@@ -24,6 +24,7 @@ def test_the_page_says_what_its_figures_mean(tmp_path: Path) -> None:
         "from 0.005: watch",  # the coherent part
         "logits / that derivative",  # growth noise
         "largest scaled, masked logit",
+        "that part over the head's largest logit, at most 1 in size",
         "entropy of a row of P in nats",
         "weight of the first token in P",
         "delta is the sum of dO x O over the features",
@@ -58,6 +59,7 @@ def test_the_heads_of_the_first_danger_are_drawn_too(tmp_path: Path) -> None:
     value = record.read(run).heads["max_logit"][index, 1, 2]
     first = text.partition("Heads at the first danger")[2].partition("Heads in the last")[0]
     assert f"layer 1, head 2: {value:.4g}" in first
+    assert f"How much of the largest logit all keys share, step {step}" in first
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ HOSTILE = (
     "\x00\x07\x1b[31m\u202e\ud800 null and bells",
 )
 
-# 4 curves, 8 lines in time, layers in time, 12 maps of the last record, 9 of the first danger; a
-# scale beside each of the 22 maps.
-DRAWINGS = 4 + 8 + 1 + 12 + 9 + 22
+# 4 curves, 8 lines in time, layers in time, 13 maps of the last record, 9 of the first danger; a
+# scale beside each of the 23 maps.
+DRAWINGS = 4 + 8 + 1 + 13 + 9 + 23
 EXPLODED = FLAT + [7.0] * 120
 
 

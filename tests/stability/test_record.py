@@ -329,3 +329,12 @@ def test_worst_heads() -> None:
     assert record.worst("delta_error_mean", values)[:2].tolist() == [-3.0, 0.5]
     assert record.worst("entropy", np.abs(values))[:2].tolist() == pytest.approx([1.0, 0.1])
     assert np.isnan(record.worst("kappa", values)[2])
+
+
+def test_the_common_share_is_bounded() -> None:
+    """Of a head whose largest logit is what its common part leaves of it, all is common."""
+    common = np.array([3.0, 0.0, -17.0, -4.0, 2.0, 0.0, math.nan])
+    largest = np.array([4.0, 5.0, 6.0, -0.2, 0.5, 0.0, 5.0])
+    share = record.common_share(common, largest)
+    np.testing.assert_array_equal(share[:5], [0.75, 0.0, -1.0, -1.0, 1.0])
+    assert np.isnan(share[5:]).all()
