@@ -3,7 +3,9 @@
     python benchmarks/common_part.py RUN ... [--keep docs/results/common_part.json]
 
 A RUN is a run directory with telemetry that has `common_logit` (docs/telemetry.md). A head's
-*share* is that figure, a mean of sampled rows, over the largest logit of all rows. Told of a run:
+*share* is that figure, a mean of sampled rows, over the largest logit of all rows, at most 1
+(`record.common_share`); of a record whose largest logit is below `SMALL` there is none, and it
+counts as 0. Shares below 0 (a common part that holds logits down) are not looked at. Told of a run:
 
 - the heads that *go*, the first `FIRST` whose largest logit is above `RAN_AWAY`: at which record it
   first is above `LARGE`, and their share there;
@@ -14,7 +16,8 @@ A RUN is a run directory with telemetry that has `common_logit` (docs/telemetry.
   largest logit falls, and shares say little.
 
 SHARES of 0.6, LARGE and SPEAKS are those of a prediction (docs/predictions.md); the order in which
-heads pass, and the lower shares, were looked at after the first run that had them.
+heads pass, the lower shares and SMALL were chosen after the first run that had them. A run that
+continues another is read from its own first record on.
 Writes docs/results/common_part.json; no GPU, no torch.
 """
 
@@ -36,8 +39,8 @@ from run_names import run_name
 from megatron_patch.stability import record
 
 SHARES = (0.4, 0.5, 0.6)
-LARGE, SPEAKS = 100.0, 20.0
-FIRST, NAMED = 3, 5
+LARGE, SPEAKS, SMALL = 100.0, 20.0, 5.0
+FIRST, NAMED = 3, 6
 FROM = 1000
 
 
@@ -46,11 +49,14 @@ def examine(telemetry: record.Telemetry) -> dict[str, Any] | None:
     common = telemetry.heads.get("common_logit")
     if common is None or np.isnan(common).all():
         return None
-    logits, steps = np.nan_to_num(telemetry.heads["max_logit"]), telemetry.steps
-    share = np.nan_to_num(record.common_share(common, logits))
+    # A logit that is not finite is one that ran away, and has no share.
+    logits = np.nan_to_num(telemetry.heads["max_logit"], nan=np.inf)
+    spoken = np.isfinite(logits) & np.isfinite(common) & (logits >= SMALL)
+    share = np.where(spoken, record.common_share(common, logits), 0.0)
+    steps = telemetry.steps
     gone = growth_noise.first_where(logits > RAN_AWAY)
     went = sorted(gone, key=lambda head: (gone[head], -logits[gone[head]][head]))[:FIRST]
-    end = min([*gone.values(), len(steps) - 1])
+    end = min([*gone.values(), len(steps)])
     return {
         "heads": logits[0].size,
         "until": int(steps[-1]),
@@ -61,7 +67,7 @@ def examine(telemetry: record.Telemetry) -> dict[str, Any] | None:
             | _at_large(share, logits, steps, head)
             for head in went
         ],
-        "others": _others(share[: end + 1], logits[: end + 1], steps, went),
+        "others": _others(share[:end], logits[:end], steps, went),
         "named": {str(limit): _named(share, logits, steps, limit) for limit in SHARES},
     }
 

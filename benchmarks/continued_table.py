@@ -69,7 +69,8 @@ def centered(result: dict[str, Any]) -> str:
 def common_part(result: dict[str, Any]) -> str:
     """A line a run: the heads that go, the highest share elsewhere, and whom shares name first."""
     rows = []
-    shares = next(iter(result["runs"].values()))["named"]
+    # Of an earlier result kept beside, only what the others have too.
+    shares = sorted(set.intersection(*(set(run["named"]) for run in result["runs"].values())))
     for name, run in result["runs"].items():
         end = run["first_gone"] or run["until"]
         row = [name, f"{end:,}{'' if run['first_gone'] else ' (its end)'}"]
@@ -92,10 +93,9 @@ def common_part(result: dict[str, Any]) -> str:
     head = ["run", "until step", "heads that go: share at logits of 100"]
     head += ["highest share, other heads of the layer", "of other layers"]
     head += [f"first above {limit} (largest logit)" for limit in shares]
-    where = (
-        "Heads as layer.head. Highest share: before the first head is above 1,000, of records with "
-    )
-    where += "logits of 20 or more. First above: the median of five records, from step 1,000 on."
+    where = "Heads as layer.head. Highest share: before the first head is above 1,000, of records "
+    where += "with logits of 20 or more. First above: the median of five records, with logits of 5 "
+    where += "or more, from step 1,000 on."
     where += kept_from([*result["runs"].items()], "Read")
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 

@@ -38,7 +38,7 @@ PLAIN_ROW_SUM, COMPENSATED_ROW_SUM = 1e-4, 1e-5
 PLAIN_DQ, COMPENSATED_DQ = 10.0, 1.0
 # A kernel whose delta is right is about as wrong as float64 with dS rounded to BF16: other elements
 # round the other way, sums are of float32 (seen: 1.1 times in the interpreter, 1.25 compiled, on an
-# H100). Either half of the compensation alone is 40 times as wrong.
+# H100). Either half of the compensation alone is 29 to 99 times as wrong (interpreter).
 NEAR_FLOOR = 2.0
 
 

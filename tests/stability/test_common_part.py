@@ -17,7 +17,7 @@ from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
 
 L, H = 2, 3
-GOES, LOUD, ELSEWHERE = (1, 2), (1, 0), (0, 1)
+GOES, LOUD, LOST, ELSEWHERE = (1, 2), (1, 0), (1, 1), (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,10 @@ def write(folder: Path, *, goes: bool, measured: bool = True) -> str:
         common[:] = 0.1 * logits
         common[LOUD] = 0.3 * 50
         logits[0, 0], common[0, 0] = 10.0, 4.5  # below 20: no record of it speaks
+        logits[0, 2], common[0, 2] = 4.0, 3.9  # below 5: without a share
         common[ELSEWHERE] = 0.5 * 50 if step == 2000 else 5.0
         if goes:
+            logits[LOST] = np.nan if step == 3900 else 50.0  # no number any more: it ran away
             logits[GOES] = 1500.0 if step >= 3500 else 150.0 if step >= 3100 else 30.0
             common[GOES] = min(0.9, 0.00031 * step) * logits[GOES]
             common[LOUD] = 0.95 * 50 if step >= 3600 else common[LOUD]  # once the other has gone
@@ -66,7 +68,8 @@ def test_the_head_that_goes_is_named_before_its_logits_move(
     result = call(script, monkeypatch, tmp_path, *runs)
     wild, calm = result["runs"]["wild"], result["runs"]["calm"]
     assert wild["first_gone"] == 3500 and calm["first_gone"] is None
-    (head,) = wild["went"]
+    head, lost = wild["went"]
+    assert (lost["layer"], lost["head"], lost["above_1000"]) == (*LOST, 3900) and lost["share"] == 0
     assert (head["layer"], head["head"]) == GOES and head["share"] == pytest.approx(0.9)
     assert (head["above_100"], head["above_1000"]) == (3100, 3500)
     # Before it has gone; a single record of another layer counts here, one below 20 does not.
