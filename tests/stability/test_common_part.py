@@ -92,7 +92,7 @@ def test_the_head_that_goes_is_named_before_its_logits_move(
         },
     }  # fmt: skip
     lines = benchmark_scripts.load("continued_table").common_part(result).splitlines()
-    assert lines[5].startswith("| wild | 3,500 | 1.2: 0.90 at 3,100, above 1,000 at 3,500 | 0.30, ")
+    assert lines[5].startswith("| wild | 3,500 | 1.2: 0.90 at 3,100, above 1,000 at 3,500; 1.1: ")
     assert "| 1.2 at 1,900 (30), 1.0 at 3,800 (50) |" in lines[5]
     assert lines[4].startswith("| calm | 4,000 (its end) | none | - | 0.50, 0.1 |")
 
