@@ -23,18 +23,14 @@ Writes docs/results/common_part.json; no GPU, no torch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import growth_noise
-import head_timeline
-import machine
 import numpy as np
 from continued_heads import RAN_AWAY
-from run_names import run_name
 
 from megatron_patch.stability import record
 
@@ -115,22 +111,7 @@ def _named(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
-    parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
-    args = parser.parse_args()
-    runs = machine.kept_runs(machine.read_result(args.keep, "--keep")) if args.keep else {}
-    for name in args.runs:
-        telemetry = head_timeline.read(parser, name)
-        found = examine(telemetry) if len(telemetry.records) else None
-        if found is None:
-            parser.error(f"{name} has no record with common_logit: other software, or too early")
-        runs[run_name(name)] = {"attention": telemetry.meta["attention"]} | found
-    print(f"wrote {machine.write_result('common_part', {'runs': runs}, args.out)}")
-    return 0
+    return growth_noise.of_every_run(__doc__, "common_part", examine, metric="common_logit")
 
 
 if __name__ == "__main__":

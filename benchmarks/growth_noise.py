@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +94,34 @@ def at(i: int, steps: np.ndarray, logits: np.ndarray, head: tuple[int, int]) -> 
     return {"step": int(steps[i]), "largest_logit": float(logits[i][head])}
 
 
-def main() -> int:
+def of_every_run(
+    doc: str | None,
+    name: str,
+    examine: Callable[[record.Telemetry], dict[str, Any] | None],
+    *,
+    metric: str,
+) -> int:
+    """A script that writes figures of every run; ``examine`` knows none without ``metric``."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="an earlier result to add to")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/results")
     args = parser.parse_args()
     runs = machine.kept_runs(machine.read_result(args.keep, "--keep")) if args.keep else {}
-    for name in args.runs:
-        telemetry = head_timeline.read(parser, name)
+    for run in args.runs:
+        telemetry = head_timeline.read(parser, run)
         found = examine(telemetry) if len(telemetry.records) else None
         if found is None:
-            parser.error(f"{name} has no record with growth_noise: other software, or too early")
-        runs[run_name(name)] = {"attention": telemetry.meta["attention"]} | found
-    print(f"wrote {machine.write_result('growth_noise', {'runs': runs}, args.out)}")
+            parser.error(f"{run} has no record with {metric}: other software, or too early")
+        runs[run_name(run)] = {"attention": telemetry.meta["attention"]} | found
+    print(f"wrote {machine.write_result(name, {'runs': runs}, args.out)}")
     return 0
+
+
+def main() -> int:
+    return of_every_run(__doc__, "growth_noise", examine, metric="growth_noise")
 
 
 if __name__ == "__main__":
