@@ -82,13 +82,18 @@ def run(request: Request) -> int:
             widen=request.widen,
         )
         print(text)
-    out = request.out or Path("runs") / protocol.name
+    out = _folder(request, protocol.name)
     if request.dry_run or not (out / "experiment.json").exists():
         # Before a directory is the protocol's: what is wrong may need another --set.
         check_data(experiment, [r for r in experiment.runs if r.among(request.only)], _say)
     if request.dry_run:
         return 0
     return _run(request, experiment, steps=steps, gpus=gpus)
+
+
+def _folder(request: Request, name: str) -> Path:
+    """The experiment's, of the protocol of that name."""
+    return request.out or Path("runs") / name
 
 
 def _report(request: Request, store: Store) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _report(request: Request, store: Store) -> dict[str, Any]:
 
 def _run(request: Request, experiment: Experiment, *, steps: int, gpus: int) -> int:
     protocol = experiment.protocol
-    store = Store(request.out or Path("runs") / protocol.name, experiment)
+    store = Store(_folder(request, protocol.name), experiment)
     try:
         if request.retry:
             _forget_failures(store)
@@ -154,7 +159,7 @@ def show(request: Request) -> int:
         ConfigError, ExperimentError: as `run`; or there is no experiment.
     """
     experiment = read(request.config, request.overrides)
-    out = request.out or Path("runs") / experiment.protocol.name
+    out = _folder(request, experiment.protocol.name)
     if not (out / "experiment.json").is_file():
         raise ExperimentError(f"{out} is no experiment: it has no experiment.json")
     store = Store(out, experiment)

@@ -28,9 +28,9 @@ def script() -> Any:
 def write(folder: Path, *, goes: bool, measured: bool = True) -> str:
     """Records every 100 steps to 4,000.
 
-    One head's share rises from 0 to 0.9 by step 3,000, while its logits pass 100 at 3,100 and 1,000
-    at 3,500. A neighbor at logits of 50 has 0.3, another is lost at 3,900; in the other layer a head
-    at 10 has 0.45, one at 4 nearly 1, and one at 50 has 0.5 in a single record.
+    One head's share rises from 0 to 0.9 by step 3,000, while its logits pass 100 at 3,100 and
+    1,000 at 3,500. A neighbor at logits of 50 has 0.3, another is lost at 3,900. In the other layer
+    a head at 10 has 0.45, one at 4 nearly 1, and one at 50 has 0.5 in a single record.
     """
     meta = record.make_meta(layers=L, heads=H, interval=100, rule=Rule(), attention="a/none")
     writer = Writer(folder, meta, start_step=0)
