@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.files import make_folder, read_json, refuse_run, write_json
-from megatron_patch.experiments.preconditions import without_commit
+from megatron_patch.experiments.preconditions import comparable
 from megatron_patch.experiments.store import ENDED, differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 from megatron_patch.runtime.files import replacing, sync_directory, write_whole
@@ -325,12 +325,22 @@ def _compare(content: dict[str, bytes], seen: dict[str, bytes], out: Path) -> No
         if not same or differences(here["runs"], there["runs"]):
             raise ExperimentError(f"{out} holds another experiment or another version of it")
     for name in content.keys() & seen.keys() - {"experiment.json"}:
-        mine, theirs = _parse(name, seen[name]), _parse(name, content[name])
-        if without_commit(mine) != without_commit(theirs):
+        if _shared(name, seen[name]) != _shared(name, content[name]):
             raise ExperimentError(
                 f"{name} differs: the runs were made with other weights, batches, software or "
                 f"device than those in {out}; unpack them into a directory of their own"
             )
+
+
+def _shared(name: str, data: bytes) -> dict[str, Any]:
+    """What a seed's fingerprint has in common with those of other machines."""
+    found = _parse(name, data)
+    parts = (found.get("environment"), found.get("weights", {}))
+    if not all(isinstance(part, dict) for part in parts):
+        raise ExperimentError(
+            f"{name} is damaged (no fingerprint of a seed), here or in the archive"
+        )
+    return comparable(found)
 
 
 def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:

@@ -53,14 +53,24 @@ ADDED_BY: dict[str, tuple[str, ...]] = {
 SHOWN = 5
 
 
-def without_commit(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Runs of other commits can be put beside each other: every run's own is in its record, and
-    the tables name them when they differ. In one invocation they are refused.
+def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """What runs of one seed share wherever they were made: a machine's first run may be of another
+    commit or, by a key of `ADDED_BY`, have more weights than another machine's.
 
-    Without `LATER_KEYS`, too: what earlier versions recorded must have the same digest as now.
+    Every run's own commit is in its record, and the tables name them when they differ; in one
+    invocation other commits are refused. Without `LATER_KEYS`, too: what earlier versions recorded
+    must have the same digest as now.
     """
     environment = {k: v for k, v in fingerprint["environment"].items() if k != "commit"}
     kept = {key: value for key, value in fingerprint.items() if key not in LATER_KEYS}
+    added = [part for parts in ADDED_BY.values() for part in parts]
+    weights = {
+        name: digest
+        for name, digest in fingerprint.get("weights", {}).items()
+        if not any(part in name for part in added)
+    }
+    if len(weights) < len(fingerprint.get("weights", {})):
+        kept |= {"weights": weights, "weights_sha256": combined(weights)}
     return kept | {"environment": environment}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_patch.experiments import earlier
 from megatron_patch.experiments.files import read_json
-from megatron_patch.experiments.preconditions import without_commit
+from megatron_patch.experiments.preconditions import comparable
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, State, Store, job_of
 from megatron_patch.experiments.verdict import Row, Window, begins_with, judge, read_rows, windows
@@ -212,7 +212,7 @@ def _fingerprint(store: Store, seed: str, gpu: str | None = None) -> str | None:
     file = store.path / "reference" / f"seed_{seed}.json"
     if not file.exists():
         return None
-    shared = without_commit(read_json(file))
+    shared = comparable(read_json(file))
     if gpu is not None:
         shared["environment"] |= {"gpu": gpu}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()

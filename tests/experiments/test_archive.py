@@ -362,6 +362,10 @@ def test_other_experiments_and_machines_are_not_mixed(protocol: Path, tmp_path: 
     (target / "reference" / "seed_1.json").write_text('{"environment": {"gpu": "A100"}}')
     with pytest.raises(ExperimentError, match=r"seed_1.json differs"):
         list(archive.unpack([good], target))
+    for damaged in ("{}", '{"environment": []}', '{"environment": {}, "weights": []}'):
+        (target / "reference" / "seed_1.json").write_text(damaged)
+        with pytest.raises(ExperimentError, match=r"seed_1.json is damaged"):
+            list(archive.unpack([good], target))
     protocol.write_text(protocol.read_text().replace("optimizer.lr=2e-3", "optimizer.lr=5e-3"))
     other = make(tmp_path / "c", protocol, {"b-s1": 2})
     with pytest.raises(ExperimentError, match="another experiment"):

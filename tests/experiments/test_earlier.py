@@ -16,12 +16,14 @@ import pytest
 from megatron_patch.experiments import archive, results, stability
 from megatron_patch.experiments import publish as publishing
 from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.preconditions import combined
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target, publish
 from megatron_patch.experiments.stability import Request
 from megatron_patch.experiments.store import Store, set_aside
 
 GPU = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
+WEIGHTS = {"w": "1"}
 
 
 def machine(
@@ -32,6 +34,7 @@ def machine(
     *,
     loss: float = 4.0,
     environment: dict[str, str] = GPU,
+    weights: dict[str, str] = WEIGHTS,
 ) -> Path:
     """A directory with one attempt at a-s1, of ``steps`` steps."""
     store = Store(out, read(protocol))
@@ -40,7 +43,7 @@ def machine(
     text = "".join(f"{step},{loss - step / 1000},0.3\n" for step in range(1, steps + 1))
     (folder / "metrics.csv").write_text(f"step,loss,grad_norm\n{text}")
     (out / "reference").mkdir(exist_ok=True)
-    shared = {"weights": {"w": "1"}, "environment": environment}
+    shared = {"weights": weights, "weights_sha256": combined(weights), "environment": environment}
     (out / "reference" / "seed_1.json").write_text(json.dumps(shared))
     store.states["a-s1"].state = state
     store.save()
@@ -191,6 +194,29 @@ def test_another_gpu_is_named_and_other_software_refused(protocol: Path, tmp_pat
     third = machine(tmp_path / "3", protocol, 30, "paused", loss=6.0, environment=newer)
     with pytest.raises(ExperimentError, match="another weights, batches or software of seed 1"):
         published(third, protocol, docs)
+
+
+def test_a_machine_whose_first_run_normalizes_queries_and_keys_is_no_other(
+    protocol: Path, tmp_path: Path
+) -> None:
+    """It has weights that the first runs of other machines have not (`preconditions.ADDED_BY`)."""
+    docs, normed = tmp_path / "docs", WEIGHTS | {"layers.0.q_layernorm.weight": "2"}
+    published(machine(tmp_path / "1", protocol, 90, "paused"), protocol, docs)
+    out = machine(tmp_path / "2", protocol, 60, "paused", loss=5.0, weights=normed)
+    whole = [("a-s1", "paused", 90), ("a-s1.attempt_1", "repeated", 60)]
+    assert published(out, protocol, docs) == whole
+    third = machine(tmp_path / "3", protocol, 30, "paused", loss=6.0)
+    assert sorted(published(third, protocol, docs)) == [*whole, ("a-s1.attempt_2", "repeated", 30)]
+    wrong = machine(tmp_path / "4", protocol, 9, "paused", weights=normed | {"w": "2"})
+    with pytest.raises(ExperimentError, match="another weights, batches or software of seed 1"):
+        published(wrong, protocol, docs)
+    list(archive.pack(out, tmp_path / "zip", files=1, limit=1 << 20))
+    for target, said in ((third, "taken, to step 60"), (wrong, "seed_1.json differs")):
+        try:
+            text = " ".join(archive.unpack(sorted((tmp_path / "zip").iterdir()), target))
+        except ExperimentError as error:
+            text = str(error)
+        assert said in text
 
 
 def test_a_run_that_fails_beside_an_earlier_result_is_not_passed_over(
