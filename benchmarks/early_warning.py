@@ -231,17 +231,28 @@ def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
         raise SystemExit(f"--keep {path}: chosen on {', '.join(both)}; hold them out")
     # Records may be gone: what an earlier rule said of them stands, and the row says so.
     # Nor do records of 50 steps, which all are, differ by the keys that came last.
-    same = {key: getattr(Rule(), key) for key in ("smooth_steps", "confirm_steps")}
-    mark = {} if same | (old.get("rule") or {}) == asdict(Rule()) else {"earlier_rule": True}
+    # The last one takes alarms away that name no head, and no other.
+    last = ("smooth_steps", "confirm_steps", "norm_needs_head")
+    judged = old.get("rule") or {}
+    differs = {key: getattr(Rule(), key) for key in last} | judged != asdict(Rule())
     rows = {
         kind: [
-            mark | {"commit": old["commit"]} | row | _told_again(row)
+            _mark(row, differs, "norm_needs_head" in judged)
+            | {"commit": old["commit"]}
+            | row
+            | _told_again(row)
             for row in old[kind]
             if row["run"] not in new
         ]
         for kind in ("choosing", "held_out")
     }
     return {"chosen": old["chosen"], "grid": old["grid"], "wanted_lead": old["wanted_lead"], **rows}
+
+
+def _mark(row: dict[str, Any], differs: bool, head_needed: bool) -> dict[str, bool]:
+    """Whether a kept row is an earlier rule's: one that differed, or called a norm alone danger."""
+    alone = row["alarm"] is not None and not head_needed and " head " not in row["reason"]
+    return {"earlier_rule": True} if differs or alone else {}
 
 
 def _told_again(row: dict[str, Any]) -> dict[str, str]:

@@ -34,8 +34,11 @@ class StabilityConfig:
     watch_growth: float = 1.25
     """Smoothed gradient norm over its recent minimum from which the verdict is watch."""
     danger_growth: float = 1.3
-    """The same for danger, which the guard acts on; watch under compensated, where a rise without
-    a head that shows anything is none of attention's."""
+    """The same for danger, which the guard acts on; watch under compensated and where no head shows
+    anything (norm_needs_head)."""
+    norm_needs_head: bool = True
+    """Whether growth of the norm is danger only beside a head that is at watch: a rise without one
+    is none of attention's. Without watch_logit heads cannot tell, and it is danger by itself."""
     reference_steps: int = 4000
     """How far back the minimum of the smoothed gradient norm is looked for."""
     smooth_steps: int = 200

@@ -170,8 +170,9 @@ class Telemetry:
                 f"does not know (it knows {', '.join(Rule.__dataclass_fields__)}); read it with "
                 "the version that wrote it"
             )
-        # Before these two keys a rule counted records, however short.
-        return Rule(**{"smooth_steps": 0, "confirm_steps": 0} | told)
+        # Before these keys a rule counted records, however short, and a norm was judged alone.
+        before: dict[str, Any] = {"smooth_steps": 0, "confirm_steps": 0, "norm_needs_head": False}
+        return Rule(**before | told)
 
     def history(self, rule: Rule | None = None, *, after: int = 0) -> History:
         """What the warning rule goes on from: the records after a step and the guard's last switch.

@@ -62,6 +62,7 @@ def rule_of(run: RunConfig) -> Rule:
         head_logit=s.head_logit,
         danger_error=s.danger_error,
         watch_logit=s.watch_logit,
+        norm_needs_head=s.norm_needs_head,
     )
 
 

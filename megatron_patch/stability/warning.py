@@ -17,9 +17,9 @@ and fast; one head that leaves all others behind, with large logits, is what an 
 from inside, even while the gradient norm stands still. The error looks back on nothing, so it also
 speaks of weights that were sick before the run began. Where the numerics are `compensated` already
 it is no danger but something to watch: heads saturated beyond what float32 scores resolve, which no
-switch cures. Nor is the growth of the norm there, by itself: a rise without a head that shows
-anything is none of attention's. What else the heads show (how coherent the error is, how large the
-logits are) names a place and raises `ok` to `watch`.
+switch cures. Nor is the growth of the norm there, and with any numerics where heads are watched and
+none shows anything: such a rise is none of attention's. What else the heads show (how coherent the
+error is, how large the logits are) names a place and raises `ok` to `watch`.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Rule:
     """`Point.error` from which it is danger, and under `compensated` watch; None: never."""
     watch_logit: float | None = 1000.0
     """`Point.logit` for watch; None: never."""
+    norm_needs_head: bool = True
+    """Whether growth of the norm is no danger where heads are watched and none is at `watch`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +228,9 @@ def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Ru
     text = f"gradient norm {rise:.2f}x its minimum of the last {rule.reference_steps:,} steps"
     confirmed = _spans(rises, CONFIRM, rule.confirm_steps)
     rose = confirmed and min(rise for _, rise in rises) >= rule.danger_growth
-    danger = rose and not now.compensated
+    shown = any(level != "ok" for level, _ in heads)
+    clear = rule.norm_needs_head and _watched(now, rule) and not shown
+    danger = rose and not now.compensated and not clear
     level = "danger" if danger else "watch" if rise >= rule.watch_growth else "ok"
     return _strongest((level, text), *heads)
 
@@ -269,6 +273,12 @@ def _large(now: Point, rule: Rule) -> tuple[str, str]:
     """(level, text) of the head with the largest logits."""
     text = f"{now.logit}: logits up to {now.logit.value:,.0f}"
     return ("watch" if _reaches(now.logit, rule.watch_logit) else "ok"), text
+
+
+def _watched(now: Point, rule: Rule) -> bool:
+    """Whether heads can clear attention of a rise: in every recorded explosion their logits passed
+    `watch_logit` before the norm moved, and those are measured whatever computes attention."""
+    return rule.watch_logit is not None and math.isfinite(now.logit.value)
 
 
 def _times(spot: Spot) -> str:

@@ -225,7 +225,8 @@ def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
     from megatron_patch.stability.writer import Writer
 
     run = make_run(tmp_path / "run", losses=FLAT)
-    meta = record.make_meta(layers=1, heads=1, interval=50, rule=Rule(), attention="a/none")
+    rule = Rule(norm_needs_head=False)
+    meta = record.make_meta(layers=1, heads=1, interval=50, rule=rule, attention="a/none")
     heads = {name: np.ones((1, 1), np.float32) * 1e-9 for name in HEAD_METRICS}
     writer = Writer(run, meta, start_step=0)
     for i in range(1, 81):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from megatron_patch.stability import record
 from megatron_patch.stability.names import HEAD_METRICS
-from megatron_patch.stability.warning import Point, Rule
+from megatron_patch.stability.warning import Point, Rule, Spot
 from megatron_patch.stability.writer import Writer
 
 CURVES = json.loads((Path(__file__).parent / "recorded_curves.json").read_text())
@@ -95,6 +95,26 @@ def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
     strict = Rule(settle_steps=2000, watch_head_growth=1.4, danger_head_growth=1.4)
     for level in ("watch", "danger"):
         assert script.first_alarm(points, strict, level) is None
+
+
+def test_a_stable_run_with_plain_numerics_whose_norm_rises_is_no_alarm(script: Any) -> None:
+    """Its heads show nothing. By the norm alone it came to 1.297 of the 1.3 that are danger."""
+    run = json.loads((Path(__file__).parent / "recorded_qk_norm.json").read_text())
+    figures = zip(run["loss"], run["grad_norm"], run["max_logit"], strict=True)
+    points = [
+        Point(step=run["first"] + run["interval"] * i, loss=loss, grad_norm=norm,
+              grad_norm_max=norm, logit=Spot(logit, 3, 1))
+        for i, (loss, norm, logit) in enumerate(figures)
+    ]  # fmt: skip
+    assert points[-1].step == 13_250 and script.first_move(points, 2000) is None
+    rule = Rule(settle_steps=2000)
+    assert script.first_alarm(points, rule) is None
+    assert script.first_alarm(points, rule, "watch") == 10_650
+    strict = replace(rule, danger_growth=1.25)  # with room
+    assert script.first_alarm(points, strict) is None
+    alone = replace(rule, norm_needs_head=False)
+    assert script.first_alarm(points, replace(alone, danger_growth=1.28)) is not None
+    assert script.first_alarm(points, alone) is None
 
 
 @pytest.mark.parametrize("name", ["none", "compensated"])
@@ -221,7 +241,8 @@ def test_a_run_is_judged_as_it_judged_itself(script: Any, tmp_path: Path) -> Non
     found = script.examine(str(tmp_path), Rule())
     assert (found["outcome"], found["alarm"], found["watch"]) == ("quiet", None, None)
     # What its records would say if one computation had made them.
-    assert script.first_alarm(record.read(tmp_path).points(), rule) is not None
+    alone = replace(rule, norm_needs_head=False)
+    assert script.first_alarm(record.read(tmp_path).points(), alone) is not None
 
 
 def test_an_earlier_result_is_added_to(
@@ -251,6 +272,23 @@ def test_an_earlier_result_is_added_to(
         changed = json.loads(result.read_text()) | {"default": 9.0}
         result.write_text(json.dumps(changed))
         call("--judge", runs["b"], "--keep", str(result))
+
+
+def test_kept_rows_of_a_rule_that_called_a_norm_alone_danger(script: Any, tmp_path: Path) -> None:
+    """An alarm that names a head, and none at all, are what the present rule says, too."""
+    old = {"default": Rule().danger_head_growth, "threshold": "danger_head_growth", "commit": "0",
+           "chosen": None, "grid": [], "wanted_lead": 1, "choosing": []}  # fmt: skip
+    old["rule"] = {k: v for k, v in asdict(Rule()).items() if k != "norm_needs_head"}
+    row = {"steps": 99, "loss_moved": 1, "loss_high": None}
+    said = {"head": "layer 1 head 8: W_Q or W_K grew", "norm": "gradient norm 1.31x its minimum"}
+    old["held_out"] = [
+        row | {"run": name, "alarm": 50, "reason": reason} for name, reason in said.items()
+    ] + [row | {"run": "quiet", "alarm": None, "reason": None}]
+    file = tmp_path / "old.json"
+    for rule, marked in ((old["rule"], ["norm"]), (asdict(Rule()), [])):
+        file.write_text(json.dumps(old | {"rule": rule}))
+        rows = script.kept(file, "danger_head_growth", set())["held_out"]
+        assert [r["run"] for r in rows if r.get("earlier_rule")] == marked
 
 
 def test_the_error_is_asked_alone(

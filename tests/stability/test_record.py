@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,18 @@ def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
         replace(EVERY, head_signal=math.inf, danger_error=None)
     )
     assert verdicts[0][1].level == "ok" and verdicts[-1][1].level == "danger"
+
+
+def test_rules_of_earlier_versions_are_read_as_they_were(tmp_path: Path) -> None:
+    """They counted records, however short, and called a norm alone danger."""
+    Writer(tmp_path, meta(), start_step=0).close()
+    file = tmp_path / record.FOLDER / "meta.json"
+    told = json.loads(file.read_text())
+    later = ("smooth_steps", "confirm_steps", "norm_needs_head")
+    told["rule"] = {k: v for k, v in told["rule"].items() if k not in later}
+    file.write_text(json.dumps(told))
+    rule = record.read(tmp_path).rule
+    assert (rule.smooth_steps, rule.confirm_steps, rule.norm_needs_head) == (0, 0, False)
 
 
 GROWING = dict.fromkeys(("used_error_mean", "used_error_rms", "kappa", "max_logit"), QUIET)

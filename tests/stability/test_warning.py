@@ -125,6 +125,24 @@ def test_a_norm_that_grows_under_the_remedy_is_watched() -> None:
     assert judge([replace(p, growth=Spot(2.5, 1, 8)) for p in points], RULE).level == "danger"
 
 
+def test_a_norm_that_grows_while_no_head_shows_anything_is_watched() -> None:
+    """As in runs with plain numerics whose queries and keys are normalized (docs/telemetry.md)."""
+    shown, calm = Spot(1200.0, 1, 8), Spot(37.0, 3, 1)
+    points = [replace(p, logit=calm) for p in history(exploding)]
+    assert set(levels(points).values()) == {"ok", "watch"}
+    alone, expected = replace(RULE, norm_needs_head=False), first(history(exploding), "danger")
+    assert expected is not None
+    for told, rule in (
+        ([replace(p, logit=shown) for p in points], RULE),
+        ([replace(p, bias=Spot(0.006, 1, 8)) for p in points], RULE),
+        (points, alone),
+        (points, replace(RULE, watch_logit=None)),  # what would they clear it by?
+        ([replace(p, logit=Spot(math.inf, 1, 8)) for p in points], RULE),
+        (history(exploding), RULE),  # heads not measured
+    ):
+        assert next(s for s, level in levels(told, rule).items() if level == "danger") == expected
+
+
 def test_single_spikes_are_no_danger() -> None:
     """Without the median a 300x spike, which stable runs have too, would be one."""
     points = history(lambda s: falling(s) * (300 if s in (4000, 7000) else 1))
