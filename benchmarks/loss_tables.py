@@ -26,7 +26,7 @@ COLUMNS = ("until step", "mean", "scatter of windows", "mean of the last quarter
 
 def rescue_cost(result: dict[str, Any]) -> str:
     """How far a run whose numerics were exchanged ends above one that had them from the start."""
-    losses, whole = losses_of("rescue"), losses_of("baselines")
+    losses, whole = windows_of("rescue"), windows_of("baselines")
     rows = []
     for run in result["runs"]:
         peer = whole.get(f"compensated-s{run['seed']}", {})
@@ -47,15 +47,15 @@ def rescue_cost(result: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def losses_of(protocol: str) -> dict[str, dict[int, float]]:
-    """Mean loss of every window, by run and last step of the window.
+def windows_of(protocol: str, figure: str = "loss") -> dict[str, dict[int, float]]:
+    """Mean loss, or other figure, of every window, by run and last step of the window.
 
     Attempts that ended before anything is compared (one ran out of memory at its start) are not in.
     """
     found: dict[str, dict[int, float]] = {}
     with (ROOT / "docs" / "results" / f"stability_{protocol}.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            found.setdefault(row["run"], {})[int(row["step"])] = float(row["loss"])
+            found.setdefault(row["run"], {})[int(row["step"])] = float(row[figure])
     return {run: windows for run, windows in found.items() if max(windows) > SETTLED}
 
 
@@ -64,7 +64,7 @@ def beside_float32(result: dict[str, Any]) -> str:
 
     Windows that both runs have and that end before either has exploded.
     """
-    losses = losses_of("baselines")
+    losses = windows_of("baselines")
     ends = {run["run"]: run["first_large_gradient"] or math.inf for run in result["runs"]}
     pairs = []
     for yardstick in sorted(run for run in losses if run.startswith(f"{YARDSTICK}-")):
@@ -81,7 +81,7 @@ def beside_float32(result: dict[str, Any]) -> str:
 
 def beside_float32_stream(result: dict[str, Any]) -> str:
     """Loss of every run with a BF16 residual stream less that of its namesake with FP32."""
-    losses, others = losses_of("baselines_bf16_residual"), losses_of("baselines")
+    losses, others = windows_of("baselines_bf16_residual"), windows_of("baselines")
     usual = json.loads((ROOT / "docs" / "results" / "stability_baselines.json").read_text())
     ends: dict[str, float] = {}
     for run in (*result["runs"], *usual["runs"]):
@@ -92,6 +92,26 @@ def beside_float32_stream(result: dict[str, Any]) -> str:
         for run in sorted(losses.keys() & others.keys())
     ]
     return table(["run", "less", *COLUMNS], [row for row in rows if row])
+
+
+def beside_compensated(result: dict[str, Any]) -> str:
+    """Loss of every cell from step 0 less that of `compensated` on the same seed, and its norm.
+
+    Norms are means of the last windows that both have.
+    """
+    losses, whole = windows_of("attribution"), windows_of("baselines")
+    norms, usual = (windows_of(name, "grad_norm") for name in ("attribution", "baselines"))
+    rows = []
+    for run in result["runs"]:
+        name, peer = run["run"], f"compensated-s{run['seed']}"
+        if name not in losses:
+            continue
+        row = _apart(losses[name], whole[peer], name, peer, run["first_large_gradient"] or math.inf)
+        last = sorted(losses[name].keys() & whole[peer].keys())[-SAME_STEPS:]
+        found = [statistics.mean(of[step] for step in last) for of in (norms[name], usual[peer])]
+        rows.append([*row, *(f"{value:.3f}" for value in found)] if row else [])
+    head = ["run", "less", *COLUMNS, "gradient norm there", "of `compensated`"]
+    return table(head, [row for row in rows if row])
 
 
 GAPS = (0.03, 0.1)
@@ -107,7 +127,7 @@ def lead(result: dict[str, Any]) -> str:
 
     Stricter than `early_warning.first_move`, which knows the run alone, as its user does.
     """
-    losses = {name: losses_of(name) for name in ("baselines", "rescue", *ELSEWHERE.values())}
+    losses = {name: windows_of(name) for name in ("baselines", "rescue", *ELSEWHERE.values())}
     rows = []
     for run in (*result["choosing"], *result["held_out"]):
         name, _, apart = run["run"].partition(", ")

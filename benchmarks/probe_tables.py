@@ -96,4 +96,5 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         "stability-probe-cudnn": ("stability_probe_cudnn", probed_dq(EMULATED), command),
         "stability-probe-s2": ("stability_probe_s2", probed_dq(EMULATED), command),
         "stability-probe-fp32": ("stability_probe_fp32", probed_dq(EMULATED), command),
+        "stability-probe-qk-norm": ("stability_probe_qk_norm", probed_dq(EMULATED), command),
     }

@@ -393,6 +393,9 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         loss_tables.beside_float32_stream,
         command.format("baselines_bf16_residual"),
     )
+    found["stability-loss-attribution"] = (
+        "stability_attribution", loss_tables.beside_compensated, command.format("attribution"),
+    )  # fmt: skip
     found["early-warning-beside"] = (
         "early_warning_runs", loss_tables.lead, "early_warning.py --judge RUN ...",
     )  # fmt: skip

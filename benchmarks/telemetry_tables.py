@@ -56,7 +56,8 @@ def early_warning(result: dict[str, Any], of_error: Collection[str] = ()) -> str
     reasons = [f"- {f['run']}, step {f['alarm']:,}: {f['reason']}" for _, f in found if f["reason"]]
     if result["product"] and reasons:
         runs += "\n\nWhat the alarms said:\n\n" + "\n".join(reasons)
-    early = [(f["run"], f["warm_up"]) for _, f in found if f.get("warm_up")]
+    # A run that continues another has no warm-up of its own: there its growth is 0.
+    early = [(f["run"], w) for _, f in found if (w := f.get("warm_up")) and w["growth"]]
     if early and name != "danger_error":  # which looks there, too
         each = (f"{run} {w['growth']:.2f}x, at logits up to {w['logit']:.0f}" for run, w in early)
         runs += (

@@ -20,7 +20,7 @@ def test_windows_of_both_runs_before_either_explodes(monkeypatch: Any) -> None:
         "none-s1": dict.fromkeys(whole, 1.0),  # a seed without the yardstick
         "sdpa_flash-s2": {50: 1.0, 2050: 1.0},  # one window only
     }
-    monkeypatch.setattr(script, "losses_of", lambda protocol: losses)
+    monkeypatch.setattr(script, "windows_of", lambda protocol: losses)
     ends = {run: 2800 if run == "none-s2" else None for run in losses}
     runs = [{"run": run, "first_large_gradient": end} for run, end in ends.items()]
     rows = script.beside_float32({"runs": runs}).splitlines()[2:]
@@ -41,7 +41,7 @@ def test_beside_the_same_run_with_an_fp32_stream_until_either_explodes(
         "baselines_bf16_residual": {"none-s1": dict.fromkeys(whole, 3.5), "none-s2": {50: 1.0}},
         "baselines": {"none-s1": dict.fromkeys(whole, 3.25), "compensated-s1": {}},
     }
-    monkeypatch.setattr(script, "losses_of", both.__getitem__)
+    monkeypatch.setattr(script, "windows_of", both.__getitem__)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     (tmp_path / "docs/results").mkdir(parents=True)
     usual = {"runs": [{"run": "none-s1", "first_large_gradient": 2500}]}
@@ -49,6 +49,26 @@ def test_beside_the_same_run_with_an_fp32_stream_until_either_explodes(
     result = {"runs": [{"run": "none-s1", "first_large_gradient": 2800}]}
     (row,) = script.beside_float32_stream(result).splitlines()[2:]
     assert row == "| none-s1, BF16 stream | none-s1 | 2,450 | +0.2500 | 0.0000 | +0.2500 |"
+
+
+def test_cells_from_step_0_beside_compensated_on_their_seed(monkeypatch: Any) -> None:
+    script = benchmark_scripts.load("loss_tables")
+    whole = range(50, 3001, 50)
+    figures = {
+        ("attribution", "loss"): {"qk_norm-s1": dict.fromkeys(whole, 3.0), "none-s1": {50: 1.0}},
+        ("attribution", "grad_norm"): {
+            "qk_norm-s1": {s: s / 1000 for s in whole},
+            "none-s1": {50: 1.0},
+        },
+        ("baselines", "loss"): {"compensated-s1": {s: 3.25 for s in whole if s <= 2500}},
+        ("baselines", "grad_norm"): {"compensated-s1": {s: 0.5 for s in whole if s <= 2500}},
+    }
+    monkeypatch.setattr(script, "windows_of", lambda name, figure="loss": figures[name, figure])
+    names = ("qk_norm-s1", "none-s1", "qk_norm-s2")  # one window; never started
+    runs = [{"run": name, "seed": int(name[-1]), "first_large_gradient": None} for name in names]
+    (row,) = script.beside_compensated({"runs": runs}).splitlines()[2:]
+    where = "| qk_norm-s1 | compensated-s1 | 2,500 | -0.2500 | 0.0000 | -0.2500"
+    assert row == f"{where} | 2.425 | 0.500 |"
 
 
 def test_lead_over_the_loss_beside_a_stable_run(monkeypatch: Any) -> None:
@@ -65,7 +85,7 @@ def test_lead_over_the_loss_beside_a_stable_run(monkeypatch: Any) -> None:
         "baselines_bf16_residual": {"none-s1": {s: 3.2 if s >= 3900 else 3.0 for s in whole}},
         "attribution_continued": {"base-s1": {s: 3.2 if s >= 3600 else 3.0 for s in whole}},
     }
-    monkeypatch.setattr(script, "losses_of", both.__getitem__)
+    monkeypatch.setattr(script, "windows_of", both.__getitem__)
     runs = [("none-s1", 2600), ("base-s1", 2600), ("none-s1, BF16 stream", 3000)]
     runs += [("base-s1, continued", 3000)]
     runs += [("compensated-s1", None), ("sdpa_flash-s1", 2500), ("none-s2", 2000)]
@@ -108,7 +128,7 @@ def test_an_attempt_that_ended_before_anything_is_compared_is_none(
     reached = {"flash-s2": 2050, "flash-s2.attempt_1": 1, "flash-s2.attempt_2": 2100}
     lines = [f"{run},{step},3.0" for run, step in reached.items()]
     (folder / "stability_baselines.csv").write_text("\n".join(["run,step,loss", *lines]) + "\n")
-    losses = script.losses_of("baselines")
+    losses = script.windows_of("baselines")
     assert set(losses) == {"flash-s2", "flash-s2.attempt_2"}
     names = benchmark_scripts.load("run_names")
     assert names.by_attempt("flash-s2", losses) == "flash-s2.attempt_2"
