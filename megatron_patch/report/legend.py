@@ -42,8 +42,8 @@ ERRORS: tuple[Row, ...] = (
         {"common_share"},
         "how much of the largest logit all keys share",
         "that part over the head's largest logit, at most 1 in size",
-        "above 0.5 in single heads whose logits are small: in one run those ran away, 1,300 steps "
-        "later and more",
+        "above 0.5 in single heads whose logits are small, without QK-norm: in one run those ran "
+        "away, 1,300 steps later and more; in two with it none did",
     ),
     (
         {"delta_error_rms"},
