@@ -231,7 +231,7 @@ def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
         raise SystemExit(f"--keep {path}: chosen on {', '.join(both)}; hold them out")
     # Records may be gone: what an earlier rule said of them stands, and the row says so.
     # Nor do records of 50 steps, which all are, differ by the keys that came last.
-    # The last one takes alarms away that name no head, and no other.
+    # The last one takes away alarms of the norm beside which no head is at watch, and no other.
     last = ("smooth_steps", "confirm_steps", "norm_needs_head")
     judged = old.get("rule") or {}
     differs = {key: getattr(Rule(), key) for key in last} | judged != asdict(Rule())
@@ -251,8 +251,9 @@ def kept(path: Path | None, name: str, new: set[str]) -> dict[str, Any]:
 
 def _mark(row: dict[str, Any], differs: bool, head_needed: bool) -> dict[str, bool]:
     """Whether a kept row is an earlier rule's: one that differed, or called a norm alone danger."""
-    alone = row["alarm"] is not None and not head_needed and " head " not in row["reason"]
-    return {"earlier_rule": True} if differs or alone else {}
+    # Reasons come worst first. One that begins so was danger by the norm, whatever else it names.
+    by_norm = row["alarm"] is not None and row["reason"].startswith("gradient norm")
+    return {"earlier_rule": True} if differs or (by_norm and not head_needed) else {}
 
 
 def _told_again(row: dict[str, Any]) -> dict[str, str]:

@@ -85,7 +85,8 @@ def verdicts(name: str) -> Callable[[dict[str, Any]], str]:
 def made_for_baselines(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs of ``baselines`` that are what a cell of this protocol asks for, and was not made here.
 
-    Of seeds of which something was made here, and with the same fingerprint: weights and batches.
+    Of seeds of which something was made here, and with a fingerprint that one of them has: weights
+    and batches, on one GPU model or another.
     """
     path = ROOT / "docs" / "results" / f"stability_{_baselines(name)}.json"
     if name == _baselines(name) or not path.exists():
@@ -96,12 +97,13 @@ def made_for_baselines(name: str, result: dict[str, Any]) -> list[dict[str, Any]
     waiting = {run["run"] for run in result["runs"] if not run["steps"]}
     found = []
     for run in _experiment(name).runs:
-        mine = result["fingerprints"].get(str(run.seed))
-        if run.id not in waiting or run.base is not None or mine is None:
+        mine = {row.get("fingerprint") for row in result["runs"] if row["seed"] == run.seed}
+        mine = {*mine, result["fingerprints"].get(str(run.seed))} - {None}
+        if run.id not in waiting or run.base is not None or not mine:
             continue
         if same := made.get(known.get(_asked(run, name), "")):
             shared = other["fingerprints"].get(str(run.seed))
-            if same.get("fingerprint", shared) == mine:  # its own where GPUs differ in a seed
+            if same.get("fingerprint", shared) in mine:  # its own where GPUs differ in a seed
                 found.append(same)
     return found
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.files import make_folder, read_json, refuse_run, write_json
-from megatron_patch.experiments.preconditions import comparable
+from megatron_patch.experiments.preconditions import alike, comparable
 from megatron_patch.experiments.store import ENDED, differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 from megatron_patch.runtime.files import replacing, sync_directory, write_whole
@@ -283,7 +283,10 @@ def _read(path: Path) -> _Archive:
                 of=of,
                 files=found,
             )
-    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
+    except (
+        *(OSError, zipfile.BadZipFile, zlib.error),
+        *(KeyError, TypeError, ValueError, RecursionError),
+    ) as error:
         if isinstance(error, ExperimentError):
             raise
         raise ExperimentError(f"{path}: not an archive of an experiment ({error})") from error
@@ -308,7 +311,7 @@ def _check_name(path: Path, name: str) -> None:
 def _parse(name: str, data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExperimentError(f"{name} is damaged ({error}), here or in the archive") from error
     if not isinstance(found, dict):
         raise ExperimentError(f"{name} is damaged (no mapping), here or in the archive")
@@ -318,29 +321,37 @@ def _parse(name: str, data: bytes) -> dict[str, Any]:
 def _compare(content: dict[str, bytes], seen: dict[str, bytes], out: Path) -> None:
     """Refuse to mix experiments or software: ``seen`` is what is there, or came before."""
     _parse("states.json", content["states.json"])
-    there = _parse("experiment.json", content["experiment.json"])
+    there = _experiment(content["experiment.json"])
     if "experiment.json" in seen:
-        here = _parse("experiment.json", seen["experiment.json"])
+        here = _experiment(seen["experiment.json"])
         same = here["name"] == there["name"] and here["explosion"] == there["explosion"]
         if not same or differences(here["runs"], there["runs"]):
             raise ExperimentError(f"{out} holds another experiment or another version of it")
-    for name in content.keys() & seen.keys() - {"experiment.json"}:
-        if _shared(name, seen[name]) != _shared(name, content[name]):
+    for name in sorted(content):
+        if not name.startswith("reference/"):
+            continue
+        theirs = _fingerprint(name, content[name])
+        if name in seen and not alike(_fingerprint(name, seen[name]), theirs):
             raise ExperimentError(
                 f"{name} differs: the runs were made with other weights, batches, software or "
                 f"device than those in {out}; unpack them into a directory of their own"
             )
 
 
-def _shared(name: str, data: bytes) -> dict[str, Any]:
-    """What a seed's fingerprint has in common with those of other machines."""
+def _experiment(data: bytes) -> dict[str, Any]:
+    found = _parse("experiment.json", data)
+    if not isinstance(found.get("runs"), dict) or not found.keys() >= {"name", "explosion"}:
+        raise ExperimentError("experiment.json is damaged (no experiment), here or in the archive")
+    return found
+
+
+def _fingerprint(name: str, data: bytes) -> dict[str, Any]:
     found = _parse(name, data)
-    parts = (found.get("environment"), found.get("weights", {}))
-    if not all(isinstance(part, dict) for part in parts):
-        raise ExperimentError(
-            f"{name} is damaged (no fingerprint of a seed), here or in the archive"
-        )
-    return comparable(found)
+    try:
+        comparable(found)
+    except ExperimentError as error:
+        raise ExperimentError(f"{name} is damaged ({error}), here or in the archive") from None
+    return found
 
 
 def _merge(content: dict[str, bytes], out: Path) -> Iterator[str]:

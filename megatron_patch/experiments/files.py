@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, str(error)) from error
     if not isinstance(found, dict):
         raise damaged(path, f"a {type(found).__name__} where a mapping should be")

@@ -47,7 +47,7 @@ _ADD_NONE = (
 )
 ADDED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ADD_NONE, ()),
-    "qk_layernorm": (".q_layernorm.", ".k_layernorm."),
+    "qk_layernorm": (".q_layernorm.", ".k_layernorm.", ".kv_layernorm."),
 }
 """By key of the model's section: what the names of the weights contain that it adds."""
 SHOWN = 5
@@ -60,18 +60,31 @@ def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:
     Every run's own commit is in its record, and the tables name them when they differ; in one
     invocation other commits are refused. Without `LATER_KEYS`, too: what earlier versions recorded
     must have the same digest as now.
+
+    Raises:
+        ExperimentError: it is something else.
     """
-    environment = {k: v for k, v in fingerprint["environment"].items() if k != "commit"}
+    environment, weights = fingerprint.get("environment"), fingerprint.get("weights", {})
+    if not isinstance(environment, dict) or not isinstance(weights, dict):
+        raise ExperimentError("no fingerprint of a seed: its environment or weights are no mapping")
     kept = {key: value for key, value in fingerprint.items() if key not in LATER_KEYS}
     added = [part for parts in ADDED_BY.values() for part in parts]
-    weights = {
-        name: digest
-        for name, digest in fingerprint.get("weights", {}).items()
-        if not any(part in name for part in added)
+    shared = {
+        name: digest for name, digest in weights.items() if not any(part in name for part in added)
     }
-    if len(weights) < len(fingerprint.get("weights", {})):
-        kept |= {"weights": weights, "weights_sha256": combined(weights)}
-    return kept | {"environment": environment}
+    if len(shared) < len(weights):
+        kept |= {"weights": shared, "weights_sha256": combined(shared)}
+    return kept | {"environment": {k: v for k, v in environment.items() if k != "commit"}}
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether runs of two fingerprints can stand beside each other: what both have is the same.
+
+    More than `comparable`, whose digest cannot tell values of weights that not all models have.
+    """
+    ours, theirs = one.get("weights", {}), other.get("weights", {})
+    same = all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
+    return comparable(one) == comparable(other) and same
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.experiments import earlier
-from megatron_patch.experiments.files import read_json
+from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.experiments.files import damaged, read_json
 from megatron_patch.experiments.preconditions import comparable
 from megatron_patch.experiments.protocol import ExplosionConfig, Run
 from megatron_patch.experiments.store import FINISHED, State, Store, job_of
@@ -196,8 +197,18 @@ def _commit(run_dir: Path) -> str | None:
 def _environment(store: Store) -> dict[str, Any]:
     """Software and device that all runs shared; empty before the first run."""
     for file in sorted((store.path / "reference").glob("seed_*.json")):
-        return dict(read_json(file)["environment"])
+        return dict(_reference(file)["environment"])
     return {}
+
+
+def _reference(file: Path) -> dict[str, Any]:
+    """What the first run of a seed found (`preconditions`)."""
+    found = read_json(file)
+    try:
+        comparable(found)
+    except ExperimentError as error:
+        raise damaged(file, str(error)) from None
+    return found
 
 
 def _fingerprints(store: Store) -> dict[str, str]:
@@ -212,7 +223,7 @@ def _fingerprint(store: Store, seed: str, gpu: str | None = None) -> str | None:
     file = store.path / "reference" / f"seed_{seed}.json"
     if not file.exists():
         return None
-    shared = comparable(read_json(file))
+    shared = comparable(_reference(file))
     if gpu is not None:
         shared["environment"] |= {"gpu": gpu}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()

@@ -38,7 +38,8 @@ class StabilityConfig:
     anything (norm_needs_head)."""
     norm_needs_head: bool = True
     """Whether growth of the norm is danger only beside a head that is at watch: a rise without one
-    is none of attention's. Without watch_logit heads cannot tell, and it is danger by itself."""
+    is taken for none of attention's. It is danger by itself all the same where the error is not
+    measured (dropout, packed sequences, reference, mcore_local) or not judged (danger_error)."""
     reference_steps: int = 4000
     """How far back the minimum of the smoothed gradient norm is looked for."""
     smooth_steps: int = 200

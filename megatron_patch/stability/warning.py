@@ -17,9 +17,9 @@ and fast; one head that leaves all others behind, with large logits, is what an 
 from inside, even while the gradient norm stands still. The error looks back on nothing, so it also
 speaks of weights that were sick before the run began. Where the numerics are `compensated` already
 it is no danger but something to watch: heads saturated beyond what float32 scores resolve, which no
-switch cures. Nor is the growth of the norm there, and with any numerics where heads are watched and
-none shows anything: such a rise is none of attention's. What else the heads show (how coherent the
-error is, how large the logits are) names a place and raises `ok` to `watch`.
+switch cures. Nor is the growth of the norm there, and with any numerics where that error is
+measured and no head shows anything: such a rise is none of attention's. What else the heads show
+(how coherent the error is, how large the logits are) names a place and raises `ok` to `watch`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Rule:
     watch_logit: float | None = 1000.0
     """`Point.logit` for watch; None: never."""
     norm_needs_head: bool = True
-    """Whether growth of the norm is no danger where heads are watched and none is at `watch`."""
+    """Whether growth of the norm is no danger where heads clear attention of it (`_cleared`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,9 +228,10 @@ def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Ru
     text = f"gradient norm {rise:.2f}x its minimum of the last {rule.reference_steps:,} steps"
     confirmed = _spans(rises, CONFIRM, rule.confirm_steps)
     rose = confirmed and min(rise for _, rise in rises) >= rule.danger_growth
-    shown = any(level != "ok" for level, _ in heads)
-    clear = rule.norm_needs_head and _watched(now, rule) and not shown
+    clear = rule.norm_needs_head and any(_cleared(point, rule) for point in last)
     danger = rose and not now.compensated and not clear
+    if rose and clear:
+        text += ", and no head shows anything"
     level = "danger" if danger else "watch" if rise >= rule.watch_growth else "ok"
     return _strongest((level, text), *heads)
 
@@ -275,10 +276,19 @@ def _large(now: Point, rule: Rule) -> tuple[str, str]:
     return ("watch" if _reaches(now.logit, rule.watch_logit) else "ok"), text
 
 
-def _watched(now: Point, rule: Rule) -> bool:
-    """Whether heads can clear attention of a rise: in every recorded explosion their logits passed
-    `watch_logit` before the norm moved, and those are measured whatever computes attention."""
-    return rule.watch_logit is not None and math.isfinite(now.logit.value)
+def _cleared(point: Point, rule: Rule) -> bool:
+    """Whether heads clear attention of what the norm does: the error of the run's own numerics is
+    measured and judged, and no head is at `watch`. Logits and their growth alone would not do:
+    where something bounds logits they never speak."""
+    if rule.danger_error is None or not math.isfinite(point.error.value):
+        return False
+    signs = (
+        (point.growth, rule.watch_head_growth),
+        (point.error, rule.danger_error),
+        (point.bias, rule.head_signal),
+        (point.logit, rule.watch_logit),
+    )
+    return not any(_reaches(spot, limit) for spot, limit in signs)
 
 
 def _times(spot: Spot) -> str:

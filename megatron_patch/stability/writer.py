@@ -41,6 +41,7 @@ BINARY = ("before.bin", "abandoned.bin", "records.bin")
 """Files that mean nothing without meta.json; records.bin, which a resume asks for, last."""
 COLUMNS = ("step", "layer", *LAYER_METRICS, *HEAD_METRICS, "worst_head")
 """Of layers.csv."""
+NOT_THERE = "not there"
 STRETCH = 64
 """Records of an earlier layout that are held at a time."""
 
@@ -60,6 +61,7 @@ class Writer:
         self.folder, self.meta = run_dir / FOLDER, dict(meta)
         self.set_aside: str | None = None
         self.abandoned, self._start_step = 0, start_step
+        self._rule_before: dict[str, Any] | None = None
         self._apart = int(meta["interval"])
         self._dtype = record_dtype(meta)
         self._rows: Table | None = None
@@ -95,7 +97,21 @@ class Writer:
         told = None if self._rows is None else self._rows.note(f"{FOLDER}/{self._rows.path.name}")
         found = self.gaps.items()
         lines = [gap(name, end, self._start_step) for name, end in found if end or own]
+        lines += self._other_rule()
         return lines if told is None else [told, *lines]
+
+    def _other_rule(self) -> list[str]:
+        """A line if the records so far were judged by another rule: an alarm may come or go."""
+        before, now = self._rule_before, self.meta["rule"]
+        if before is None or before == now or not self._start_step:
+            return []
+        names = [name for name in now if before.get(name, NOT_THERE) != now[name]]
+        changed = [f"{name} {now[name]} ({before.get(name, NOT_THERE)})" for name in names]
+        changed += [f"{name} {NOT_THERE} ({before[name]})" for name in before if name not in now]
+        return [
+            "early warning: another rule than before, by which earlier steps are judged now, too: "
+            + ", ".join(changed)
+        ]
 
     def _find_gaps(self) -> dict[str, int]:
         last = records_of(self.folder / "records.bin", self._dtype)["step"][-LAST_ROWS:]
@@ -132,6 +148,8 @@ class Writer:
             self.set_aside = f"records.until_{start_step}.bin"
             self._keep_aside(start_step, "layers.csv", *BINARY)
             return 0, []
+        told = before.get("rule")
+        self._rule_before = told if isinstance(told, dict) else None
         self._apart = max(self._apart, int(before.get("interval", 0)))
         dtype = record_dtype(before)
         records, looked_back = records_of(file, dtype), records_of(past, dtype)

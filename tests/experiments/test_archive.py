@@ -349,6 +349,17 @@ def test_damaged_and_hostile_archives(protocol: Path, tmp_path: Path) -> None:
     entry = {"sha256": hashlib.sha256(b"x").hexdigest(), "size": 1}
     for name in ("../evil", "/evil", "a/../../evil", "a\\..\\evil", "runs/.unpacking/a/x"):
         refused(rewrite(good, {name: b"x"}, {name: entry}), "refuses to write")
+    deep = b"[" * 200_000
+    for name, data in (
+        ("experiment.json", b"{}"),
+        ("experiment.json", b'{"name": "a", "explosion": {}, "runs": []}'),
+        ("experiment.json", deep),
+        ("reference/seed_1.json", b"{}"),
+        ("reference/seed_1.json", b'{"environment": {}, "weights": 5}'),
+        ("reference/seed_1.json", deep),
+    ):
+        entry = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        refused(rewrite(good, {name: data}, {name: entry}), f"{name} is damaged")
     (tmp_path / "no.zip").write_bytes(b"PK not at all")
     refused(tmp_path / "no.zip", "not an archive")
     refused(tmp_path / "missing.zip", "not an archive")

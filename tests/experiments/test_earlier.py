@@ -219,6 +219,16 @@ def test_a_machine_whose_first_run_normalizes_queries_and_keys_is_no_other(
         assert said in text
 
 
+@pytest.mark.parametrize("text", ["{}", '{"environment": []}', '{"environment": {}, "weights": 5}'])
+def test_a_damaged_reference_is_told_where_results_are_made(
+    protocol: Path, tmp_path: Path, text: str
+) -> None:
+    out = machine(tmp_path / "1", protocol, 30, "paused")
+    (out / "reference" / "seed_1.json").write_text(text)
+    with pytest.raises(ExperimentError, match=r"seed_1.json is damaged \(no fingerprint"):
+        published(out, protocol, tmp_path / "docs")
+
+
 def test_a_run_that_fails_beside_an_earlier_result_is_not_passed_over(
     protocol: Path, tmp_path: Path, quick: dict[str, str], capsys: pytest.CaptureFixture
 ) -> None:

@@ -209,8 +209,15 @@ def test_what_machines_share_does_not_depend_on_which_model_came_first() -> None
         == preconditions.comparable(plain)
         == plain | {"environment": {k: v for k, v in plain["environment"].items() if k != "commit"}}
     )
+    latent = normed | {"weights": QK | {"l.self_attention.kv_layernorm.weight": "9"}}
+    assert preconditions.comparable(latent) == preconditions.comparable(plain)
     for changed in ({"weights": QK | {"a": "9"}}, {"weights": QK | {"c": "1"}}):
         assert preconditions.comparable(normed | changed) != preconditions.comparable(plain)
+    # Where both have these weights, and both are at hand, they are compared.
+    other = normed | {"weights": QK | {"l.q_layernorm.weight": "8"}}
+    assert preconditions.comparable(other)["weights"] == preconditions.comparable(normed)["weights"]
+    assert not preconditions.alike(normed, other)
+    assert preconditions.alike(normed, plain) and preconditions.alike(normed, normed)
 
 
 def test_references_that_cannot_be_used(tmp_path: Path) -> None:

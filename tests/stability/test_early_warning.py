@@ -100,11 +100,12 @@ def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
 def test_a_stable_run_with_plain_numerics_whose_norm_rises_is_no_alarm(script: Any) -> None:
     """Its heads show nothing. By the norm alone it came to 1.297 of the 1.3 that are danger."""
     run = json.loads((Path(__file__).parent / "recorded_qk_norm.json").read_text())
-    figures = zip(run["loss"], run["grad_norm"], run["max_logit"], strict=True)
+    names = ("loss", "grad_norm", "max_logit", "error")
+    figures = zip(*(run[name] for name in names), strict=True)
     points = [
         Point(step=run["first"] + run["interval"] * i, loss=loss, grad_norm=norm,
-              grad_norm_max=norm, logit=Spot(logit, 3, 1))
-        for i, (loss, norm, logit) in enumerate(figures)
+              grad_norm_max=norm, logit=Spot(logit, 3, 1), error=Spot(error, 3, 1))
+        for i, (loss, norm, logit, error) in enumerate(figures)
     ]  # fmt: skip
     assert points[-1].step == 13_250 and script.first_move(points, 2000) is None
     rule = Rule(settle_steps=2000)
@@ -275,12 +276,16 @@ def test_an_earlier_result_is_added_to(
 
 
 def test_kept_rows_of_a_rule_that_called_a_norm_alone_danger(script: Any, tmp_path: Path) -> None:
-    """An alarm that names a head, and none at all, are what the present rule says, too."""
+    """Any other alarm, and none at all, are what the present rule says, too."""
     old = {"default": Rule().danger_head_growth, "threshold": "danger_head_growth", "commit": "0",
            "chosen": None, "grid": [], "wanted_lead": 1, "choosing": []}  # fmt: skip
     old["rule"] = {k: v for k, v in asdict(Rule()).items() if k != "norm_needs_head"}
     row = {"steps": 99, "loss_moved": 1, "loss_high": None}
-    said = {"head": "layer 1 head 8: W_Q or W_K grew", "norm": "gradient norm 1.31x its minimum"}
+    said = {
+        "head": "layer 1 head 8: W_Q or W_K grew 2.23x; gradient norm 1.31x its minimum",
+        "norm": "gradient norm 1.31x its minimum; layer 1 head 8: logits up to 1,200",
+        "broken": "loss or gradient norm not finite at 50",
+    }
     old["held_out"] = [
         row | {"run": name, "alarm": 50, "reason": reason} for name, reason in said.items()
     ] + [row | {"run": "quiet", "alarm": None, "reason": None}]

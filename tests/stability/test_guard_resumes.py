@@ -22,7 +22,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
          "training.global_batch_size=2", "training.deterministic=true",
          "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.norm_needs_head=false",
+         "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.watch_logit=1.0e-9",
          "checkpoint.keep_last=null"]  # fmt: skip
 DANGER, SWITCHED = 7, 8
 SWITCH = [*SMALL, "stability.guard=switch"]

@@ -91,7 +91,8 @@ def test_controls_are_runs_that_computed_the_same(
 
     def result(name: str, steps: dict[str, int], print_of: str) -> dict[str, Any]:
         runs = [
-            {"run": run.id, "steps": steps.get(run.id, 0)} for run in tables._experiment(name).runs
+            {"run": run.id, "seed": run.seed, "steps": steps.get(run.id, 0)}
+            for run in tables._experiment(name).runs
         ]
         return {"runs": runs, "fingerprints": {"2": print_of}}
 
@@ -104,8 +105,9 @@ def test_controls_are_runs_that_computed_the_same(
     (tmp_path / "configs").symlink_to(tables.ROOT / "configs")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
 
-    def controls(steps: dict[str, int], print_of: str) -> list[str]:
+    def controls(steps: dict[str, int], print_of: str, **row: str) -> list[str]:
         made = result("attribution", steps, print_of)
+        made["runs"] = [run | (row if run["steps"] else {}) for run in made["runs"]]
         return [run["run"] for run in tables.made_for_baselines("attribution", made)]
 
     # Seed 1 has no fingerprint here: nothing says that it would be comparable.
@@ -114,4 +116,6 @@ def test_controls_are_runs_that_computed_the_same(
     ]  # fmt: skip
     assert controls({"none-s2": 10}, "same") == ["compensated-s2", "fp32_attention-s2"]
     assert controls({"low_order_o-s2": 10}, "other") == []
+    # A run of the seed that was made on another model of GPU has that one's.
+    assert len(controls({"low_order_o-s2": 10}, "other", fingerprint="same")) == 3
     assert tables.made_for_baselines("baselines", result("baselines", {}, "same")) == []

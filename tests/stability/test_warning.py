@@ -128,19 +128,30 @@ def test_a_norm_that_grows_under_the_remedy_is_watched() -> None:
 def test_a_norm_that_grows_while_no_head_shows_anything_is_watched() -> None:
     """As in runs with plain numerics whose queries and keys are normalized (docs/telemetry.md)."""
     shown, calm = Spot(1200.0, 1, 8), Spot(37.0, 3, 1)
-    points = [replace(p, logit=calm) for p in history(exploding)]
+    points = [replace(p, logit=calm, error=Spot(0.01, 3, 1)) for p in history(exploding)]
     assert set(levels(points).values()) == {"ok", "watch"}
+    assert judge(points, RULE).reason.endswith("4,000 steps, and no head shows anything")
     alone, expected = replace(RULE, norm_needs_head=False), first(history(exploding), "danger")
     assert expected is not None
     for told, rule in (
         ([replace(p, logit=shown) for p in points], RULE),
         ([replace(p, bias=Spot(0.006, 1, 8)) for p in points], RULE),
         (points, alone),
-        (points, replace(RULE, watch_logit=None)),  # what would they clear it by?
-        ([replace(p, logit=Spot(math.inf, 1, 8)) for p in points], RULE),
-        (history(exploding), RULE),  # heads not measured
+        (points, replace(RULE, danger_error=None)),  # what would they clear it by?
+        ([replace(p, error=Spot()) for p in points], RULE),  # with dropout, say
+        (history(exploding), RULE),  # no head is measured
     ):
         assert next(s for s, level in levels(told, rule).items() if level == "danger") == expected
+
+
+def test_a_head_that_shows_something_in_one_record_makes_no_danger_of_a_norm() -> None:
+    """All records that have to agree must do so, as for every other sign."""
+    calm = [replace(p, logit=Spot(37.0, 3, 1), error=Spot(0.01, 3, 1)) for p in history(exploding)]
+    for sign in ({"logit": Spot(1200.0, 1, 8)}, {"error": Spot()}):
+        once = [replace(p, **sign) if p.step == 7000 else p for p in calm]
+        twice = [replace(p, **sign) if p.step in (7000, 7050) else p for p in calm]
+        assert "danger" not in levels(once).values()
+        assert first(twice, "danger") == 7050
 
 
 def test_single_spikes_are_no_danger() -> None:

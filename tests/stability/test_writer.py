@@ -107,6 +107,24 @@ def test_records_that_were_lost_are_told(
     assert writer.gaps == {}
 
 
+def test_another_rule_than_before_is_told(tmp_path: Path) -> None:
+    """Earlier steps are judged by it, too: an alarm of theirs may be there no more."""
+    write(tmp_path, [10, 20]).close()
+    file = tmp_path / "stability" / "meta.json"
+    told = json.loads(file.read_text())
+    del told["rule"]["norm_needs_head"]
+    told["rule"] |= {"danger_growth": 1.5, "gone": 3}
+    file.write_text(json.dumps(told))
+    for said in (
+        ["norm_needs_head False (not there)", "danger_growth 1.3 (1.5)", "gone not there (3)"],
+        [],
+    ):
+        writer = write(tmp_path, [], start=20)
+        writer.close()
+        lines = [line for line in writer.notes(own=True) if "another rule" in line]
+        assert len(lines) == bool(said) and all(text in lines[0] for text in said)
+
+
 def test_a_resume_sets_repeated_steps_aside(tmp_path: Path) -> None:
     write(tmp_path, [10, 20, 30, 40]).close()
     writer = write(tmp_path, [30, 40], start=20, value=0.5)
