@@ -15,9 +15,9 @@ counts as 0. Shares below 0 (a common part that holds logits down) are not looke
   last `SMOOTH` records), in that order, from step `FROM` on: in the first hundreds of steps the
   largest logit falls, and shares say little.
 
-SHARES of 0.6, LARGE and SPEAKS are those of a prediction (docs/predictions.md); the order in which
-heads pass, the lower shares and SMALL were chosen after the first run that had them. A run that
-continues another is read from its own first record on.
+SHARES of 0.6, LARGE and SPEAKS are of a prediction (docs/predictions_remedies.md); the order in
+which heads pass, the lower shares and SMALL were chosen after the first run that had them. A run
+that continues another is read from its own first record on.
 Writes docs/results/common_part.json; no GPU, no torch.
 """
 
