@@ -365,10 +365,13 @@ def pace(result: dict[str, Any]) -> str:
     return f"With start, checkpoints and evaluation:\n\n{table(head, rows)}"
 
 
-def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+Tables = dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]
+
+
+def tables() -> Tables:
     """Markers of those pages, as `render_tables.TABLES` has them."""
     command = "megatron-patch experiment stability --config configs/stability/{}.yaml"
-    found: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
+    found: Tables = {
         f"stability-{name.replace('_', '-')}": (
             f"stability_{name}",
             verdicts(name),
@@ -376,80 +379,68 @@ def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
         )
         for name in PROTOCOLS
     }
-    found["stability-pace"] = ("stability_baselines", pace, command.format("baselines"))
-    found["stability-pace-rescue"] = ("stability_rescue", pace, command.format("rescue"))
-    bf16 = "baselines_bf16_residual"
-    found["stability-pace-bf16"] = (f"stability_{bf16}", pace, command.format(bf16))
+    of_protocol = {
+        "stability-pace": ("baselines", pace),
+        "stability-pace-rescue": ("rescue", pace),
+        "stability-pace-bf16": ("baselines_bf16_residual", pace),
+        "stability-rescue-cost": ("rescue", loss_tables.rescue_cost),
+        "stability-loss": ("baselines", loss_tables.beside_float32),
+        "stability-loss-bf16": ("baselines_bf16_residual", loss_tables.beside_float32_stream),
+        "stability-loss-attribution": ("attribution", loss_tables.beside_compensated),
+    }
+    for marker, (name, view) in of_protocol.items():
+        found[marker] = (f"stability_{name}", view, command.format(name))
     found["stability-cells"] = ("", cells, "")
-    found |= probe_tables.tables()
-    found["stability-rescue-cost"] = (
-        "stability_rescue",
-        loss_tables.rescue_cost,
-        command.format("rescue"),
-    )
-    found["stability-loss"] = (
-        "stability_baselines", loss_tables.beside_float32, command.format("baselines"),
-    )  # fmt: skip
-    found["stability-loss-bf16"] = (
-        "stability_baselines_bf16_residual",
-        loss_tables.beside_float32_stream,
-        command.format("baselines_bf16_residual"),
-    )
-    found["stability-loss-attribution"] = (
-        "stability_attribution", loss_tables.beside_compensated, command.format("attribution"),
-    )  # fmt: skip
     found["early-warning-beside"] = (
         "early_warning_runs", loss_tables.lead, "early_warning.py --judge RUN ...",
     )  # fmt: skip
-    found["exponent-rounding"] = ("exponent_rounding", exponent, "exponent_rounding.py")
+    return found | probe_tables.tables() | _of_heads() | _of_errors()
+
+
+def _of_heads() -> Tables:
+    """Heads of runs, one through the steps or those of a layer beside each other."""
     read = "head_timeline.py RUN ... --layer L --head H --steps ..."
     heads = "layer_heads.py RUN ... --layer L --steps ..."
     kernels = ("compensated-s2", "none-s2", "sdpa_cudnn-s2", "sdpa_flash-s2")
-    found["stability-timeline"] = ("head_timeline", timeline(*kernels), read)
+    found: Tables = {
+        "stability-timeline": ("head_timeline", timeline(*kernels), read),
+        "stability-layer-heads": ("layer_heads", layer_heads, heads),
+        "stability-timeline-s1": (
+            "head_timeline_s1", timeline("compensated-s1", "none-s1"), read,
+        ),
+        "stability-timeline-paper": ("head_timeline_paper", timeline(), read),
+        "stability-rescue-timeline": ("rescue_head_timeline", timeline(), read),
+        "stability-rescue-timeline-s1": ("rescue_head_timeline_s1", timeline(), read),
+    }  # fmt: skip
     for seed, file, marker in (("s2", "head_timeline", ""), ("s1", "head_timeline_s1", "-s1")):
         parts = [f"consistent_sum-{seed}", f"low_order_o-{seed}"]
         ends = f"none-{seed}", f"compensated-{seed}"
         view = timeline(ends[0], *parts, ends[1], during=parts if marker else ())
         found[f"stability-timeline-halves{marker}"] = (file, view, read)
-    found["stability-layer-heads"] = ("layer_heads", layer_heads, heads)
-    found["stability-timeline-s1"] = (
-        "head_timeline_s1", timeline("compensated-s1", "none-s1"), read,
-    )  # fmt: skip
-    found["stability-timeline-paper"] = ("head_timeline_paper", timeline(), read)
-    found["stability-continued-heads"] = (
-        "continued_heads",
-        continued_table.rendered,
-        "continued_heads.py runs/stability_attribution_continued",
-    )
-    found["centered-heads"] = ("centered_heads", continued_table.centered, "centered_heads.py")
-    found["common-part"] = ("common_part", continued_table.common_part, "common_part.py RUN ...")
-    found["stability-head-errors"] = ("head_errors", head_errors, "head_errors.py RUN ...")
-    found["growth-noise"] = ("growth_noise", growth_noise, "growth_noise.py RUN ...")
-    found["logit-growth"] = ("logit_growth", logit_growth, "logit_growth.py")
-    found["logit-growth-halves"] = ("logit_growth", halves, "logit_growth.py")
-    found["shared-rounding"] = (
-        "shared_rounding",
-        shared_rounding,
-        "shared_rounding.py CAPTURE ...",
-    )
-    found["gradient-drift"] = ("gradient_drift", drift_table.rendered, "gradient_drift.py ...")
-    found["gradient-drift-heads"] = (
-        "gradient_drift_s1", drift_table.by_head, "gradient_drift.py ...",
-    )  # fmt: skip
-    found["stability-rescue-timeline"] = ("rescue_head_timeline", timeline(), read)
-    found["stability-rescue-timeline-s1"] = ("rescue_head_timeline_s1", timeline(), read)
-    runs = (
-        "guard",
-        "flash",
-        "bf16",
-        "third",
-        "cudnn_s1",
-        "cudnn_s2",
-        "flash_s2",
-        "paper_s2",
-        "fp32_s1",
-    )
-    for run in (*runs, "dynamic"):
+    runs = ["guard", "flash", "bf16", "third", "cudnn_s1", "cudnn_s2", "flash_s2", "paper_s2"]
+    for run in (*runs, "fp32_s1", "dynamic"):
         found[f"stability-{run}-heads"] = (f"{run}_layer_heads", layer_heads, heads)
         found[f"stability-{run}-timeline"] = (f"{run}_head_timeline", timeline(), read)
     return found
+
+
+def _of_errors() -> Tables:
+    """What errors do in heads, of runs and of captured tensors."""
+    drift = "gradient_drift.py ..."
+    return {
+        "exponent-rounding": ("exponent_rounding", exponent, "exponent_rounding.py"),
+        "stability-continued-heads": (
+            "continued_heads",
+            continued_table.rendered,
+            "continued_heads.py runs/stability_attribution_continued",
+        ),
+        "centered-heads": ("centered_heads", continued_table.centered, "centered_heads.py"),
+        "common-part": ("common_part", continued_table.common_part, "common_part.py RUN ..."),
+        "stability-head-errors": ("head_errors", head_errors, "head_errors.py RUN ..."),
+        "growth-noise": ("growth_noise", growth_noise, "growth_noise.py RUN ..."),
+        "logit-growth": ("logit_growth", logit_growth, "logit_growth.py"),
+        "logit-growth-halves": ("logit_growth", halves, "logit_growth.py"),
+        "shared-rounding": ("shared_rounding", shared_rounding, "shared_rounding.py CAPTURE ..."),
+        "gradient-drift": ("gradient_drift", drift_table.rendered, drift),
+        "gradient-drift-heads": ("gradient_drift_s1", drift_table.by_head, drift),
+    }

@@ -286,7 +286,8 @@ def _compare(
     if None not in (mine, theirs) and mine != theirs:
         gpu = had.get("kept", old["environment"]).get("gpu")
         if gpu is None or on_gpu(seed, gpu) != theirs:
-            differ.append(f"weights, batches or software of seed {seed}")
+            model = "unless the first run of it had another model there"
+            differ.append(f"weights, batches or software of seed {seed} ({model})")
     if differ:
         raise ExperimentError(
             f"{earlier.file} has {had['steps']:,} steps of {entry['run']}, but with another "
