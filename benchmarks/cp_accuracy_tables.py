@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from table_text import origin, table
+from table_text import Tables, origin, table
 
 BF16_MERGES = "p2p, merged in BF16"
 GOAL = 1.1
@@ -71,7 +70,7 @@ def _goal(rows: list[list[str]]) -> str:
     return f"Largest on {ranks} ranks: {worst:.3f}; goal {GOAL}, {verdict}."
 
 
-def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+def tables() -> Tables:
     """Entries of ``render_tables.TABLES``."""
     return {
         "cp-delta": ("cp_accuracy", delta, "cp_accuracy.py"),

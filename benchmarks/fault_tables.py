@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-from table_text import origin, table
+from table_text import Tables, origin, table
 
 GROUPS = {
     "killed": "Processes that die",
@@ -198,7 +197,7 @@ def restart(result: dict[str, Any]) -> str:
     return f"{origin(result)}\n\n{table(['', ''], rows)}"
 
 
-def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+def tables() -> Tables:
     """Marker -> (result file, renderer, command that measures it)."""
     return {
         "fault-table": ("fault_table", fault_table, "fault_table.py --state DIR"),

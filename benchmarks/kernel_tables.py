@@ -15,7 +15,7 @@ from typing import Any
 
 from kernel_goals import DEFAULT, OURS, PASSES, geometric_mean, goals, speed, title
 from machine import RESULTS, device_digest, functions_digest, sources_digest
-from table_text import origin, table
+from table_text import Tables, origin, table
 
 SHAPES = 39
 """Shapes of the grid of benchmarks/attention.py; a test compares."""
@@ -302,7 +302,7 @@ def host_time(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, body)])
 
 
-def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+def tables() -> Tables:
     """Marker -> (result file, renderer, command that measures it)."""
     return {
         "attention-speed": ("attention", speed_table, "attention.py"),

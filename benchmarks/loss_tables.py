@@ -104,14 +104,14 @@ def beside_compensated(result: dict[str, Any]) -> str:
     rows = []
     for run in result["runs"]:
         name, peer = run["run"], f"compensated-s{run['seed']}"
-        if name not in losses:
+        own, base = losses.get(name, {}), whole.get(peer, {})
+        row = _apart(own, base, name, peer, run["first_large_gradient"] or math.inf)
+        if not row:
             continue
-        row = _apart(losses[name], whole[peer], name, peer, run["first_large_gradient"] or math.inf)
-        last = sorted(losses[name].keys() & whole[peer].keys())[-SAME_STEPS:]
+        last = sorted(own.keys() & base.keys())[-SAME_STEPS:]
         found = [statistics.mean(of[step] for step in last) for of in (norms[name], usual[peer])]
-        rows.append([*row, *(f"{value:.3f}" for value in found)] if row else [])
-    head = ["run", "less", *COLUMNS, "gradient norm there", "of `compensated`"]
-    return table(head, [row for row in rows if row])
+        rows.append([*row, *(f"{value:.3f}" for value in found)])
+    return table(["run", "less", *COLUMNS, "gradient norm there", "of `compensated`"], rows)
 
 
 GAPS = (0.03, 0.1)

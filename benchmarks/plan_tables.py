@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from table_text import kept_from, origin, table
+from table_text import Tables, kept_from, origin, table
 
 from megatron_patch.runtime.environment import short_commit
 
@@ -53,6 +52,6 @@ def memory(result: dict[str, Any]) -> str:
     return "\n".join([origin(result), held, "", table(head, rows)])
 
 
-def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+def tables() -> Tables:
     """Markers of the page, as `render_tables.TABLES` wants them."""
     return {"plan-memory": ("plan_memory_8gpu", memory, "plan_memory.py --gpus 8")}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from table_text import run_origin, table
+from table_text import Tables, run_origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +79,7 @@ def _at(capture: dict[str, Any]) -> tuple[int, int]:
     return capture["capture"]["step"], capture["capture"]["layer"]
 
 
-def tables() -> dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]:
+def tables() -> Tables:
     """Markers of that page, as `render_tables.TABLES` has them."""
     command = "megatron-patch probe RUN ... --out probe"
     return {

@@ -25,7 +25,7 @@ import plan_tables
 import run_tables
 import stability_tables
 import telemetry_tables
-from table_text import origin, table
+from table_text import Tables, origin, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -235,7 +235,7 @@ def saved_bytes(_: dict[str, Any]) -> str:
 
 CONTEXT = "torchrun --nproc-per-node {} benchmarks/context_parallel.py"
 # Marker -> (result file or "", renderer, command that measures it).
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
+TABLES: Tables = {
     "delta-gates": ("delta_regimes", delta_gates, "delta_regimes.py"),
     "delta-float32-sums": ("delta_regimes_float32_sums", delta_sums, "delta_regimes.py"),
     "delta-inputs": ("delta_regimes", delta_inputs, "delta_regimes.py"),

@@ -16,7 +16,7 @@ import continued_table
 import drift_table
 import loss_tables
 import probe_tables
-from table_text import kept_from, origin, run_origin, table, three_digits
+from table_text import Tables, kept_from, origin, run_origin, table, three_digits
 
 from megatron_patch.runtime.environment import short_commit
 
@@ -363,9 +363,6 @@ def pace(result: dict[str, Any]) -> str:
             rows.append([*facts, f"{rate * 24 * 60 // 100 * 100:,.0f}"])
     head = ["run", "GPUs", "from step", "commit", "steps/s", "in 24 minutes"]
     return f"With start, checkpoints and evaluation:\n\n{table(head, rows)}"
-
-
-Tables = dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]
 
 
 def tables() -> Tables:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_patch.runtime.environment import short_commit
+
+Tables = dict[str, tuple[str, Callable[[dict[str, Any]], str], str]]
+"""By marker of a page: result file or "", renderer, command that measures it."""
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

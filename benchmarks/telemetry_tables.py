@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from table_text import kept_from, origin, table
+from table_text import Tables, kept_from, origin, table
 
 from megatron_patch.runtime.environment import short_commit
 
@@ -184,11 +184,10 @@ def _step(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-Entry = tuple[str, Callable[[dict[str, Any]], str], str]
 CURVES = "--choose CSV ... --judge CSV ... --source TEXT"
 
 
-def tables() -> dict[str, Entry]:
+def tables() -> Tables:
     """Marker -> (result file, renderer, command), for render_tables."""
     return {
         "early-warning": ("early_warning", early_warning, f"early_warning.py {CURVES}"),

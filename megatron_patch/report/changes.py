@@ -37,7 +37,7 @@ def build(telemetry: Telemetry) -> Markup:
         rows += [(f"{c.step:,}", c.what, c.reason) for c in found[i : i + 1]]
         next_index = i + 1
     left_out = f" ({len(kept)} of {len(found)} changes)" if len(kept) < len(found) else ""
-    caption = f"Early warning, by the rule of this version{left_out}"
+    caption = f"Early warning, by the rule of the run{left_out}"
     return table(("from step", "verdict", "reason"), rows, caption=caption)
 
 

@@ -221,16 +221,16 @@ def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Ru
     now = last[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
-    heads = _grown(last, rule), _wrong(last, rule), _place(now, rule), _large(now, rule)
+    heads = _heads(last, rule)
     if not rises:
         return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
     rise = rises[-1][1]
     text = f"gradient norm {rise:.2f}x its minimum of the last {rule.reference_steps:,} steps"
     confirmed = _spans(rises, CONFIRM, rule.confirm_steps)
     rose = confirmed and min(rise for _, rise in rises) >= rule.danger_growth
-    clear = rule.norm_needs_head and any(_cleared(point, rule) for point in last)
+    clear = rose and rule.norm_needs_head and any(_cleared(point, rule) for point in last)
     danger = rose and not now.compensated and not clear
-    if rose and clear:
+    if clear and _cleared(now, rule):
         text += ", and no head shows anything"
     level = "danger" if danger else "watch" if rise >= rule.watch_growth else "ok"
     return _strongest((level, text), *heads)
@@ -241,6 +241,12 @@ def _strongest(*signs: tuple[str, str]) -> Verdict:
     ranked = sorted(signs, key=lambda sign: -LEVELS.index(sign[0]))  # stable: ties keep their order
     told = [text for level, text in ranked if level != "ok" or (level, text) == signs[0]]
     return Verdict(level=ranked[0][0], reason="; ".join(told))
+
+
+def _heads(points: Sequence[Point], rule: Rule) -> tuple[tuple[str, str], ...]:
+    """(level, text) of every sign that heads can show, at the last records."""
+    now = points[-1]
+    return _grown(points, rule), _wrong(points, rule), _place(now, rule), _large(now, rule)
 
 
 def _grown(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
@@ -280,15 +286,8 @@ def _cleared(point: Point, rule: Rule) -> bool:
     """Whether heads clear attention of what the norm does: the error of the run's own numerics is
     measured and judged, and no head is at `watch`. Logits and their growth alone would not do:
     where something bounds logits they never speak."""
-    if rule.danger_error is None or not math.isfinite(point.error.value):
-        return False
-    signs = (
-        (point.growth, rule.watch_head_growth),
-        (point.error, rule.danger_error),
-        (point.bias, rule.head_signal),
-        (point.logit, rule.watch_logit),
-    )
-    return not any(_reaches(spot, limit) for spot, limit in signs)
+    measured = rule.danger_error is not None and math.isfinite(point.error.value)
+    return measured and all(level == "ok" for level, _ in _heads([point], rule))
 
 
 def _times(spot: Spot) -> str:

@@ -152,6 +152,8 @@ def test_a_head_that_shows_something_in_one_record_makes_no_danger_of_a_norm() -
         twice = [replace(p, **sign) if p.step in (7000, 7050) else p for p in calm]
         assert "danger" not in levels(once).values()
         assert first(twice, "danger") == 7050
+        up_to = [p for p in once if p.step <= 7000]
+        assert "no head shows anything" not in judge(up_to, RULE).reason
 
 
 def test_single_spikes_are_no_danger() -> None:
