@@ -100,6 +100,38 @@ def common_part(result: dict[str, Any]) -> str:
     return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
 
 
+def saturated(result: dict[str, Any]) -> str:
+    """A line a run and step: the heads that have run away, and what is left of the run."""
+    rows = []
+    for name, run in result["runs"].items():
+        for i, (step, at) in enumerate(sorted(run["at"].items(), key=_number)):
+            row = [name if i == 0 else "", f"{int(step):,}", str(at["heads"])]
+            layers = sorted(at["by_layer"].items(), key=_number)  # JSON's keys are words, in order
+            row.append(", ".join(f"{layer}: {n}" for layer, n in layers) or "-")
+            row += [three_digits(at[key]) for key in ("largest_logit", "largest_wq_norm")]
+            row += [three_digits(at[f"median_{key}"]) for key in ("wq_norm", "entropy")]
+            row.append(three_digits(at.get("median_common_share")))
+            worst = at.get("largest_layer_grad_norm")
+            row.append(
+                "-" if worst is None else f"{three_digits(worst)}, layer {at['largest_layer']}"
+            )
+            row.append(three_digits(at.get("median_layer_grad_norm")))
+            rows.append([*row, three_digits(at["loss_mean"]), three_digits(at["grad_norm_mean"])])
+    head = ["run", "step", f"heads with logits above {result['above']:,.0f}", "by layer"]
+    head += ["largest logit", "largest W_Q", "median W_Q", "median entropy", "common share"]
+    where = "Layers counted from 0; W_Q: spectral norm; entropy of a row of P, nats; W_Q, entropy "
+    where += "and share (of the largest logit, what all keys have in common) of those heads. "
+    where += "Gradient norms of layers: of that step; loss and the model's gradient norm: means "
+    where += "since the record before."
+    where += kept_from([*result["runs"].items()], "Read")
+    head += ["largest gradient norm of a layer", "median", "loss", "gradient norm"]
+    return "\n".join([f"{origin(result)} {where}", "", table(head, rows)])
+
+
+def _number(item: tuple[str, Any]) -> int:
+    return int(item[0])
+
+
 def _place(head: dict[str, Any]) -> str:
     return f"{head['layer']}.{head['head']}"
 

@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, label: str, backend: str, devices: list[int]
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
     if code:
-        raise RuntimeError(f"{label} ended with exit code {code}:\n{log.read_text()[-2000:]}")
+        raise RuntimeError(f"{label} ended with exit code {code}:\n{machine.why(log.read_text())}")
     with (run_dir / "metrics.csv").open() as lines:
         return [float(row["loss"]) for row in csv.DictReader(lines)]
 

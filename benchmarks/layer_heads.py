@@ -10,7 +10,9 @@ torch. ``--keep`` adds to the runs of an earlier result, whose records may be go
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,29 @@ from run_names import run_name
 from megatron_patch.stability import record
 
 
-def at(telemetry: record.Telemetry, step: int, layer: int) -> list[float | None] | None:
-    """Head by head, None where it is not finite; None if the run has no record of that step."""
-    found = np.flatnonzero(telemetry.steps == step)
-    if not len(found):
-        return None
-    values = telemetry.heads["max_logit"][int(found[0]), layer].tolist()
+def rows_at(
+    parser: argparse.ArgumentParser,
+    name: str,
+    telemetry: record.Telemetry,
+    *,
+    steps: Sequence[int],
+    figures: Callable[[int], Any],
+) -> dict[int, Any]:
+    """By step, ``figures`` of its record; a step without one is a wrong argument."""
+    index = {int(step): i for i, step in enumerate(telemetry.steps)}
+    missing = [str(step) for step in steps if step not in index]
+    if missing:
+        every, last = telemetry.meta["interval"], max(index, default=0)
+        parser.error(
+            f"{name} has no record of step {', '.join(missing)}; it has one every {every} "
+            f"steps, the last at {last}"
+        )
+    return {step: figures(index[step]) for step in steps}
+
+
+def logits_of(telemetry: record.Telemetry, layer: int, i: int) -> list[float | None]:
+    """Of record ``i``: the largest logit, head by head; None where it is not finite."""
+    values = telemetry.heads["max_logit"][i, layer].tolist()
     return [value if np.isfinite(value) else None for value in values]
 
 
@@ -52,14 +71,8 @@ def main() -> int:
         telemetry = read(parser, name)
         if not 0 <= args.layer < telemetry.meta["layers"]:
             parser.error(f"{name} has {telemetry.meta['layers']} layers, counted from 0")
-        rows = {step: at(telemetry, step, args.layer) for step in args.steps}
-        missing = [str(step) for step, row in rows.items() if row is None]
-        if missing:
-            every, last = telemetry.meta["interval"], max(telemetry.steps, default=0)
-            parser.error(
-                f"{name} has no record of step {', '.join(missing)}; it has one every {every} "
-                f"steps, the last at {last}"
-            )
+        figures = functools.partial(logits_of, telemetry, args.layer)
+        rows = rows_at(parser, name, telemetry, steps=args.steps, figures=figures)
         runs[run_name(name)] = {"attention": telemetry.meta["attention"], "at": rows}
     result = {"layer": args.layer, "runs": runs}
     print(f"wrote {machine.write_result('layer_heads', result, args.out)}")

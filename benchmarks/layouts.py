@@ -124,7 +124,9 @@ class Runner:
         with log.open("a") as out:
             code = subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
         if code:
-            raise RuntimeError(f"{name} ended with exit code {code}:\n{log.read_text()[-3000:]}")
+            raise RuntimeError(
+                f"{name} ended with exit code {code}:\n{machine.why(log.read_text())}"
+            )
         with (run_dir / "metrics.csv").open() as rows:
             return {int(r["step"]): (r["loss"], r["grad_norm"]) for r in csv.DictReader(rows)}
 

@@ -78,7 +78,7 @@ def train(args: argparse.Namespace, mode: str) -> dict[str, object]:
         code = subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
     row: dict[str, object] = {"mode": mode, "gpus": args.gpus, "exit": code}
     if code:
-        return row | {"error": log.read_text()[-1500:]}
+        return row | {"error": machine.why(log.read_text())}
     with (run_dir / "metrics.csv").open() as lines:
         rows = [r for r in csv.DictReader(lines) if int(r["step"]) > args.warmup]
     for column in COLUMNS:

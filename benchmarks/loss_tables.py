@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from run_names import CONTINUED, STREAM, by_attempt, of_attempt
+from run_names import CONTINUED, LATE, STREAM, by_attempt, of_attempt
 from table_text import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +26,8 @@ COLUMNS = ("until step", "mean", "scatter of windows", "mean of the last quarter
 
 def rescue_cost(result: dict[str, Any]) -> str:
     """How far a run whose numerics were exchanged ends above one that had them from the start."""
-    losses, whole = windows_of("rescue"), windows_of("baselines")
+    protocol = result["name"].removeprefix("stability_")
+    losses, whole = windows_of(protocol), windows_of("baselines")
     rows = []
     for run in result["runs"]:
         peer = whole.get(f"compensated-s{run['seed']}", {})
@@ -118,7 +119,11 @@ GAPS = (0.03, 0.1)
 """Nats above `compensated` on the same batches, in two windows in a row: the loss has moved."""
 
 
-ELSEWHERE = {STREAM: "baselines_bf16_residual", CONTINUED: "attribution_continued"}
+ELSEWHERE = {
+    STREAM: "baselines_bf16_residual",
+    CONTINUED: "attribution_continued",
+    LATE: "rescue_late",
+}
 """Protocols whose losses are those of runs that results set apart."""
 
 

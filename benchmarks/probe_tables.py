@@ -97,4 +97,5 @@ def tables() -> Tables:
         "stability-probe-s2": ("stability_probe_s2", probed_dq(EMULATED), command),
         "stability-probe-fp32": ("stability_probe_fp32", probed_dq(EMULATED), command),
         "stability-probe-qk-norm": ("stability_probe_qk_norm", probed_dq(EMULATED), command),
+        "stability-probe-late": ("stability_probe_late", probed_dq(EMULATED), command),
     }

@@ -14,7 +14,12 @@ STREAM = "BF16 stream"
 AGAIN = "again"
 """Said of a later attempt at a run, where the first has the plain name in what was read from it."""
 CONTINUED = "continued"
-APART = {"_bf16_residual": STREAM, "attribution_continued": CONTINUED}
+LATE = "late rescue"
+APART = {
+    "_bf16_residual": STREAM,
+    "attribution_continued": CONTINUED,
+    "rescue_late": LATE,
+}
 """Ends of protocol names, and how results say it."""
 
 

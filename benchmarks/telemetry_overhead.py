@@ -207,7 +207,7 @@ def measure(args: argparse.Namespace, gpus: int) -> dict[str, list[float]]:
     with log.open("w") as stream:
         code = subprocess.run(command, stdout=stream, stderr=stream, env=environment).returncode
     if code or not out.exists():
-        raise RuntimeError(f"{gpus} process(es) ended with {code}:\n{log.read_text()[-2000:]}")
+        raise RuntimeError(f"{gpus} process(es) ended with {code}:\n{machine.why(log.read_text())}")
     told = json.loads(out.read_text())
     made = len(told["stretches"]) // len(ROUND)  # fewer than asked for, if time was over
     times: dict[str, list[float]] = {WITHOUT: [], WATCHED: [], IDLE: []}

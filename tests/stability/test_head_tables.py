@@ -83,6 +83,34 @@ def test_all_heads_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
+def test_heads_that_have_run_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Head 0 of both layers is above 1,000 at step 1,000, head 1 of layer 1 too; none elsewhere."""
+    calm = write(tmp_path / "calm", factor=0.06)
+    wild = write(tmp_path / "wild", factor=1.2, until=1000)
+    result = call("saturated_heads", monkeypatch, tmp_path, wild, "--steps", "300", "1000")
+    assert result["above"] == 1000
+    at = result["runs"]["wild"]["at"]["1000"]
+    assert at["by_layer"] == {"0": 1, "1": 2} and at["largest_logit"] == 2400
+    assert at["median_common_share"] == pytest.approx(1 / 1200)  # of 1/1200, 1/2400 and 1/1200
+    kept = ["--keep", str(tmp_path / "saturated_heads.json")]
+    result = call("saturated_heads", monkeypatch, tmp_path, calm, "--steps", "300", *kept)
+    lines = benchmark_scripts.load("continued_table").saturated(result).splitlines()
+    assert "heads with logits above 1,000" in lines[2]
+    assert lines[2].count("|") == lines[4].count("|")
+    rest = "| 3 | 0.25 |"
+    shown = "0: 1, 1: 2 | 2,400 | 1 | 1 | 1 | 0.000833 | - | -"
+    assert lines[4:] == [
+        f"| calm | 300 | 0 | - | - | - | - | - | - | - | - {rest}",
+        f"| wild | 300 | 0 | - | - | - | - | - | - | - | - {rest}",
+        f"|  | 1,000 | 3 | {shown} {rest}",
+    ]
+    with pytest.raises(SystemExit):
+        call("saturated_heads", monkeypatch, tmp_path, calm, "--steps", "150")
+    assert "no record of step 150" in capsys.readouterr().err
+
+
 def test_controls_are_runs_that_computed_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,10 +84,11 @@ def test_lead_over_the_loss_beside_a_stable_run(monkeypatch: Any) -> None:
         "rescue": {"base-s1": {s: 3.0 + 0.2 * (s == 2500 or s >= 3500) for s in whole}},
         "baselines_bf16_residual": {"none-s1": {s: 3.2 if s >= 3900 else 3.0 for s in whole}},
         "attribution_continued": {"base-s1": {s: 3.2 if s >= 3600 else 3.0 for s in whole}},
+        "rescue_late": {"base-s1": {s: 3.2 if s >= 3800 else 3.0 for s in whole}},
     }
     monkeypatch.setattr(script, "windows_of", both.__getitem__)
     runs = [("none-s1", 2600), ("base-s1", 2600), ("none-s1, BF16 stream", 3000)]
-    runs += [("base-s1, continued", 3000)]
+    runs += [("base-s1, continued", 3000), ("base-s1, late rescue", 3000)]
     runs += [("compensated-s1", None), ("sdpa_flash-s1", 2500), ("none-s2", 2000)]
     held_out = [{"run": name, "alarm": alarm} for name, alarm in runs]
     rows = script.lead({"choosing": [], "held_out": held_out}).splitlines()[2:]
@@ -96,6 +97,7 @@ def test_lead_over_the_loss_beside_a_stable_run(monkeypatch: Any) -> None:
         "| base-s1 | 2,600 | 3,500 | 900 | 3,500 | 900 |",
         "| none-s1, BF16 stream | 3,000 | 3,900 | 900 | 3,900 | 900 |",
         "| base-s1, continued | 3,000 | 3,600 | 600 | 3,600 | 600 |",
+        "| base-s1, late rescue | 3,000 | 3,800 | 800 | 3,800 | 800 |",
     ]
 
 
@@ -104,6 +106,7 @@ def test_lead_over_the_loss_beside_a_stable_run(monkeypatch: Any) -> None:
     [
         ({"name": "stability_baselines_bf16_residual"}, "none-s1, BF16 stream"),
         ({"name": "stability_attribution_continued"}, "none-s1, continued"),
+        ({"name": "stability_rescue_late"}, "none-s1, late rescue"),
         ({"name": "stability_baselines"}, "none-s1"),
         ([], "none-s1"),
         (None, "none-s1"),
