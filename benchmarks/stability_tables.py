@@ -416,7 +416,7 @@ def _of_heads() -> Tables:
         view = timeline(ends[0], *parts, ends[1], during=parts if marker else ())
         found[f"stability-timeline-halves{marker}"] = (file, view, read)
     runs = ["guard", "flash", "bf16", "third", "cudnn_s1", "cudnn_s2", "flash_s2", "paper_s2"]
-    for run in (*runs, "fp32_s1", "dynamic"):
+    for run in (*runs, "fp32_s1", "dynamic", "decay"):
         found[f"stability-{run}-heads"] = (f"{run}_layer_heads", layer_heads, heads)
         found[f"stability-{run}-timeline"] = (f"{run}_head_timeline", timeline(), read)
     return found
