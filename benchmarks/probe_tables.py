@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from table_text import Tables, run_origin, table
+from table_text import Tables, kept_from, origin, run_origin, table, three_digits
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,6 +76,36 @@ def probed_dq(kernels: dict[str, str]) -> Callable[[dict[str, Any]], str]:
     return render
 
 
+SOURCES = {"plain": "none", "`compensated`": "compensated", "FP32 attention": "float32"}
+
+
+def gradient_sizes(result: dict[str, Any]) -> str:
+    """A line a capture: gradients of its heads by q and k, and their errors, all heads together."""
+    captures: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for one in result["heads"]:
+        captures.setdefault((one["run"], one["step"], one["layer"]), []).append(one)
+    rows = []
+    for (run, step, layer), heads in sorted(captures.items()):
+        row = [f"{run}, {step:,}, layer {layer}"]
+        row.append(f"{max(one['largest_logit'] for one in heads):,.0f}")
+        for of in ("dq", "dk"):
+            row.append(three_digits(_together(one["true"][of] for one in heads)))
+            for name in SOURCES.values():
+                row.append(three_digits(_together(one["errors"][name][of] for one in heads)))
+        rows.append(row)
+    head = ["captured in, at step", "largest logit"]
+    for of in ("dQ", "dK"):
+        head += [f"{of}, true", *(f"its error, {name}" for name in SOURCES)]
+    words = "Frobenius norms over rows and captured heads; plain and `compensated` emulated."
+    files = {f"{run}, {step:,}": heads[0] for (run, step, _), heads in sorted(captures.items())}
+    words += kept_from([*files.items()], "Computed")
+    return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
+
+
+def _together(norms: Iterable[float]) -> float:
+    return math.hypot(*norms)
+
+
 def _at(capture: dict[str, Any]) -> tuple[int, int]:
     return capture["capture"]["step"], capture["capture"]["layer"]
 
@@ -96,6 +127,6 @@ def tables() -> Tables:
         "stability-probe-cudnn": ("stability_probe_cudnn", probed_dq(EMULATED), command),
         "stability-probe-s2": ("stability_probe_s2", probed_dq(EMULATED), command),
         "stability-probe-fp32": ("stability_probe_fp32", probed_dq(EMULATED), command),
+        "gradient-sizes": ("gradient_sizes", gradient_sizes, "gradient_sizes.py CAPTURE ..."),
         "stability-probe-qk-norm": ("stability_probe_qk_norm", probed_dq(EMULATED), command),
-        "stability-probe-late": ("stability_probe_late", probed_dq(EMULATED), command),
     }
