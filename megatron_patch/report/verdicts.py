@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from megatron_patch.report.charts import number
 from megatron_patch.report.collect import RunFacts
+from megatron_patch.stability.lost import RISE
 
 WINDOW = 50
-RISE = 0.5
-"""nats: a window of losses this far above the lowest before it is called a rise."""
 GOOD, FAIR, BAD, NONE = "good", "watch", "bad", "none"
 _STATES = {
     "finished": GOOD,
@@ -77,19 +76,23 @@ def _trend(facts: RunFacts, found: list[tuple[float, float]]) -> Answer:
     for step, value in zip(facts.steps, facts.column("loss"), strict=True):
         if not math.isfinite(value):
             return Answer("Loss", BAD, f"not finite at step {step:,.0f}")
+    last, whose = found[-1][1], "before it"
+    if facts.continued is not None and facts.continued.lowest < min(v for _, v in found):
+        # What the run goes on from was better: coming down from there is no good end by itself.
+        found = [(facts.continued.at, facts.continued.lowest), *found]
+        whose = f"of the run it continues ({found[0][1]:.2f} around step {found[0][0]:,.0f})"
     lowest = worst = found[0][1]
     at = rise = 0.0
     for step, value in found:
         if value - lowest > rise:
             rise, at, worst = value - lowest, step, value
         lowest = min(lowest, value)
-    last = found[-1][1]
     if rise <= RISE:
         return Answer(
             "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above its lowest"
         )
     back = last <= lowest + RISE
-    text = f"rose by {rise:.2f} above the lowest before it, to {worst:.2f} around step {at:,.0f}"
+    text = f"rose by {rise:.2f} above the lowest {whose}, to {worst:.2f} around step {at:,.0f}"
     text += f"; it came back, to {last:.4f}" if back else f"; it ended at {last:.4f}"
     return Answer("Loss", FAIR if back else BAD, text)
 

@@ -295,3 +295,9 @@ class Capturer:
         of key/value heads hold copies of them, so the number follows from the query head's."""
         heads = self._run.model.num_attention_heads
         return heads // (self._run.model.num_query_groups or heads)
+
+
+def triggers_in(folder: Path) -> set[str]:
+    """What started the captures that are there: a resumed run does not take them again."""
+    names = (path.name.split(".") for path in folder.glob("step_*.pt"))
+    return {name for parts in names if len(parts) == 5 for name in parts[3].split("-")}

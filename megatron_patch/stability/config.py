@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron_patch.config.problem import Problem
+from megatron_patch.stability.warning import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,6 +192,26 @@ class StabilityConfig:
 def layers_of(run: RunConfig) -> int:
     """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
     return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
+
+
+def rule_of(run: RunConfig) -> Rule:
+    """The early-warning rule of a configuration."""
+    s = run.stability
+    return Rule(
+        watch_growth=s.watch_growth,
+        danger_growth=s.danger_growth,
+        reference_steps=s.reference_steps,
+        settle_steps=run.optimizer.warmup_steps,
+        smooth_steps=s.smooth_steps,
+        confirm_steps=s.confirm_steps,
+        watch_head_growth=s.watch_head_growth,
+        danger_head_growth=s.danger_head_growth,
+        head_steps=s.head_steps,
+        head_logit=s.head_logit,
+        danger_error=s.danger_error,
+        watch_logit=s.watch_logit,
+        norm_needs_head=s.norm_needs_head,
+    )
 
 
 def capture_mib(run: RunConfig, *, heads: int) -> float:

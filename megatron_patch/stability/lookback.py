@@ -27,12 +27,7 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
     """
     kept_file = run_dir / record.FOLDER / "before.bin"
     kept_file.unlink(missing_ok=True)  # of an attempt that ended before its first record
-    candidates = (source, *source.resolve().parents[:2])
-    found = next(
-        (path for path in candidates if (path / record.FOLDER / "meta.json").is_file()), None
-    )
-    if found is None:
-        raise FileNotFoundError("there is no telemetry beside it")
+    found = directory_of(source)
     other, meta = record.read(found), record.read(run_dir).meta
     theirs = dict(other.meta) | {"attention": record.attention_at(other.meta, step)}
     for key in ("attention", *record.MODEL):
@@ -50,3 +45,15 @@ def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
     write_whole(kept_file, kept.tobytes())
     return found
+
+
+def directory_of(source: Path) -> Path:
+    """The run directory with telemetry that a checkpoint, or the folder of its checkpoints, is of.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for path in (source, *source.resolve().parents[:2]):
+        if (path / record.FOLDER / "meta.json").is_file():
+            return path
+    raise FileNotFoundError("there is no telemetry beside it")

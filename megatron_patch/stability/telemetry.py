@@ -22,16 +22,16 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.checkpoint import last
-from megatron_patch.stability import guard, record
-from megatron_patch.stability.capture import Capturer, Wanted, worst
-from megatron_patch.stability.config import layers_of
+from megatron_patch.stability import guard, lost, record
+from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
+from megatron_patch.stability.config import layers_of, rule_of
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import COMPENSATED, LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.series import Series
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
-from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
+from megatron_patch.stability.warning import Point, Verdict, judge, spike_score
 from megatron_patch.stability.weights import SpectralNorms
 from megatron_patch.stability.writer import Writer
 
@@ -44,32 +44,6 @@ if TYPE_CHECKING:
     from megatron_patch.training.step import StepResult
 
 RECENT = 20  # records the spike score compares with
-
-
-def rule_of(run: RunConfig) -> Rule:
-    """The early-warning rule of a configuration."""
-    s = run.stability
-    return Rule(
-        watch_growth=s.watch_growth,
-        danger_growth=s.danger_growth,
-        reference_steps=s.reference_steps,
-        settle_steps=run.optimizer.warmup_steps,
-        smooth_steps=s.smooth_steps,
-        confirm_steps=s.confirm_steps,
-        watch_head_growth=s.watch_head_growth,
-        danger_head_growth=s.danger_head_growth,
-        head_steps=s.head_steps,
-        head_logit=s.head_logit,
-        danger_error=s.danger_error,
-        watch_logit=s.watch_logit,
-        norm_needs_head=s.norm_needs_head,
-    )
-
-
-def triggers_in(folder: Path) -> set[str]:
-    """What started the captures that are there: a resumed run does not take them again."""
-    names = (path.name.split(".") for path in folder.glob("step_*.pt"))
-    return {name for parts in names if len(parts) == 5 for name in parts[3].split("-")}
 
 
 @dataclass(slots=True)
@@ -207,6 +181,8 @@ class Stability:
             )
         for line in self._writer.notes(own=last.has_saved(self.run_dir)):
             self.monitor.say(line)
+        for line in lost.at_start(self.run_dir, step, source=self._source):
+            self.monitor.say(line)
         try:
             return self._history(step)
         except (OSError, ValueError, KeyError) as error:
@@ -233,18 +209,24 @@ class Stability:
 
     def _look_back(self, step: int) -> bool:
         """At the first start from another run's checkpoint: whether its records are here now."""
-        options = self.run.checkpoint
-        if options.load_from is None or options.load_weights_only:
+        if self._source is None:
             return False
         try:
-            source = look_back(self.run_dir, Path(options.load_from), step=step, steps=self._reach)
+            found = look_back(self.run_dir, self._source, step=step, steps=self._reach)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.monitor.say(
-                f"early warning: begins anew at step {step:,} ({options.load_from}: {error})"
+                f"early warning: begins anew at step {step:,} ({self._source}: {error})"
             )
             return False
-        self.monitor.say(f"early warning: looks back on {source} before step {step:,}")
+        self.monitor.say(f"early warning: looks back on {found} before step {step:,}")
         return True
+
+    @property
+    def _source(self) -> Path | None:
+        """The checkpoint of another run that this one goes on from, its optimizer included."""
+        options = self.run.checkpoint
+        other = None if options.load_weights_only else options.load_from
+        return None if other is None else Path(other)
 
     @property
     def _attention(self) -> str:
@@ -448,11 +430,14 @@ class Stability:
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""
         guard.switch(self.observer.sites)
+        before = lost.standing([(p.step, p.loss) for p in self.history.points])
         self.switched_at, self.history = now, record.History(self.rule, compensated=True)
         self.monitor.say(
             f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
             f"step {self.switched_at:,}"
         )
+        if before is not None and before.lost:
+            self.monitor.say(before.line())
 
     def _publish(
         self,

@@ -195,6 +195,25 @@ def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path: Path) ->
     assert graded(run)["Loss"] == ("bad", "not finite at step 71")
 
 
+def test_a_loss_that_comes_down_from_a_lost_run_is_no_good_one(tmp_path: Path) -> None:
+    """The run it continues had been lower: by its own rows alone nothing would be wrong with it."""
+    run = make_run(tmp_path / "run", losses=FLAT)
+    kept = run / "stability" / "continued.json"
+    kept.parent.mkdir()
+    assert graded(run)["Loss"][0] == "good"
+    kept.write_text('{"step": 0, "loss": 7.0, "lowest": 3.2, "at": -40}')
+    grade, text = graded(run)["Loss"]
+    assert grade == "bad" and text.endswith("it ended at 4.0000")
+    assert "above the lowest of the run it continues (3.20 around step -40)" in text
+    kept.write_text('{"step": 0, "loss": 7.0, "lowest": 3.6, "at": -40}')  # it came back
+    assert graded(run)["Loss"][0] == "watch"
+    kept.write_text('{"step": 0, "loss": 7.0, "lowest": 4.5, "at": -40}')  # and is lower now
+    assert graded(run)["Loss"][0] == "good"
+    kept.write_text("{}")
+    assert graded(run)["Loss"][0] == "good"
+    assert any("continued.json is damaged" in note for note in collect(run).notes)
+
+
 @pytest.mark.parametrize("begin", ["resuming after step 400 (1 tokens)",
                                    "no checkpoint: starting at step 0"])  # fmt: skip
 @pytest.mark.parametrize("end", ["stopped by NonFiniteError: loss is nan at step 500",

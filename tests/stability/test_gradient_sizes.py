@@ -49,7 +49,7 @@ def test_tensors_of_no_sixteen_bit_type_are_refused(script: Any) -> None:
 
 
 def test_heads_that_went(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the shipped captures plain numerics get more of dQ wrong than there is; and the table says so."""
+    """In the shipped captures plain numerics get more of dQ wrong than there is; the table, too."""
     monkeypatch.setattr(sys, "argv", ["gradient_sizes.py", "--out", str(tmp_path)])
     assert script.main() == 0
     result = json.loads((tmp_path / "gradient_sizes.json").read_text())
