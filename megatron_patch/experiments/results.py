@@ -241,6 +241,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [verdict_table(begun or result["runs"], rule)]  # the others are named below
     if any(run.get("origin") or run.get("switched_at") for run in result["runs"]):
         lines += ["", _rescues(result)]
+        if any(run.get("origin") for run in result["runs"]):
+            text = "is a rise from below it: a run that begins above it is `never` there, and "
+            lines += ["", f"A loss > {rule['loss']:g} {text}its final loss tells."]
     lines += ["", f"Window means of {rule['window']} steps, from step {rule['from_step']:,} on."]
     spread = seed_spread(result)
     if spread:

@@ -47,6 +47,7 @@ def write(run_dir: Path, out: Path) -> Path:
     Raises:
         ReportError: ``run_dir`` is no run directory, or ``out`` cannot be written.
     """
+    facts = collect(run_dir)  # first: where there is no run, there is no place for its report
     if out.is_dir():
         raise ReportError(f"{out}: is a directory; name an HTML file, e.g. {out / 'report.html'}")
     if _is_absent(out.parent):
@@ -55,7 +56,7 @@ def write(run_dir: Path, out: Path) -> Path:
             f"{out}: there is no directory {out.parent}; make it first, or name an HTML file in a "
             "directory that is there, with --out"
         )
-    text = render(collect(run_dir))
+    text = render(facts)
     try:
         write_named(out, text)
     except OSError as error:

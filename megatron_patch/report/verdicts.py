@@ -140,6 +140,7 @@ def _warning(facts: RunFacts) -> Iterator[Answer]:
     first = next(((s, v) for s, v in found if v.level == "danger"), None)
     if first is not None:
         text += f"; first danger at step {first[0]:,}: {first[1].reason}"
+        text += "; what to do: docs/stability.md, advice"
         grade = BAD if last.code == 2 else FAIR
     switched = facts.telemetry.switched_at
     if switched is not None:

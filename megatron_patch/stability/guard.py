@@ -28,6 +28,12 @@ class StabilityStop(RuntimeError):
 
 
 TARGET = "stable_flash", {"stabilizer": "compensated"}
+ADVICE = (
+    "stability guard: warn leaves the run as it is. Resume it with attention.backend stable_flash "
+    "and attention.stabilizer compensated (stability.guard switch would have done it), from a "
+    "checkpoint of before these signs if the loss has moved: docs/stability.md, advice"
+)
+"""Said at the first danger, where nothing else is done."""
 
 
 def switch(sites: Sequence[Site]) -> int:

@@ -417,10 +417,13 @@ class Stability:
     def _judge(self, point: Point, now: int) -> Verdict:
         before, verdict = self.verdict, judge(self.history.points, self.rule)
         self.verdict, mode = verdict, self.options.guard
-        if mode != "off" and (before is None or verdict.level != before.level):
+        verdict_is_new = before is None or verdict.level != before.level
+        if mode != "off" and verdict_is_new:
             self.monitor.say(f"step {point.step:,}: {verdict.line()}")
         if verdict.level != "danger":
             return verdict
+        if mode == "warn" and not self._compensated and verdict_is_new:
+            self.monitor.say(guard.ADVICE)
         if mode == "stop" and self.stop_reason is None:
             self.stop_reason = verdict.reason
         elif mode == "switch" and not self.switched_at:

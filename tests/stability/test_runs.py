@@ -459,3 +459,4 @@ def test_warn_only_says_so(two: Any, folder: Path) -> None:
     log = (folder / "runs" / "warn" / "train.log").read_text()
     assert log.count("attention: danger") == 1 and two["warn"][0]["code"] == 0
     assert "| attention danger |" in log
+    assert log.count("stability guard: warn leaves the run as it is. Resume it with") == 1
