@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import continued_table
+import coverage_table
 import drift_table
 import loss_tables
 import probe_tables
@@ -88,23 +89,34 @@ def made_for_baselines(name: str, result: dict[str, Any]) -> list[dict[str, Any]
     Of seeds of which something was made here, and with a fingerprint that one of them has: weights
     and batches, on one GPU model or another.
     """
+    return [*controls(name, result).values()]
+
+
+def controls(
+    name: str, result: dict[str, Any], *, alone: bool = False
+) -> dict[str, dict[str, Any]]:
+    """`made_for_baselines`, by the run of this protocol that each of them is.
+
+    With ``alone`` also of seeds of which nothing was made here that they could differ from.
+    """
     path = ROOT / "docs" / "results" / f"stability_{_baselines(name)}.json"
     if name == _baselines(name) or not path.exists():
-        return []
+        return {}
     other = json.loads(path.read_text())
     made = {run["run"]: run for run in other["runs"] if run["steps"]}
     known = {_asked(run, _baselines(name)): run.id for run in _experiment(_baselines(name)).runs}
-    waiting = {run["run"] for run in result["runs"] if not run["steps"]}
-    found = []
+    begun = {run["run"] for run in result["runs"] if run["steps"]}
+    found = {}
     for run in _experiment(name).runs:
         mine = {row.get("fingerprint") for row in result["runs"] if row["seed"] == run.seed}
         mine = {*mine, result["fingerprints"].get(str(run.seed))} - {None}
-        if run.id not in waiting or run.base is not None or not mine:
+        if run.id in begun or run.base is not None or not (mine or alone):
             continue
         if same := made.get(known.get(_asked(run, name), "")):
             shared = other["fingerprints"].get(str(run.seed))
-            if same.get("fingerprint", shared) in mine:  # its own where GPUs differ in a seed
-                found.append(same)
+            # Its own where GPUs differ in a seed.
+            if not mine or same.get("fingerprint", shared) in mine:
+                found[run.id] = same
     return found
 
 
@@ -389,6 +401,8 @@ def tables() -> Tables:
     for marker, (name, view) in of_protocol.items():
         found[marker] = (f"stability_{name}", view, command.format(name))
     found["stability-cells"] = ("", cells, "")
+    known = coverage_table.Protocols(experiment=_experiment, asked=_asked, controls=controls)
+    found["stability-coverage"] = ("", coverage_table.rendered(known), "")
     found["early-warning-beside"] = (
         "early_warning_runs", loss_tables.lead, "early_warning.py --judge RUN ...",
     )  # fmt: skip
