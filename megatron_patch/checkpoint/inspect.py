@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_patch.checkpoint import keeping
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError
 from megatron_patch.checkpoint.files import describe, read_small
 from megatron_patch.checkpoint.manifest import SEAL, Manifest, check_file
-from megatron_patch.checkpoint.shelf import ASIDE, IDENTITY, LATEST, TMP, parse_name
-from megatron_patch.checkpoint.store import DELETING, CheckpointStore
+from megatron_patch.checkpoint.shelf import ASIDE, DELETING, IDENTITY, LATEST, TMP, parse_name
+from megatron_patch.checkpoint.store import CheckpointStore
 from megatron_patch.runtime.files import sync_directory
 
 State = Literal["complete", "good", "damaged", "unreadable", "unfinished", "being deleted", "aside"]
@@ -64,12 +65,14 @@ class Entry:
     signed: bool = False
     latest: bool = False
     """Whether ``latest`` names it."""
+    kept: str = ""
+    """Why age does not delete it (`checkpoint.keeping`); empty where it may."""
     manifest: Manifest | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         names = ("name", "step", "attempt", "state", "reason", "size", "created", "signed",
-                 "latest")  # fmt: skip
+                 "latest", "kept")  # fmt: skip
         return {n: getattr(self, n) for n in names} | {"path": str(self.path)}
 
 
@@ -118,6 +121,9 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
     latest = ""
     with contextlib.suppress(BadCheckpoint):
         latest = read_small(root, LATEST, limit=200).decode("ascii", "replace").strip()
+    kept: dict[str, str] = {}
+    with contextlib.suppress(keeping.KeptFileError):  # `kept_problem` tells of it
+        kept = keeping.read(root)
     found: list[Entry] = []
     for name in sorted(os.listdir(root)):
         for suffix, state in ((TMP, "unfinished"), (DELETING, "being deleted"), ("", "complete")):
@@ -126,6 +132,8 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
                 entry = Entry(root / name, name, *key_, state=state)  # type: ignore[arg-type]
                 _describe(entry, store)
                 entry.latest = name == latest
+                if name in kept:
+                    entry.kept = kept[name] or "without a reason"
                 found.append(entry)
                 break
     found.sort(key=lambda e: (e.step or 0, e.attempt or 0), reverse=True)
@@ -135,6 +143,15 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
             _describe(entry, store)
             found.append(entry)
     return found
+
+
+def kept_problem(root: Path) -> str:
+    """What is wrong with the file that names the kept ones; empty where nothing is."""
+    try:
+        keeping.read(root)
+    except keeping.KeptFileError as error:
+        return str(error)
+    return ""
 
 
 def _describe(entry: Entry, store: CheckpointStore) -> None:
@@ -209,9 +226,14 @@ class Plan:
 def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | None) -> Plan:
     """Apply the rule: the newest ``last``, every step that is a multiple of ``every``; union.
 
-    Always kept: the newest one, what ``latest`` names, damaged and unreadable ones (evidence),
-    those another store wrote. Unfinished ones and ``aside/`` are no business of a prune.
+    Always kept: the newest one, what ``latest`` names, what ``kept.json`` names, damaged and
+    unreadable ones (evidence), those another store wrote. Unfinished ones and ``aside/`` are no
+    business of a prune.
+
+    Raises:
+        KeptFileError: ``kept.json`` is damaged.
     """
+    keeping.read(root)  # where it does not tell, any of them may be one to keep
     identity = CheckpointStore(root, keep_last=None).identity()
     complete = [e for e in entries if e.state in ("complete", "good")]
     kept: list[tuple[Entry, str]] = []
@@ -224,6 +246,8 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
             kept.append((entry, f"among the newest {last or 1}"))
         elif every is not None and entry.step % every == 0:
             kept.append((entry, f"multiple of {every}"))
+        elif entry.kept:
+            kept.append((entry, f"kept: {entry.kept}"))
         elif entry.manifest.store != identity:
             kept.append((entry, "another store wrote it"))
         else:

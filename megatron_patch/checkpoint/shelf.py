@@ -26,6 +26,7 @@ LATEST = "latest"
 ASIDE = "aside"
 IDENTITY = "store.json"
 TMP = ".tmp"
+DELETING = ".deleting"
 REASON = "reason.txt"
 DIRECTORY = re.compile(r"step_(\d{6,15})\.attempt-(\d{1,6})")
 

@@ -6,6 +6,7 @@
       aside/                         damaged checkpoints, and logs of saves that were abandoned
       latest                         name of the newest complete directory
       lineage                        a line a save: its name, and that of its parent
+      kept.json                      which ones age does not delete (`checkpoint.keeping`)
       store.json                     identity of the store
 
 Saving: ``begin`` makes the ``.tmp`` directory, ranks write and hash their own files, ``commit``
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_patch.checkpoint import lineage
+from megatron_patch.checkpoint import keeping, lineage
 from megatron_patch.checkpoint.collective import Collective, SingleProcess
 from megatron_patch.checkpoint.errors import (
     BadCheckpoint,
@@ -64,8 +64,6 @@ from megatron_patch.checkpoint.shelf import LATEST, TMP, Shelf, directory_name, 
 from megatron_patch.runtime.files import sync_directory
 
 log = logging.getLogger(__name__)
-
-DELETING = ".deleting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,27 +254,13 @@ class CheckpointStore:
 
     def _retire(self, newest: Attempt) -> None:
         """Delete the complete checkpoints of this store that `lineage.retired` names."""
-        for doomed in self.shelf.entries(DELETING):  # left by a kill in the middle of a deletion
-            shutil.rmtree(doomed)
+        keeping.finish_deletions(self.shelf)
         if self.keep_last is None:
             return
-        identity = self.shelf.identity(create=False)
         names = self.shelf.complete_names()
         line = self._branch(names, newest.name).live
-        for name in lineage.retired(names, line, keep_last=self.keep_last, behind=self.keep_behind):
-            try:
-                manifest = self._read_manifest(self.root / name)
-            except (BadCheckpoint, OSError) as error:
-                log.warning("old checkpoint %s is kept: %s", name, error)
-                continue
-            if manifest.store != identity:
-                log.warning("old checkpoint %s is kept: another store wrote it", name)
-                continue
-            doomed = self.root / (name + DELETING)
-            # Renamed first: a kill in the middle leaves nothing that looks complete.
-            os.rename(self.root / name, doomed)
-            shutil.rmtree(doomed)
-            log.info("deleted old checkpoint %s", name)
+        old = lineage.retired(names, line, keep_last=self.keep_last, behind=self.keep_behind)
+        keeping.delete(self.shelf, old, self._read_manifest)
 
     # --------------------------------------------------------------- loading
 
@@ -371,8 +355,15 @@ class CheckpointStore:
 
         Before either: what it would resume from.
         """
+        return self.trained() if self._parent else self._candidates().live
+
+    def trained(self) -> list[str]:
+        """Rank 0: what this process has saved or resumed from last, and before that, if anything.
+
+        Newest first, complete ones alone.
+        """
         if not self._parent:
-            return self._candidates().live
+            return []
         return self._branch(self.shelf.complete_names(), self._parent).live
 
     def _at_most(self, step: int) -> list[str]:
@@ -450,6 +441,10 @@ class CheckpointStore:
         except OSError as error:
             return unreadable(path.name, error)
         return manifest
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a complete checkpoint passes `examine`: nothing is hashed."""
+        return isinstance(self.examine(self.root / name), Manifest)
 
     def _read_manifest(self, path: Path) -> Manifest:
         """Seal first, then the JSON, then that the directory is the one the manifest speaks of."""

@@ -32,8 +32,9 @@ Delete old checkpoints by a rule. Without --delete it only says what would go: a
 of a cluster, and a wrong number in a rule is found by reading the list.
 
 Kept are the newest --keep-last, every step that is a multiple of --keep-every, and always: the
-newest one, the one 'latest' names, damaged ones (evidence), other stores' ones, everything in
-aside/. Before the first deletion one of those that stay is hashed and must be good.
+newest one, the one 'latest' names, those 'kept.json' names (one from before a danger of the early
+warning), damaged ones (evidence), other stores' ones, everything in aside/. Before the first
+deletion one of those that stay is hashed and must be good.
 """
 
 
@@ -105,11 +106,17 @@ def _survey(args: argparse.Namespace) -> tuple[Any, list[Entry]]:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print the table."""
+    from megatron_patch.checkpoint import inspect
+
     root, entries = _survey(args)
+    problem = inspect.kept_problem(root)
     if args.json:
-        print(json.dumps({"store": str(root), "entries": [e.as_dict() for e in entries]}, indent=1))
+        found = {"store": str(root), "entries": [e.as_dict() for e in entries]}
+        print(json.dumps(found | {"kept_problem": problem}, indent=1))
     else:
         print(table(entries))
+        if problem:
+            print(f"warning: {problem}")
     return verdict(entries)
 
 
@@ -195,7 +202,8 @@ def table(entries: list[Entry]) -> str:
         step = "" if e.step is None else f"{e.step:,}"
         state = e.state + (" *" if e.latest else "")
         signed = "yes" if e.signed else "no" if e.manifest is not None else ""
-        detail = f"  ({e.reason})" if e.reason else ""
+        why = [f"kept: {e.kept}"] * bool(e.kept) + [e.reason] * bool(e.reason)
+        detail = f"  ({'; '.join(why)})" if why else ""
         lines.append(
             f"{step:>10} {size(e.size):>10} {age(e.created, now):>10}  {state:<14} {signed:<7} "
             f"{e.name}{detail}"

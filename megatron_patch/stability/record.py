@@ -25,7 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_patch.stability.names import COMPENSATED, HEAD_METRICS, LAYER_METRICS, SCALARS
+from megatron_patch.stability.names import (
+    COMPENSATED,
+    HEAD_METRICS,
+    LAYER_METRICS,
+    LEVELS,
+    SCALARS,
+)
 from megatron_patch.stability.warning import NOWHERE, Point, Rule, Spot, Verdict, verdicts
 
 FORMAT = 1
@@ -152,6 +158,19 @@ class Telemetry:
             return None
         switched = records[-1]["scalars"][names.index("switched")]
         return int(switched) if switched > 0 else None
+
+    def signs_began(self, danger: int) -> int:
+        """Step of the first record of the stretch at `watch` or worse that led to this danger.
+
+        What the run said at the time counts, so it is the same after a restart. The record of the
+        danger itself need not be written yet.
+        """
+        levels = self.scalars.get("level")  # earlier versions did not write it
+        at, began = up_to(self.records, danger - 1), danger
+        while levels is not None and at > 0 and levels[at - 1] >= LEVELS.index("watch"):
+            at -= 1
+            began = int(self.steps[at])
+        return began
 
     @property
     def rule(self) -> Rule:

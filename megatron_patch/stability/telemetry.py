@@ -36,7 +36,7 @@ from megatron_patch.stability.weights import SpectralNorms
 from megatron_patch.stability.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron_patch.config.root import RunConfig
     from megatron_patch.monitor.hub import Monitor
@@ -67,6 +67,7 @@ class Stability:
         chunks: wrapped model chunks; roots: the GPTModels inside them.
         monitor: where lines and scalars go.
         run_dir: directory of the run.
+        at_danger: told the step of every record at `danger`, unless the guard is off; local.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Stability:
         *,
         monitor: Monitor,
         run_dir: Path,
+        at_danger: Callable[[int], None],
     ) -> None:
+        self._at_danger = at_danger
         self.run, self.layout, self.monitor, self.run_dir = run, layout, monitor, run_dir
         self.options, self.rule = run.stability, rule_of(run)
         decoder, layers = run.model.num_layers, layers_of(run)
@@ -424,6 +427,8 @@ class Stability:
             return verdict
         if mode == "warn" and not self._compensated and verdict_is_new:
             self.monitor.say(guard.ADVICE)
+        if mode != "off":
+            self._at_danger(point.step)
         if mode == "stop" and self.stop_reason is None:
             self.stop_reason = verdict.reason
         elif mode == "switch" and not self.switched_at:

@@ -166,7 +166,9 @@ class _Training:
         self.position = Position()
         self._begin = 0
         self._batches: Reader | None = None
-        self.stability = s.stability = startup.watch_stability(s, monitor)
+        self.stability = s.stability = startup.watch_stability(
+            s, monitor, self.saver.keep_before_danger
+        )
 
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
@@ -315,7 +317,7 @@ class _Training:
         self._begin = min(self._begin, self.position.step)
         self.monitor.restart(self.position.step)
         self.stability = self.session.stability = startup.watch_stability(
-            self.session, self.monitor
+            self.session, self.monitor, self.saver.keep_before_danger
         )
         self._start_stability()
         self.recorder.restart()

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint import keeping, last
 from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.checkpoint.lineage import LINEAGE
 from megatron_patch.checkpoint.shelf import IDENTITY, LATEST
@@ -147,7 +147,7 @@ class RunDirectory:
                 return []
             root.mkdir(parents=True, exist_ok=True)
             check_file(root / LINEAGE, appended=True)
-            for name in (IDENTITY, LATEST):
+            for name in (IDENTITY, LATEST, keeping.FILE):
                 check_file(root / name, appended=False)
             if root.samefile(self.path):
                 return []  # one directory, one lock

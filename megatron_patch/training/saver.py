@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.checkpoint import keeping
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.stability import record
+from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.megatron import Checkpointer
@@ -46,12 +49,13 @@ class Position:
 
 
 class Saver:
-    """Checkpoints of the loop. Every method is collective."""
+    """Checkpoints of the loop. Every method is collective that does not say otherwise."""
 
     def __init__(self, checkpointer: Checkpointer, monitor: Monitor) -> None:
         self._checkpointer, self._monitor = checkpointer, monitor
         self._saved: int | None = None
         self._failures = 0
+        self._kept = False
         self.back_to: int | None = None
         """Where `rewind` goes: what `can_rewind` found last."""
 
@@ -99,6 +103,7 @@ class Saver:
         plan(back_to)
         progress = self._checkpointer.reload()
         self._saved, self._failures = progress.step, 0
+        self._kept = False  # the kept one may be among those moved aside
         return Position(**progress.as_dict())
 
     def save(self, position: Position) -> None:
@@ -108,6 +113,27 @@ class Saver:
             SaveError: it failed MAX_FAILURES times in a row.
         """
         self._attempt(lambda: self._checkpointer.save(position.progress()), position.step)
+
+    def keep_before_danger(self, step: int) -> None:
+        """Keep the checkpoint to go back to from the danger at the record of ``step``. Local.
+
+        Called at every record at danger: before a save of that step deletes older ones, and again
+        while there was none to keep. Only the first rank keeps and deletes; a failure is told, and
+        no reason to end the run.
+        """
+        store = self._checkpointer.store
+        if self._kept or store.ranks.rank != 0:
+            return
+        try:
+            began = record.read(run_directory(self._checkpointer.run)).signs_began(step)
+        except (OSError, ValueError, KeyError):  # no records: before the danger, at least
+            began = step
+        try:
+            self._kept = keeping.keep(
+                store.root, store.trained(), danger=step, began=began, good=store.is_whole
+            )
+        except (OSError, keeping.KeptFileError) as error:
+            self._monitor.say(f"warning: no checkpoint from before the danger is kept: {error}")
 
     @property
     def saving(self) -> bool:

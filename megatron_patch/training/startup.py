@@ -32,6 +32,7 @@ from megatron_patch.training.rundir import (
 from megatron_patch.training.signals import StopFlags
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from megatron_patch.checkpoint.megatron import Checkpointer
@@ -269,8 +270,10 @@ def build_session(
     return session, padded_vocab_size(run, vocab_size)
 
 
-def watch_stability(session: Session, monitor: Monitor) -> Stability:
-    """Telemetry, early warning, guard and captures of this attempt."""
+def watch_stability(
+    session: Session, monitor: Monitor, at_danger: Callable[[int], None]
+) -> Stability:
+    """Telemetry, early warning, guard and captures of this attempt; see there for ``at_danger``."""
     from megatron_patch.stability.telemetry import Stability
 
     return Stability(
@@ -280,6 +283,7 @@ def watch_stability(session: Session, monitor: Monitor) -> Stability:
         [unwrap(chunk) for chunk in session.chunks],
         monitor=monitor,
         run_dir=run_directory(session.run),
+        at_danger=at_danger,
     )
 
 

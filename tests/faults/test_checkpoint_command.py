@@ -169,6 +169,38 @@ def test_prune_leaves_another_stores_checkpoints(run_dir: Path, call: Any) -> No
     assert len(names(run_dir)) == 5
 
 
+KEPT = {"step_00000020.attempt-1": "danger at step 28, signs since step 25"}
+
+
+def test_prune_keeps_what_the_file_names(run_dir: Path, call: Any) -> None:
+    (run_dir / "checkpoints" / "kept.json").write_text(json.dumps(KEPT))
+    code, out, _ = call("prune", run_dir, "--keep-last", 1, "--delete")
+    assert code == 0 and names(run_dir) == [20, 50]
+    assert "KiB  kept: danger at step 28, signs since step 25" in out
+    code, out, _ = call("list", run_dir)
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if "kept" in line)
+    assert line.endswith("step_00000020.attempt-1  (kept: danger at step 28, signs since step 25)")
+    told = json.loads(call("list", run_dir, "--json")[1])
+    assert {e["step"]: e["kept"] for e in told["entries"]} == {
+        60: "", 50: "", 20: "danger at step 28, signs since step 25"}  # fmt: skip
+    assert told["kept_problem"] == ""
+    (run_dir / "checkpoints" / "kept.json").unlink()
+    assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
+    assert names(run_dir) == [50]
+
+
+def test_prune_deletes_nothing_while_that_file_is_damaged(run_dir: Path, call: Any) -> None:
+    (run_dir / "checkpoints" / "kept.json").write_text('{"step_00000020')
+    for words in ((), ("--delete",)):
+        code, _, err = call("prune", run_dir, "--keep-last", 1, *words)
+        assert code == 2 and "kept.json: " in err and "put the right one back, e.g." in err
+    assert names(run_dir) == [10, 20, 30, 40, 50]
+    code, out, _ = call("list", run_dir)
+    assert code == 0 and "warning: " in out and "or delete it to keep none of them" in out
+    assert "kept.json" in json.loads(call("list", run_dir, "--json")[1])["kept_problem"]
+
+
 @pytest.mark.parametrize("words", [
     ["list", "missing"], ["verify", "."], ["prune", "RUN"], ["prune", "RUN", "--keep-last", "0"],
     ["prune", "RUN", "--keep-last", "-1"], ["prune", "RUN", "--keep-every", "x"],

@@ -80,7 +80,7 @@ def test_a_directory_that_cannot_be_made_is_a_problem(open_run: Any, tmp_path: P
     directory.close()
 
 
-@pytest.mark.parametrize("name", ["lineage", "store.json", "latest"])
+@pytest.mark.parametrize("name", ["lineage", "store.json", "latest", "kept.json"])
 @pytest.mark.parametrize("store", ["shared", "a"])
 def test_what_a_save_writes_is_looked_at_before_the_first_step(
     open_run: Any, tmp_path: Path, name: str, store: str
