@@ -106,7 +106,7 @@ def keep(
         OSError: it could not be written.
     """
     kept = read(root)
-    if any(name in kept for name in line):
+    if any(name in kept and good(name) for name in line):
         return True
     name = choose(line, began, good)
     if name is None:

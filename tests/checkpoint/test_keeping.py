@@ -112,6 +112,12 @@ def test_damaged_ones_are_passed_over(store: CheckpointStore) -> None:
     assert list(keeping.read(store.root)) == [name(500)]
 
 
+def test_a_kept_one_that_was_damaged_is_joined_by_another(store: CheckpointStore) -> None:
+    keep(store, 1600, 1501)
+    damage(store.root, 1500, "manifest")
+    assert keep(store, 1700, 1501) and set(keeping.read(store.root)) == {name(1500), name(1000)}
+
+
 def test_nothing_to_keep_where_all_are_damaged(store: CheckpointStore) -> None:
     for step in (500, 1000, 1500):
         damage(store.root, step, "manifest")
