@@ -88,6 +88,22 @@ def test_an_explosion_of_this_trainer_is_announced_a_thousand_steps_before(scrip
     assert moved - script.first_alarm(points, blind) < 150
 
 
+def test_an_explosion_of_another_seed_is_announced_hundreds_of_steps_before(script: Any) -> None:
+    """Plain numerics, seed 1, on which no threshold was chosen, made long after the rule."""
+    points = recorded_run("late_base").history().points
+    moved = script.first_move(points, 2000)
+    alarm, reason = script.first_verdict(points, Rule(settle_steps=2000), "danger")
+    assert (alarm, moved) == (5600, 6250) and "layer 1 head 3" in reason
+
+
+def test_heads_that_grow_slowly_are_no_sign(script: Any) -> None:
+    """Plain numerics with weight decay, the same seed: logits of 50 in its first head at 5,850."""
+    points = recorded_run("weight_decay").history().points
+    assert points[-1].step == 5850 and script.first_move(points, 2000) is None
+    for level in ("watch", "danger"):
+        assert script.first_alarm(points, Rule(settle_steps=2000), level) is None
+
+
 def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
     """`compensated`, the same batches and initial weights, to step 15,000; with room."""
     points = recorded_run("compensated").history().points
