@@ -33,7 +33,7 @@ ADVICE = (
     "and attention.stabilizer compensated (stability.guard switch would have done it), from a "
     "checkpoint of before these signs if the loss has moved: docs/stability.md, advice"
 )
-"""Said at the first danger, where nothing else is done."""
+"""Said where it comes to danger, by figures that are finite, and nothing else is done."""
 
 
 def switch(sites: Sequence[Site]) -> int:

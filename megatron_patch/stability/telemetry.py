@@ -184,8 +184,7 @@ class Stability:
             )
         for line in self._writer.notes(own=last.has_saved(self.run_dir)):
             self.monitor.say(line)
-        for line in lost.at_start(self.run_dir, step, source=self._source):
-            self.monitor.say(line)
+        self._say_of_loss(step)
         try:
             return self._history(step)
         except (OSError, ValueError, KeyError) as error:
@@ -193,6 +192,15 @@ class Stability:
                 raise
             self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
             return record.History(self.rule, compensated=self._compensated)
+
+    def _say_of_loss(self, step: int) -> None:
+        """First rank: whether the loss was lost before."""
+        own = last.has_saved(self.run_dir)
+        try:
+            for line in lost.at_start(self.run_dir, step, source=self._source, own=own):
+                self.monitor.say(line)
+        except Exception as error:  # the others wait, and this is no reason to end a run
+            self.monitor.say(f"warning: where the loss stood before is not known: {error}")
 
     def _history(self, step: int) -> record.History:
         """What the files say up to ``step``; they say more where nothing was taken over yet."""
@@ -425,7 +433,8 @@ class Stability:
             self.monitor.say(f"step {point.step:,}: {verdict.line()}")
         if verdict.level != "danger":
             return verdict
-        if mode == "warn" and not self._compensated and verdict_is_new:
+        attention = math.isfinite(point.loss) and math.isfinite(point.grad_norm)
+        if mode == "warn" and attention and not self._compensated and verdict_is_new:
             self.monitor.say(guard.ADVICE)
         if mode != "off":
             self._at_danger(point.step)
@@ -438,7 +447,8 @@ class Stability:
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""
         guard.switch(self.observer.sites)
-        before = lost.standing([(p.step, p.loss) for p in self.history.points])
+        points = self.history.points
+        before = lost.standing([p.step for p in points], [p.loss for p in points])
         self.switched_at, self.history = now, record.History(self.rule, compensated=True)
         self.monitor.say(
             f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
