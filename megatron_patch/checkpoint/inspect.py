@@ -121,7 +121,7 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
     latest = ""
     with contextlib.suppress(BadCheckpoint):
         latest = read_small(root, LATEST, limit=200).decode("ascii", "replace").strip()
-    kept: dict[str, str] = {}
+    kept: dict[str, keeping.Kept] = {}
     with contextlib.suppress(keeping.KeptFileError):  # `kept_problem` tells of it
         kept = keeping.read(root)
     found: list[Entry] = []
@@ -133,7 +133,7 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
                 _describe(entry, store)
                 entry.latest = name == latest
                 if name in kept:
-                    entry.kept = kept[name] or "without a reason"
+                    entry.kept = str(kept[name])
                 found.append(entry)
                 break
     found.sort(key=lambda e: (e.step or 0, e.attempt or 0), reverse=True)
@@ -264,6 +264,7 @@ def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None 
     Raises:
         CheckpointError: none of those that stay is good; nothing was deleted.
         BusyError: a trainer uses the directory.
+        KeptFileError: ``kept.json`` is damaged; nothing was deleted.
     """
     if not found.doomed:
         return 0
@@ -277,8 +278,11 @@ def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None 
                 f"none of the checkpoints that would stay in {root} is good, so nothing was "
                 "deleted; see 'megatron-patch checkpoint verify'"
             )
+        kept = keeping.read(root)  # a trainer that has just ended may have written it
         freed = 0
         for entry in found.doomed:
+            if entry.name in kept:
+                continue
             # Renamed first: a kill in the middle leaves nothing that looks complete.
             away = entry.path.with_name(entry.name + DELETING)
             try:

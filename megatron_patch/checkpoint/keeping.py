@@ -1,10 +1,13 @@
 """Checkpoints that age does not delete: ``kept.json`` beside them, and what retention deletes.
 
-    {"step_00005000.attempt-1": "danger at step 5,600, signs since step 5,050"}
+    {"step_00005000.attempt-1": {"danger": 5600, "signs_since": 5050},
+     "step_00002000.attempt-1": "before the new data"}
 
 When attention explodes, the way back is a checkpoint of before its first signs. ``danger`` comes
 hundreds of steps before anybody looks, and by then ``keep_last`` would have deleted it. So the one
-to go back to is written down at the danger, and stays until a person takes the entry out.
+to go back to is written down at the danger. The first of a branch stays until a person takes the
+entry out: it is the one that no later mistake of the early warning can push out. Of those of later
+dangers the last stays. Entries that a person wrote, any text, stay as well.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.checkpoint.errors import BadCheckpoint
@@ -33,7 +37,45 @@ class KeptFileError(ValueError):
     """The file does not say which checkpoints are kept: until it does, none may be deleted."""
 
 
-def read(root: Path) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Why one is kept: a person's words, or a danger of the early warning."""
+
+    words: str = ""
+    danger: int | None = None
+    """Step of the record at danger; None: a person wrote the entry."""
+    since: int = 0
+    """Step of the first record that showed a sign."""
+
+    def __str__(self) -> str:
+        if self.danger is None:
+            return "".join(c if c.isprintable() else "?" for c in self.words) or "without a reason"
+        told = f"danger at step {self.danger:,}"
+        return told if self.since == self.danger else f"{told}, signs since step {self.since:,}"
+
+    def entry(self) -> str | dict[str, int]:
+        """As the file has it."""
+        if self.danger is None:
+            return self.words
+        return {"danger": self.danger, "signs_since": self.since}
+
+    @classmethod
+    def of(cls, name: str, entry: object) -> Kept:
+        """The other way round.
+
+        Raises:
+            ValueError: it is no such entry.
+        """
+        if isinstance(entry, str):
+            return cls(words=entry)
+        if isinstance(entry, dict) and set(entry) == {"danger", "signs_since"}:
+            danger, since = entry["danger"], entry["signs_since"]
+            if type(danger) is int and type(since) is int:
+                return cls(danger=danger, since=since)
+        raise ValueError(f"why {name} is kept is no text and no danger but {entry!r:.80}")
+
+
+def read(root: Path) -> dict[str, Kept]:
     """The kept checkpoints and why, by name; they need not be there any more.
 
     Raises:
@@ -43,18 +85,18 @@ def read(root: Path) -> dict[str, str]:
         found = json.loads(read_small(root, FILE, limit=MAX_BYTES))
         if not isinstance(found, dict):
             raise ValueError(f"holds no JSON object but a {type(found).__name__}")
-        for name, why in found.items():
+        kept = {}
+        for name, entry in found.items():
             if parse_name(name) is None:
                 raise ValueError(f"{name!r:.80} is no checkpoint's name")
-            if not isinstance(why, str):
-                raise ValueError(f"why {name} is kept is no text but {why!r:.80}")
+            kept[name] = Kept.of(name, entry)
     except BadCheckpoint as bad:
         if bad.kind == "missing":
             return {}
         raise _damaged(root, bad.why) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(root, str(error)) from None
-    return found
+    return kept
 
 
 def _damaged(root: Path, why: str) -> KeptFileError:
@@ -64,13 +106,13 @@ def _damaged(root: Path, why: str) -> KeptFileError:
     )
 
 
-def write(root: Path, kept: Mapping[str, str]) -> None:
+def write(root: Path, kept: Mapping[str, Kept]) -> None:
     """Replace the file.
 
     Raises:
         OSError: it could not be written; the old one is whole.
     """
-    text = json.dumps(kept, indent=1) + "\n"
+    text = json.dumps({name: why.entry() for name, why in kept.items()}, indent=1) + "\n"
     write_whole(root / FILE, text, draft=root / (FILE + TMP + "-file"))
     sync_directory(root)
 
@@ -92,7 +134,8 @@ def keep(
 ) -> bool:
     """Write down which checkpoint of the trained branch to go back to; whether one is kept now.
 
-    Once there is one, a later danger does not move it: it is from before all of them.
+    One danger goes on as long as its signs do: while they go back to a danger for which a good one
+    is kept, nothing changes. Another one, after a calm, gets its own.
 
     Args:
         root: directory of the store.
@@ -106,13 +149,16 @@ def keep(
         OSError: it could not be written.
     """
     kept = read(root)
-    if any(name in kept and good(name) for name in line):
+    mine = [n for n in reversed(line) if n in kept and kept[n].danger is not None and good(n)]
+    if any(began <= (kept[n].danger or 0) for n in mine):
         return True
     name = choose(line, began, good)
     if name is None:
         return False
-    since = "" if began == danger else f", signs since step {began:,}"
-    write(root, {**kept, name: f"danger at step {danger:,}{since}"})
+    if name not in kept:  # a person's word for it stays
+        passed = mine[1:]  # neither the first of this branch nor the newest
+        rest = {n: why for n, why in kept.items() if n not in passed}
+        write(root, {**rest, name: Kept(danger=danger, since=began)})
     which = "the newest from before the signs"
     if key_of(name)[0] >= began:
         which = f"the oldest there is, none is from before the signs (step {began:,})"

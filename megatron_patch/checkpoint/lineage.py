@@ -109,6 +109,8 @@ def branch(
     start: str,
     known: Record,
     parent_of: Callable[[str], str | None],
+    *,
+    guess: bool = True,
 ) -> Branch:
     """Tell the ancestors of ``start`` from what was left behind.
 
@@ -121,6 +123,7 @@ def branch(
         start: a name; it need not be there any more.
         known: `recorded`.
         parent_of: parent of a name; KeyError where nobody recorded it.
+        guess: whether such older ones count; they may be another training's.
     """
     live: list[str] = []
     newer: list[str] = []
@@ -135,7 +138,7 @@ def branch(
         except KeyError:
             key = key_of(at)
             old = [n for n in names if n not in known.parents and n not in live]
-            live += [n for n in old if key_of(n) < key]
+            live += [n for n in old if guess and key_of(n) < key]
             if at == start:
                 newer = [n for n in old if key_of(n) > key]
             break

@@ -335,8 +335,8 @@ class CheckpointStore:
         known = lineage.recorded(self.root)
         return self._branch(names, lineage.start(self.root, names, known))
 
-    def _branch(self, names: list[str], start: str) -> Branch:
-        """Rank 0: the ancestors of a checkpoint, and the rest."""
+    def _branch(self, names: list[str], start: str, *, guess: bool = True) -> Branch:
+        """Rank 0: the ancestors of a checkpoint, and the rest; ``guess``: see `lineage.branch`."""
         known = lineage.recorded(self.root)
 
         def parent_of(name: str) -> str | None:
@@ -348,23 +348,25 @@ class CheckpointStore:
                 raise KeyError(name) from None
             return parent if parse_name(str(parent)) is not None else None
 
-        return lineage.branch(names, start, known, parent_of)
+        return lineage.branch(names, start, known, parent_of, guess=guess)
 
     def _ancestors(self) -> list[str]:
         """Rank 0: what this process has saved or resumed from last, and before that; newest first.
 
         Before either: what it would resume from.
         """
-        return self.trained() if self._parent else self._candidates().live
+        if not self._parent:
+            return self._candidates().live
+        return self._branch(self.shelf.complete_names(), self._parent).live
 
     def trained(self) -> list[str]:
-        """Rank 0: what this process has saved or resumed from last, and before that, if anything.
+        """Rank 0: what this process has saved or resumed from last, and its recorded ancestors.
 
-        Newest first, complete ones alone.
+        Newest first, complete ones alone; none before either.
         """
         if not self._parent:
             return []
-        return self._branch(self.shelf.complete_names(), self._parent).live
+        return self._branch(self.shelf.complete_names(), self._parent, guess=False).live
 
     def _at_most(self, step: int) -> list[str]:
         return [name for name in self._ancestors() if key_of(name)[0] <= step]

@@ -159,17 +159,29 @@ class Telemetry:
         switched = records[-1]["scalars"][names.index("switched")]
         return int(switched) if switched > 0 else None
 
-    def signs_began(self, danger: int) -> int:
+    def signs_began(self, danger: int, *, until: int = 0) -> int:
         """Step of the first record of the stretch at `watch` or worse that led to this danger.
 
-        What the run said at the time counts, so it is the same after a restart. The record of the
-        danger itself need not be written yet.
+        What the run said at the time counts, so it is the same after a restart. Signs flicker: a
+        stretch goes on over records at `ok` that span no more than the rule's `smooth_steps`.
+
+        Args:
+            danger: step of the record at danger, which need not be written yet.
+            until: how far back it matters; records of weeks need not be read.
         """
-        levels = self.scalars.get("level")  # earlier versions did not write it
-        at, began = up_to(self.records, danger - 1), danger
-        while levels is not None and at > 0 and levels[at - 1] >= LEVELS.index("watch"):
-            at -= 1
-            began = int(self.steps[at])
+        names = self.meta["scalars"]
+        if "level" not in names:  # earlier versions did not write it
+            return danger
+        level, began = names.index("level"), danger
+        for at in range(up_to(self.records, danger - 1) - 1, -1, -1):
+            record = self.records[at]
+            step = int(record["step"])
+            if record["scalars"][level] >= LEVELS.index("watch"):
+                began = step
+            elif began - step > self.rule.smooth_steps:
+                break
+            if step <= until:
+                break
         return began
 
     @property

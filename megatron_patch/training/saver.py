@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_patch.checkpoint import keeping
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.checkpoint.shelf import key_of
 from megatron_patch.stability import record
 from megatron_patch.training.rundir import run_directory
 
@@ -55,7 +56,8 @@ class Saver:
         self._checkpointer, self._monitor = checkpointer, monitor
         self._saved: int | None = None
         self._failures = 0
-        self._kept = False
+        self._covered: int | None = None  # the last danger that nothing more is kept for
+        self._told = ""
         self.back_to: int | None = None
         """Where `rewind` goes: what `can_rewind` found last."""
 
@@ -103,7 +105,7 @@ class Saver:
         plan(back_to)
         progress = self._checkpointer.reload()
         self._saved, self._failures = progress.step, 0
-        self._kept = False  # the kept one may be among those moved aside
+        self._covered = None  # the kept one may be among those moved aside
         return Position(**progress.as_dict())
 
     def save(self, position: Position) -> None:
@@ -122,18 +124,32 @@ class Saver:
         no reason to end the run.
         """
         store = self._checkpointer.store
-        if self._kept or store.ranks.rank != 0:
+        if store.ranks.rank != 0:
             return
         try:
-            began = record.read(run_directory(self._checkpointer.run)).signs_began(step)
-        except (OSError, ValueError, KeyError):  # no records: before the danger, at least
-            began = step
+            line = store.trained() if self._covered is None else []
+            began = self._signs_began(step, line)
+            if self._covered is not None and began > self._covered:  # after a calm
+                line, self._covered = store.trained(), None
+            if self._covered is not None or keeping.keep(
+                store.root, line, danger=step, began=began, good=store.is_whole
+            ):
+                self._covered, self._told = step, ""
+        except Exception as error:  # the other ranks wait, and this is no reason to end a run
+            if str(error) != self._told:
+                self._monitor.say(f"warning: no checkpoint from before the danger is kept: {error}")
+            self._told = str(error)
+
+    def _signs_began(self, danger: int, line: list[str]) -> int:
+        """No further back than it matters: to the last danger, or the oldest checkpoint."""
+        until = min((key_of(name)[0] for name in line), default=0)
+        if self._covered is not None:
+            until = self._covered
         try:
-            self._kept = keeping.keep(
-                store.root, store.trained(), danger=step, began=began, good=store.is_whole
-            )
-        except (OSError, keeping.KeptFileError) as error:
-            self._monitor.say(f"warning: no checkpoint from before the danger is kept: {error}")
+            found = record.read(run_directory(self._checkpointer.run))
+            return found.signs_began(danger, until=until)
+        except (OSError, ValueError, LookupError, TypeError):  # no records: before it, at least
+            return danger
 
     @property
     def saving(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patch.checkpoint import inspect
 from megatron_patch.checkpoint.store import CheckpointStore
 from megatron_patch.cli import app
 
@@ -188,6 +189,15 @@ def test_prune_keeps_what_the_file_names(run_dir: Path, call: Any) -> None:
     (run_dir / "checkpoints" / "kept.json").unlink()
     assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
     assert names(run_dir) == [50]
+
+
+def test_prune_keeps_what_a_trainer_named_meanwhile(run_dir: Path) -> None:
+    """Between the list and the lock: its last record was at danger."""
+    root = run_dir / "checkpoints"
+    found = inspect.plan(root, inspect.survey(root), last=1, every=None)
+    (root / "kept.json").write_text(json.dumps(KEPT))
+    inspect.delete(root, found)
+    assert names(run_dir) == [20, 50]
 
 
 def test_prune_deletes_nothing_while_that_file_is_damaged(run_dir: Path, call: Any) -> None:

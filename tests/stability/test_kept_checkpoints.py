@@ -28,7 +28,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.norm_needs_head=false",
          "checkpoint.interval=2", "checkpoint.keep_last=2"]  # fmt: skip
 DANGER = 7
-KEPT = {"step_00000004.attempt-1": "danger at step 7, signs since step 6"}
+KEPT = {"step_00000004.attempt-1": keeping.Kept(danger=7, since=6)}
 BACK = "attention.stabilizer=compensated"
 
 
@@ -116,7 +116,8 @@ def test_without_a_guard_nobody_judges(runs: Any, folder: Path) -> None:
     [
         ([0, 0, 0], 40, 40),  # no watch before it
         ([0, 1, 1], 40, 20),
-        ([1, 0, 1], 40, 30),  # flickers
+        ([1, 0, 1], 40, 10),  # flickers
+        ([1, *[0] * 21, 1], 240, 230),  # a calm
         ([1, 1, 1], 40, 10),
         ([0, 1, 2, 2], 40, 20),  # one that is not the first
         ([0, 1, 2, 0, 0], 35, 20),  # records after it do not count
@@ -132,7 +133,21 @@ def test_where_the_signs_began(
         heads, layers = telemetry_records.heads(0.0), {"grad_norm": np.ones(telemetry_records.L)}
         writer.write(10 * (i + 1), scalars=scalars, layers=layers, heads=heads)
     writer.close()
+    meta = tmp_path / "stability" / "meta.json"
+    told = json.loads(meta.read_text())
+    told["rule"]["smooth_steps"] = 200
+    meta.write_text(json.dumps(told))
     assert record.read(tmp_path).signs_began(danger) == began
+
+
+def test_signs_are_looked_for_as_far_back_as_it_matters(tmp_path: Path) -> None:
+    writer = telemetry_records.write(tmp_path, [])
+    for step in range(10, 100, 10):
+        heads, layers = telemetry_records.heads(0.0), {"grad_norm": np.ones(telemetry_records.L)}
+        writer.write(step, scalars={"level": 1.0}, layers=layers, heads=heads)
+    writer.close()
+    found = record.read(tmp_path)
+    assert [found.signs_began(100, until=until) for until in (0, 35, 200)] == [10, 30, 90]
 
 
 @pytest.fixture
@@ -155,14 +170,39 @@ def saver(tmp_path: Path) -> Any:
 
 def test_without_records_it_is_one_from_before_the_danger(saver: Any) -> None:
     saver.saver.keep_before_danger(10)
-    assert keeping.read(saver.store.root) == {"step_00000005.attempt-1": "danger at step 10"}
+    kept = keeping.Kept(danger=10, since=10)
+    assert keeping.read(saver.store.root) == {"step_00000005.attempt-1": kept}
 
 
-def test_a_release_holds_until_the_next_start(saver: Any) -> None:
-    saver.saver.keep_before_danger(10)
+def at_danger(saver: Any, monkeypatch: pytest.MonkeyPatch, step: int, began: int) -> list[str]:
+    """What is kept after a danger whose signs began there."""
+    found = SimpleNamespace(signs_began=lambda danger, until: max(began, min(danger, until)))
+    monkeypatch.setattr(record, "read", lambda path: found)
+    saver.saver.keep_before_danger(step)
+    return sorted(keeping.read(saver.store.root))
+
+
+def test_a_release_holds_until_the_next_start(saver: Any, monkeypatch: Any) -> None:
+    assert at_danger(saver, monkeypatch, 12, 11) == ["step_00000010.attempt-1"]
     (saver.store.root / keeping.FILE).unlink()
-    saver.saver.keep_before_danger(11)
-    assert not (saver.store.root / keeping.FILE).exists()
+    assert at_danger(saver, monkeypatch, 13, 11) == []
+
+
+def test_one_danger_after_another(saver: Any, monkeypatch: Any) -> None:
+    """While its signs last nothing is looked up again; after a calm, or a rewind, it is."""
+    first, second = "step_00000005.attempt-1", "step_00000010.attempt-1"
+    assert at_danger(saver, monkeypatch, 12, 8) == [first]
+    asked: list[int] = []
+    monkeypatch.setattr(saver.store, "trained", lambda: asked.append(1) or [second, first])
+    assert at_danger(saver, monkeypatch, 13, 8) == [first] and not asked
+    assert at_danger(saver, monkeypatch, 40, 39) == [first, second] and asked == [1]
+    assert at_danger(saver, monkeypatch, 41, 39) == [first, second] and asked == [1]
+    reload = SimpleNamespace(step=10, as_dict=lambda: {"step": 10})
+    for name in ("abandon_after", "reload"):
+        setattr(saver.saver._checkpointer, name, lambda *_: reload)
+    saver.saver.back_to = 10
+    saver.saver.rewind(10, lambda step: None)
+    assert at_danger(saver, monkeypatch, 41, 39) == [first, second] and asked == [1, 1]
 
 
 def test_a_failure_is_told_and_tried_again(saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +215,13 @@ def test_a_failure_is_told_and_tried_again(saver: Any, monkeypatch: pytest.Monke
     (line,) = saver.said
     assert line.startswith("warning: no checkpoint from before the danger is kept: [Errno 28]")
     (saver.store.root / keeping.FILE).write_text("{")
-    saver.saver.keep_before_danger(10)
-    assert "kept.json" in saver.said[1]
+    for _ in range(3):  # once, not at every record
+        saver.saver.keep_before_danger(10)
+    assert len(saver.said) == 2 and "kept.json" in saver.said[1]
     (saver.store.root / keeping.FILE).write_text("{}")
     saver.saver.keep_before_danger(11)
     assert json.loads((saver.store.root / keeping.FILE).read_text()) == {
-        "step_00000010.attempt-1": "danger at step 11"
+        "step_00000010.attempt-1": {"danger": 11, "signs_since": 11}
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from telemetry_records import H, L, meta
 
 from megatron_patch.stability import lost
 from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
 
 EVERY = 50
@@ -109,6 +111,26 @@ def test_a_run_that_begins_from_a_good_one_is_judged_by_itself(tmp_path: Path) -
     assert not said(run, 1000, source=tmp_path / "no_telemetry", own=False)
     write(run, [6.5] * 5, start=750)
     assert not said(run, 1000, source=good)
+
+
+@pytest.mark.parametrize(("losses", "lines"), [(GOOD, 1), (LOST, 2)])
+def test_a_switch_says_so_as_well(
+    losses: list[float], lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_patch.stability import telemetry
+
+    monkeypatch.setattr(telemetry.guard, "switch", lambda sites: None)
+    points = [SimpleNamespace(step=s, loss=x) for s, x in zip(steps(losses), losses, strict=True)]
+    told: list[str] = []
+    run = SimpleNamespace(
+        observer=SimpleNamespace(sites=[]),
+        history=SimpleNamespace(points=points),
+        rule=Rule(),
+        monitor=SimpleNamespace(say=told.append),
+    )
+    telemetry.Stability._switch(run, 1001)  # type: ignore[arg-type]
+    assert len(told) == lines and "switched attention to stable_flash" in told[0]
+    assert ("the loss was lost before" in told[-1]) == (losses is LOST)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": 1, "loss": "x"}', "[1]", "null", "[" * 10**5,
