@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from table_text import Tables, kept_from, origin, run_origin, table, three_digits
+from table_text import (
+    Tables,
+    by_capture,
+    captures_kept,
+    origin,
+    run_origin,
+    table,
+    three_digits,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,11 +89,8 @@ SOURCES = {"plain": "none", "`compensated`": "compensated", "FP32 attention": "f
 
 def gradient_sizes(result: dict[str, Any]) -> str:
     """A line a capture: gradients of its heads by q and k, and their errors, all heads together."""
-    captures: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
-    for one in result["heads"]:
-        captures.setdefault((one["run"], one["step"], one["layer"]), []).append(one)
     rows = []
-    for (run, step, layer), heads in sorted(captures.items()):
+    for (run, step, layer), heads in by_capture(result["heads"]):
         row = [f"{run}, {step:,}, layer {layer}"]
         row.append(f"{max(one['largest_logit'] for one in heads):,.0f}")
         for of in ("dq", "dk"):
@@ -97,8 +102,7 @@ def gradient_sizes(result: dict[str, Any]) -> str:
     for of in ("dQ", "dK"):
         head += [f"{of}, true", *(f"its error, {name}" for name in SOURCES)]
     words = "Frobenius norms over rows and captured heads; plain and `compensated` emulated."
-    files = {f"{run}, {step:,}": heads[0] for (run, step, _), heads in sorted(captures.items())}
-    words += kept_from([*files.items()], "Computed")
+    words += captures_kept(result["heads"])
     return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
 
 

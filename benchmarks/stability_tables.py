@@ -17,7 +17,16 @@ import coverage_table
 import drift_table
 import loss_tables
 import probe_tables
-from table_text import Tables, kept_from, origin, run_origin, table, three_digits
+from table_text import (
+    Tables,
+    by_capture,
+    captures_kept,
+    kept_from,
+    origin,
+    run_origin,
+    table,
+    three_digits,
+)
 
 from megatron_patch.runtime.environment import short_commit
 
@@ -251,11 +260,8 @@ def head_errors(result: dict[str, Any]) -> str:
 
 def logit_growth(result: dict[str, Any]) -> str:
     """A line a capture: its largest head, and the range of the others."""
-    captures: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
-    for one in result["heads"]:
-        captures.setdefault((one["run"], one["step"], one["layer"]), []).append(one)
     rows = []
-    for (run, step, layer), heads in sorted(captures.items()):
+    for (run, step, layer), heads in by_capture(result["heads"]):
         first, *others = sorted(heads, key=lambda one: -one["largest_logit"])
         row = [f"{run}, {step:,}", f"{layer}.{first['head']}", f"{first['largest_logit']:,.0f}"]
         row += [_noise([first[kind]["noise"]]) for kind in ("none", "compensated")]
@@ -271,8 +277,7 @@ def logit_growth(result: dict[str, Any]) -> str:
     head += ["largest logit of the others", "noise of the others, plain", "`compensated`"]
     words = f"Side, RMS over all {len(result['heads'])} heads: plain {sides[0]:.2f}, "
     words += f"`compensated` {sides[1]:.2f} (1: none)."
-    files = {f"{run}, {step:,}": found[0] for (run, step, _), found in sorted(captures.items())}
-    words += kept_from([*files.items()], "Computed")
+    words += captures_kept(result["heads"])
     return "\n".join([f"{origin(result)} {words}", "", table(head, rows)])
 
 

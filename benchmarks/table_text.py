@@ -43,6 +43,20 @@ def kept_from(rows: list[tuple[str, dict[str, Any]]], verb: str) -> str:
     return told
 
 
+def by_capture(heads: list[dict[str, Any]]) -> list[tuple[tuple[str, int, int], list[Any]]]:
+    """Captured heads of a result, a capture (run, step, layer) at a time, in that order."""
+    found: dict[tuple[str, int, int], list[Any]] = {}
+    for one in heads:
+        found.setdefault((one["run"], one["step"], one["layer"]), []).append(one)
+    return sorted(found.items())
+
+
+def captures_kept(heads: list[dict[str, Any]]) -> str:
+    """`kept_from` of captures."""
+    first = {f"{run}, {step:,}": found[0] for (run, step, _), found in by_capture(heads)}
+    return kept_from([*first.items()], "Computed")
+
+
 def three_digits(value: float | None) -> str:
     """A figure of a table; - where there is none."""
     if value is None:

@@ -23,8 +23,8 @@ class CheckpointConfig:
     directory: str | None = None
     """Where checkpoints go; default: ``<run_dir>/checkpoints``."""
     keep_last: int | None = 3
-    """Complete checkpoints kept; older ones are deleted, all but one from before a `danger` of the
-    early warning. null: keep all."""
+    """Complete checkpoints kept; older ones are deleted, but for those from before a `danger` of
+    the early warning (two at most). null: keep all."""
     async_save: bool = False
     """Write in the background while training goes on."""
     resume: Literal["auto", "never", "required"] = "auto"

@@ -259,7 +259,8 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
 def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None = None) -> int:
     """Carry a plan out; the bytes that came free.
 
-    Before anything is deleted one checkpoint that stays is hashed and found good, newest first.
+    What ``kept.json`` names by now stays, and the plan says so afterwards. Before anything is
+    deleted one checkpoint that stays is hashed and found good, newest first.
 
     Raises:
         CheckpointError: none of those that stay is good; nothing was deleted.
@@ -279,10 +280,11 @@ def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None 
                 "deleted; see 'megatron-patch checkpoint verify'"
             )
         kept = keeping.read(root)  # a trainer that has just ended may have written it
+        late = [entry for entry in found.doomed if entry.name in kept]
+        found.kept.extend((entry, f"kept: {kept[entry.name]}") for entry in late)
+        found.doomed[:] = [entry for entry in found.doomed if entry not in late]
         freed = 0
         for entry in found.doomed:
-            if entry.name in kept:
-                continue
             # Renamed first: a kill in the middle leaves nothing that looks complete.
             away = entry.path.with_name(entry.name + DELETING)
             try:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 FILE = "kept.json"
 MAX_BYTES = 1 << 20
-EXAMPLE = '{"step_00005000.attempt-1": "danger at step 5,600"}'
+EXAMPLE = '{"step_00005000.attempt-1": {"danger": 5600, "signs_since": 5050}}'
 
 
 class KeptFileError(ValueError):
@@ -155,7 +155,7 @@ def keep(
     name = choose(line, began, good)
     if name is None:
         return False
-    if name not in kept:  # a person's word for it stays
+    if name not in kept or kept[name].danger is not None:  # a person's word for it stays
         passed = mine[1:]  # neither the first of this branch nor the newest
         rest = {n: why for n, why in kept.items() if n not in passed}
         write(root, {**rest, name: Kept(danger=danger, since=began)})

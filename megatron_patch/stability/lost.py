@@ -53,9 +53,9 @@ class Standing:
     def line(self) -> str:
         """What is said of a run that goes on from there."""
         return (
-            f"the loss was lost before: {self.loss:.2f} around step {self.step:,}, "
+            f"the loss stood at {self.loss:.2f} around step {self.step:,}, "
             f"{self.loss - self.lowest:.2f} above its lowest ({self.lowest:.2f} around step "
-            f"{self.at:,}). Where attention did that, runs whose numerics were switched 700 steps "
+            f"{self.at:,}). If attention did that, runs whose numerics were switched 700 steps "
             "later and more did not come back (docs/rescue.md): a checkpoint from before the first "
             "danger is the better start (docs/checkpoints.md, going back)"
         )

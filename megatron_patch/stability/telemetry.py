@@ -182,9 +182,10 @@ class Stability:
                 f"early warning: begins anew at step {step:,}; the records before it are of "
                 f"another version or model and kept as stability/{self._writer.set_aside}"
             )
-        for line in self._writer.notes(own=last.has_saved(self.run_dir)):
+        own = last.has_saved(self.run_dir)
+        for line in self._writer.notes(own=own):
             self.monitor.say(line)
-        self._say_of_loss(step)
+        self._say_of_loss(step, own=own)
         try:
             return self._history(step)
         except (OSError, ValueError, KeyError) as error:
@@ -193,9 +194,8 @@ class Stability:
             self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
             return record.History(self.rule, compensated=self._compensated)
 
-    def _say_of_loss(self, step: int) -> None:
-        """First rank: whether the loss was lost before."""
-        own = last.has_saved(self.run_dir)
+    def _say_of_loss(self, step: int, *, own: bool) -> None:
+        """First rank: whether the loss was lost before; ``own``: the run has checkpoints."""
         try:
             for line in lost.at_start(self.run_dir, step, source=self._source, own=own):
                 self.monitor.say(line)

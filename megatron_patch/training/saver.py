@@ -127,14 +127,14 @@ class Saver:
         if store.ranks.rank != 0:
             return
         try:
-            line = store.trained() if self._covered is None else []
+            line = [] if self._covered else store.trained()
             began = self._signs_began(step, line)
-            if self._covered is not None and began > self._covered:  # after a calm
-                line, self._covered = store.trained(), None
-            if self._covered is not None or keeping.keep(
-                store.root, line, danger=step, began=began, good=store.is_whole
-            ):
-                self._covered, self._told = step, ""
+            if not self._covered or began > self._covered:  # after a calm
+                line = line or store.trained()
+                root, good = store.root, store.is_whole
+                if not keeping.keep(root, line, danger=step, began=began, good=good):
+                    return
+            self._covered, self._told = step, ""
         except Exception as error:  # the other ranks wait, and this is no reason to end a run
             if str(error) != self._told:
                 self._monitor.say(f"warning: no checkpoint from before the danger is kept: {error}")
@@ -142,9 +142,7 @@ class Saver:
 
     def _signs_began(self, danger: int, line: list[str]) -> int:
         """No further back than it matters: to the last danger, or the oldest checkpoint."""
-        until = min((key_of(name)[0] for name in line), default=0)
-        if self._covered is not None:
-            until = self._covered
+        until = self._covered or min((key_of(name)[0] for name in line), default=0)
         try:
             found = record.read(run_directory(self._checkpointer.run))
             return found.signs_began(danger, until=until)

@@ -82,6 +82,12 @@ def test_a_danger_after_a_calm_keeps_one_of_its_own(store: CheckpointStore) -> N
         assert complete(store.root) == [*mine, name(danger + 500), name(danger + 1000)]
 
 
+def test_another_danger_may_have_the_same_way_back(store: CheckpointStore) -> None:
+    """Nothing was saved in the calm between: the entry is of the last danger, and covers it."""
+    assert keep(store, 1600, 1501) and keep(store, 1800, 1750)
+    assert keeping.read(store.root) == {name(1500): keeping.Kept(danger=1800, since=1750)}
+
+
 def test_what_a_person_keeps_is_no_answer_to_a_danger(store: CheckpointStore) -> None:
     by_hand = {name(500): "a milestone", name(1500): ""}
     (store.root / keeping.FILE).write_text(json.dumps(by_hand))

@@ -198,6 +198,10 @@ def test_prune_keeps_what_a_trainer_named_meanwhile(run_dir: Path) -> None:
     (root / "kept.json").write_text(json.dumps(KEPT))
     inspect.delete(root, found)
     assert names(run_dir) == [20, 50]
+    assert [e.step for e in found.doomed] == [40, 30, 10]
+    assert [(e.step, why) for e, why in found.kept if e.step == 20] == [
+        (20, "kept: danger at step 28, signs since step 25")
+    ]
 
 
 def test_prune_deletes_nothing_while_that_file_is_damaged(run_dir: Path, call: Any) -> None:

@@ -64,9 +64,7 @@ def test_a_start_says_that_the_loss_was_lost(tmp_path: Path) -> None:
     """Of its own records, up to the checkpoint that it goes on from."""
     run = write(tmp_path / "run", LOST)
     (line,) = said(run, 1000)
-    assert (
-        "lost before: 7.00 around step 1,000, 3.60 above its lowest (3.40 around step 750)" in line
-    )
+    assert "stood at 7.00 around step 1,000, 3.60 above its lowest (3.40 around step 750)" in line
     assert "docs/rescue.md" in line and "docs/checkpoints.md" in line
     assert not said(run, 750) and not said(run, 100)  # gone back to before it; too few records
     assert lost.read(run) is None
@@ -130,7 +128,7 @@ def test_a_switch_says_so_as_well(
     )
     telemetry.Stability._switch(run, 1001)  # type: ignore[arg-type]
     assert len(told) == lines and "switched attention to stable_flash" in told[0]
-    assert ("the loss was lost before" in told[-1]) == (losses is LOST)
+    assert ("the loss stood at" in told[-1]) == (losses is LOST)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": 1, "loss": "x"}', "[1]", "null", "[" * 10**5,

@@ -449,7 +449,7 @@ def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Pat
     assert "early warning: begins anew at step 7 (runs/first: attention" in log
     assert record.read(folder / "runs" / "changed").verdicts()[0][1].level == "ok"
     # It is well: nothing is said of its loss, and nothing kept.
-    assert lost.read(folder / "runs" / "changed") is None and "loss was lost" not in log
+    assert lost.read(folder / "runs" / "changed") is None and "the loss stood at" not in log
 
 
 def test_warn_only_says_so(two: Any, folder: Path) -> None:
