@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.data.loader import Loaders
+    from megatron_patch.schema.run import RunConfig
     from megatron_patch.training.step import Session
 
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 from megatron_patch import config
-from megatron_patch.config import schema
+from megatron_patch.config import fields
 
 SECONDS = 2.0
 HARD_SECONDS = 20
@@ -211,15 +211,15 @@ def overrides(rng: random.Random) -> list[str]:
 
 def typed_value(tp: object, rng: random.Random) -> str:
     """A value of the right type, sensible or not."""
-    members, optional = schema.alternatives(tp)
+    members, optional = fields.alternatives(tp)
     if optional and rng.random() < 0.2:
         return "null"
     member = rng.choice(members)
-    inner = schema.element(member)
+    inner = fields.element(member)
     if inner is not None:
         return "[" + ", ".join(typed_value(inner, rng) for _ in range(rng.randrange(4))) + "]"
-    if schema.is_section(member):
-        items = [f for f in schema.fields(member).values() if f.required or rng.random() < 0.3]
+    if fields.is_section(member):
+        items = [f for f in fields.fields(member).values() if f.required or rng.random() < 0.3]
         return "{" + ", ".join(f"{f.name}: {typed_value(f.type, rng)}" for f in items) + "}"
     if member is bool:
         return rng.choice(["true", "false"])
@@ -236,9 +236,9 @@ def typed_value(tp: object, rng: random.Random) -> str:
 
 def typed_overrides(rng: random.Random) -> list[str]:
     """Overrides of the right types: what they contradict is for the sections to find."""
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
-    keys = [(p.replace(".N", ".0"), f) for p, f in schema.walk(RunConfig)]
+    keys = [(p.replace(".N", ".0"), f) for p, f in fields.walk(RunConfig)]
     chosen = rng.sample(keys, rng.randrange(1, 7))
     return [f"{path}={typed_value(item.type, rng)}" for path, item in chosen]
 

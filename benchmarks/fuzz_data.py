@@ -25,13 +25,13 @@ from pathlib import Path
 
 from machine import write_result
 
-from megatron_patch.config.root import RunConfig
-from megatron_patch.data.config import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.prepare import PrepareOptions, prepare
 from megatron_patch.data.verify import verify_datasets
-from megatron_patch.model.config import ModelConfig
-from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
+from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 PAGE = 4096
 ENDINGS = (".bin", ".idx", ".manifest.json")

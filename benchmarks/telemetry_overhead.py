@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 from megatron_patch.runtime.devices import visible_devices
-from megatron_patch.stability.config import StabilityConfig
+from megatron_patch.schema.stability import StabilityConfig
 
 INTERVAL = StabilityConfig().interval
 SHORT = 10  # steps of a stretch

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patch.attention.config import AttentionConfig
-from megatron_patch.config.root import RunConfig
-from megatron_patch.data.config import DataConfig
-from megatron_patch.model.config import ModelConfig
-from megatron_patch.parallel.config import ParallelConfig
 from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import cpu_mode
-from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+from megatron_patch.schema.attention import AttentionConfig
+from megatron_patch.schema.data import DataConfig
+from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.parallel import ParallelConfig
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 SEQ, VOCAB = 16, 60
 

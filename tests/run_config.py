@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_patch.config.root import RunConfig
-from megatron_patch.data.config import DataConfig, DatasetConfig
-from megatron_patch.model.config import ModelConfig
-from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+from megatron_patch.schema.data import DataConfig, DatasetConfig
+from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 
 def run_config(**sections: dict[str, Any]) -> RunConfig:

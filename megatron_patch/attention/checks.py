@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.capabilities import BACKENDS, unmet
-from megatron_patch.config.problem import Problem
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from megatron_patch.attention.capabilities import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 MAX_LAYERS = 10_000
 """Far above any model; one that asks for more has a mistyped number of layers."""

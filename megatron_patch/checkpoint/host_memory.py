@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.checkpoint import reshardable
 from megatron_patch.checkpoint.optimizer_state import parts as owners
-from megatron_patch.config.problem import Problem
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.collective import Collective

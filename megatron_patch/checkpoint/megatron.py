@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint import content, last, optimizer_state, random_state, writer
 from megatron_patch.checkpoint.collective import make_collective
-from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.checkpoint.content import Parts
 from megatron_patch.checkpoint.errors import (
     BadCheckpoint,
@@ -45,10 +44,11 @@ from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.runtime import environment
+from megatron_patch.schema.checkpoint import checkpoint_directory
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
 
 log = logging.getLogger(__name__)
 

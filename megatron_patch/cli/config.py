@@ -135,8 +135,8 @@ def run_help(args: argparse.Namespace) -> int:
 def run_docs(args: argparse.Namespace) -> int:
     """Print or write the reference page."""
     from megatron_patch.config import ConfigError, docs
-    from megatron_patch.config.problem import Problem
     from megatron_patch.runtime.files import write_named
+    from megatron_patch.schema.problem import Problem
 
     page = docs.render_reference()
     if args.write:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.planner.plan import Machine, Plan, Vocabulary
     from megatron_patch.planner.search import Alternative
+    from megatron_patch.schema.run import RunConfig
 
 DESCRIPTION = """\
 What a run will need, before it has a GPU: layout over nodes, parameters, memory of one GPU of every
@@ -68,7 +68,7 @@ def token_budget(text: str) -> float:
         ConfigError: not a positive number with an optional K, M, B or T.
     """
     from megatron_patch.config import ConfigError
-    from megatron_patch.config.problem import Problem
+    from megatron_patch.schema.problem import Problem
 
     match = NUMBER.fullmatch(text.strip())
     value = float(match[1]) * SCALE[match[2].lower()] if match else 0.0

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_patch.config import render, schema
-from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.config import fields, render
+from megatron_patch.schema.problem import ConfigError, Problem
 
 HEAD = """\
 # Configuration
@@ -63,7 +63,7 @@ def render_reference(root: type | None = None) -> str:
 
 
 def _run_config() -> type:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
     return RunConfig
 
@@ -71,10 +71,10 @@ def _run_config() -> type:
 def _sections(root: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """``(dotted path, dataclass)`` of every section, parents first, each list's element once."""
     seen: set[type] = set()
-    for path, item in schema.walk(root, prefix):
-        listed = schema.list_of(item.type)
-        section = schema.section_of(item.type)
-        if section is None and listed is not None and schema.is_section(listed):
+    for path, item in fields.walk(root, prefix):
+        listed = fields.list_of(item.type)
+        section = fields.section_of(item.type)
+        if section is None and listed is not None and fields.is_section(listed):
             section = listed
         if section is not None and section not in seen:
             seen.add(section)
@@ -88,17 +88,17 @@ def _section(path: str, section: type, level: int) -> str:
 
 def _table(section: type) -> str:
     lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
-    for item in schema.fields(section).values():
-        cells = [f"`{item.name}`", f"`{schema.spell(item.type)}`", _default(item, "`{}`")]
-        cells.append(schema.help_of(section, item.name))
+    for item in fields.fields(section).values():
+        cells = [f"`{item.name}`", f"`{fields.spell(item.type)}`", _default(item, "`{}`")]
+        cells.append(fields.help_of(section, item.name))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _default(item: schema.Field, form: str = "{}") -> str:
+def _default(item: fields.Field, form: str = "{}") -> str:
     if item.required:
         return "required"
-    if schema.is_section(type(item.default)):
+    if fields.is_section(type(item.default)):
         return "its defaults"
     return form.format(render.scalar(item.default))
 
@@ -116,13 +116,13 @@ def help_text(topic: str = "", root: type | None = None) -> str:
     for index, name in enumerate(parts):
         if name.isdecimal() or name == "N":
             continue
-        known = schema.fields(section)
+        known = fields.fields(section)
         if name not in known:
             raise _unknown(topic, name, section, root)
         item = known[name]
-        listed = schema.list_of(item.type)
-        inner = schema.section_of(item.type)
-        if inner is None and listed is not None and schema.is_section(listed):
+        listed = fields.list_of(item.type)
+        inner = fields.section_of(item.type)
+        if inner is None and listed is not None and fields.is_section(listed):
             inner = listed
         if inner is None:
             if index + 1 < len(parts) and not parts[index + 1].isdecimal():
@@ -130,23 +130,23 @@ def help_text(topic: str = "", root: type | None = None) -> str:
             return _entry(section, item, "")
         section = inner
     lines = [f"{topic}: {inspect.getdoc(section)}", ""]
-    lines += [_entry(section, item, "  ") for item in schema.fields(section).values()]
+    lines += [_entry(section, item, "  ") for item in fields.fields(section).values()]
     return "\n".join(lines)
 
 
 def _unknown(topic: str, name: str, section: type, root: type) -> ConfigError:
-    paths = [path for path, _ in schema.walk(root)]
+    paths = [path for path, _ in fields.walk(root)]
     ends = [path for path in paths if path.rpartition(".")[2] == name]
     close = ends or difflib.get_close_matches(topic[:64], paths, n=3)
     hint = f"did you mean {', '.join(close)}?" if close else "see 'megatron-patch config help'"
     return ConfigError([Problem(topic, f"no section or key of this name; {hint}")])
 
 
-def _entry(section: type, item: schema.Field, indent: str) -> str:
+def _entry(section: type, item: fields.Field, indent: str) -> str:
     default = _default(item)
     state = default if item.required else f"default {default}"
-    head = f"{indent}{item.name} ({schema.spell(item.type)}; {state})"
-    return f"{head}\n{indent}    {schema.help_of(section, item.name)}"
+    head = f"{indent}{item.name} ({fields.spell(item.type)}; {state})"
+    return f"{head}\n{indent}    {fields.help_of(section, item.name)}"
 
 
 def _overview(root: type) -> str:
@@ -154,11 +154,11 @@ def _overview(root: type) -> str:
         "Sections and keys of a configuration; 'megatron-patch config help SECTION' for one.",
         "",
     ]
-    for item in schema.fields(root).values():
+    for item in fields.fields(root).values():
         note = " (required)" if item.required else ""
-        lines.append(f"  {item.name:<12} {schema.help_of(root, item.name)}{note}")
+        lines.append(f"  {item.name:<12} {fields.help_of(root, item.name)}{note}")
     lines += ["", "Every key:", ""]
     lines += [
-        f"  {path}" for path, item in schema.walk(root) if schema.section_of(item.type) is None
+        f"  {path}" for path, item in fields.walk(root) if fields.section_of(item.type) is None
     ]
     return "\n".join(lines)

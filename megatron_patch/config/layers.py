@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence as Many
 from typing import Any, Literal, get_origin
 
-from megatron_patch.config import schema, source
-from megatron_patch.config.problem import DEFAULT, ConfigError, Place, Problem
+from megatron_patch.config import fields, source
 from megatron_patch.config.source import Mapping, Node, Scalar, Sequence, shown
 from megatron_patch.config.values import NULLS, is_null
+from megatron_patch.schema.problem import DEFAULT, ConfigError, Place, Problem
 
 BASE = "base"
 MAX_BASES = 16
@@ -118,10 +118,10 @@ def type_at(root: type, keys: Many[str]) -> Any:
     current: Any = root
     for key in keys:
         if key.isdecimal():
-            current = schema.list_of(current)
+            current = fields.list_of(current)
         else:
-            section = schema.section_of(current)
-            found = schema.fields(section).get(key) if section else None
+            section = fields.section_of(current)
+            found = fields.fields(section).get(key) if section else None
             current = found.type if found else None
         if current is None:
             return None
@@ -134,7 +134,7 @@ def _override_value(text: str, tp: Any, place: Place) -> Node:
     Verbatim means that a shell's ``name=a:b`` or ``name=#1`` need no second level of quotes; only
     null (where allowed) and a value in a pair of quotes mean what they mean in a file.
     """
-    members, optional = schema.alternatives(tp)
+    members, optional = fields.alternatives(tp)
     textual = all(member is str or get_origin(member) is Literal for member in members)
     stripped = text.strip()
     in_quotes = len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\""
@@ -166,9 +166,9 @@ class _Spot:
     def under(self, key: str) -> _Spot:
         """The spot of ``key`` of this section, or of an element of this list."""
         if key.isdecimal():
-            return _Spot(schema.list_of(self.type), self.place)
-        section = schema.section_of(self.type) if self.type is not None else None
-        found = schema.fields(section).get(key) if section else None
+            return _Spot(fields.list_of(self.type), self.place)
+        section = fields.section_of(self.type) if self.type is not None else None
+        found = fields.fields(section).get(key) if section else None
         if found is None:
             return _Spot(None, self.place)
         return _Spot(found.type, self.place, None if found.required else found.default)
@@ -194,8 +194,8 @@ def _put(node: Node | None, keys: Many[str], value: Node, spot: _Spot) -> Node:
 
 
 def _put_element(node: Node | None, index: int, rest: Many[str], value: Node, spot: _Spot) -> Node:
-    if spot.type is not None and schema.list_of(spot.type) is None:
-        raise _refused(f"takes {schema.describe(spot.type)}, it has no element {index}", spot)
+    if spot.type is not None and fields.list_of(spot.type) is None:
+        raise _refused(f"takes {fields.describe(spot.type)}, it has no element {index}", spot)
     if node is None:
         node = Sequence([_written(item) for item in spot.default or ()], spot.place)
     if not isinstance(node, Sequence):

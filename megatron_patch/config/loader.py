@@ -14,13 +14,13 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.config import layers, render, schema, suggest
-from megatron_patch.config.problem import DEFAULT, ConfigError, Place, Problem
+from megatron_patch.config import fields, layers, render, suggest
 from megatron_patch.config.source import Mapping, Node, Scalar, Sequence, shown
 from megatron_patch.config.values import BadValue, is_null, read_scalar
+from megatron_patch.schema.problem import DEFAULT, ConfigError, Place, Problem
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 # Suggestions are searched for so many unknown keys; a file with more of them is no near miss.
 MAX_SUGGESTIONS = 50
@@ -64,7 +64,7 @@ def load(
     the sections' ``problems(run)`` say about values that do not fit together.
     """
     if root is None:
-        from megatron_patch.config.root import RunConfig
+        from megatron_patch.schema.run import RunConfig
 
         root = RunConfig
     problems: list[Problem] = []
@@ -107,7 +107,7 @@ class _Reader:
     def section(self, section: type, node: Mapping, path: str, place: Place) -> Any | None:
         """``node`` as an instance of ``section`` (named at ``place``); None if incomplete."""
         prefix = f"{path}." if path else ""
-        known = schema.fields(section)
+        known = fields.fields(section)
         for key in node.entries:
             if key not in known:
                 self.unknown(key, section, prefix + key, node.keys[key])
@@ -138,34 +138,34 @@ class _Reader:
         where = f" in section {parent}" if parent else ""
         self.refuse(path, f"unknown key {shown(key)}{where}{hint}", place)
 
-    def missing(self, item: schema.Field, path: str, place: Place) -> None:
-        section = schema.section_of(item.type)
+    def missing(self, item: fields.Field, path: str, place: Place) -> None:
+        section = fields.section_of(item.type)
         if section is None:
-            self.refuse(path, f"is required: {schema.describe(item.type)}", place)
+            self.refuse(path, f"is required: {fields.describe(item.type)}", place)
             return
-        needed = [name for name, inner in schema.fields(section).items() if inner.required]
+        needed = [name for name, inner in fields.fields(section).items() if inner.required]
         keys = f" with at least {', '.join(needed)}" if needed else ""
         self.refuse(path, f"section is required{keys}", place)
 
     def value(self, tp: Any, node: Node, path: str, key_place: Place) -> Any:
         """``node`` as ``tp``, or ``_UNREAD`` after noting why not."""
-        _, optional = schema.alternatives(tp)
+        _, optional = fields.alternatives(tp)
         if isinstance(node, Scalar):
             if optional and is_null(node):
                 self.origins[path] = node.place
                 return None
             return self.scalar(tp, node, path)
         if isinstance(node, Mapping):
-            section = schema.section_of(tp)
+            section = fields.section_of(tp)
             if section is None:
-                message = f"is a section here, {schema.describe(tp)} is needed"
+                message = f"is a section here, {fields.describe(tp)} is needed"
                 self.refuse(path, message, key_place)
                 return _UNREAD
             built = self.section(section, node, path, key_place)
             return _UNREAD if built is None else built
-        inner = schema.list_of(tp)
+        inner = fields.list_of(tp)
         if inner is None:
-            self.refuse(path, f"is a list here, {schema.describe(tp)} is needed", node.place)
+            self.refuse(path, f"is a list here, {fields.describe(tp)} is needed", node.place)
             return _UNREAD
         return self.items(inner, node, path)
 
@@ -178,8 +178,8 @@ class _Reader:
         return _UNREAD if any(isinstance(value, _Unread) for value in values) else values
 
     def scalar(self, tp: Any, node: Scalar, path: str) -> Any:
-        members, optional = schema.alternatives(tp)
-        scalars = [m for m in members if not schema.is_section(m) and schema.element(m) is None]
+        members, optional = fields.alternatives(tp)
+        scalars = [m for m in members if not fields.is_section(m) and fields.element(m) is None]
         if not scalars:
             self.refuse(path, self.not_scalar(tp, node), node.place)
             return _UNREAD
@@ -197,23 +197,23 @@ class _Reader:
                 self.origins[path] = node.place
                 return value
         if len(scalars) > 1:
-            message = f"{shown(node.text)} is not {schema.describe(tp)}"
+            message = f"{shown(node.text)} is not {fields.describe(tp)}"
         self.refuse(path, message, node.place)
         return _UNREAD
 
     def not_scalar(self, tp: Any, node: Scalar) -> str:
         """Message for a scalar where a section or a list is needed."""
-        wanted = schema.describe(tp)
+        wanted = fields.describe(tp)
         if node.text == "" and not node.quoted:
-            remedy = "[]" if schema.list_of(tp) is not None else "{}"
+            remedy = "[]" if fields.list_of(tp) is not None else "{}"
             return f"nothing is written under it, {wanted} is needed; write {remedy} or remove it"
-        if schema.list_of(tp) is not None:
+        if fields.list_of(tp) is not None:
             return f"{shown(node.text)} is one value, {wanted} is needed; put it in brackets: [...]"
         return f"{shown(node.text)} is a value, {wanted} ('key: value' lines) is needed"
 
     def default_origins(self, path: str, value: Any) -> None:
         """Note that ``path``, and everything under it, has its default."""
-        if schema.is_section(type(value)):
+        if fields.is_section(type(value)):
             for item in dataclasses.fields(value):
                 self.default_origins(f"{path}.{item.name}", getattr(value, item.name))
             return
@@ -236,7 +236,7 @@ def _means_nothing(text: str, scalars: list[Any]) -> bool:
 def _contradictions(config: Any) -> Iterator[Problem]:
     """What the root and its sections find about values that were read."""
     for item in [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]:
-        if schema.is_section(type(item)) and hasattr(item, "problems"):
+        if fields.is_section(type(item)) and hasattr(item, "problems"):
             yield from item.problems(config)
 
 
@@ -257,7 +257,7 @@ def _unique(problems: list[Problem]) -> list[Problem]:
 
 def _plain(value: Any) -> Any:
     """Dataclasses as dicts, all the way down."""
-    if schema.is_section(type(value)):
+    if fields.is_section(type(value)):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, list):
         return [_plain(item) for item in value]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_patch.config.problem import DEFAULT, Place
+from megatron_patch.schema.problem import DEFAULT, Place
 
 # Texts that no reader takes for anything else; all others get quotes.
 SAFE = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megatron_patch.config.problem import ConfigError, Place, Problem
+from megatron_patch.schema.problem import ConfigError, Place, Problem
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16

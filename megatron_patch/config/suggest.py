@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from megatron_patch.config import schema
+from megatron_patch.config import fields
 
 # difflib is quadratic in the length; no key is longer.
 LONGEST = 64
@@ -21,10 +21,10 @@ def nearest(word: str, names: Sequence[str], *, cutoff: float = 0.6) -> str | No
 
 def for_key(key: str, section: type, root: type) -> str:
     """Where an unknown ``key`` of ``section`` belongs: the end of an error message."""
-    names = list(schema.fields(section))
+    names = list(fields.fields(section))
     here = nearest(key, names)
     leaves: dict[str, str] = {}
-    for path, _ in schema.walk(root):
+    for path, _ in fields.walk(root):
         leaves.setdefault(path.rpartition(".")[2], path)
     if key in leaves and key not in names:
         elsewhere = f"{leaves[key]} is such a key"

@@ -22,7 +22,7 @@ import math
 import re
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_patch.config import schema
+from megatron_patch.config import fields
 from megatron_patch.config.source import Scalar, shown
 from megatron_patch.config.suggest import nearest
 
@@ -52,7 +52,7 @@ def read_scalar(node: Scalar, tp: Any) -> Any:
     """``node`` as the scalar type ``tp`` (int, float, bool, str or Literal)."""
     if not node.quoted and node.text == "":
         raise BadValue(
-            f"nothing is written after the colon; write {schema.describe(tp)}, or remove the key"
+            f"nothing is written after the colon; write {fields.describe(tp)}, or remove the key"
         )
     if get_origin(tp) is Literal:
         return _choice(node, tp)
@@ -60,12 +60,12 @@ def read_scalar(node: Scalar, tp: Any) -> Any:
         return _text(node)
     if node.quoted:
         raise BadValue(
-            f"{shown(node.text)} is text because of its quotes, {schema.describe(tp)} is needed; "
+            f"{shown(node.text)} is text because of its quotes, {fields.describe(tp)} is needed; "
             "remove the quotes"
         )
     if is_null(node):
         raise BadValue(
-            f"null is not allowed, {schema.describe(tp)} is needed; "
+            f"null is not allowed, {fields.describe(tp)} is needed; "
             "remove the key to get the default"
         )
     reader = {bool: _bool, int: _int, float: _float}[tp]

@@ -26,8 +26,8 @@ from megatron_patch.data.reader import Batch, Reader
 from megatron_patch.data.tokenfile import TokenFile
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
-    from megatron_patch.data.config import DatasetConfig
+    from megatron_patch.schema.data import DatasetConfig
+    from megatron_patch.schema.run import RunConfig
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -9,7 +9,7 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-from megatron_patch.data.config import TokenizerConfig
+from megatron_patch.schema.data import TokenizerConfig
 
 InputFormat = Literal["auto", "text", "jsonl", "uint16", "int32"]
 TokenizerKind = Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "none"]

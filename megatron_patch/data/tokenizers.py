@@ -20,7 +20,7 @@ from megatron_patch.data.errors import DataError
 from megatron_patch.runtime.files import write_named
 
 if TYPE_CHECKING:
-    from megatron_patch.data.config import TokenizerConfig
+    from megatron_patch.schema.data import TokenizerConfig
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 """Names an end-of-document token is recognized by, when ``eod_id`` is not configured."""

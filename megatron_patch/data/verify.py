@@ -29,7 +29,7 @@ from megatron_patch.data.progress import Progress, human
 from megatron_patch.runtime.heartbeat import PULSE
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 REMEDY = "prepare the dataset again, or copy its three files again from a good place"
 _ROUND_SECONDS = 20.0

@@ -20,7 +20,7 @@ from megatron_patch.experiments.errors import ExperimentError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 # What must be equal; the rest of the environment (platform, driver, number of GPUs) is recorded.
 COMPARED = (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron_patch.config import Loaded
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,47}")
 

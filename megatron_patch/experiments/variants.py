@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_patch.attention.backends.call import Backend, Call, Result
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

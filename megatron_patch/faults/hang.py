@@ -38,8 +38,8 @@ from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.heartbeat import PAUSES, PHASES, PULSE, Beat, Pulse
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
 
 EXIT_CODE = 6
 FOLDER = "hangs"

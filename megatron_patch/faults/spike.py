@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.faults.config import SpikeConfig
 from megatron_patch.faults.windows import Skips
 from megatron_patch.runtime.appending import Appended
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.schema.faults import SpikeConfig
 from megatron_patch.training.finite import unwrap
 
 if TYPE_CHECKING:

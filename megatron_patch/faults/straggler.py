@@ -27,9 +27,9 @@ from megatron_patch.runtime.appending import Table
 from megatron_patch.runtime.heartbeat import PULSE, Pulse
 
 if TYPE_CHECKING:
-    from megatron_patch.faults.config import FaultsConfig
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.faults import FaultsConfig
 
 FILE = "stragglers.csv"
 COLUMNS = ("step", "what", "ranks", "median_seconds", "mad_seconds", "threshold_seconds",

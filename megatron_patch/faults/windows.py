@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.runtime.files import write_whole
+from megatron_patch.schema.problem import ConfigError, Problem
 
 FILE = "skipped_batches.json"
 

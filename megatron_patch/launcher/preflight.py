@@ -22,7 +22,7 @@ from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import write_whole
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 VERSIONS = (
     "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy",

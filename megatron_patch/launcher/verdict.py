@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megatron_patch.launcher.preflight import VERSIONS, writing
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 REPORTED = {"node", "index", "versions", "gpus", "free", "clock_skew", "write_seconds"}
 MAY_BE_UNKNOWN = {"commit": ("unknown", None), "driver": (None,)}

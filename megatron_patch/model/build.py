@@ -38,7 +38,7 @@ from megatron_patch.model.transformer_config import is_compiled, transformer_con
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 __all__ = ["BuiltModel", "build_model", "layer_specs", "padded_vocab_size", "transformer_config"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import MAX_LAYERS
-from megatron_patch.config.problem import Problem
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -162,7 +162,7 @@ def _one_per_layer(path: str, pattern: list[int], run: RunConfig) -> Iterator[Pr
 
 def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
     """Megatron-Core's whole optimizers save such a stage and cannot load it again."""
-    from megatron_patch.model.config import is_moe_layer  # it imports these checks
+    from megatron_patch.schema.model import is_moe_layer  # it imports these checks
 
     moe, p = run.model.moe, run.parallel
     if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:

@@ -8,10 +8,10 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_patch.model.activation import activation_function, core_fuses
-from megatron_patch.model.config import ffn_hidden_size
+from megatron_patch.schema.model import ffn_hidden_size
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:

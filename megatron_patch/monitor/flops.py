@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
-    from megatron_patch.model.config import MLAConfig, ModelConfig
+    from megatron_patch.schema.model import MLAConfig, ModelConfig
+    from megatron_patch.schema.run import RunConfig
 
 BACKWARD_FACTOR = 3.0  # forward + twice the forward in the backward pass
 

@@ -21,7 +21,7 @@ from megatron_patch.runtime.appending import Appended, Spared
 from megatron_patch.runtime.growing import gap
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 RATE_RECORDS = 20  # records the time left is estimated from
 

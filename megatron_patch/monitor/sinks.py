@@ -11,7 +11,7 @@ from megatron_patch.runtime.appending import Spared, Table
 from megatron_patch.runtime.growing import lacks_after, zeros_after
 
 if TYPE_CHECKING:
-    from megatron_patch.monitor.config import WandbConfig
+    from megatron_patch.schema.logging import WandbConfig
 
 
 class Sink(Protocol):

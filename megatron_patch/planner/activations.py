@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
 from megatron_patch.planner.kernel_memory import kernel_bytes, score_bytes
+from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
-    from megatron_patch.model.config import MLAConfig, MoEConfig
+    from megatron_patch.schema.model import MLAConfig, MoEConfig
+    from megatron_patch.schema.run import RunConfig
 
 FLOAT, INT64 = 4, 8
 UNBALANCED = 1.5

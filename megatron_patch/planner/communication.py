@@ -14,14 +14,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import is_moe_layer
 from megatron_patch.planner.activations import FLOAT, Sizes, sizes_of
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
 from megatron_patch.planner.states import states_of
+from megatron_patch.schema.model import is_moe_layer
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import layer_window
-from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
 from megatron_patch.monitor.flops import flops_per_token, mean_context
 from megatron_patch.planner.activations import Activations, Sizes
 from megatron_patch.planner.communication import Traffic, traffic_of
@@ -30,10 +29,11 @@ from megatron_patch.planner.layout import NODE, Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import bubble
 from megatron_patch.planner.states import states_of
-from megatron_patch.training.config import RecomputeConfig
+from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.training import RecomputeConfig
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 HALF_RATE_WIDTH = 256
 """Inner dimension at which a matrix product runs at half its best rate."""

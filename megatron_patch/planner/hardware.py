@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.monitor.peaks import peak_tflops
+from megatron_patch.schema.problem import ConfigError, Problem
 
 GB, GIB = 10**9, 2**30
 GEMM_SHARE = 0.72

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from megatron_patch.stability.guard import TARGET
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.planner.activations import Sizes
+    from megatron_patch.schema.run import RunConfig
 
 FLOAT = 4
 REFERENCE_TILE = 32 * 2**20

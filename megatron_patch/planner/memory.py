@@ -21,7 +21,7 @@ from megatron_patch.planner.schedule import FORWARD, in_flight, passes
 from megatron_patch.planner.states import States, buffers_of, states_of
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 MIB, GIB = 2**20, 2**30
 WORKSPACE = 64 * MIB

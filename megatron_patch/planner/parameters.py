@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_patch.model.config import ffn_hidden_size, is_moe_layer
-from megatron_patch.parallel.config import ParallelConfig
+from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.parallel import ParallelConfig
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
-    from megatron_patch.model.config import MLAConfig, MoEConfig
+    from megatron_patch.schema.model import MLAConfig, MoEConfig
+    from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.planner.communication import Traffic, traffic_of
 from megatron_patch.planner.compute import Speed, speed_of
 from megatron_patch.planner.hardware import Gpu
 from megatron_patch.planner.layout import Layout, layout_of
 from megatron_patch.planner.memory import GIB, StageMemory, memory_of, save_bytes
 from megatron_patch.planner.parameters import Counts, model_counts, padded_vocab_size
+from megatron_patch.schema.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 ASSUMED_VOCABULARY = 128_256, "Llama 3's"
 """Among the largest in use: assumed, and said so, where the tokenizer is not here."""

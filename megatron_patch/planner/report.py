@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.planner.layout import micro_batches
 from megatron_patch.planner.memory import GIB, StageMemory
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
+from megatron_patch.schema.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
     from megatron_patch.planner.plan import Plan

@@ -17,10 +17,10 @@ from megatron_patch.planner.memory import CONTEXT, GIB, WORKSPACE, memory_of
 from megatron_patch.planner.parameters import padded_vocab_size
 from megatron_patch.planner.plan import Machine, Plan, Vocabulary, make_plan, problems_of
 from megatron_patch.planner.states import states_of
-from megatron_patch.training.config import RecomputeConfig
+from megatron_patch.schema.training import RecomputeConfig
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 SIZES = (1, 2, 4, 8, 16, 32)
 MAX_NODES = 1024

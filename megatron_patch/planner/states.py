@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from megatron_patch.planner.parameters import Parameter, chunk_parameters, chunks_of
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.planner.layout import Layout
+    from megatron_patch.schema.run import RunConfig
 
 START = 64
 """Elements a parameter's start is aligned to."""

@@ -31,8 +31,8 @@ from megatron_patch.stability.sampling import gather
 from megatron_patch.stability.weights import exact_norms
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.runtime.files import write_whole
+from megatron_patch.schema.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
     # It imports Megatron-Core, which must come after `runtime.cpu_mode`.

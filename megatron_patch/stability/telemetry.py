@@ -22,9 +22,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.checkpoint import last
+from megatron_patch.schema.stability import layers_of, rule_of
 from megatron_patch.stability import guard, lost, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
-from megatron_patch.stability.config import layers_of, rule_of
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.lookback import look_back
 from megatron_patch.stability.names import COMPENSATED, LEVELS
@@ -38,9 +38,9 @@ from megatron_patch.stability.writer import Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
     from megatron_patch.training.step import StepResult
 
 RECENT = 20  # records the spike score compares with

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.schema.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 NCCL_ALGORITHMS = ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain")
 """Values of NCCL_ALGO that fix the order of a reduction (Megatron-LM accepts the same)."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import multi_tensor
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 IMPLEMENTATIONS = {
     "te": "Transformer Engine FusedAdam",

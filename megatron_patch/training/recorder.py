@@ -16,8 +16,8 @@ from megatron_patch.training import auxiliary
 from megatron_patch.training.step import Session, StepResult
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
 
 GIB = 1024**3
 

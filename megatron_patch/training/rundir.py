@@ -22,19 +22,19 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from megatron_patch.checkpoint import keeping, last
-from megatron_patch.checkpoint.config import checkpoint_directory
 from megatron_patch.checkpoint.lineage import LINEAGE
 from megatron_patch.checkpoint.shelf import IDENTITY, LATEST
-from megatron_patch.config.problem import DEFAULT, Problem
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
+from megatron_patch.schema.checkpoint import checkpoint_directory
+from megatron_patch.schema.problem import DEFAULT, Problem
 from megatron_patch.stability.record import FOLDER as TELEMETRY
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.megatron import Checkpointer
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.monitor.hub import Monitor
+    from megatron_patch.schema.run import RunConfig
 
 MAX_FAILURES = 3
 """Periodic saves that may fail in a row before the run ends: it would train for nothing."""

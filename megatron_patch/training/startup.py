@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.checkpoint.config import checkpoint_directory
-from megatron_patch.config.problem import ConfigError, Problem
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.io_errors import may_pass
+from megatron_patch.schema.checkpoint import checkpoint_directory
+from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
 from megatron_patch.training.gate import gate_of
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
     from megatron_patch.checkpoint.megatron import Checkpointer
     from megatron_patch.config import Loaded
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.data.loader import Loaders
     from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
     from megatron_patch.stability.telemetry import Stability
     from megatron_patch.training.step import Session
 

@@ -22,9 +22,9 @@ from megatron_patch.training.batch import Batch, place
 from megatron_patch.training.finite import StepGuard
 
 if TYPE_CHECKING:
-    from megatron_patch.config.root import RunConfig
     from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
     from megatron_patch.stability.telemetry import Stability
 
 REPORT = "loss"  # key of the per-micro-batch report: [sum of token losses, tokens]

@@ -13,7 +13,7 @@ from megatron_cpu import tiny_run
 from megatron_patch.attention import checks, registry
 from megatron_patch.attention.capabilities import BACKENDS, Facts, Machine, unmet
 from megatron_patch.attention.registry import BackendError
-from megatron_patch.model.config import MLAConfig, MTPConfig
+from megatron_patch.schema.model import MLAConfig, MTPConfig
 from stable_attention.stabilizers import STABILIZERS
 
 HOPPER = Machine(sm=(9, 0), missing={"transformer_engine": "ModuleNotFoundError: none"})

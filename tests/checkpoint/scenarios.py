@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.megatron import Checkpointer
 from megatron_patch.checkpoint.progress import Progress
-from megatron_patch.config.root import RunConfig
-from megatron_patch.data.config import DataConfig
 from megatron_patch.model.build import build_model
-from megatron_patch.model.config import ModelConfig
 from megatron_patch.parallel import setup
-from megatron_patch.parallel.config import ParallelConfig
-from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+from megatron_patch.schema.data import DataConfig
+from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.parallel import ParallelConfig
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 from megatron_patch.training.schedule import build_schedule
 

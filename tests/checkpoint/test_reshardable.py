@@ -14,7 +14,7 @@ from test_resume import assert_same, newest
 from megatron_patch.checkpoint import host_memory, optimizer_state
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.reshardable import Place
-from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import startup
 
 pytestmark = pytest.mark.multiprocess
@@ -106,7 +106,7 @@ def test_on_four_ranks(tmp_path: Path) -> None:
     """Experts with replicas, stages that share a table, tensor and data parallelism: same bits."""
     from rank_pool import RankPool
 
-    from megatron_patch.model.config import MoEConfig
+    from megatron_patch.schema.model import MoEConfig
 
     tied = {"num_layers": 4, "tie_embeddings": True}
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

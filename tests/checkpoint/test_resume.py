@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patch.model.config import MoEConfig, MTPConfig
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 pytestmark = pytest.mark.multiprocess
 

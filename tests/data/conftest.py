@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_patch.config.root import RunConfig
-from megatron_patch.data.config import DataConfig, DatasetConfig
 from megatron_patch.data.prepare import PrepareOptions, prepare
-from megatron_patch.model.config import ModelConfig
-from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+from megatron_patch.schema.data import DataConfig, DatasetConfig
+from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 # Helpers are a plain module beside this file (importmode=importlib adds no path).
 sys.path.append(str(Path(__file__).resolve().parent))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_patch.data.config import DatasetConfig, TokenizerConfig
+from megatron_patch.schema.data import DatasetConfig, TokenizerConfig
 
 A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
 
@@ -82,7 +82,7 @@ def test_the_section_is_checked_without_torch() -> None:
     import sys
 
     code = (
-        "import sys, megatron_patch.data.config, megatron_patch.data.options; "
+        "import sys, megatron_patch.schema.data, megatron_patch.data.options; "
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_patch.context_parallel.layout import unshard
-from megatron_patch.data.config import DatasetConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.loader import build_loaders, needs_data
+from megatron_patch.schema.data import DatasetConfig
 
 QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_patch.data import tokenizers
-from megatron_patch.data.config import TokenizerConfig
 from megatron_patch.data.errors import DataError
+from megatron_patch.schema.data import TokenizerConfig
 
 TEXT = "Ein Satz, 漢字 und 🙂;\n\treturn self._x\n"
 

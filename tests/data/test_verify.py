@@ -17,13 +17,13 @@ import benchmark_scripts
 import pytest
 
 from megatron_patch.data import manifest, verify
-from megatron_patch.data.config import TokenizerConfig
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
 from megatron_patch.data.prepare import prepare
 from megatron_patch.data.tokenfile import TokenFile
 from megatron_patch.data.verify import check_dataset, verify_datasets
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.schema.data import TokenizerConfig
 
 ENDINGS = (".bin", ".idx", ".manifest.json")
 

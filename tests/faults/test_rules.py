@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_config import run_config
 
-from megatron_patch.config.problem import ConfigError
 from megatron_patch.faults import ledger, straggler, windows
-from megatron_patch.faults.config import FaultsConfig, SpikeConfig
 from megatron_patch.faults.spike import FILE, Detector, Spike, SpikePolicy, robust_score
 from megatron_patch.faults.windows import Skips, merged
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.schema.faults import FaultsConfig, SpikeConfig
+from megatron_patch.schema.problem import ConfigError
 
 # ----------------------------------------------------------------------------------------- spikes
 

@@ -19,7 +19,7 @@ from launch_cases import job, loaded
 
 from megatron_patch.config import ConfigError
 from megatron_patch.launcher import render
-from megatron_patch.launcher.config import SECRET, seconds
+from megatron_patch.schema.cluster import SECRET, seconds
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from error_bound import check
 from megatron_cpu import fused, loss_and_grads, tiny_run
 
 from megatron_patch.model import activation
-from megatron_patch.model.config import MoEConfig
+from megatron_patch.schema.model import MoEConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
 

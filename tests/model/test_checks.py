@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_cpu import tiny_run
 
 from megatron_patch.model.checks import problems
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig, ffn_hidden_size
-from megatron_patch.training.config import RecomputeConfig
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig, ffn_hidden_size
+from megatron_patch.schema.training import RecomputeConfig
 
 COMM = "parallel.cp_comm_type"
 MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)

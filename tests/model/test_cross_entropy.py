@@ -11,8 +11,8 @@ from megatron_cpu import VOCAB, fused, loss_and_grads, tiny_run
 
 from megatron_patch.model import norms
 from megatron_patch.model.build import RECOMPILE_LIMIT, build_model
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.model.cross_entropy import cross_entropy
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
 SHAPE = (7, 3, 129)

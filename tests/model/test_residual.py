@@ -9,8 +9,8 @@ from megatron_cpu import fused, loss_and_grads
 from stream_cases import added, double, handed_on
 
 from megatron_patch.model import residual
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
-from megatron_patch.training.config import RecomputeConfig
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.training import RecomputeConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
 NAMES = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])

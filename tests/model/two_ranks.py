@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import SEQ, VOCAB, reseed, tiny_run
 
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.runtime import cpu_mode
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 
 def groups(run):

@@ -3,8 +3,8 @@
 import pytest
 from run_config import run_config
 
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig, is_moe_layer
 from megatron_patch.monitor.flops import flops_per_token, mean_context
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig, is_moe_layer
 
 
 def brute_context(s: int, left: int) -> float:

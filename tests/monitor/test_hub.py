@@ -259,7 +259,7 @@ def test_inactive_monitor_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_wandb_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_patch.monitor.config import WandbConfig
+    from megatron_patch.schema.logging import WandbConfig
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monitor = Monitor(run_config(logging={"wandb": WandbConfig(enabled=True)}), tmp_path)
@@ -331,7 +331,7 @@ def test_a_server_of_wandb_that_is_away_stops_no_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its error is none of the system's; at the first start it is most likely the user's."""
-    from megatron_patch.monitor.config import WandbConfig
+    from megatron_patch.schema.logging import WandbConfig
 
     class CommError(Exception):
         pass

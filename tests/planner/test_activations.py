@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron_cpu import single_rank, tiny_run
 from test_parameters import CP, GPT2, PP, SP, TP, VP
 
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.planner import activations, kernel_memory, memory, parameters
 from megatron_patch.planner.layout import layout_of
-from megatron_patch.stability.config import StabilityConfig
-from megatron_patch.training.config import RecomputeConfig
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.stability import StabilityConfig
+from megatron_patch.schema.training import RecomputeConfig
 
 SHAPE = {
     "num_layers": 4,

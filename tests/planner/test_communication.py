@@ -8,10 +8,10 @@ import pytest
 from megatron_cpu import tiny_run
 from test_parameters import CP, DIST, EP, MOE, PP, SP, TP, VP
 
-from megatron_patch.model.config import MTPConfig
 from megatron_patch.planner import communication, hardware, states
 from megatron_patch.planner.activations import sizes_of
 from megatron_patch.planner.layout import NETWORK, NODE, layout_of
+from megatron_patch.schema.model import MTPConfig
 
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 128}
 VOCAB = 64
@@ -78,7 +78,7 @@ def test_sequence_parallelism_sends_ten_operations_a_layer():
 
 
 def test_full_recompute_repeats_the_forward_collectives():
-    from megatron_patch.training.config import RecomputeConfig
+    from megatron_patch.schema.training import RecomputeConfig
 
     again = {"recompute": RecomputeConfig(granularity="full")}
     _, _, plain = traffic({TP: 2, **SP}, world=2)

@@ -6,8 +6,8 @@ import dry_run
 import pytest
 from megatron_cpu import tiny_run
 
-from megatron_patch.model.config import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.planner import parameters
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 VOCAB = 60
 TP, PP, VP = (

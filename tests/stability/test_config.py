@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run_config import run_config
 
-from megatron_patch.stability.config import StabilityConfig, capture_mib
+from megatron_patch.schema.stability import StabilityConfig, capture_mib
 
 
 def complaints(stability: dict[str, Any], **sections: dict[str, Any]) -> list[str]:

@@ -222,7 +222,7 @@ def test_what_cannot_be_measured_is_refused(section: str, key: str, value: Any, 
 def test_latent_attention_and_several_processes_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_patch.model.config import MLAConfig
+    from megatron_patch.schema.model import MLAConfig
 
     plain = run_config(model={"position_embedding": "none"})
     run = replace(plain, model=replace(plain.model, mla=MLAConfig()))

@@ -11,7 +11,7 @@ import pytest
 import training_ranks
 from training_ranks import figures
 
-from megatron_patch.config.problem import ConfigError
+from megatron_patch.schema.problem import ConfigError
 from megatron_patch.stability import guard, record
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("own_worker")]

@@ -9,7 +9,7 @@ from typing import Any
 import benchmark_scripts
 import pytest
 
-from megatron_patch.stability.config import StabilityConfig
+from megatron_patch.schema.stability import StabilityConfig
 
 
 @pytest.fixture(scope="module")

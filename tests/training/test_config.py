@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from run_config import run_config
 
-from megatron_patch.model.config import MoEConfig, MTPConfig
 from megatron_patch.parallel.setup import LayoutError, check_world_size, world_size_problems
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 
 def paths(section: str, keys: dict[str, Any], **others: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from run_config import run_config
 
-from megatron_patch.config.problem import ConfigError
+from megatron_patch.schema.problem import ConfigError
 from megatron_patch.training import determinism
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from megatron_cpu import VOCAB, layout, single_rank, tiny_run
 
-from megatron_patch.faults.config import FaultsConfig, SpikeConfig
 from megatron_patch.faults.spike import RewindWanted, SpikePolicy, UpdateDropped
 from megatron_patch.model.build import build_model
-from megatron_patch.model.config import MoEConfig
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.schema.faults import FaultsConfig, SpikeConfig
+from megatron_patch.schema.model import MoEConfig
 from megatron_patch.training import finite
 from megatron_patch.training.finite import NonFiniteError, StepGuard
 from megatron_patch.training.gate import gate_of

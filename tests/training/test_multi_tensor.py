@@ -10,7 +10,7 @@ from megatron_cpu import VOCAB, single_rank, tiny_run
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_patch.model.build import build_model
-from megatron_patch.model.config import MoEConfig
+from megatron_patch.schema.model import MoEConfig
 from megatron_patch.training import multi_tensor
 from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 

@@ -12,7 +12,7 @@ import yaml
 from minimal_config import TINY
 
 from megatron_patch.config import load
-from megatron_patch.config.problem import ConfigError, Problem
+from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import rundir
 
 
@@ -296,7 +296,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from megatron_patch.config import load
-from megatron_patch.config.problem import ConfigError
+from megatron_patch.schema.problem import ConfigError
 from megatron_patch.training import rundir, startup
 
 rundir.PATIENCE_S = float(sys.argv[4])

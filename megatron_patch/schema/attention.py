@@ -10,8 +10,8 @@ from megatron_patch.attention import checks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.problem import Problem
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.problem import Problem
+    from megatron_patch.schema.run import RunConfig
 
 BackendName = Literal["stable_flash", "sdpa_cudnn", "sdpa_flash", "te", "mcore_local", "reference"]
 

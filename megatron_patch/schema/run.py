@@ -6,21 +6,21 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_patch.attention.config import AttentionConfig
-from megatron_patch.checkpoint.config import CheckpointConfig
-from megatron_patch.data.config import DataConfig
-from megatron_patch.faults.config import FaultsConfig
-from megatron_patch.launcher.config import ClusterConfig
-from megatron_patch.model.config import ModelConfig
-from megatron_patch.monitor.config import LoggingConfig
-from megatron_patch.parallel.config import ParallelConfig
-from megatron_patch.stability.config import StabilityConfig
-from megatron_patch.training.config import OptimizerConfig, TrainingConfig
+from megatron_patch.schema.attention import AttentionConfig
+from megatron_patch.schema.checkpoint import CheckpointConfig
+from megatron_patch.schema.cluster import ClusterConfig
+from megatron_patch.schema.data import DataConfig
+from megatron_patch.schema.faults import FaultsConfig
+from megatron_patch.schema.logging import LoggingConfig
+from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.parallel import ParallelConfig
+from megatron_patch.schema.stability import StabilityConfig
+from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.problem import Problem
+    from megatron_patch.schema.problem import Problem
 
 # Goes into file names, job names and dashboards: nothing that a shell or a path could read.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -59,7 +59,7 @@ class RunConfig:
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """What is wrong outside the sections; each section checks itself."""
-        from megatron_patch.config.problem import Problem
+        from megatron_patch.schema.problem import Problem
 
         if not NAME.fullmatch(self.name):
             yield Problem(

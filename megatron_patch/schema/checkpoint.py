@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.problem import Problem
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.problem import Problem
+    from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CheckpointConfig:
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Everything about this section that can be checked without a GPU."""
         from megatron_patch.checkpoint.manifest import read_key
-        from megatron_patch.config.problem import Problem
+        from megatron_patch.schema.problem import Problem
 
         for name in ("interval", "keep_last"):
             value = getattr(self, name)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_patch.config.problem import Problem
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 OWN_BACKENDS = ("stable_flash", "reference")  # those that communicate by context_parallel/
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatron_patch.config.problem import Problem
+from megatron_patch.schema.problem import Problem
 from megatron_patch.stability.warning import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.config.root import RunConfig
+    from megatron_patch.schema.run import RunConfig
 
 # Backends whose core attention is `CoreAttention`, with numerics that stable_flash improves on.
 SWITCHABLE = ("stable_flash", "sdpa_cudnn", "sdpa_flash")
