@@ -1,11 +1,12 @@
-"""Every backend on captured tensors: what each makes of delta and dQ, against float64.
+"""``megatron-patch probe``: every attention backend on captured tensors, judged against float64.
 
-The mathematics is `stable_attention.probes`; this file knows which backends there are here and how
-to call them on a capture. "emulated ..." backends imitate an implementation rounding by rounding in
-PyTorch and run anywhere; the others are the kernels themselves.
+The mathematics is `stable_attention.probes`; this file knows which backends there are and how to
+call them on a capture. `probe_report` is the command. "emulated ..." backends imitate an
+implementation rounding by rounding in PyTorch and run anywhere; the others are the kernels
+themselves.
 
-Shape legend: s tokens, b sequences, h query heads, d and dv head dims; captured tensors are sbhd,
-inside everything is bhsd with one key/value head per query head.
+Shape legend: s tokens, b sequences, h query heads, d and dv head dims. Captured tensors are sbhd;
+inside, everything is bhsd with one key/value head per query head.
 """
 
 from __future__ import annotations
@@ -18,24 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.experiments.errors import ExperimentError
 from stable_attention import ops
 from stable_attention.probes import BackendResult, ProbeReport, probe_results
-from stable_attention.reference.emulators import (
-    COMPENSATED,
-    DYNAMIC_MAX,
-    DYNAMIC_MAX_PUBLISHED,
-    FLASH2,
-    FLASH4,
-    PAPER,
-    Rounding,
-    emulate,
-)
+from stable_attention.reference import emulators
 
 if TYPE_CHECKING:
     from megatron_patch.stability.capture import Capture
 
-SKIP_ROWS = 64
+
+class ProbeError(ValueError):
+    """A probe that cannot be made as asked; the text names what stands against it."""
+
+    exit_code = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +47,9 @@ class Tensors:
 
     @classmethod
     def of(cls, capture: Capture, device: torch.device) -> Tensors:
-        """Raises ExperimentError for layers whose attention the float64 truth does not cover."""
+        """Raises ProbeError for layers whose attention the float64 truth does not cover."""
         if capture.sinks is not None:
-            raise ExperimentError(
+            raise ProbeError(
                 f"step {capture.step}, layer {capture.layer}: the layer has attention sinks "
                 "(model.softmax_type), which probes do not model; capture a vanilla layer"
             )
@@ -66,17 +61,22 @@ class Tensors:
         window = None if capture.window is None else (capture.window[0], capture.window[1])
         return cls(q, k, v, dout, capture.scale, capture.causal, window)
 
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v that gradients can be asked of."""
+        q, k, v = (t.detach().requires_grad_() for t in (self.q, self.k, self.v))
+        return q, k, v
+
 
 Runner = Callable[[Tensors], BackendResult]
 
 
-def ours(stabilizer: str, residual: str = "bf16") -> Runner:
+def stable_flash(stabilizer: str, residual: str = "bf16") -> Runner:
     """``stable_flash`` with a stabilizer (or half of one)."""
 
     def run(x: Tensors) -> BackendResult:
         from stable_attention import stable_attention
 
-        q, k, v = _leaves(x)
+        q, k, v = x.leaves()
         found = stable_attention(
             q,
             k,
@@ -108,8 +108,8 @@ def sdpa(name: str) -> Runner:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if x.window is not None:
-            raise ExperimentError("scaled_dot_product_attention has no sliding window")
-        q, k, v = _leaves(x)
+            raise ProbeError("scaled_dot_product_attention has no sliding window")
+        q, k, v = x.leaves()
         with sdpa_kernel([getattr(SDPBackend, name)]):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=x.causal, scale=x.scale)
             dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
@@ -122,16 +122,9 @@ def reference(x: Tensors) -> BackendResult:
     """``reference``: float32 throughout, gradients rounded as the trainer's would be."""
     from stable_attention.reference import reference_attention
 
-    q, k, v = (t.float() for t in _leaves(x))
+    q, k, v = (t.float() for t in x.leaves())
     found = reference_attention(
-        q,
-        k,
-        v,
-        layout="bhsd",
-        causal=x.causal,
-        window=x.window,
-        scale=x.scale,
-        return_lse=True,
+        q, k, v, layout="bhsd", causal=x.causal, window=x.window, scale=x.scale, return_lse=True
     )
     assert isinstance(found, tuple)
     out, lse = found
@@ -144,41 +137,35 @@ def transformer_engine(x: Tensors) -> BackendResult:
     from transformer_engine.pytorch import DotProductAttention
 
     if not x.causal or x.window is not None:
-        raise ExperimentError("is probed on causal attention without a window only")
+        raise ProbeError("is probed on causal attention without a window only")
     heads, d, dv = x.q.shape[1], x.q.shape[3], x.v.shape[3]
     module = DotProductAttention(
         heads, (d, dv), attn_mask_type="causal", qkv_format="sbhd", softmax_scale=x.scale
     )
-    q, k, v = _leaves(x)
+    q, k, v = x.leaves()
     flat = module(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, k, v)))
     out = flat.view(*flat.shape[:2], heads, dv).permute(1, 2, 0, 3)
     dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
     return BackendResult(out=out, dq=dq, dk=dk)
 
 
-def emulated(rounding: Rounding) -> Runner:
+def emulated(rounding: emulators.Rounding) -> Runner:
     """An implementation imitated rounding by rounding, one head at a time."""
 
     def run(x: Tensors) -> BackendResult:
         from stable_attention.reference.geometry import allowed, bounds
 
-        n = x.q.shape[2]
-        i = torch.arange(n, device=x.q.device)
+        i = torch.arange(x.q.shape[2], device=x.q.device)
         mask = allowed(i, i, shift=0, reach=bounds(x.causal, x.window))
         wanted = dataclasses.replace(rounding, dtype=x.q.dtype)
         parts = []
         for h in range(x.q.shape[1]):
             one = (t[:, h : h + 1] for t in (x.q, x.k, x.v, x.dout))
-            parts.append(emulate(*one, rounding=wanted, scale=x.scale, mask=mask))
+            parts.append(emulators.emulate(*one, rounding=wanted, scale=x.scale, mask=mask))
         names = ("out", "lse", "low", "dq", "dk")
         return BackendResult(**{n: torch.cat([getattr(p, n) for p in parts], 1) for n in names})
 
     return run
-
-
-def _leaves(x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
-    return q, k, v
 
 
 NO_DELTA = ("sdpa_math",)
@@ -190,14 +177,14 @@ def backends(device: torch.device) -> dict[str, Runner]:
     table: dict[str, Runner] = {}
     if device.type == "cuda" or ops.interpreting():
         table |= {
-            "stable_flash compensated": ours("compensated"),
-            "stable_flash compensated, int8": ours("compensated", "int8"),
-            "stable_flash none": ours("none"),
-            "stable_flash low_order_o": ours("low_order_o"),
-            "stable_flash consistent_sum": ours("consistent_sum"),
-            "stable_flash fp32 O": ours("low_order_o", "fp32"),
-            "stable_flash dynamic_max": ours("dynamic_max"),
-            "stable_flash paper_bf16": ours("paper_bf16"),
+            "stable_flash compensated": stable_flash("compensated"),
+            "stable_flash compensated, int8": stable_flash("compensated", "int8"),
+            "stable_flash none": stable_flash("none"),
+            "stable_flash low_order_o": stable_flash("low_order_o"),
+            "stable_flash consistent_sum": stable_flash("consistent_sum"),
+            "stable_flash fp32 O": stable_flash("low_order_o", "fp32"),
+            "stable_flash dynamic_max": stable_flash("dynamic_max"),
+            "stable_flash paper_bf16": stable_flash("paper_bf16"),
         }
     if device.type == "cuda":
         table |= {
@@ -205,18 +192,19 @@ def backends(device: torch.device) -> dict[str, Runner]:
             "sdpa_cudnn": sdpa("CUDNN_ATTENTION"),
             "te": transformer_engine,
         }
+    plain, compensated = emulators.FLASH2, emulators.COMPENSATED
     return table | {
         "sdpa_math": sdpa("MATH"),
         "reference": reference,
-        "emulated compensated": emulated(COMPENSATED),
-        "emulated none": emulated(FLASH2),
-        "emulated low_order_o": emulated(dataclasses.replace(FLASH2, residual="bf16")),
-        "emulated consistent_sum": emulated(dataclasses.replace(COMPENSATED, residual=None)),
-        "emulated fp32 O": emulated(dataclasses.replace(FLASH2, residual="float32")),
-        "emulated dynamic_max": emulated(DYNAMIC_MAX),
-        "emulated dynamic_max as published": emulated(DYNAMIC_MAX_PUBLISHED),
-        "emulated lagging maximum": emulated(FLASH4),
-        "emulated paper_bf16": emulated(PAPER),
+        "emulated compensated": emulated(compensated),
+        "emulated none": emulated(plain),
+        "emulated low_order_o": emulated(dataclasses.replace(plain, residual="bf16")),
+        "emulated consistent_sum": emulated(dataclasses.replace(compensated, residual=None)),
+        "emulated fp32 O": emulated(dataclasses.replace(plain, residual="float32")),
+        "emulated dynamic_max": emulated(emulators.DYNAMIC_MAX),
+        "emulated dynamic_max as published": emulated(emulators.DYNAMIC_MAX_PUBLISHED),
+        "emulated lagging maximum": emulated(emulators.FLASH4),
+        "emulated paper_bf16": emulated(emulators.PAPER),
     }
 
 
@@ -224,7 +212,7 @@ def choose(wanted: str, device: torch.device) -> dict[str, Runner]:
     """The backends of ``--backends``: ``all``, or names (or first words of names) with commas.
 
     Raises:
-        ExperimentError: a name that is none of them here.
+        ProbeError: a name that is none of them here.
     """
     table = backends(device)
     if wanted == "all":
@@ -233,7 +221,7 @@ def choose(wanted: str, device: torch.device) -> dict[str, Runner]:
     for name in (part.strip() for part in wanted.split(",")):
         found = {n: r for n, r in table.items() if n == name or n.split(" ")[0] == name}
         if not found:
-            raise ExperimentError(
+            raise ProbeError(
                 f"backend {name!r} cannot be probed on {device.type}; there are: {', '.join(table)}"
             )
         chosen |= found
@@ -244,7 +232,7 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
     """Capture files named directly, or all of a run directory or folder, in order of their names.
 
     Raises:
-        ExperimentError: nothing there.
+        ProbeError: nothing there.
     """
     found: list[Path] = []
     for path in paths:
@@ -252,15 +240,26 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
             folder = path / "captures" if (path / "captures").is_dir() else path
             inside = sorted(folder.glob("*.pt"))
             if not inside:
-                raise ExperimentError(
+                raise ProbeError(
                     f"{path} holds no captures (set stability.capture_steps or capture_at)"
                 )
             found += inside
         elif path.is_file():
             found.append(path)
         else:
-            raise ExperimentError(f"{path}: no such file")
+            raise ProbeError(f"{path}: no such file")
     return found
+
+
+INPUT_FORMS = {
+    "kappa": "{:.3g}",
+    "repeated_max": "{:.2%}",
+    "two_round_to_one": "{:.2%}",
+    "dead_zone": "{:.2%}",
+    "top_probability": "{:.3f}",
+}
+"""Figures of the inputs, and how the table writes them."""
+INPUT_FIGURES = (*INPUT_FORMS, "rms_delta", "rows", "heads")
 
 
 def probe_capture(
@@ -295,24 +294,12 @@ def probe_capture(
     )
     for name, report in reports.items():
         figures[name] = _figures(report, results[name], delta=name not in NO_DELTA)
-    facts = next((r.as_dict() for r in reports.values()), {})
+    inputs = next((r.as_dict() for r in reports.values()), {})
     return {
         "capture": _facts(capture) | {"skipped_rows": rows},
-        "inputs": {n: _round(facts[n]) for n in INPUT_FIGURES if n in facts},
+        "inputs": {n: _round(inputs[n]) for n in INPUT_FIGURES if n in inputs},
         "backends": {name: figures[name] for name in runners},
     }
-
-
-INPUT_FIGURES = (
-    "kappa",
-    "repeated_max",
-    "two_round_to_one",
-    "dead_zone",
-    "top_probability",
-    "rms_delta",
-    "rows",
-    "heads",
-)
 
 
 def _figures(

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron_patch.cli import app
-from megatron_patch.experiments import probe_report, probing
-from megatron_patch.experiments.errors import ExperimentError
+from megatron_patch.stability import probe as probing
+from megatron_patch.stability import probe_report
 from megatron_patch.stability.capture import Capture, file_name
 from stable_attention.probes import BackendResult
 from stable_attention.reference.regimes import make_regime
 
 CPU = torch.device("cpu")
-# Captures of failing runs as `capture_at` leaves them (docs/experiments.md says how to add one);
+# Captures of failing runs as `capture_at` leaves them (research/report.md says how they were made);
 # the synthetic ones below stand in for them always, and are never put there.
 CAPTURED = sorted((Path(__file__).parent / "captures").glob("*.pt"))
 LARGEST = 5_000_000
@@ -225,7 +225,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "code.pt").unlink()
     assert app.run(["probe", str(tmp_path)]) == 2
     assert "stability.capture_steps" in capsys.readouterr().err
-    with pytest.raises(ExperimentError, match="attention sinks"):
+    with pytest.raises(probing.ProbeError, match="attention sinks"):
         probe(capture("gauss", sinks=torch.zeros(2)), "reference")
 
 

@@ -1,126 +1,103 @@
-"""``megatron-patch probe``: captures in, a table, JSON and a plot out."""
+"""What ``megatron-patch probe`` prints and writes: a table a capture, JSON, a plot."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.files import make_folder
-from megatron_patch.experiments.results import table
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_patch.experiments.probing import Runner
+from megatron_patch.runtime import environment
+from megatron_patch.stability import capture as captures
+from megatron_patch.stability import probe
+from megatron_patch.stability.probe import ProbeError, Runner
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """The command line."""
-
-    captures: list[Path]
-    backends: str
-    device: str
-    skip_rows: int
-    out: Path | None
-
-
-def run(request: Request) -> int:
+def run(paths: list[Path], *, backends: str, device: str, skip_rows: int, out: Path | None) -> int:
     """Probe every capture that can be read; stderr names the others.
+
+    Args:
+        paths: capture files, or run directories.
+        backends: ``all``, or names with commas.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        skip_rows: first rows of every sequence that are left out.
+        out: folder of probe.json, probe.md and probe.png; None: only print.
 
     Returns:
         0 if each has a figure of at least one backend; 1 if one has none; 2 if one was left out.
 
     Raises:
-        ExperimentError: no capture, none that can be read, an unknown backend, ``out`` that cannot
-            be written.
+        ProbeError: no capture, none that can be read, an unknown backend, ``out`` that cannot be
+            written.
     """
-    import torch
-
-    from megatron_patch.experiments import probing
-    from megatron_patch.runtime import environment
-
-    name = request.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ExperimentError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
-    device = torch.device(name)
-    runners = probing.choose(request.backends, device)
-    paths = probing.files_of(request.captures)
-    if request.out is not None:
-        make_folder(request.out, "--out")  # before the captures are probed, which takes long
-    found, left_out = _probe(request, paths, runners, device)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ProbeError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
+    runners = probe.choose(backends, torch.device(device))
+    files = probe.files_of(paths)
+    if out is not None:
+        _make_folder(out)  # before the captures are probed, which takes long
+    found, left_out = _probe(files, runners, torch.device(device), skip_rows=skip_rows)
     result = {
         "captures": found,
-        "device": name,
+        "device": device,
         "environment": environment.report(),
         "left_out": left_out,
     }
-    if request.out is not None:
-        write(result, request.out)
-        print(f"{request.out / 'probe.json'}, probe.md, probe.png")
-    unjudged = _tell_unjudged(found)
+    if out is not None:
+        write(result, out)
+        print(f"{out / 'probe.json'}, probe.md, probe.png")
+    unjudged = [one for one in found if not any(judged(c) for c in one["backends"].values())]
+    for one in unjudged:
+        names = ", ".join(one["backends"])
+        _print_error(f"{one['file']}: no finite figure of any backend ({names})")
     if left_out:
-        count = f"{len(left_out)} of {len(found) + len(left_out)} captures left out"
-        _say(f"{count}; they are what stability.capture_* saves")
+        count = f"{len(left_out)} of {len(files)} captures left out"
+        _print_error(f"{count}; they are what stability.capture_* saves")
         return 2
     return 1 if unjudged else 0
 
 
 def _probe(
-    request: Request, paths: list[Path], runners: dict[str, Runner], device: torch.device
+    files: list[Path], runners: dict[str, Runner], device: torch.device, *, skip_rows: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """(what every capture gave, those that gave nothing and why); prints both as they come.
 
     Raises:
-        ExperimentError: none gave anything.
+        ProbeError: none gave anything.
     """
-    from megatron_patch.experiments import probing
-    from megatron_patch.stability import capture as captures
-
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
-    for path in paths:
+    for path in files:
         try:
-            one = probing.probe_capture(
-                captures.load(path), runners, device=device, skip_rows=request.skip_rows
+            one = probe.probe_capture(
+                captures.load(path), runners, device=device, skip_rows=skip_rows
             )
-        except (captures.CaptureError, ExperimentError, OSError) as error:
+        except (captures.CaptureError, ProbeError, OSError) as error:
             # One damaged file must not take the figures of the others with it.
-            said = str(error) if path.name in str(error) else f"{path}: {error}"
-            left_out.append({"file": path.name, "error": said})
-            if len(paths) == 1:
-                text = f"{said}; captures are what stability.capture_* saves"
-                raise ExperimentError(text) from None
-            _say(said)
+            text = str(error) if path.name in str(error) else f"{path}: {error}"
+            left_out.append({"file": path.name, "error": text})
+            if len(files) == 1:
+                raise ProbeError(f"{text}; captures are what stability.capture_* saves") from None
+            _print_error(text)
             continue
         one["file"] = path.name
         found.append(one)
         print(markdown(one), flush=True)
     if not found:
-        raise ExperimentError(
-            f"none of the {len(paths)} captures can be probed; they are what stability.capture_* "
+        raise ProbeError(
+            f"none of the {len(files)} captures can be probed; they are what stability.capture_* "
             "saves"
         )
     return found, left_out
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"megatron-patch: {text}", file=sys.stderr, flush=True)
-
-
-def _tell_unjudged(found: list[dict[str, Any]]) -> bool:
-    """Say on stderr which captures no backend has a figure of; whether there are any."""
-    none = [o for o in found if not any(judged(c) for c in o["backends"].values())]
-    for one in none:
-        names = ", ".join(one["backends"])
-        _say(f"{one['file']}: no finite figure of any backend ({names})")
-    return bool(none)
 
 
 def judged(cell: dict[str, Any]) -> bool:
@@ -128,26 +105,43 @@ def judged(cell: dict[str, Any]) -> bool:
     return any(cell.get(name) is not None for name in ("rms", "dq_error", "dk_error"))
 
 
+def _make_folder(out: Path) -> None:
+    """Create ``--out``.
+
+    Raises:
+        ProbeError: it cannot be made, or not written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # Only trying tells: what the mode bits allow, a file system may refuse.
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> ProbeError:
+    where, why = error.filename, error.strerror or error
+    inside = f"{where} " if where is not None and Path(where).parent == out else ""
+    text = f"--out {out}: {inside}cannot be written ({why}); name a directory that you can write"
+    return ProbeError(text)
+
+
 def write(result: dict[str, Any], out: Path) -> None:
     """probe.json, probe.md and probe.png into a folder.
 
     Raises:
-        ExperimentError: they cannot be written there.
+        ProbeError: they cannot be written there.
     """
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
     parts = [markdown(one) for one in result["captures"]]
     parts += [f"Left out: {one['error']}\n" for one in result["left_out"]]
-    make_folder(out, "--out")
     try:
         (out / "probe.json").write_text(text + "\n")
         (out / "probe.md").write_text("\n".join(parts))
         draw(result, out / "probe.png")
     except OSError as error:
-        where, why = error.filename or out, error.strerror or error
-        said = (
-            f"--out {out}: {where} cannot be written ({why}); name a directory that you can write"
-        )
-        raise ExperimentError(said) from None
+        raise _unwritable(out, error) from None
 
 
 HEAD = (
@@ -176,7 +170,9 @@ def markdown(one: dict[str, Any]) -> str:
         f"{facts['skipped_rows']} and later."
     )
     if inputs:
-        kappa, repeated, ones, dead, top = (figure(inputs, n, f) for n, f in _INPUT_FORMS.items())
+        kappa, repeated, ones, dead, top = (
+            figure(inputs, n, f) for n, f in probe.INPUT_FORMS.items()
+        )
         lines.append(
             f"kappa {kappa}; repeated maximum in {repeated} of rows, two P that round to 1 in "
             f"{ones}; dead zone {dead} of elements; mean largest P {top}."
@@ -189,19 +185,12 @@ def markdown(one: dict[str, Any]) -> str:
         lines.append(f"Largest spectral norm over heads{bound}: {', '.join(norms)}.")
     lines += _why_not_finite(one)
     rows = [[name, *_cells(cell)] for name, cell in one["backends"].items() if "error" not in cell]
-    lines += ["", table(HEAD, rows), ""]
+    lines += ["", *_table(rows), ""]
     errors = {n: c["error"] for n, c in one["backends"].items() if "error" in c}
     lines += [f"{name}: not measured, {text}" for name, text in errors.items()]
     return "\n".join(lines) + "\n"
 
 
-_INPUT_FORMS = {
-    "kappa": "{:.3g}",
-    "repeated_max": "{:.2%}",
-    "two_round_to_one": "{:.2%}",
-    "dead_zone": "{:.2%}",
-    "top_probability": "{:.3f}",
-}
 _FORMS = {
     "mean": "{:+.1e}",
     "standard_error": "{:.1e}",
@@ -220,6 +209,12 @@ def figure(figures: dict[str, Any], name: str, form: str) -> str:
     if name not in figures:
         return "-"
     return NOT_FINITE if figures[name] is None else form.format(figures[name])
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Lines of Markdown; the first column left-aligned, the others right-aligned."""
+    lines = [" | ".join(HEAD), " | ".join(["---", *["---:"] * (len(HEAD) - 1)])]
+    return [f"| {line} |" for line in [*lines, *(" | ".join(row) for row in rows)]]
 
 
 def _cells(cell: dict[str, Any]) -> list[str]:
