@@ -16,13 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.experiments.errors import ExperimentError
-
 if TYPE_CHECKING:
     import torch
 
     from megatron_patch.attention.backends.call import Backend, Call, Result
     from megatron_patch.schema.run import RunConfig
+
+
+class VariantError(ValueError):
+    """A variant that is not known, or does not fit the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def float32_attention(run: Backend) -> Backend:
     def changed(call: Call) -> Result:
         if call.q.device.type != "cuda":
             return run(call)
-        from stable_attention.reference.split_products import split_product_attention
+        from split_products import split_product_attention
 
         if call.window is not None or call.sinks is not None:
             raise ValueError(
@@ -188,21 +190,21 @@ def install(name: str, run: RunConfig) -> None:
     """Change the configured backend's function for the rest of this process.
 
     Raises:
-        ExperimentError: no such variant, or it does not fit the configuration.
+        VariantError: no such variant, or it does not fit the configuration.
     """
     from megatron_patch.attention.core import FUNCTIONS
 
     if name not in VARIANTS:
-        raise ExperimentError(f"variant {name!r} is not known; there are {', '.join(VARIANTS)}")
+        raise VariantError(f"variant {name!r} is not known; there are {', '.join(VARIANTS)}")
     variant = VARIANTS[name]
     unmet = variant.unmet(run)
     if unmet:
-        raise ExperimentError(f"variant {name!r} does not fit: {'; '.join(unmet)}")
+        raise VariantError(f"variant {name!r} does not fit: {'; '.join(unmet)}")
     if variant.wrap is None:
         return
     module, function = FUNCTIONS[run.attention.backend]
     home = importlib.import_module(module)
     plain = getattr(home, function)
     changed = functools.wraps(plain)(variant.wrap(plain))
-    changed.variant = name  # type: ignore[attr-defined]  # captures tell it: stability.observe
+    changed.variant = name  # type: ignore[attr-defined]  # captures name it: stability.observe
     setattr(home, function, changed)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.experiments.protocol import ExplosionConfig
+from protocol import ExplosionConfig
 
 FINAL_STEPS = 200
 
@@ -69,14 +69,9 @@ def read_rows(path: Path) -> list[Row]:
         return parse_rows(lines)
 
 
-def begins_with(rows: list[Row], start: list[Row]) -> bool:
-    """Whether ``rows`` go on from ``start``; NaN is equal to itself here."""
-    return repr(rows[: len(start)]) == repr(start)
-
-
 def parse_rows(lines: Iterable[str]) -> list[Row]:
-    """`read_rows` of the file's text."""
-    rows = []
+    """`read_rows` of the file's text: of a step that was made twice, what the last attempt made."""
+    rows: list[Row] = []
     # File systems give zeros for blocks that a crash lost. What follows them on their line is whole
     # again, what they are in the middle of is not; and thousands of them are an error of csv.
     whole = (line.lstrip("\0") for line in lines)
@@ -87,6 +82,8 @@ def parse_rows(lines: Iterable[str]) -> list[Row]:
                 found["eval_loss"] = float(row["eval_loss"])
         except (KeyError, TypeError, ValueError):
             continue
+        while rows and rows[-1]["step"] >= found["step"]:
+            rows.pop()  # an attempt that went back to a checkpoint repeats them
         rows.append(found)
     return rows
 
