@@ -297,9 +297,7 @@ class Runner:
             stream.seek(max(job.log_begins, stream.seek(0, os.SEEK_END) - 16384))
             log = stream.read().decode(errors="replace")
         if run.gpus > 1:
-            # torchrun itself ends with 1, and names the code of the rank that failed first.
-            found = re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
-            code = int(found[1]) if found else code
+            code = rank_exit_code(log)
         return STATE_OF_EXIT.get(code, FAILED), f"exit code {code}: {last_words(log)}"
 
     def _progress(self) -> str:
@@ -314,6 +312,12 @@ class Runner:
         if self.minutes is not None:
             line += f"; {duration(max(0.0, self._time_left()))} of time left"
         return line
+
+
+def rank_exit_code(log: str) -> int:
+    """Exit code of the rank that failed first: torchrun itself ends with 1, and names it here."""
+    found = re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
+    return int(found[1]) if found else 1
 
 
 def last_words(log: str) -> str:
@@ -334,7 +338,7 @@ def check_data(experiment: Experiment, runs: list[Run]) -> None:
         ExperimentError: all that is wrong with them.
     """
     from megatron_patch.data import tokenizers
-    from megatron_patch.data.errors import DataError
+    from megatron_patch.data.errors import DataError, Unanswered
     from megatron_patch.data.verify import check_quickly, dataset_paths
 
     found: dict[str, None] = {}  # every problem once: the runs share their data
@@ -344,7 +348,11 @@ def check_data(experiment: Experiment, runs: list[Run]) -> None:
             problems = check_quickly(path, tokenizers.build(tokenizer)).problems
         except DataError as error:
             problems = error.problems
-        found |= {str(problem): None for problem in problems}
+        for problem in problems:
+            if isinstance(problem, Unanswered):  # a file system that may answer the run itself
+                _say(f"warning: {problem}")
+            else:
+                found[str(problem)] = None
     if found:
         listed = "".join(f"\n  - {text}" for text in found)
         raise ExperimentError(

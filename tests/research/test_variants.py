@@ -1,20 +1,17 @@
-"""Variants change rounding and nothing else; preconditions refuse what cannot be compared."""
+"""Variants change rounding and nothing else."""
 
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
 
 import pytest
 import torch
+import variants
 from run_config import run_config
+from variants import VARIANTS
 
 from megatron_patch.attention.backends import reference, stable
 from megatron_patch.attention.backends.call import Call
-from megatron_patch.experiments import preconditions, variants
-from megatron_patch.experiments.errors import ExperimentError
-from megatron_patch.experiments.variants import VARIANTS
 
 
 def make_call(dtype: torch.dtype = torch.float32, **options: object) -> Call:
@@ -120,157 +117,3 @@ def test_installing_changes_the_configured_backend_only(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="it starts from 'none'"):
         variants.install("low_order_o", run_config(attention={"backend": "stable_flash"}))
     assert VARIANTS["k_centered"].unmet(run_config(model={"attention_dropout": 0.1}))
-
-
-def fingerprint(**changes: object) -> dict:
-    facts: dict = {
-        "weights": {"a": "1", "b": "2"},
-        "batches_sha256": "x",
-        "checked_steps": 3,
-        "environment": dict.fromkeys(preconditions.COMPARED, "1.0"),
-    }
-    return facts | changes
-
-
-def test_preconditions(tmp_path: Path) -> None:
-    """The first run of a seed sets the reference, the others must match it."""
-    file = tmp_path / "reference" / "seed_1.json"
-    preconditions.check(fingerprint(), file)
-    assert json.loads(file.read_text()) == fingerprint()
-    preconditions.check(fingerprint(), file)
-    other = dict.fromkeys(preconditions.COMPARED, "1.0") | {"torch": "2.0", "gpu": "A100"}
-    for changed, message in (
-        (fingerprint(weights={"a": "1", "b": "3"}), "initial weights differ: b"),
-        (fingerprint(weights={"a": "1"}), "1 of the reference's 2 initial weights are missing"),
-        (fingerprint(weights={"c": "1"}), "share no parameter name"),
-        (fingerprint(batches_sha256="y"), "batches of the first 3 steps differ"),
-        (fingerprint(checked_steps=4), "4 steps of batches were hashed, 3 in"),
-        (fingerprint(environment=other), "torch is 2.0, it was 1.0\n  - gpu is A100"),
-    ):
-        with pytest.raises(ExperimentError, match=message):
-            preconditions.check(changed, file)
-    assert list(file.parent.iterdir()) == [file]
-
-
-QK = {"a": "1", "b": "2", "l.q_layernorm.weight": "9", "l.k_layernorm.weight": "9"}
-PLAIN, NORMED = {"qk_layernorm": False}, {"qk_layernorm": True}
-AGREE = "[]"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "says"),
-    [
-        # What a key of the model adds, whichever of the two was there first.
-        ({"model": PLAIN}, {"model": NORMED, "weights": QK}, AGREE),
-        ({"model": NORMED, "weights": QK}, {"model": PLAIN}, AGREE),
-        ({}, {"model": NORMED, "weights": QK}, AGREE),
-        ({"weights": QK}, {"model": PLAIN}, AGREE),
-        # The key was said by both, or it is not what adds this name, or adds no name at all.
-        ({"model": NORMED, "weights": QK}, {"model": NORMED}, "2 of the reference's 4 initial "),
-        ({"model": PLAIN}, {"model": NORMED, "weights": QK | {"c": "1"}}, "1 initial weights are"),
-        ({"model": PLAIN}, {"model": PLAIN | {"window": [9]}, "weights": QK}, "2 initial weights"),
-        ({"model": PLAIN}, {"model": PLAIN, "weights": {"a": "1"}}, "says why: b"),
-        ({}, {"model": PLAIN, "weights": {"a": "1"}}, "1 of the reference's 2 initial weights"),
-        # Any other key may add anything.
-        ({"model": PLAIN}, {"model": PLAIN | {"add_qkv_bias": True}, "weights": QK}, AGREE),
-        ({"model": PLAIN}, {"model": PLAIN | {"num_layers": 6}, "weights": {"a": "1"}}, AGREE),
-    ],
-)
-def test_weights_that_only_one_model_has_must_be_declared(
-    first: dict, second: dict, says: str
-) -> None:
-    found = preconditions.differences(fingerprint(**second), fingerprint(**first))
-    assert says in str(found) and len(found) == (says != AGREE)
-
-
-def test_data_are_compared_beyond_the_batches_that_were_hashed(tmp_path: Path) -> None:
-    """Where both fingerprints have them: references of earlier versions are read as they are."""
-    ours, old = fingerprint(data_sha256="x", model=PLAIN), fingerprint()
-    others = fingerprint(data_sha256="y", model=PLAIN)
-    assert preconditions.differences(ours, ours) == []
-    assert preconditions.differences(ours, old) == preconditions.differences(old, ours) == []
-    (text,) = preconditions.differences(others, ours)
-    assert text.startswith("the data of the whole run differ")
-    file = tmp_path / "seed_1.json"
-    file.write_text(json.dumps(old))
-    preconditions.check(ours, file)
-    # Results and archives that were written with them stay comparable.
-    assert preconditions.comparable(ours) == preconditions.comparable(old)
-
-
-def test_what_machines_share_does_not_depend_on_which_model_came_first() -> None:
-    """As written by earlier versions, too: digests of a model without these weights are theirs."""
-    plain, normed = (
-        fingerprint(weights=weights, weights_sha256=preconditions.combined(weights))
-        for weights in (fingerprint()["weights"], QK)
-    )
-    assert (
-        preconditions.comparable(normed)
-        == preconditions.comparable(plain)
-        == plain | {"environment": {k: v for k, v in plain["environment"].items() if k != "commit"}}
-    )
-    latent = normed | {"weights": QK | {"l.self_attention.kv_layernorm.weight": "9"}}
-    assert preconditions.comparable(latent) == preconditions.comparable(plain)
-    for changed in ({"weights": QK | {"a": "9"}}, {"weights": QK | {"c": "1"}}):
-        assert preconditions.comparable(normed | changed) != preconditions.comparable(plain)
-    # Where both have these weights, and both are at hand, they are compared.
-    other = normed | {"weights": QK | {"l.q_layernorm.weight": "8"}}
-    assert preconditions.comparable(other)["weights"] == preconditions.comparable(normed)["weights"]
-    assert not preconditions.alike(normed, other)
-    assert preconditions.alike(normed, plain) and preconditions.alike(normed, normed)
-
-
-def test_references_that_cannot_be_used(tmp_path: Path) -> None:
-    """A file of something else, and a place where none can be written."""
-    file = tmp_path / "file"
-    for content in (b"\x80\x04\xff", b"", b"[]", b'{"weights": {}}'):
-        file.write_bytes(content)
-        with pytest.raises(ExperimentError, match="is no fingerprint of a seed"):
-            preconditions.check(fingerprint(), file)
-    with pytest.raises(ExperimentError, match="cannot be written"):
-        preconditions.check(fingerprint(), file / "below")
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_hashes_see_every_bit() -> None:
-    x = torch.zeros(4)
-    same = [preconditions.hash_tensor(x), preconditions.hash_tensor(x.clone())]
-    x[3] = -0.0
-    others = [
-        preconditions.hash_tensor(y)
-        for y in (x, torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(5))
-    ]
-    assert same[0] == same[1] and len({same[0], *others}) == 5
-
-
-def test_hashes_of_batches_follow_seed_and_not_the_micro_batch(corpus: Path) -> None:
-    def of(micro: int, seed: int) -> tuple[str, str]:
-        run = run_config(
-            data={"blend": [type(run_config().data.blend[0])(path=str(corpus))], "num_workers": 0},
-            training={"micro_batch_size": micro, "seed": seed, "global_batch_size": 8},
-        )
-        return preconditions.hash_batches(run, 3)
-
-    assert of(2, 1) == of(8, 1) != of(8, 2)
-
-
-def test_data_that_differ_after_the_hashed_batches(tmp_path: Path) -> None:
-    """Two datasets with the same first tokens, which differ in their last word."""
-    from megatron_patch.data.prepare import PrepareOptions, prepare
-
-    found = []
-    for name, last in (("one", "end"), ("other", "not")):
-        (tmp_path / f"{name}.txt").write_text("word " * 400 + last)
-        out = str(tmp_path / name)
-        prepare(PrepareOptions(inputs=[f"{out}.txt"], out=out, workers=1, quiet=True))
-        run = run_config(
-            data={
-                "train": [type(run_config().data.blend[0])(path=out)],
-                "blend": [],
-                "num_workers": 0,
-            },
-            training={"micro_batch_size": 1, "global_batch_size": 1, "eval_interval": None},
-        )
-        found.append(preconditions.hash_batches(run, 1))
-    (batches, data), (same, others) = found
-    assert batches == same and data != others

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron_patch.experiments import results
-from megatron_patch.experiments.protocol import ExplosionConfig
-from megatron_patch.experiments.verdict import judge, parse_rows, read_rows, windows
+import results
+from protocol import ExplosionConfig
+from verdict import judge, parse_rows, read_rows, windows
 
 RULE = ExplosionConfig(window=50, from_step=2000, grad_norm=1.0, loss=4.5)
 
@@ -91,16 +91,22 @@ def test_rows_of_a_file_with_blocks_of_zeros(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(path)] == [1, 3]
 
 
-def test_only_whole_windows_are_drawn_unless_there_are_none() -> None:
-    """One step of a run that failed at its start would stretch the axes of all others."""
-    size = 10
-    curves = {
-        "long": windows(rows({1: (4.0, 0.3)}, 25), size),
-        "failed": windows(rows({1: (11.0, 9.0)}, 1), size),
-    }
-    drawn = results._drawn(curves, size)
-    assert [w.step for w in drawn["long"]] == [10, 20] and drawn["failed"] == []
-    assert results._drawn({"failed": curves["failed"]}, size) == {"failed": curves["failed"]}
+def test_steps_that_an_attempt_repeats_count_once() -> None:
+    """It went back to its checkpoint at step 2; step 4 was not made again."""
+    text = "step,loss,grad_norm\n1,9,1\n2,8,1\n3,7,1\n4,6,1\n3,7.5,1\n"
+    found = [(row["step"], row["loss"]) for row in parse_rows(text.splitlines())]
+    assert found == [(1, 9), (2, 8), (3, 7.5)]
+
+
+def test_runs_that_were_not_made_alike_are_named() -> None:
+    made: dict = {name: ["1"] for name in results.MADE_WITH}
+    runs: list[dict] = [made | {"run": f"a-s{n}", "seed": n, "data": f"{n}"} for n in (1, 2)]
+    assert results.unlike(runs) == []
+    runs.append(made | {"run": "b-s1", "seed": 1, "data": "9", "torch": ["1", "2"]})
+    assert results.unlike(runs) == [
+        "torch: 1 (a-s1, a-s2, b-s1); 2 (b-s1)",
+        "data: runs of seed 1 were not trained on the same batches",
+    ]
 
 
 def test_final_losses_are_of_runs_that_came_to_their_last_step() -> None:
@@ -109,5 +115,5 @@ def test_final_losses_are_of_runs_that_came_to_their_last_step() -> None:
     runs = [run | {"final_loss": 3.0}, run | {"final_loss": 3.5}]
     runs += [run | {"final_loss": 7.0, "reason": "100 steps after the event"}]
     runs += [run | {"final_loss": 7.0, "origin": {"step": 5}}, run | {"final_loss": "nan"}]
-    assert results.seed_spread({"runs": runs}).endswith("| a | 2 | 3.2500 | 0.5000 |")
-    assert results.seed_spread({"runs": runs[2:]}) == ""
+    assert results.seed_spread(runs).endswith("| a | 2 | 3.2500 | 0.5000 |")
+    assert results.seed_spread(runs[2:]) == ""
