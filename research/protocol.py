@@ -15,6 +15,7 @@ from pathlib import Path
 from variants import VARIANTS
 
 from megatron_patch.config import Loaded, load
+from megatron_patch.monitor.metrics import duration
 from megatron_patch.schema.problem import ConfigError, Problem
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,47}")
@@ -272,3 +273,53 @@ def _checked(experiment: Experiment, run: Run) -> Run:
     cut = (f"{MICRO_BATCH}{batch // run.gpus}",) if one_pass else ()
     cpu = config.training.device == "cpu"
     return replace(run, overrides=(*run.overrides, *cut), cpu=cpu)
+
+
+def check_data(experiment: Experiment, runs: list[Run]) -> None:
+    """Whether the data that ``runs`` name are there: each would find the same, on its GPU.
+
+    Raises:
+        ExperimentError: all that is wrong with them.
+    """
+    from megatron_patch.data import tokenizers
+    from megatron_patch.data.errors import DataError, Unanswered
+    from megatron_patch.data.verify import check_quickly, dataset_paths
+
+    found: dict[str, None] = {}  # every problem once: the runs share their data
+    configs = [experiment.load(run).config for run in runs]
+    for path, tokenizer in {(p, c.data.tokenizer) for c in configs for p in dataset_paths(c)}:
+        try:
+            problems = check_quickly(path, tokenizers.build(tokenizer)).problems
+        except DataError as error:
+            problems = error.problems
+        for problem in problems:
+            if isinstance(problem, Unanswered):  # a file system that may answer the run itself
+                print(f"warning: {problem}", flush=True)
+            else:
+                found[str(problem)] = None
+    if found:
+        listed = "".join(f"\n  - {text}" for text in found)
+        raise ExperimentError(
+            f"no run is started: the data of {experiment.protocol.name} cannot be used:{listed}\n"
+            "Prepare them (megatron-patch prepare-data), or say where they are: --set "
+            "data.blend.0.path=... --set data.tokenizer.path=..."
+        )
+
+
+def describe(experiment: Experiment, runs: list[Run], *, gpus: int, steps: int) -> str:
+    """The text of ``--dry-run``: the runs in the order they start, and their time at most."""
+    protocol = experiment.protocol
+    lines = [f"{protocol.name}: {len(runs)} runs of {steps:,} steps on {gpus} GPU(s) or CPU seats"]
+    for run in runs:
+        keys = " ".join([*run.cell.set, f"variant={run.cell.variant}"])
+        lines.append(f"  {run.id}  {run.gpus} GPU(s)  {keys}  {run.cell.asks}".rstrip())
+    if protocol.steps_per_second is not None:
+        made = [
+            steps
+            if run.base is None or run.cell.follow is None
+            else min(steps, run.cell.before + run.cell.follow)
+            for run in runs
+        ]
+        seconds = sum(made) / protocol.steps_per_second / gpus
+        lines.append(f"at {protocol.steps_per_second:g} steps/s a GPU: about {duration(seconds)}")
+    return "\n".join(lines)

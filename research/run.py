@@ -39,7 +39,7 @@ from directory import (
     Directory,
     utc,
 )
-from protocol import Experiment, ExperimentError, Run, read
+from protocol import ExperimentError, Run, check_data, describe, read
 from variants import VARIANTS
 
 from megatron_patch.cli import app
@@ -331,56 +331,6 @@ def last_words(log: str) -> str:
     return text.removeprefix("megatron-patch: ")[:300]
 
 
-def check_data(experiment: Experiment, runs: list[Run]) -> None:
-    """Whether the data that ``runs`` name are there: each would find the same, on its GPU.
-
-    Raises:
-        ExperimentError: all that is wrong with them.
-    """
-    from megatron_patch.data import tokenizers
-    from megatron_patch.data.errors import DataError, Unanswered
-    from megatron_patch.data.verify import check_quickly, dataset_paths
-
-    found: dict[str, None] = {}  # every problem once: the runs share their data
-    configs = [experiment.load(run).config for run in runs]
-    for path, tokenizer in {(p, c.data.tokenizer) for c in configs for p in dataset_paths(c)}:
-        try:
-            problems = check_quickly(path, tokenizers.build(tokenizer)).problems
-        except DataError as error:
-            problems = error.problems
-        for problem in problems:
-            if isinstance(problem, Unanswered):  # a file system that may answer the run itself
-                _say(f"warning: {problem}")
-            else:
-                found[str(problem)] = None
-    if found:
-        listed = "".join(f"\n  - {text}" for text in found)
-        raise ExperimentError(
-            f"no run is started: the data of {experiment.protocol.name} cannot be used:{listed}\n"
-            "Prepare them (megatron-patch prepare-data), or say where they are: --set "
-            "data.blend.0.path=... --set data.tokenizer.path=..."
-        )
-
-
-def describe(experiment: Experiment, runs: list[Run], *, gpus: int, steps: int) -> str:
-    """The text of ``--dry-run``: the runs in the order they start, and their time at most."""
-    protocol = experiment.protocol
-    lines = [f"{protocol.name}: {len(runs)} runs of {steps:,} steps on {gpus} GPU(s) or CPU seats"]
-    for run in runs:
-        keys = " ".join([*run.cell.set, f"variant={run.cell.variant}"])
-        lines.append(f"  {run.id}  {run.gpus} GPU(s)  {keys}  {run.cell.asks}".rstrip())
-    if protocol.steps_per_second is not None:
-        made = [
-            steps
-            if run.base is None or run.cell.follow is None
-            else min(steps, run.cell.before + run.cell.follow)
-            for run in runs
-        ]
-        seconds = sum(made) / protocol.steps_per_second / gpus
-        lines.append(f"at {protocol.steps_per_second:g} steps/s a GPU: about {duration(seconds)}")
-    return "\n".join(lines)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -434,7 +384,10 @@ def run(args: argparse.Namespace) -> int:
         check_data(experiment, runs)
     if args.dry_run:
         return 0
-    directory = Directory(args.out or Path("runs") / protocol.name, experiment, _say)
+    out = args.out or Path("runs") / protocol.name
+    if args.results and not (out / "experiment.json").is_file():
+        raise ExperimentError(f"{out} is no experiment: it has no experiment.json")
+    directory = Directory(out, experiment, _say)
     try:
         queue = [
             run

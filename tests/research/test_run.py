@@ -324,6 +324,8 @@ def test_user_errors(
     for more, told in cases:
         assert go(*more) == 2
         assert told in capsys.readouterr().err
+    assert go("--results") == 2
+    assert "is no experiment: it has no experiment.json" in capsys.readouterr().err
     assert go("--dry-run") == 0
     assert "tiny: 3 runs of 100 steps" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
