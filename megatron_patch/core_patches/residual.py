@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_patch.model.norms import LayerNorm, RMSNorm
+from megatron_patch.core_patches.norms import LayerNorm, RMSNorm
 
 _LAYER, _RMS = "layer", "rms"
 

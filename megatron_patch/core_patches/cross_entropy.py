@@ -16,6 +16,11 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 
+def is_compiled(config: Any) -> bool:
+    """Whether ``training.compile_fusions`` is on: core's configuration has no field for it."""
+    return bool(config.cross_entropy_loss_fusion)
+
+
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Token losses under ``training.compile_fusions``.
 
