@@ -37,7 +37,7 @@ class Patch:
     versions: str = ">=0.19,<0.20"
     """Releases of megatron-core for which the patch is known to be right."""
     upstream_issue: str | None = None
-    """Address of an issue or a change; None: we know of none and have filed none."""
+    """Address of an issue or a proposed change; None: we know of none and have filed none."""
 
     def fits(self, version: str) -> bool:
         """Whether a release of megatron-core is one of ``versions``."""
@@ -52,6 +52,7 @@ class Patch:
         pkgutil.resolve_name(f"megatron.core.{self.target}")
 
 
+_UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
 _DISTRIBUTED = "optimizer.distrib_optimizer.DistributedOptimizer"
 
 PATCHES = (
@@ -89,6 +90,7 @@ PATCHES = (
         "norms",
         "transformer.torch_norm.WrappedTorchNorm",
         "the norms of local layers refuse sequence parallelism",
+        upstream_issue=f"{_UPSTREAM}/issues/1448",
     ),
     Patch(
         "residual stream",
@@ -109,6 +111,7 @@ PATCHES = (
         "latent attention",
         "transformer.multi_latent_attention.MLASelfAttention._qkv_down_projection",
         "under tensor parallelism, local layers miss other ranks' gradient of the rotary key",
+        upstream_issue=f"{_UPSTREAM}/issues/1699",
     ),
     Patch(
         "extra depths",
@@ -177,5 +180,6 @@ PATCHES = (
         "old nvrx",
         "dist_checkpointing.strategies.nvrx.is_nvrx_min_version",
         "the import of core fails beside an nvidia-resiliency-ext older than 0.6",
+        upstream_issue=f"{_UPSTREAM}/pull/5605",
     ),
 )

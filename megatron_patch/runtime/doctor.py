@@ -291,7 +291,8 @@ def core_patches() -> Iterator[Finding]:
     register = importlib.import_module("megatron_patch.core_patches.register")
     core = metadata.version("megatron-core")
     for patch in register.PATCHES:
-        state, text = State.OK, f"{patch.why} ({patch.target} {patch.versions})"
+        known = f"; {patch.upstream_issue}" if patch.upstream_issue else ""
+        state, text = State.OK, f"{patch.why} ({patch.target} {patch.versions}{known})"
         try:
             patch.selftest()
         except (ImportError, AttributeError) as error:

@@ -136,7 +136,7 @@ def it_is_compiled():
 
 @shows("latent attention")
 def a_rank_hands_on_its_columns():
-    """What follows from it: tests/model/test_parallel.py, "mla tp2 stock"."""
+    """And nothing sums the gradient later: tests/model/test_parallel.py, "mla tp2 stock"."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     layer = SimpleNamespace(
@@ -145,6 +145,8 @@ def a_rank_hands_on_its_columns():
     )
     _, combined = MLASelfAttention._qkv_down_projection(layer, torch.ones(2, 1, 6))
     assert combined.shape[-1] == 3
+    later = names_in(MLASelfAttention.get_query_key_value_tensors)
+    assert "copy_to_tensor_model_parallel_region" not in later
 
 
 @shows("extra depths")
