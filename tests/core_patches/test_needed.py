@@ -74,7 +74,7 @@ def a_gpu_is_taken_for_granted():
     if torch.cuda.is_available():
         assert l2_norm(torch.ones(2)).is_cuda
     else:
-        with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+        with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
             l2_norm(torch.ones(2))
 
 
