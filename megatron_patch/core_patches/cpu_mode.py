@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCEMENT = (
     "CPU mode: Megatron-Core runs on CPU tensors and gloo; its CUDA assumptions are answered by "
-    "megatron_patch.runtime.cpu_mode (slow, exact, for tests and small runs)"
+    "megatron_patch.core_patches.cpu_mode (slow, exact, for tests and small runs)"
 )
 
 _CPU = torch.device("cpu")
