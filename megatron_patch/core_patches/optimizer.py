@@ -92,7 +92,7 @@ class _CopyWeights:
 
     def __init__(self, part: Any) -> None:
         self._part = part
-        self._of: list[torch.Tensor] = []
+        self._known: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -100,11 +100,12 @@ class _CopyWeights:
         part = self._part
         groups = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
         new = [shard for group in groups for shard in group]
-        held = [bucket.param_data for buffer in part.buffers for bucket in buffer.buckets]
-        of = [*new, *held]
+        buckets = [bucket.param_data for buffer in part.buffers for bucket in buffer.buckets]
+        now = [*new, *buckets]
         # By identity; both lists are alive, so that no address has been used again.
-        if len(of) != len(self._of) or any(a is not b for a, b in zip(of, self._of, strict=True)):
-            self._of, self._places = of, self._look_up()
+        known = self._known
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+            self._known, self._places = now, self._look_up()
         if new:
             torch._foreach_copy_(self._places, new)
 

@@ -56,7 +56,7 @@ _UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
 _DISTRIBUTED = "optimizer.distrib_optimizer.DistributedOptimizer"
 
 PATCHES = (
-    # Process-wide
+    # For the rest of the process
     Patch(
         "CPU mode",
         "tensor_parallel.random",
@@ -66,7 +66,7 @@ PATCHES = (
     ),
     Patch(
         "quiet",
-        "models.gpt.gpt_model.GPTModel",
+        "models.gpt.gpt_model.logger",
         "every rank warns of packages it does without and of core's own deprecations",
         quiet.install,
         quiet.undo,
@@ -85,7 +85,7 @@ PATCHES = (
         norm_and_clipping.install,
         norm_and_clipping.undo,
     ),
-    # The model: subclasses and functions in the place of core's
+    # The model: subclasses and functions that stand for core's
     Patch(
         "norms",
         "transformer.torch_norm.WrappedTorchNorm",
@@ -100,7 +100,7 @@ PATCHES = (
     Patch(
         "cross entropy",
         "models.gpt.gpt_model.GPTModel.compute_language_model_loss",
-        "the loss keeps float32 copies of 16-bit logits",
+        "the loss keeps a float32 softmax of 16-bit logits",
     ),
     Patch(
         "squared ReLU",
@@ -120,10 +120,10 @@ PATCHES = (
     ),
     Patch(
         "tied output layer",
-        "models.gpt.gpt_model.GPTModel.setup_embeddings_and_output_layer",
+        "models.gpt.gpt_model.GPTModel.__init__",
         "a last stage with tied embeddings and extra depths allocates a weight nothing uses",
     ),
-    # The optimizer
+    # The optimizer: core_patches.optimizer, training.finite
     Patch(
         "optimizer kernel",
         "optimizer.Adam",
@@ -144,7 +144,7 @@ PATCHES = (
         "optimizer.optimizer.ChainedOptimizer.get_grad_norm",
         "nothing can judge the norm on all ranks between its reduction and the update",
     ),
-    # Checkpoints
+    # Checkpoints: checkpoint.{reshardable, optimizer_state, safe_reader, writer}
     Patch(
         "resharding",
         f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",
@@ -170,7 +170,7 @@ PATCHES = (
         "dist_checkpointing.strategies.filesystem_async._results_queue",
         "a save starts a helper process for a queue that is not used",
     ),
-    # Beside our trainer
+    # Other trainers and images: attention.patch, runtime.environment
     Patch(
         "core attention",
         "models.backends.LocalSpecProvider.core_attention",
