@@ -190,7 +190,9 @@ def adam(implementation: str) -> Iterator[str]:
     if implementation == "torch":
         kernel: Any = torch.optim.AdamW
     elif implementation == "apex" and importlib.util.find_spec("amp_C") is not None:
-        from apex.optimizers import FusedAdam as kernel
+        from apex.optimizers import FusedAdam
+
+        kernel = FusedAdam
     else:
         raise ConfigError(
             [
