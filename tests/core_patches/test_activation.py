@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from error_bound import check
 from megatron_cpu import fused, loss_and_grads, tiny_run
 
-from megatron_patch.model import activation
+from megatron_patch.core_patches import activation
 from megatron_patch.schema.model import MoEConfig
 
 pytestmark = pytest.mark.usefixtures("rank")

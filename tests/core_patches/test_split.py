@@ -8,7 +8,7 @@ from megatron.core.transformer import attention
 from megatron_cpu import loss_and_grads, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_patch.model import split
+from megatron_patch.core_patches import split
 from megatron_patch.model.build import build_model
 
 pytestmark = pytest.mark.usefixtures("rank")
@@ -57,9 +57,10 @@ def test_a_model_copies_only_what_is_apart(model, copies, monkeypatch):
         training={"precision": "bf16"},
         attention={"backend": "stable_flash"},
     )
+    split.qkv_split.undo()
     with monkeypatch.context() as patch:
-        patch.setattr(split, "install", lambda: False)
-        patch.setattr(attention, "SplitAlongDim", None)
+        patch.setattr(split.qkv_split, "install", lambda: False)
+        assert attention.SplitAlongDim is None
         (plain,) = build_model(run, vocab_size=96).chunks
         loss, grads = loss_and_grads(plain)
     (chunk,) = build_model(run, vocab_size=96).chunks

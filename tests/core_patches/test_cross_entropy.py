@@ -9,9 +9,9 @@ from error_bound import check
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_cpu import VOCAB, fused, loss_and_grads, tiny_run
 
-from megatron_patch.model import norms
+from megatron_patch.core_patches import norms
+from megatron_patch.core_patches.cross_entropy import cross_entropy
 from megatron_patch.model.build import RECOMPILE_LIMIT, build_model
-from megatron_patch.model.cross_entropy import cross_entropy
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
@@ -122,7 +122,7 @@ def test_a_model_trains_alike_with_it(model):
 
 
 def test_without_compile_fusions_the_loss_is_cores(monkeypatch):
-    from megatron_patch.model import gpt
+    from megatron_patch.core_patches import gpt
 
     monkeypatch.setattr(gpt, "cross_entropy", None)
     loss_and_grads(fused(on=False))

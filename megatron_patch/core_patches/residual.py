@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
 
-from megatron_patch.model.norms import LayerNorm, RMSNorm
+from megatron_patch.core_patches.norms import LayerNorm, RMSNorm
 
 _LAYER, _RMS = "layer", "rms"
 
@@ -38,14 +39,9 @@ class StreamNorm(torch.nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        branch: torch.Tensor | None = None,
-        shift: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(self, x: Tensor, branch: Tensor | None = None, shift: Tensor | None = None) -> Any:
         """Normalize the stream x [..., h], or x + branch [..., h] + shift [h].
 
         Returns:
@@ -59,9 +55,7 @@ class StreamNorm(torch.nn.Module):
             )
         return kept if self.hands_on or branch is not None else kept[0]
 
-    def add(
-        self, x: torch.Tensor, branch: torch.Tensor, shift: torch.Tensor | None
-    ) -> torch.Tensor:
+    def add(self, x: Tensor, branch: Tensor, shift: Tensor | None) -> Tensor:
         """The stream x + branch + shift; its norm is kept for the next call, which is with it.
 
         The call goes through the module's hooks, by which core waits for weights on their way.
@@ -129,8 +123,8 @@ class _Adder:
     def __init__(self, plain: Callable[..., Any], norm: StreamNorm) -> None:
         self._plain, self._norm = plain, norm
 
-    def __call__(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        def add(branch_and_shift: Any, x: torch.Tensor, dropout: float) -> torch.Tensor:
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        def add(branch_and_shift: Any, x: Tensor, dropout: float) -> Tensor:
             if training and dropout > 0:
                 return self._plain(training, fused)(branch_and_shift, x, dropout)
             return self._norm.add(x, *branch_and_shift)
@@ -145,13 +139,13 @@ class _StreamNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         kind: str,
-        x: torch.Tensor,
-        branch: torch.Tensor | None,
-        shift: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        branch: Tensor | None,
+        shift: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         forward = _compiled_layer_forward if kind == _LAYER else _compiled_rms_forward
         stream, out, *statistics = forward(x, branch, shift, weight, bias, eps)  # type: ignore[arg-type]
         if branch is None:
@@ -165,8 +159,8 @@ class _StreamNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, dout: torch.Tensor | None, dstream: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+        ctx: Any, dout: Tensor | None, dstream: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         stream, weight, *statistics = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(stream, dtype=weight.dtype)
@@ -177,9 +171,7 @@ class _StreamNorm(torch.autograd.Function):
         return None, dx, dbranch, dshift, dweight, dbias, None
 
 
-def _joined(
-    x: torch.Tensor, branch: torch.Tensor | None, shift: torch.Tensor | None
-) -> torch.Tensor:
+def _joined(x: Tensor, branch: Tensor | None, shift: Tensor | None) -> Tensor:
     """The stream after an addition, as core adds: all in the stream's type."""
     if branch is None:
         return x
@@ -188,12 +180,12 @@ def _joined(
 
 
 def _parted(
-    dx: torch.Tensor,
-    dstream: torch.Tensor | None,
-    stream: torch.Tensor,
+    dx: Tensor,
+    dstream: Tensor | None,
+    stream: Tensor,
     branch: torch.dtype | None,
     shift: torch.dtype | None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of stream, branch and shift from dx [rows, h] of the norm and from the stream's."""
     if dstream is not None:
         dx = dx + _float(dstream).flatten(0, -2)
@@ -206,13 +198,8 @@ def _parted(
 
 
 def _layer_forward(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, branch: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, ...]:
     """Stream, output [rows, h], mean and 1 / standard deviation [rows, 1] in float32."""
     stream = _joined(x, branch, shift)
     rows, w, b = _float(stream).flatten(0, -2), _float(weight), _float(bias)
@@ -221,16 +208,16 @@ def _layer_forward(
 
 
 def _layer_backward(
-    dout: torch.Tensor,
-    dstream: torch.Tensor | None,
-    stream: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    dout: Tensor,
+    dstream: Tensor | None,
+    stream: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
     *,
     branch: torch.dtype | None,
     shift: torch.dtype | None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of stream, branch, shift, weight and bias."""
     g, rows, w = _float(dout).flatten(0, -2), _float(stream).flatten(0, -2), _float(weight)
     # Of the bias only that there is one matters.
@@ -242,13 +229,8 @@ def _layer_backward(
 
 
 def _rms_forward(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: None,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, branch: Tensor | None, shift: Tensor | None, weight: Tensor, bias: None, eps: float
+) -> tuple[Tensor, ...]:
     """Stream, output [rows, h] and 1 / root mean square [rows, 1] in float32."""
     stream = _joined(x, branch, shift)
     rows = _float(stream).flatten(0, -2)
@@ -257,15 +239,15 @@ def _rms_forward(
 
 
 def _rms_backward(
-    dout: torch.Tensor,
-    dstream: torch.Tensor | None,
-    stream: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
+    dout: Tensor,
+    dstream: Tensor | None,
+    stream: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
     *,
     branch: torch.dtype | None,
     shift: torch.dtype | None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of stream, branch, shift and weight."""
     g, normal = _float(dout).flatten(0, -2), _float(stream).flatten(0, -2) * rstd
     gw = g * _float(weight)
@@ -274,7 +256,7 @@ def _rms_backward(
     return *parts, (g * normal).sum(0).to(weight.dtype), None
 
 
-def _float(x: torch.Tensor) -> torch.Tensor:
+def _float(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -9,20 +9,24 @@ that buffer is the gradient already.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatron_patch.core_patches.replace import Change, Replacement
 from stable_attention.pieces import joined
 
 
-def install() -> bool:
-    """Use `split` in Megatron-Core's attention where it has none but PyTorch's; whether it does."""
+def _split_along_dim() -> Iterator[Change]:
+    """Core's own place for it, empty where Transformer Engine is missing."""
     from megatron.core.transformer import attention
 
     if attention.SplitAlongDim is None:
-        attention.SplitAlongDim = split
-    return attention.SplitAlongDim is split
+        yield attention, "SplitAlongDim", split
+
+
+qkv_split = Replacement(_split_along_dim)
 
 
 def split(x: torch.Tensor, dim: int, sizes: list[int]) -> tuple[torch.Tensor, ...]:

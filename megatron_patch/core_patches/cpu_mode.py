@@ -6,7 +6,7 @@ stream, pins memory, keeps one CUDA random stream per parallel group and compile
 its pipeline schedules, dropout with recompute and ``dist_checkpointing`` run unchanged on a machine
 without a GPU. Nothing of Megatron-Core's code is replaced; only what it asks torch for.
 
-    from megatron_patch.runtime import cpu_mode
+    from megatron_patch.core_patches import cpu_mode
     cpu_mode.install()        # once per process, before anything of Megatron is built
 
 One difference to a GPU remains and is stated here: there the default CPU generator and the CUDA
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCEMENT = (
     "CPU mode: Megatron-Core runs on CPU tensors and gloo; its CUDA assumptions are answered by "
-    "megatron_patch.runtime.cpu_mode (slow, exact, for tests and small runs)"
+    "megatron_patch.core_patches.cpu_mode (slow, exact, for tests and small runs)"
 )
 
 _CPU = torch.device("cpu")

@@ -9,23 +9,21 @@ import torch
 from megatron_cpu import VOCAB, single_rank, tiny_run
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_patch.core_patches import optimizer as patches
+from megatron_patch.core_patches.optimizer import norm_and_clipping
 from megatron_patch.model.build import build_model
 from megatron_patch.schema.model import MoEConfig
-from megatron_patch.training import multi_tensor
 from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 
 
 @pytest.fixture
 def core():
-    from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
-    before = clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl
-    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    norm_and_clipping.undo()
     with single_rank():
         yield clip_grads
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = before
+    norm_and_clipping.undo()
 
 
 def parameters(values=1.0):
@@ -48,8 +46,8 @@ def test_norm_and_clipping_are_cores_own(core):
     exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in found))
     assert norm(core, again) == pytest.approx(exact, rel=1e-6)
     core.clip_grad_by_total_norm_fp32(again, 1.0, exact)
-    assert multi_tensor.install()
-    assert not multi_tensor.install()  # nothing is left to replace
+    assert norm_and_clipping.install()
+    assert not norm_and_clipping.install()  # nothing is left to replace
     assert norm(core, found) == pytest.approx(exact, rel=1e-6)
     core.clip_grad_by_total_norm_fp32(found, 1.0, exact)
     assert norm(core, found) == pytest.approx(1.0, rel=1e-5)
@@ -59,7 +57,7 @@ def test_norm_and_clipping_are_cores_own(core):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_gradient_makes_the_norm_bad(core, bad):
-    multi_tensor.install()
+    norm_and_clipping.install()
     found = parameters()
     found[3].grad[0, 0, 0] = bad
     assert not math.isfinite(norm(core, found))
@@ -76,14 +74,14 @@ def reads(core) -> int:
 def test_one_value_reaches_the_host(core):
     before = reads(core)
     assert before > len(parameters())
-    multi_tensor.install()
+    norm_and_clipping.install()
     assert reads(core) == 1
 
 
 def test_kernels_of_apex_and_transformer_engine_stay(core, monkeypatch):
     monkeypatch.setattr(core, "l2_norm_impl", print)
     monkeypatch.setattr(core, "multi_tensor_scale_impl", print)
-    assert not multi_tensor.install()
+    assert not norm_and_clipping.install()
     assert core.l2_norm_impl is print is core.multi_tensor_scale_impl
 
 
@@ -99,7 +97,7 @@ def test_weights_are_copied_as_core_copies_them(shape):
         chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
         optimizer, _ = build_optimizer(run, chunks)
         for part in optimizer.chained_optimizers:
-            assert isinstance(part._copy_main_params_to_model_params, multi_tensor._CopyWeights)
+            assert isinstance(part._copy_main_params_to_model_params, patches._CopyWeights)
             for group in part.shard_fp32_from_float16_groups:
                 for shard in group:
                     shard.data.normal_()
@@ -150,7 +148,7 @@ def test_clipping_that_changes_nothing_gathers_nothing(core, monkeypatch):
     asked = []
     monkeypatch.setattr(core, "clip_grad_by_total_norm_fp32", lambda *a, **b: asked.append((a, b)))
     before = callers.clip_grad_by_total_norm_fp32
-    multi_tensor.install()
+    norm_and_clipping.install()
     clip = callers.clip_grad_by_total_norm_fp32
     try:
         for total in (0.0, 0.5, 1.0 - 1e-6):
@@ -169,4 +167,4 @@ def test_optimizers_that_are_not_sharded_keep_cores_way():
     with single_rank():
         chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
         optimizer, _ = build_optimizer(run, chunks)
-        assert multi_tensor.copy_weights_at_once(optimizer) == 0
+        assert patches.copy_weights_at_once(optimizer) == 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_patch.model.transformer_config import is_compiled
+from megatron_patch.core_patches.cross_entropy import is_compiled
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_model as core_model
 
-from megatron_patch.model.cross_entropy import cross_entropy
-from megatron_patch.model.mtp import process_mtp_loss
-from megatron_patch.model.transformer_config import is_compiled
+from megatron_patch.core_patches.cross_entropy import cross_entropy, is_compiled
+from megatron_patch.core_patches.mtp import process_mtp_loss
 
 
 def _rebound(function: Any, **names: Any) -> Any:

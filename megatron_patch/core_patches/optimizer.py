@@ -1,40 +1,56 @@
-"""Norm, scaling and copies of many tensors at once, where Megatron-Core takes one after the other.
+"""Megatron-Core's optimizer: the norm, copies of many tensors at once, the kernel that runs.
 
 Without Transformer Engine and Apex, core's stand-ins bring the norm of every single gradient to the
 host while the GPU waits, and scale the gradients through a copy of each. With or without them it
 copies updated weights one parameter at a time, and looks up where to in every step. All this is
 done between the moment the norm is known and the update, or just after it, when the GPU has nothing
 else to do: host time there is time lost.
+
+Core takes its Adam from what is installed, and runs PyTorch's unfused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatron_patch.core_patches.replace import Change, Replacement, patched
+from megatron_patch.schema.problem import ConfigError, Problem
 
-def install() -> bool:
-    """Replace core's stand-ins, and nothing else; whether there was something to replace."""
+IMPLEMENTATIONS = {
+    "te": "Transformer Engine FusedAdam",
+    "apex": "Apex FusedAdam",
+    "torch": "PyTorch AdamW",
+}
+
+
+def _norm_and_clipping() -> Iterator[Change]:
+    """Core's stand-ins, and nothing else."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads as core
     from megatron.core.optimizer import optimizer as callers
 
-    replaced = False
+    replacing = False
     for name, stand_in, ours in (
         ("l2_norm_impl", utils.local_multi_tensor_l2_norm, _l2_norm),
         ("multi_tensor_scale_impl", utils.local_multi_tensor_scale, _scale),
     ):
         if getattr(core, name) is stand_in:
-            setattr(core, name, ours)
-            replaced = True
-    if replaced:
+            replacing = True
+            yield core, name, ours
+    if replacing:
         # With this one core leaves the norm on the device.
-        core.multi_tensor_scale_tensor_impl = _scale_by_tensor
+        yield core, "multi_tensor_scale_tensor_impl", _scale_by_tensor
         clip = functools.partial(_clip, core.clip_grad_by_total_norm_fp32)
-        callers.clip_grad_by_total_norm_fp32 = clip
-    return replaced
+        yield callers, "clip_grad_by_total_norm_fp32", clip
+
+
+norm_and_clipping = Replacement(_norm_and_clipping)
 
 
 class ClippedByUpdate:
@@ -42,7 +58,7 @@ class ClippedByUpdate:
 
 
 def clips() -> bool:
-    """Whether `install` has put `_clip` in the place of core's clipping."""
+    """Whether `_clip` stands in the place of core's clipping."""
     from megatron.core.optimizer import optimizer as callers
 
     found = callers.clip_grad_by_total_norm_fp32
@@ -76,7 +92,7 @@ class _CopyWeights:
 
     def __init__(self, part: Any) -> None:
         self._part = part
-        self._of: list[torch.Tensor] = []
+        self._known: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -84,11 +100,12 @@ class _CopyWeights:
         part = self._part
         groups = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
         new = [shard for group in groups for shard in group]
-        held = [bucket.param_data for buffer in part.buffers for bucket in buffer.buckets]
-        of = [*new, *held]
+        buckets = [bucket.param_data for buffer in part.buffers for bucket in buffer.buckets]
+        now = [*new, *buckets]
         # By identity; both lists are alive, so that no address has been used again.
-        if len(of) != len(self._of) or any(a is not b for a, b in zip(of, self._of, strict=True)):
-            self._of, self._places = of, self._look_up()
+        known = self._known
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+            self._known, self._places = now, self._look_up()
         if new:
             torch._foreach_copy_(self._places, new)
 
@@ -146,3 +163,66 @@ def _scale_by_tensor(
     source, target = tensor_lists
     assert source is target, "Megatron-Core clips gradients in place"
     torch._foreach_mul_(target, factor.reshape(()))
+
+
+def installed_implementation() -> str:
+    """What Megatron-Core would take by itself: ``te``, else ``apex``, else ``torch``."""
+    import megatron.core.optimizer as core
+
+    if core.USING_PYTORCH_OPTIMIZER:
+        return "torch"
+    return "te" if core.Adam.__module__.startswith("transformer_engine") else "apex"
+
+
+@contextlib.contextmanager
+def adam(implementation: str) -> Iterator[str]:
+    """Make Megatron-Core build its optimizer from the wanted kernel; yields its short name.
+
+    Raises:
+        ConfigError: the kernel is not installed.
+    """
+    import megatron.core.optimizer as core
+
+    found = installed_implementation()
+    if implementation in ("auto", found):
+        yield found
+        return
+    if implementation == "torch":
+        kernel: Any = torch.optim.AdamW
+    elif implementation == "apex" and importlib.util.find_spec("amp_C") is not None:
+        from apex.optimizers import FusedAdam
+
+        kernel = FusedAdam
+    else:
+        raise ConfigError(
+            [
+                Problem(
+                    "optimizer.implementation",
+                    f"{implementation}: {IMPLEMENTATIONS[implementation]} is not installed here; "
+                    f"auto takes {IMPLEMENTATIONS[found]}",
+                )
+            ]
+        )
+    plain = implementation == "torch"
+    with patched((core, "Adam", kernel), (core, "USING_PYTORCH_OPTIMIZER", plain)):
+        yield implementation
+
+
+def use_fused_kernel(optimizer: Any) -> None:
+    """Switch PyTorch's AdamW to its one-kernel update; call again after a checkpoint was loaded.
+
+    Megatron-Core offers no option for it, and a checkpoint carries the flags of its writer. The
+    fused kernel wants its step counters on the device.
+    """
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for parameter in group["params"]:
+                step = inner.state.get(parameter, {}).get("step")
+                if step is not None:
+                    inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).to(
+                        parameter.device
+                    )

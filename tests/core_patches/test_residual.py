@@ -8,7 +8,7 @@ from error_bound import check
 from megatron_cpu import fused, loss_and_grads
 from stream_cases import added, double, handed_on
 
-from megatron_patch.model import residual
+from megatron_patch.core_patches import residual
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.training import RecomputeConfig
 

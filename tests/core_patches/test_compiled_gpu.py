@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from error_bound import check
 from stream_cases import added, double, handed_on
 
-from megatron_patch.model import activation, norms, residual
-from megatron_patch.model.cross_entropy import cross_entropy
+from megatron_patch.core_patches import activation, norms, residual
+from megatron_patch.core_patches.cross_entropy import cross_entropy
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import reseed, single_rank
 
-from megatron_patch.runtime import cpu_mode
+from megatron_patch.core_patches import cpu_mode
 
 
 @pytest.fixture(scope="class")

@@ -13,10 +13,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def is_compiled(config: Any) -> bool:
+    """Whether ``training.compile_fusions`` is on: core's configuration has no field for it."""
+    return bool(config.cross_entropy_loss_fusion)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
     """Token losses under ``training.compile_fusions``.
 
     Args:
@@ -28,15 +34,13 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: ProcessGrou
         [s, b] float32 losses in nats, the same on all ranks of ``group``. Non-finite logits make
         the losses of their tokens non-finite.
     """
-    losses: torch.Tensor = _CrossEntropy.apply(logits, labels, group)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, group)
     return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
         first = logits.shape[-1] * group.rank()
         top, sums = _compiled_sums(logits, labels, first)
         if group.size() > 1:
@@ -50,20 +54,18 @@ class _CrossEntropy(torch.autograd.Function):
         return total.log() - (predicted - top)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, labels, top, total = ctx.saved_tensors
         gradient = _compiled_gradient(logits, labels, top, total, grads[0], ctx.first)
         return gradient, None, None
 
 
-def _scale(own: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+def _scale(own: Tensor, top: Tensor) -> Tensor:
     """exp(own - top); 0 where a rank has only logits of -inf, also if all ranks have."""
     return torch.where(own == -torch.inf, 0.0, (own - top).exp())
 
 
-def _sums(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """(largest logit [s, b], [sum of exp(logit - largest), logit of the label or 0] [2, s, b])."""
     x = logits.float()
     top = x.amax(-1)
@@ -76,13 +78,8 @@ def _sums(
 
 
 def _gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    grad: torch.Tensor,
-    first: int,
-) -> torch.Tensor:
+    logits: Tensor, labels: Tensor, top: Tensor, total: Tensor, grad: Tensor, first: int
+) -> Tensor:
     """(softmax - one-hot) * grad, [s, b, v] in the type of ``logits``."""
     softmax = (logits.float() - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     ids = torch.arange(logits.shape[-1], device=logits.device)
