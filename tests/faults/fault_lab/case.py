@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fault_lab.lab import INTERVAL, SLACK, Hook, Lab, Outcome, Running, compare
-
-After = Literal["resume", "finished", "goes on", "same job", "undetected"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +20,6 @@ class Case:
     """
 
     name: str
-    group: str
     inject: Callable[[Scene], Outcome]
     says: str = ""
     """Regular expression of the line that tells the user; empty: nothing needs telling."""
@@ -36,12 +30,9 @@ class Case:
     ranks: int = 2
     sets: tuple[str, ...] = ()
     """Overrides of all attempts and of the unbroken run."""
-    after: After = "resume"
+    after: Literal["resume", "finished", "same job"] = "resume"
     """resume: the same command continues; finished: the run itself came to its end, nothing to
-    resume; goes on: as resume, but bits may differ (another layout); same job: the launch script
-    itself started the run again; undetected: known to go unseen, and the table says so."""
-    ignore: tuple[str, ...] = ()
-    """Parts of the comparison that the fault itself destroyed."""
+    resume; same job: the launch script itself started the run again."""
     within: float = 60.0
     """Seconds from the fault to the end of the last process."""
     found_within: float | None = None
@@ -50,8 +41,8 @@ class Case:
     """Steps that may have to be repeated."""
     repair: Callable[[Scene], None] | None = None
     needs_mount: bool = False
-    note: str = ""
-    """What the table adds in words."""
+    quick: bool = False
+    """Part of the sample that runs by default."""
 
 
 @dataclass
@@ -60,7 +51,6 @@ class Scene:
 
     case: Case
     lab: Lab
-    reference: dict[str, Any]
     keep: dict[str, Any] = field(default_factory=dict)
     """What ``inject`` leaves for ``repair``."""
 
@@ -85,78 +75,49 @@ class Scene:
         return outcome
 
 
-def run_case(
-    case: Case, folder: Path, reference: dict[str, Any], *, mounts: bool
-) -> dict[str, Any]:
-    """Play one case; the row of the table."""
-    if case.needs_mount and not mounts:
-        return _row(case, status="skipped", problems=["mounting is not permitted here"])
+def run_case(case: Case, folder: Path, reference: dict[str, Any], *, mounts: bool) -> list[str]:
+    """Play one case; what is wrong with what became of it.
+
+    Args:
+        case: the fault.
+        folder: is emptied first.
+        reference: ``Lab.result`` of the run that nothing happens to.
+        mounts: whether this process may mount.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    scene = Scene(case, Lab(folder, mounts=mounts, ranks=case.ranks), reference)
+    scene = Scene(case, Lab(folder, mounts=mounts, ranks=case.ranks))
     broken = case.inject(scene)
-    problems = _judge_end(case, broken)
-    hang = _hang(scene, broken)
-    if case.found_within is not None and not (
-        hang and hang["seconds"] <= SLACK * case.found_within
-    ):
-        problems.append(f"no hang was reported within {case.found_within:g} s: {hang}")
+    problems = judge_end(case, broken)
+    if case.found_within is not None:
+        hang = seconds_to_hang_report(scene, broken)
+        if hang is None or hang > SLACK * case.found_within:
+            problems.append(f"no hang was reported within {case.found_within:g} s: {hang}")
     if case.repair is not None:
         case.repair(scene)
-    lost: int | None = 0
-    again: Outcome | None = None
-    if case.after in ("resume", "goes on"):
+    if case.after == "resume":
         again = scene.play()
         if again.code != 0:
-            problems.append(f"resume ended with {again.code}: {_last(again)}")
-        lost = None if again.began is None else max(broken.done - again.began, 0)
-        if lost is not None and lost > case.most_lost:
+            problems.append(f"resume ended with {again.code}: {again.output[-1000:]}")
+        lost = 0 if again.began is None else max(broken.done - again.began, 0)
+        if lost > case.most_lost:
             problems.append(f"{lost} steps lost, the interval is {case.most_lost}")
         problems += [f"resume left {what}" for what in (again.orphans or again.shm)]
     found = scene.lab.result()
-    differences = []
-    for difference in compare(reference, found):
-        if not difference.startswith(case.ignore or ("-",)):
-            differences.append(difference)
+    problems += [f"differs from the unbroken run: {d}" for d in compare(reference, found)][:4]
     if not found["finished"]:
         problems.append("the run was not finished")
-    status = "ok"
-    if case.after == "undetected":
-        status = "unseen" if differences else "ok"
-    elif case.after != "goes on":
-        problems += [f"differs from the unbroken run: {d}" for d in differences[:4]]
-    return _row(
-        case,
-        status=status if not problems else "failed",
-        problems=problems,
-        code=broken.code,
-        rank_codes=sorted({code for code, _ in broken.ranks.values()}),
-        seen=_seen(case, broken),
-        fault=broken.fault,
-        seconds=round(broken.after_fault if broken.after_fault is not None else broken.seconds, 2),
-        lost=lost,
-        bitwise=not differences,
-        hang=hang,
-        orphans=len(broken.orphans),
-        shm=len(broken.shm),
-        output=broken.output[-6000:] if problems else "",
-    )
+    return [*problems, broken.output[-6000:]] if problems else []
 
 
-def _hang(scene: Scene, broken: Outcome) -> dict[str, Any] | None:
-    """When the hang watcher reported, and how many ranks left their stacks."""
+def seconds_to_hang_report(scene: Scene, broken: Outcome) -> float | None:
+    """From the fault to the hang watcher's report."""
     reports = sorted(scene.lab.run_dir.glob("hangs/*/summary.txt"))
     if not reports or broken.fault_at is None:
         return None
-    seconds = round(reports[0].stat().st_mtime - broken.fault_at, 1)
-    return {"seconds": seconds, "stacks": len(list(reports[0].parent.glob("rank_*.txt")))}
+    return reports[0].stat().st_mtime - broken.fault_at
 
 
-def _row(case: Case, **figures: Any) -> dict[str, Any]:
-    facts = {"name": case.name, "group": case.group, "after": case.after, "note": case.note}
-    return facts | figures
-
-
-def _judge_end(case: Case, broken: Outcome) -> list[str]:
+def judge_end(case: Case, broken: Outcome) -> list[str]:
     """What is wrong with how the broken attempt ended."""
     problems = []
     if broken.timed_out:
@@ -175,21 +136,3 @@ def _judge_end(case: Case, broken: Outcome) -> list[str]:
     if broken.shm:
         problems.append(f"left in /dev/shm: {broken.shm}")
     return problems
-
-
-def _seen(case: Case, broken: Outcome) -> str:
-    line = broken.line(case.says) if case.says else None
-    if line is None:
-        return ""
-    line = re.sub(r"^[EW]\d{4} [\d:.]+ \d+ \S+\] ", "", line)
-    line = re.sub(r"^\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]? ", "", line)
-    line = re.sub(r"\b(pid:?|PID) \d+", r"\1 N", line)
-    line = re.sub(r"(127\.0\.0\.\d|localhost|\[::1?\])([]:, ]+)\d+", r"\1\2PORT", line)
-    line = re.sub(r"\[/__w/\S+\] ", "", line)
-    line = line.replace(f"({socket.gethostname().split('.')[0]})", "(node)")
-    return line[:260]
-
-
-def _last(outcome: Outcome) -> str:
-    lines = [x for x in outcome.output.splitlines() if x.strip()]
-    return json.dumps(lines[-3:])
