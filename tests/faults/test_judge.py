@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_lab import canaries
 from fault_lab import case as judge
 from fault_lab.lab import Outcome, compare, descendants
 
@@ -111,3 +113,16 @@ def test_a_process_that_lives_on_is_seen() -> None:
     end = time.monotonic() + 300
     while child.pid in [pid for pid, _ in descendants()]:
         assert time.monotonic() < end
+
+
+def test_a_secret_that_is_there_is_found(tmp_path: Path) -> None:
+    """As written, and in base64 at any alignment; the user's own file is left out."""
+    secret = canaries.canary(3)
+    (tmp_path / "own").write_text(secret)
+    (tmp_path / "plain").write_text(f"key={secret}\n")
+    for shift in range(3):
+        text = base64.b64encode(b"x" * shift + secret.encode() + b"tail").decode()
+        (tmp_path / f"encoded{shift}").write_text(text)
+    (tmp_path / "innocent").write_text(canaries.canary(4))
+    found = canaries.hunt(tmp_path, {"here": secret}, {tmp_path / "own"})
+    assert found == {"here": ["encoded0", "encoded1", "encoded2", "plain"]}

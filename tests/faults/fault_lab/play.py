@@ -17,10 +17,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fault_lab import lab, processes, surroundings
+from fault_lab import canaries, lab, processes, surroundings
 from fault_lab.case import Case, run_case
 
-CASES = [*processes.CASES, *surroundings.CASES]
+CASES = [*processes.CASES, *surroundings.CASES, *canaries.CASES]
 LIMIT = 300.0
 """Seconds that a case may take in all."""
 
