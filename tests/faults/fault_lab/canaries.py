@@ -92,5 +92,5 @@ def job_among_secrets(scene: Scene) -> Outcome:
 
 CASES = [
     Case(name="job: secrets reach no file and no process list", inject=job_among_secrets, code=0,
-         says="restart 1 of 2 inside this allocation", after="same job", within=200.0),
+         says="restart 1 of 2 inside this allocation", resumes=False, within=200.0),
 ]  # fmt: skip

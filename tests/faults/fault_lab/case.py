@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fault_lab.lab import INTERVAL, SLACK, Hook, Lab, Outcome, Running, compare
 
@@ -30,9 +30,8 @@ class Case:
     ranks: int = 2
     sets: tuple[str, ...] = ()
     """Overrides of all attempts and of the unbroken run."""
-    after: Literal["resume", "finished", "same job"] = "resume"
-    """resume: the same command continues; finished: the run itself came to its end, nothing to
-    resume; same job: the launch script itself started the run again."""
+    resumes: bool = True
+    """The same command continues; False: the run, or the job by itself, came to its end."""
     within: float = 60.0
     """Seconds from the fault to the end of the last process."""
     found_within: float | None = None
@@ -94,7 +93,7 @@ def run_case(case: Case, folder: Path, reference: dict[str, Any], *, mounts: boo
             problems.append(f"no hang was reported within {case.found_within:g} s: {hang}")
     if case.repair is not None:
         case.repair(scene)
-    if case.after == "resume":
+    if case.resumes:
         again = scene.play()
         if again.code != 0:
             problems.append(f"resume ended with {again.code}: {again.output[-1000:]}")

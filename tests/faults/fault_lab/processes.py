@@ -108,7 +108,7 @@ KILLED = [
     kill("of a pipeline stage", "backward", 1, 5, "parallel.pipeline_model_parallel_size=2"),
     Case(name="kill -9 of one of four ranks", says=SIGKILLED, ranks=4,
          inject=played(2, "backward", hooks.kill)),
-    Case(name="kill -9 at the end, after FINISHED", says=SIGKILLED, after="finished",
+    Case(name="kill -9 at the end, after FINISHED", says=SIGKILLED, resumes=False,
          inject=played(1, "shutdown", hooks.kill, 8)),
     Case(name="kill -9 while a checkpoint is loaded", says=SIGKILLED, inject=kill_while_loading),
     Case(name="kill -9 of all ranks at once", says=SIGKILLED, inject=beside(kill_everyone)),
@@ -197,7 +197,7 @@ HANGS = [
     hang("a rank hangs in start-up", played(1, "model", sleep, 0)),
     hang("a save does not return", played(1, "save write", sleep, 6)),
     Case(name="SIGSTOP of a rank for 3 s", inject=beside(stop_for_a_while), code=0,
-         after="finished"),
+         resumes=False),
 ]  # fmt: skip
 
 CASES = [*KILLED, *SIGNALS, *HANGS]
