@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_lab.lab import ROOT, Lab, Outcome, descendants, kill_all
+from fault_lab.lab import ROOT, SLACK, Lab, Outcome, descendants, kill_all
 
 CLUSTER = """
 cluster:
@@ -135,7 +135,7 @@ class Job:
     ) -> Outcome:
         """Run to the end, with every requeue that the script asks for."""
         began, code = time.time(), -1
-        end = began + limit
+        end = began + SLACK * limit
         while time.time() < end:
             process = self.start()
             seen = self.requeues()
