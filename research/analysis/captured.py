@@ -27,6 +27,7 @@ sizes       Frobenius norms of dQ and dK, and of their errors by plain numerics,
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from megatron_patch.stability import capture
 from stable_attention.reference import reference_attention
 from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
 
-CAPTURES = shared.RESULTS.parents[1] / "tests" / "experiments" / "captures"
+TESTS = shared.RESULTS.parents[1] / "tests"
 SKIPPED = 64
 """Rows left out, as `megatron-patch probe` does: they see few keys."""
 NOTHING = 1e-12
@@ -91,7 +92,7 @@ def heads(paths: list[Path]) -> Iterator[Head]:
     Raises:
         SystemExit: a file is no capture, or of other attention.
     """
-    for path in paths or sorted(CAPTURES.glob("*.pt")):
+    for path in paths or sorted(TESTS.rglob("captures/*.pt")):
         try:
             one = capture.load(path)
         except (OSError, ValueError) as error:
@@ -217,13 +218,8 @@ def sizes(one: Head) -> dict[str, Any]:
     }
 
 
-EXAMINE: dict[str, Callable[[Head], dict[str, Any]]] = {
-    "growth": growth,
-    "shared": shared_rows,
-    "centered": centered,
-    "exponent": exponent,
-    "sizes": sizes,
-}
+EXAMINE: dict[str, Callable[[Head], dict[str, Any]]] = {"growth": growth, "shared": shared_rows}
+EXAMINE |= {"centered": centered, "exponent": exponent, "sizes": sizes}
 
 
 def main() -> int:
@@ -232,13 +228,10 @@ def main() -> int:
     parser.add_argument("captures", nargs="*", type=Path, metavar="CAPTURE")
     args = parser.parse_args()
     rows = [one.place | EXAMINE[args.what](one) for one in heads(args.captures)]
-    places = {tuple(row[key] for key in ("run", "step", "layer", "head")) for row in rows}
+    where = operator.itemgetter("run", "step", "layer", "head")
+    new = {where(row) for row in rows}
     old = shared.read("captured_heads", args.out).get(args.what, {"heads": []})
-    kept = [
-        {"commit": old["commit"]} | row
-        for row in old["heads"]
-        if tuple(row[key] for key in ("run", "step", "layer", "head")) not in places
-    ]
+    kept = [{"commit": old["commit"]} | row for row in old["heads"] if where(row) not in new]
     section = {args.what: shared.describe() | {"heads": kept + rows}}
     print(f"wrote {shared.write('captured_heads', section, args.out)}")
     return 0

@@ -84,12 +84,11 @@ def run_verdict(heads: list[str]) -> str:
     return next((v for v in ("goes on", "slows", "stops") if v in heads), "untold")
 
 
-def examine_seed(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Every continued run of one seed; ``facts`` are its rows of the experiment's verdicts.json."""
+def examine_seed(folder: Path, facts: dict[str, Any], begun: list[str]) -> dict[str, Any]:
+    """Continued runs of one seed; ``facts`` are its rows of the experiment's verdicts.json."""
     cells = {run["cell"]: name for name, run in facts.items()}
     if missing := {"base", "control"} - cells.keys():
         raise SystemExit(f"{folder} has no cell {', '.join(missing)}")
-    begun = [n for n, run in facts.items() if run.get("origin") and _recorded(folder / "runs" / n)]
     runs = {n: shared.telemetry(folder / "runs" / n) for n in {cells["base"], *begun}}
     base, control = runs[cells["base"]], runs.get(cells["control"])
     events = [facts[cells[cell]]["first_large_gradient"] for cell in ("base", "control")]
@@ -180,11 +179,9 @@ def main() -> int:
     found: dict[str, Any] = {}
     for seed in dict.fromkeys(run["seed"] for run in counted.values()):
         facts = {name: run for name, run in counted.items() if run["seed"] == seed}
-        if any(
-            run.get("origin") and _recorded(args.experiment / "runs" / n)
-            for n, run in facts.items()
-        ):
-            found |= examine_seed(args.experiment, facts)
+        begun = [name for name, run in facts.items() if run.get("origin")]
+        if begun := [name for name in begun if _recorded(args.experiment / "runs" / name)]:
+            found |= examine_seed(args.experiment, facts, begun)
     if not found:
         parser.error(f"{args.experiment} has no run that continues another one and has records")
     print(f"wrote {shared.add_runs('continued_heads', 'runs', found, args.out)}")

@@ -20,14 +20,13 @@ W_K. What is made of them:
                 coherence between groups reaches the one found; walk_sd: its scatter under them
     growth      -<E, W> / |E| |W|, mean over batches and _se: above 0 a descent step makes the
                 head's W_Q (W_K) larger
-    rank_one_of_mean  largest squared singular value of the sum of all E over its square
 
 `true` has the same of T itself. Kinds are those of the kernel (of its emulation on the CPU),
 sdpa_flash and sdpa_cudnn, and two controls: `rounded` is the true dQ rounded once to its 16 bits,
 `trainer` the gradient that the trainer itself made. One process. RUN is a run directory or a
 configuration file (a run of an experiment keeps its variant); ``--set`` changes keys. Writes a
 section of gradient_drift.json, every 32 batches and at the end. The results in that file have more
-figures (jackknife errors, cross terms, sketches) of a longer script, which the report names.
+figures (jackknife errors, ranks, cross terms) of a longer script: see the report's first lines.
 """
 
 from __future__ import annotations
@@ -40,24 +39,20 @@ import os
 import statistics
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import shared
 import torch
+from captured import KINDS as EMULATED
 
 from stable_attention import probes
-from stable_attention.reference.emulators import COMPENSATED, FLASH2, emulate
+from stable_attention.reference.emulators import emulate
 
 ROUNDED, TRAINER = "rounded", "trainer"
 KINDS = ("none", "compensated", "low_order_o", "consistent_sum", ROUNDED, TRAINER)
-EMULATED = {
-    "none": FLASH2,
-    "compensated": COMPENSATED,
-    "low_order_o": dataclasses.replace(FLASH2, residual="bf16"),
-    "consistent_sum": dataclasses.replace(COMPENSATED, residual=None),
-}
 VENDORS = {"sdpa_flash": "FLASH_ATTENTION", "sdpa_cudnn": "CUDNN_ATTENTION"}
 SIDES, TRUE = ("q", "k"), "true"
 GROUPS, FEWEST, WRITE_EVERY = 16, 4, 32
@@ -120,49 +115,29 @@ def runners(kinds: Sequence[str], device: torch.device) -> dict[str, Runner]:
 
 def refusals(run: Any, layers: Sequence[int]) -> Iterator[str]:
     """Why E would not be the error of this configuration's W_Q and W_K."""
-    model, parallel = run.model, run.parallel
-    linear = "then q and k are not linear functions of the projection's input"
-    truth = "the float64 truth has none"
-    wanted: list[tuple[str, Any, tuple[Any, ...], str]] = [
-        ("model.layer_spec", model.layer_spec, ("local",), "others fuse the norm into it"),
-        (
-            "model.position_embedding",
-            model.position_embedding,
-            ("learned_absolute", "none"),
-            linear,
-        ),
-        ("model.qk_layernorm", model.qk_layernorm, (False,), linear),
-        ("model.mla", model.mla and "set", (None,), linear),
-        ("model.softmax_type", model.softmax_type, ("vanilla",), truth),
-        ("model.window", model.window, (None,), truth),
-        (
-            "model.num_query_groups",
-            model.num_query_groups,
-            (None, model.num_attention_heads),
-            truth,
-        ),
-        ("model.attention_dropout", model.attention_dropout, (0.0,), truth),
-        (
-            "model.hidden_dropout",
-            model.hidden_dropout,
-            (0.0,),
-            "batches differ in their tokens only",
-        ),
-    ]
+    allowed: dict[str, tuple[Any, ...]] = {
+        "model.layer_spec": ("local",),  # others fuse the norm into the projection
+        # With others q and k are not linear functions of the projection's input.
+        "model.position_embedding": ("learned_absolute", "none"),
+        "model.qk_layernorm": (False,),
+        "model.mla": (None,),
+        # Or the float64 truth has no such thing.
+        "model.softmax_type": ("vanilla",),
+        "model.window": (None,),
+        "model.num_query_groups": (None, run.model.num_attention_heads),
+        "model.attention_dropout": (0.0,),
+        "model.hidden_dropout": (0.0,),  # batches would differ in more than their tokens
+    }
     for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
-        key = f"{name}_parallel_size"
-        wanted.append(
-            (f"parallel.{key}", getattr(parallel, key), (1,), "one process has all heads")
-        )
-    for key, value, allowed, why in wanted:
-        if value not in allowed:
-            told = " or ".join(map(repr, allowed))
-            yield f"{key} is {value!r}, only {told} can be measured: {why}; set it with --set"
+        allowed[f"parallel.{name}_parallel_size"] = (1,)  # one process has all heads
+    for key, values in allowed.items():
+        section, _, name = key.partition(".")
+        if (value := getattr(getattr(run, section), name)) not in values:
+            yield f"{key} is {value!r}, only {' or '.join(map(repr, values))} can be measured"
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         yield f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: start it without torchrun"
-    for layer in layers:
-        if not 0 <= layer < model.num_layers:
-            yield f"--layers {layer}: the model has layers 0 to {model.num_layers - 1}"
+    if wrong := [layer for layer in layers if not 0 <= layer < run.model.num_layers]:
+        yield f"--layers {wrong}: the model has layers 0 to {run.model.num_layers - 1}"
 
 
 def configuration(args: Any, scratch: Path) -> Any:
@@ -193,11 +168,6 @@ def configuration(args: Any, scratch: Path) -> Any:
     )
 
 
-class _Console:
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def opened(run: Any) -> Iterator[tuple[Any, Any]]:
     """The trainer's own session with the weights of ``checkpoint.load_from``, and its data."""
@@ -207,27 +177,21 @@ def opened(run: Any) -> Iterator[tuple[Any, Any]]:
     from megatron_patch.training.signals import StopFlags
 
     startup.prepare_process(run)
-    layout = setup.initialize(run)
-    try:
+    with contextlib.ExitStack() as stack:
+        layout = setup.initialize(run)
+        stack.callback(setup.destroy)
         # Imports Megatron, which must find CPU mode installed.
         from megatron_patch.checkpoint.megatron import Checkpointer
         from megatron_patch.data.loader import build_loaders
 
-        console: Any = _Console()
+        monitor: Any = types.SimpleNamespace(say=lambda text: print(text, file=sys.stderr))
         for text in verify_datasets(run):
-            console.say(text)
+            monitor.say(text)
         loaders = build_loaders(run, layout)
-        try:
-            session, _ = startup.build_session(
-                run, layout, loaders, stop=StopFlags(), monitor=console
-            )
-            parts = (session.chunks, session.optimizer, session.schedule)
-            Checkpointer(run, layout, *parts).load()
-            yield session, loaders
-        finally:
-            loaders.close()
-    finally:
-        setup.destroy()
+        stack.callback(loaders.close)
+        session, _ = startup.build_session(run, layout, loaders, stop=StopFlags(), monitor=monitor)
+        Checkpointer(run, layout, session.chunks, session.optimizer, session.schedule).load()
+        yield session, loaders
 
 
 def by_head(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +214,7 @@ class Series:
 
     def __init__(self, weight: torch.Tensor) -> None:
         flat = weight.flatten(1)
-        self._shape, self._direction = weight.shape, flat / flat.norm(dim=1, keepdim=True)
+        self._direction = flat / flat.norm(dim=1, keepdim=True)
         self.sums = weight.new_zeros(GROUPS, *flat.shape)
         self.squares: list[torch.Tensor] = []
         self.growth: list[torch.Tensor] = []
@@ -269,23 +233,17 @@ class Series:
         n, total = len(squares), self.sums.sum(0)
         cross = total.square().sum(1) - squares.sum(0)
         growth = torch.stack(self.growth)
-        gram = total.view(self._shape)
-        gram = gram @ gram.mT
-        traces = gram.diagonal(dim1=1, dim2=2).sum(1)
-        good = traces.isfinite() & (traces > 0)  # an eigenvalue solver raises on others
-        largest = torch.linalg.eigvalsh(gram.where(good[:, None, None], 0.0 * gram.nan_to_num()))
         found = {
             "rms": squares.mean(0).sqrt(),
             "relative": (squares.sum(0) / of_true.sum(0)).sqrt(),
             "coherence": cross / (n - 1) / squares.sum(0),
             "growth": growth.mean(0),
             "growth_se": growth.std(0) / math.sqrt(n),
-            "rank_one_of_mean": (largest[:, -1] / traces).where(good, torch.nan),
         }
         found |= dict(zip(("walk_sd", "walk_p"), self._random_signs(squares), strict=True))
         names = found.keys()
         return [
-            {"head": h} | {k: shared.finite(f"{float(found[k][h]):.6g}") for k in names}
+            {"head": h} | {k: shared.finite(float(f"{float(found[k][h]):.6g}")) for k in names}
             for h in range(len(total))
         ]
 
@@ -310,22 +268,6 @@ class Series:
         return scatter / (pairs * squares.mean(0).cpu()), torch.stack(reached)
 
 
-class Side:
-    """W_Q or W_K of one layer: the true gradients and the errors of every kind."""
-
-    def __init__(self, weight: torch.Tensor, kinds: Sequence[str]) -> None:
-        self.series = {kind: Series(weight) for kind in (TRUE, *kinds)}
-
-    def add(self, true: torch.Tensor, errors: Mapping[str, torch.Tensor]) -> None:
-        """A batch's true gradient and its errors by kind, all [h, d, c] float64."""
-        for kind, matrix in {TRUE: true, **errors}.items():
-            self.series[kind].add(matrix)
-
-    def report(self) -> dict[str, list[dict[str, Any]]]:
-        """Figures by kind, a dict a head."""
-        return {kind: one.report(self.series[TRUE]) for kind, one in self.series.items()}
-
-
 class Layer:
     """What is kept of one layer: the tensors of a batch, and the statistics of W_Q and W_K."""
 
@@ -334,7 +276,10 @@ class Layer:
         attention: Any = site.attention
         self.linear = attention.linear_qkv
         weights = heads_of(self.linear.weight, attention)
-        self.sides = {s: Side(w, kinds) for s, w in zip(SIDES, weights, strict=True)}
+        self.series = {
+            side: {kind: Series(weight) for kind in (TRUE, *kinds)}
+            for side, weight in zip(SIDES, weights, strict=True)
+        }
         self.inputs: list[torch.Tensor] = []
         self.calls: list[tuple[Any, torch.Tensor]] = []
         self.handle = self.linear.register_forward_pre_hook(self._before)
@@ -371,59 +316,41 @@ class Layer:
         whole = heads_of(self.linear.weight.main_grad, self.site.attention)
         for side, gradient in zip(SIDES, whole, strict=True):
             scaled = {kind: total / tokens for kind, total in sums[side].items()}
-            truth = scaled.pop(TRUE)
             if TRAINER in self.kinds:
-                scaled[TRAINER] = gradient - truth
-            self.sides[side].add(truth, scaled)
+                scaled[TRAINER] = gradient - scaled[TRUE]
+            for kind, matrix in scaled.items():
+                self.series[side][kind].add(matrix)
+
+    def report(self) -> dict[str, Any]:
+        """Figures by side and kind, a dict a head."""
+        return {
+            side: {kind: one.report(of[TRUE]) for kind, one in of.items()}
+            for side, of in self.series.items()
+        }
 
 
-class Still:
-    """A session whose weights stay: forward, backward, and what the chosen layers made of it."""
+def measure(
+    session: Any, loaders: Any, first: int, args: Any, write: Callable[[dict[int, Any]], object]
+) -> dict[int, Any]:
+    """``args.batches`` global batches from number ``first`` (0-based) on; facts by layer."""
+    from megatron_patch.stability.observe import Observer, Request, find_sites
+    from megatron_patch.training import auxiliary
+    from megatron_patch.training.finite import unwrap
+    from megatron_patch.training.step import fetch, run_schedule
 
-    def __init__(self, session: Any, layers: Sequence[int], kinds: Sequence[str]) -> None:
-        from megatron_patch.stability.observe import Observer, find_sites
-        from megatron_patch.training.finite import unwrap
+    run = session.run
+    roots = [unwrap(chunk) for chunk in session.chunks]
+    sites = {s.layer: s for s in find_sites(roots, decoder_layers=run.model.num_layers)}
+    layers = {number: Layer(sites[number], args.kinds) for number in args.layers}
+    observer = Observer([layer.site for layer in layers.values()])
+    table = runners(args.kinds, torch.device(run.training.device))
+    reader: Any = loaders.iterate("train", start_step=first)
+    losses: list[float] = []
 
-        roots = [unwrap(chunk) for chunk in session.chunks]
-        sites = {s.layer: s for s in find_sites(roots, decoder_layers=session.run.model.num_layers)}
-        self.session = session
-        self.layers = {number: Layer(sites[number], kinds) for number in layers}
-        self._observer = Observer([layer.site for layer in self.layers.values()])
+    def keep(layer: Layer) -> Callable[[Any, torch.Tensor], None]:
+        return lambda seen, dout: layer.calls.append((seen, dout))
 
-    def batch(self, batches: list[Any], table: Mapping[str, Runner]) -> float:
-        """One global batch; its mean token loss."""
-        from megatron_patch.stability.observe import Request
-        from megatron_patch.training import auxiliary
-        from megatron_patch.training.step import run_schedule
-
-        def keep(layer: Layer) -> Callable[[Any, torch.Tensor], None]:
-            return lambda seen, dout: layer.calls.append((seen, dout))
-
-        session = self.session
-        auxiliary.clear(session)
-        for chunk in session.chunks:
-            chunk.zero_grad_buffer()
-        session.optimizer.zero_grad()
-        self._observer.arm(
-            [
-                Request(micro_batch=i, layers=frozenset([number]), callback=keep(layer))
-                for number, layer in self.layers.items()
-                for i in range(session.micro_batches)
-            ]
-        )
-        try:
-            report = run_schedule(session, batches, forward_only=False)
-        finally:
-            self._observer.disarm()
-        assert report is not None  # one pipeline stage
-        for layer in self.layers.values():
-            layer.finish(table, report[1].double())
-        loss, tokens = report.tolist()  # waits for the device, so that the clock is right
-        return loss / tokens
-
-    def facts(self, loaders: Any, first: int, losses: list[float]) -> dict[int, dict[str, Any]]:
-        """What is known after the batches whose losses these are, by layer."""
-        run = self.session.run
+    def facts() -> dict[int, Any]:
         samples = [x for b in range(len(losses)) for x in loaders.samples("train", first + b)]
         told = {
             "first_batch": first,
@@ -441,37 +368,39 @@ class Still:
             number: told
             | {"attention": {"backend": one.site.backend, "stabilizer": one.site.stabilizer}}
             | {"layer": number, "kinds": one.kinds}
-            | {side: one.sides[side].report() for side in SIDES}
-            for number, one in self.layers.items()
+            | one.report()
+            for number, one in layers.items()
         }
 
-
-def measure(
-    session: Any,
-    loaders: Any,
-    *,
-    first: int,
-    args: Any,
-    table: Mapping[str, Runner],
-    write: Callable[[dict[int, dict[str, Any]]], object],
-) -> dict[int, dict[str, Any]]:
-    """``args.batches`` global batches from number ``first`` (0-based) on; facts by layer."""
-    from megatron_patch.training.step import fetch
-
-    still = Still(session, args.layers, args.kinds)
-    reader: Any = loaders.iterate("train", start_step=first)
-    losses: list[float] = []
     try:
         while len(losses) < args.batches:
-            losses.append(still.batch(fetch(session, reader), table))
+            batches = fetch(session, reader)
+            auxiliary.clear(session)
+            for chunk in session.chunks:
+                chunk.zero_grad_buffer()
+            session.optimizer.zero_grad()
+            observer.arm(
+                [
+                    Request(micro_batch=i, layers=frozenset([number]), callback=keep(layer))
+                    for number, layer in layers.items()
+                    for i in range(session.micro_batches)
+                ]
+            )
+            try:
+                report = run_schedule(session, batches, forward_only=False)
+            finally:
+                observer.disarm()
+            for layer in layers.values():
+                layer.finish(table, report[1].double())
+            losses.append(float(report[0] / report[1]))
             print(f"batch {len(losses)} of {args.batches}", flush=True)
             if len(losses) % WRITE_EVERY == 0 and len(losses) < args.batches:
-                write(still.facts(loaders, first, losses))
+                write(facts())
     finally:
         reader.close()
-        for layer in still.layers.values():
+        for layer in layers.values():
             layer.handle.remove()
-    return still.facts(loaders, first, losses)
+    return facts()
 
 
 def run_it(args: Any) -> int:
@@ -489,16 +418,15 @@ def run_it(args: Any) -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         run = configuration(args, Path(scratch))
-        table = runners(args.kinds, torch.device(run.training.device))
+        runners(args.kinds, torch.device(run.training.device))  # refuses before anything is built
         if variant != "plain":
             sys.path.append(str(Path(__file__).resolve().parent.parent))
             import variants  # research/variants.py
 
             variants.install(variant, run)
         with opened(run) as (session, loaders):
-            # Batches are counted from 0: the one after that of the last step.
-            how: Any = {"first": step, "args": args, "table": table}
-            found = measure(session, loaders, **how, write=written)
+            # Batches are counted from 0: the first is the one after that of the last step.
+            found = measure(session, loaders, step, args, written)
     print(f"wrote {written(found)}")
     return 0
 

@@ -29,7 +29,7 @@ import csv
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -269,15 +269,6 @@ def _median(values: np.ndarray) -> float | None:
     return float(np.median(known)) if len(known) else None
 
 
-def _at_steps(
-    run: record.Telemetry, steps: Sequence[int], figures: Callable[[record.Telemetry, int], Any]
-) -> dict[int, Any]:
-    index = {int(step): i for i, step in enumerate(run.steps)}
-    if missing := [step for step in steps if step not in index]:
-        raise SystemExit(f"no record of step {missing}; the last one is at {max(index)}")
-    return {step: figures(run, index[step]) for step in steps}
-
-
 def main() -> int:
     parser = shared.arguments(__doc__)
     parser.add_argument("what", choices=("at", "errors", "noise", "common", "saturated"))
@@ -310,7 +301,13 @@ def main() -> int:
         found = {name: errors(run, args.steps) for name, run in runs.items()}
     elif args.what == "saturated":
         facts["above"] = RAN_AWAY
-        found = {n: {"at": _at_steps(run, args.steps, saturated)} for n, run in runs.items()}
+        found = {}
+        for name, run in runs.items():
+            if missing := set(args.steps) - set(run.steps.tolist()):
+                parser.error(f"{name} has no record of step {sorted(missing)}")
+            index = np.searchsorted(run.steps, args.steps)
+            at = zip(map(str, args.steps), index, strict=True)
+            found[name] = {"at": {step: saturated(run, i) for step, i in at}}
     else:
         examine = noise if args.what == "noise" else common
         found = {name: examine(run) for name, run in runs.items()}

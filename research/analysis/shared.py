@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.runtime.environment import commit, devices, short_commit
+from megatron_patch.runtime.environment import commit, devices
 from megatron_patch.stability import record
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -128,11 +128,3 @@ def number(value: float | None, digits: int = 3) -> str:
 def step(value: int | None) -> str:
     """A step; - for one that never came."""
     return "-" if value is None else f"{value:,}"
-
-
-def origin(result: dict[str, Any]) -> str:
-    """Where figures come from, in one line."""
-    machine, versions = result["machine"], result["versions"]
-    named = ", ".join(f"{n} {versions[n]}" for n in ("torch", "triton") if n in versions)
-    what = machine.get("gpu", f"CPU ({machine['cpu']})")
-    return f"{what}; {named}; commit {short_commit(result['commit'])}; {result['utc'][:10]}."
