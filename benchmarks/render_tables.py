@@ -23,7 +23,6 @@ import fault_tables
 import kernel_tables
 import plan_tables
 import run_tables
-import stability_tables
 import telemetry_tables
 from table_text import Tables, origin, table
 
@@ -32,25 +31,16 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = (
     "README.md",
     "docs/architecture.md",
-    "docs/captured_tensors.md",
     "docs/checkpoints.md",
     "docs/context_parallelism.md",
     "docs/data.md",
-    "docs/early_warning.md",
-    "docs/experiments.md",
-    "docs/explosions.md",
     "docs/kernels.md",
     "docs/numerics.md",
     "docs/planning.md",
-    "docs/predictions_kernels.md",
-    "docs/predictions_remedies.md",
-    "docs/predictions_seeds.md",
     "docs/reliability.md",
-    "docs/rescue.md",
     "docs/stability.md",
     "docs/telemetry.md",
     "docs/training.md",
-    "docs/which_heads_go.md",
 )
 BACKENDS = (
     "compensated",
@@ -66,7 +56,6 @@ BACKENDS = (
 )
 
 ORDER = ("tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss")
-WHICH_COLUMNS = ("lse", "dq", "dk", "dv")
 
 
 def _cells(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
@@ -196,27 +185,6 @@ def _beside_vendors(peers: dict[str, Any]) -> list[str]:
     return lines
 
 
-def split_keys(result: dict[str, Any]) -> str:
-    """RMS error of O with one running maximum and with one a piece of the keys."""
-    rows = [
-        [str(r["d"]), str(r["keys"]), f"{r['one_maximum']:.3e}", f"{r['pieces']:.3e}",
-         f"{r['one_maximum'] / r['pieces']:.3f}"]
-        for r in result["rows"]
-    ]  # fmt: skip
-    head = ["d", "keys", "one running maximum", "a maximum per 64 keys", "ratio"]
-    return "\n".join([origin(result), "", table(head, rows)])
-
-
-def which_sum(result: dict[str, Any]) -> str:
-    """LSE and gradients by the sum behind LSE: "float32 / rounded"."""
-    rows = [
-        [regime, *(f"{cell['float32'][x]:.2g} / {cell['rounded'][x]:.2g}" for x in WHICH_COLUMNS)]
-        for regime, cell in sorted(result["cells"].items(), key=lambda x: ORDER.index(x[0]))
-    ]
-    head = ["regime", "largest LSE error", "dQ error", "dK error", "dV error"]
-    return table(head, rows)
-
-
 def saved_bytes(_: dict[str, Any]) -> str:
     """Bytes each stabilizer keeps for the backward, from the table the kernels read."""
     sys.path.insert(0, str(ROOT / "kernels"))
@@ -242,9 +210,7 @@ TABLES: Tables = {
     "delta-rms": ("delta_regimes", delta_rms, "delta_regimes.py"),
     "delta-mean": ("delta_regimes", delta_mean, "delta_regimes.py"),
     "delta-dq": ("delta_regimes", delta_dq, "delta_regimes.py"),
-    "which-sum": ("which_sum", which_sum, "which_sum.py"),
     "grid": ("kernel_grid", grid, "kernel_grid.py"),
-    "split-keys": ("split_keys", split_keys, "split_keys.py"),
     "saved-bytes": ("", saved_bytes, ""),
     "step-profile": ("step_profile", run_tables.step_profile, "step_profile.py ..."),
     "step-profile-gate": ("step_profile_gate", run_tables.step_profile, "step_profile.py ..."),
@@ -262,7 +228,6 @@ TABLES: Tables = {
     **fault_tables.tables(),
     **kernel_tables.tables(),
     **plan_tables.tables(),
-    **stability_tables.tables(),
     **telemetry_tables.tables(),
 }
 

@@ -277,10 +277,9 @@ def main() -> int:
     parser.add_argument("--layer", type=int, help="counted from 0")
     parser.add_argument("--head", type=int, help="counted from 0; default: all of the layer")
     args = parser.parse_args()
-    if args.what in ("at", "errors", "saturated") and not args.steps:
-        parser.error(f"{args.what} needs --steps")
-    if args.what == "at" and args.layer is None:
-        parser.error("at needs --layer")
+    needs_steps = args.what in ("at", "errors", "saturated") and not args.steps
+    if needs_steps or (args.what == "at" and args.layer is None):
+        parser.error(f"{args.what} needs --steps{' and --layer' * (args.what == 'at')}")
     runs = {shared.run_name(name): shared.telemetry(name) for name in args.runs}
     attention = {name: {"attention": run.meta["attention"]} for name, run in runs.items()}
     if args.what == "at":

@@ -1,7 +1,7 @@
 """The tables of research/report.md, rendered from research/results between their markers.
 
-    python research/analysis/tables.py [--check]
-    python research/analysis/tables.py --add FOLDER PROTOCOL
+    python research/analysis/report_tables.py [--check]
+    python research/analysis/report_tables.py --add FOLDER PROTOCOL
 
 ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->`` mark the place of `TABLES`[NAME]. ``--check``
 changes nothing and fails where the page differs from its results. ``--add`` replaces a protocol in
