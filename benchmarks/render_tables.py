@@ -23,7 +23,6 @@ import fault_tables
 import kernel_tables
 import plan_tables
 import run_tables
-import stability_tables
 import telemetry_tables
 from table_text import Tables, origin, table
 
@@ -32,25 +31,16 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = (
     "README.md",
     "docs/architecture.md",
-    "docs/captured_tensors.md",
     "docs/checkpoints.md",
     "docs/context_parallelism.md",
     "docs/data.md",
-    "docs/early_warning.md",
-    "docs/experiments.md",
-    "docs/explosions.md",
     "docs/kernels.md",
     "docs/numerics.md",
     "docs/planning.md",
-    "docs/predictions_kernels.md",
-    "docs/predictions_remedies.md",
-    "docs/predictions_seeds.md",
     "docs/reliability.md",
-    "docs/rescue.md",
     "docs/stability.md",
     "docs/telemetry.md",
     "docs/training.md",
-    "docs/which_heads_go.md",
 )
 BACKENDS = (
     "compensated",
@@ -66,7 +56,6 @@ BACKENDS = (
 )
 
 ORDER = ("tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss")
-WHICH_COLUMNS = ("lse", "dq", "dk", "dv")
 
 
 def _cells(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
@@ -145,25 +134,55 @@ def delta_gates(result: dict[str, Any]) -> str:
     return "\n".join([kernel_tables.state(result), "", *lines])
 
 
-def split_keys(result: dict[str, Any]) -> str:
-    """RMS error of O with one running maximum and with one a piece of the keys."""
-    rows = [
-        [str(r["d"]), str(r["keys"]), f"{r['one_maximum']:.3e}", f"{r['pieces']:.3e}",
-         f"{r['one_maximum'] / r['pieces']:.3f}"]
-        for r in result["rows"]
-    ]  # fmt: skip
-    head = ["d", "keys", "one running maximum", "a maximum per 64 keys", "ratio"]
-    return "\n".join([origin(result), "", table(head, rows)])
-
-
-def which_sum(result: dict[str, Any]) -> str:
-    """LSE and gradients by the sum behind LSE: "float32 / rounded"."""
-    rows = [
-        [regime, *(f"{cell['float32'][x]:.2g} / {cell['rounded'][x]:.2g}" for x in WHICH_COLUMNS)]
-        for regime, cell in sorted(result["cells"].items(), key=lambda x: ORDER.index(x[0]))
+def grid(result: dict[str, Any]) -> str:
+    """Counts of the correctness grid and our error over PyTorch's."""
+    counts = [
+        [part, str(c["planned"]), str(c["run"]), str(c["failed"])]
+        for part, c in sorted(result["parts"].items())
     ]
-    head = ["regime", "largest LSE error", "dQ error", "dK error", "dV error"]
-    return table(head, rows)
+    spread = [
+        [name.removesuffix(" rms"), *(f"{s[x]:.2f}" for x in ("median", "p99", "worst"))]
+        for name, s in result["ratios"].items()
+        if name.endswith(" rms") and not name.startswith(("lse", "max_", "dsink"))
+    ]
+    return "\n".join(
+        [
+            origin(result),
+            "",
+            table(["part", "planned", "run", "failed"], counts),
+            "",
+            "RMS error over that of PyTorch in the same dtype, and over what is specified:",
+            "",
+            table(["tensor", "median", "99 %", "worst"], spread),
+            "",
+            *_beside_vendors(result["peer_comparisons"]),
+        ]
+    )
+
+
+def _beside_vendors(peers: dict[str, Any]) -> list[str]:
+    """How often the better vendor's error is exceeded, and where."""
+    lines = [
+        f"Against the better of SDPA-flash and SDPA-cuDNN on the same inputs: {peers['run']} "
+        f"comparisons, {len(peers['over'])} above 1.02x."
+    ]
+    if peers["over"]:
+        cases = [
+            dict(part.split("=", 1) for part in over["case"].split() if "=" in part)
+            for over in peers["over"]
+        ]
+        tensors = ", ".join(sorted({over["tensor"] for over in peers["over"]}))
+        widths = ", ".join(map(str, sorted({int(case.get("d", 64)) for case in cases})))
+        keys = max(int(case["sk"]) for case in cases)
+        spans = []
+        for name in ("SDPA-flash", "SDPA-cuDNN"):
+            over = [x["rms"]["ours"] / x["rms"][name] for x in peers["over"] if name in x["rms"]]
+            if over:
+                spans.append(f"{min(over):.3f} to {max(over):.3f}x {name}")
+        lines.append(
+            f"Those above: {tensors} at d {widths} and at most {keys} keys; {', '.join(spans)}."
+        )
+    return lines
 
 
 def saved_bytes(_: dict[str, Any]) -> str:
@@ -191,8 +210,7 @@ TABLES: Tables = {
     "delta-rms": ("delta_regimes", delta_rms, "delta_regimes.py"),
     "delta-mean": ("delta_regimes", delta_mean, "delta_regimes.py"),
     "delta-dq": ("delta_regimes", delta_dq, "delta_regimes.py"),
-    "which-sum": ("which_sum", which_sum, "which_sum.py"),
-    "split-keys": ("split_keys", split_keys, "split_keys.py"),
+    "grid": ("kernel_grid", grid, "kernel_grid.py"),
     "saved-bytes": ("", saved_bytes, ""),
     "step-profile": ("step_profile", run_tables.step_profile, "step_profile.py ..."),
     "step-profile-gate": ("step_profile_gate", run_tables.step_profile, "step_profile.py ..."),
@@ -203,11 +221,13 @@ TABLES: Tables = {
     "cp-speed": ("context_parallel_8", cp_tables.speed, CONTEXT.format(8)),
     "cp-cost": ("context_parallel_8", cp_tables.cost, CONTEXT.format(8)),
     "long-context": ("long_context_8gpu", cp_tables.long_context, "long_context.py"),
+    "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
+    "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
+    "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
     **cp_accuracy_tables.tables(),
     **fault_tables.tables(),
     **kernel_tables.tables(),
     **plan_tables.tables(),
-    **stability_tables.tables(),
     **telemetry_tables.tables(),
 }
 
