@@ -212,21 +212,6 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
     ]
 
 
-def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:
-    """The winner with one thing changed, to see what each thing costs."""
-    found = [("none", tile), ("compensated", replace(tile, tma=not tile.tma))]
-    if which == "forward":
-        plain = replace(tile, segment=0, ones=8, reverse=0)
-        found.append(("none", plain))
-        found += [("compensated", replace(plain, segment=n)) for n in (0, 512, 4096)]
-        for mode in modes(which, width, tile):
-            found.append(("compensated", mode))
-            # The segment is the dataflow of "none" too, where products join late.
-            if mode.segment == mode.bn:
-                found.append(("none", mode))
-    return found
-
-
 def jobs_of(which: str, width: int) -> list[tuple[str, int, bool, str, Tile]]:
     """Every candidate of a pass at a head dim, with and without a mask."""
     return [
@@ -288,27 +273,6 @@ def dropout_fits(which: str, width: int, banded: bool, row: list[int], arch: str
     return aot.compile_launch(launches[0], arch).shared <= aot.SHARED_LIMIT[arch]
 
 
-def compare_variants(best: dict[str, list[int]]) -> list[dict[str, Any]]:
-    found = []
-    for name, row in best.items():
-        if name.endswith("/dropout"):
-            continue
-        which, widths, mask = name.split("/")
-        width = int(widths.split("x")[0])
-        tile = Tile(*row, tma=True)
-        tried = [("compensated", tile), *variants(which, width, tile)]
-        for stabilizer, changed in dict.fromkeys(tried):
-            bench = bench_of(width, mask == "band", stabilizer)
-            try:
-                ms: float | None = bench.time(which, changed, repeats=30)
-            except Exception as error:
-                print(f"variant {name} {changed}: {type(error).__name__}", flush=True)
-                ms = None
-            found.append({"row": name, "stabilizer": stabilizer} | asdict(changed) | {"ms": ms})
-            print("variant", found[-1], flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="tiles.json")
@@ -320,7 +284,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     tasks = [(which, int(w)) for which in args.passes.split(",") for w in args.widths.split(",")]
-    result: dict[str, Any] = describe() | {"rows": {}, "records": [], "variants": [], "left": tasks}
+    result: dict[str, Any] = describe() | {"rows": {}, "records": [], "left": tasks}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=context) as pool:
         for i, (which, width) in enumerate(tasks, 1):
@@ -331,7 +295,6 @@ def main() -> None:
             best = winners(records, configs.arch_of(torch.device("cuda")))
             result["records"] += records
             result["rows"] |= best
-            result["variants"] += compare_variants(best)
             result["left"] = tasks[i:]
             Path(args.out).write_text(json.dumps(result, indent=1))
             minutes = (time.monotonic() - begin) / 60
