@@ -239,11 +239,7 @@ def measure(
             first = (str(error).splitlines() or [""])[0]
             cells[name] = {"error": f"{type(error).__name__}: {first[:200]}"}
     reports = probe_results(
-        *tensors,
-        results=results,
-        layout="bhsd",
-        causal=True,
-        skip_rows=min(SKIP_ROWS, n // 2),
+        *tensors, results=results, layout="bhsd", causal=True, skip_rows=min(SKIP_ROWS, n // 2)
     )
     return cells | {name: clean(report.as_dict()) for name, report in reports.items()}
 

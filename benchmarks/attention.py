@@ -19,8 +19,6 @@ a training step; an interval whose ``host`` time exceeds ``queued_ms`` contains 
 at which every kernel is shorter than its launch, and calls are queued and not waited for.
 ``waited`` is the time until the GPU had done them too: much above the host's, and the host was not
 the slower one.
-
-``--float32``: errors are RMS over RMS of the float64 result, before rounding where O is float32.
 """
 
 from __future__ import annotations
@@ -422,51 +420,18 @@ def host(args: argparse.Namespace) -> None:
     print(write_result("attention", figures, args.out, part="host", head=describe_kernels()))
 
 
-def float32_calls(shape: Shape) -> dict[str, tuple[Call, torch.dtype]]:
-    """Attention of BF16 tensors and the same in float32, and the type that each computes in."""
-    kind = SDPBackend.EFFICIENT_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH
-    return {
-        "compensated": (ours("compensated", shape), torch.bfloat16),
-        "torch": (sdpa(kind, shape), torch.float32),
-    }
-
-
-def float32_errors(shape: Shape, leaves: list[torch.Tensor]) -> dict[str, dict[str, float]]:
-    """Relative RMS errors by implementation and tensor, against float64."""
-
-    def results(call: Call, dtype: torch.dtype) -> list[torch.Tensor]:
-        *qkv, dout = (x.detach().to(dtype) for x in leaves)
-        out = call(*(x.requires_grad_() for x in qkv))
-        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
-
-    true = results(sdpa(SDPBackend.MATH, shape), torch.float64)
-    return {
-        name: {
-            tensor: float((mine.double() - right).norm() / right.norm())
-            for tensor, mine, right in zip(
-                ("out", "dq", "dk", "dv"), results(call, dtype), true, strict=True
-            )
-        }
-        for name, (call, dtype) in float32_calls(shape).items()
-    }
-
-
 def float32(args: argparse.Namespace) -> None:
-    """The part ``float32``: errors of one sequence, and times where there is a GPU."""
+    """The part ``float32``: `compensated` beside PyTorch's fused attention on float32 copies."""
     b, s, h, d = args.shape
     shape = Shape("float32", b, s, h, h, d, d, causal=True)
-    leaves = tensors(shape)
-    figures: dict[str, Any] = {"shape": args.shape}
-    figures["errors"] = float32_errors(shape, [x[:1] for x in leaves])
-    if DEVICE == "cuda":
-        table: dict[str, Call] = {
-            name: lambda *qkv, call=call, dtype=dtype: call(*(x.to(dtype) for x in qkv)).bfloat16()
-            for name, (call, dtype) in float32_calls(shape).items()
-        }
-        figures["times"] = {
-            name: {"forward_ms": c["forward"], "both_ms": c["forward"] + c["backward"]}
-            for name, c in measure(table, leaves, args.budget_ms).items()
-        }
+    exact = sdpa(SDPBackend.EFFICIENT_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH, shape)
+    table: dict[str, Call] = {
+        "compensated": ours("compensated", shape),
+        "torch": lambda *qkv: exact(*(x.float() for x in qkv)).bfloat16(),
+    }
+    cells = measure(table, tensors(shape), args.budget_ms)
+    times = {n: {"both_ms": c["forward"] + c["backward"]} for n, c in cells.items()}
+    figures = {"shape": args.shape, "times": times}
     print(json.dumps(figures, indent=1))
     print(write_result("attention", figures, args.out, part="float32", head=describe_kernels()))
 

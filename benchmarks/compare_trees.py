@@ -3,7 +3,6 @@
 
     PYTHONPATH=kernels python benchmarks/compare_trees.py old=../old-checkout new=.
     PYTHONPATH=kernels python benchmarks/compare_trees.py new=. wide=.@forward/128=128,64,8,3,64,0
-    PYTHONPATH=kernels python benchmarks/compare_trees.py --host old=... new=.
 
 A version is NAME=FOLDER, a checkout, and optionally tiles of its own: @PASS/HEAD_DIM=FIELDS, with
 the fields of `stable_attention.configs.Tile` in order. Each package is copied under a name of its
@@ -12,9 +11,6 @@ to the next the clocks of a chip differ more than versions do. Rows are those of
 attention.py, measured as there; ``difference`` is the largest one of an output to SDPA's on the
 same inputs, to see that a version computes attention at all. Writes the part ``speed`` of
 compare_trees.json.
-
-``--host`` measures instead what a call costs the host, as attention.py does, and writes the part
-``host``.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import attention
 import torch
-from attention import DEVICE, HOST_SHAPE, Shape, host_times, measure, sdpa, shapes, tensors
+from attention import DEVICE, Shape, measure, sdpa, shapes, tensors
 from machine import sources_digest, write_result
 from tables import PASSES, Row, geometric_mean, speed, title
 from torch.nn.attention import SDPBackend
@@ -126,24 +122,6 @@ def calls(version: Version, folder: Path, shape: Shape) -> Iterator[tuple[str, a
         yield f"{version.name} {stabilizer}", call
 
 
-def host(args: argparse.Namespace, versions: list[Version], folder: Path) -> None:
-    """The part ``host``."""
-    table: dict[str, attention.Call] = {}
-    if DEVICE == "cuda":
-        table |= {name: sdpa(backend, HOST_SHAPE) for name, backend in BACKENDS.items()}
-    for version in versions:
-        table |= dict(calls(version, folder, HOST_SHAPE))
-    cells = host_times(table, args.rounds, args.calls)
-    for name, cell in cells.items():
-        print(f"{name:24}", {which: round(value) for which, value in cell.items()}, flush=True)
-    figures = {
-        "compared": {v.name: v.origin() for v in versions},
-        "shape": {name: getattr(HOST_SHAPE, name) for name in "bshd"},
-        "microseconds": cells,
-    }
-    print(f"wrote {write_result('compare_trees', figures, args.out, part='host')}")
-
-
 def compile_version(version: Version, folder: Path, wanted: list[Shape]) -> str:
     """Run every shape once in a process of its own, to fill Triton's cache; what went wrong."""
     for shape in wanted:
@@ -207,9 +185,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--lengths", type=int, nargs="*", default=[], help="all by default")
     found.add_argument("--budget-ms", type=float, default=15.0, help="per name, pass and round")
     found.add_argument("--minutes", type=float, default=8.0, help="start no shape after this long")
-    found.add_argument("--host", action="store_true", help="host time of a call instead")
-    found.add_argument("--rounds", type=int, default=30, help="--host: every name's turns")
-    found.add_argument("--calls", type=int, default=20, help="--host: calls queued in a turn")
     found.add_argument("--device", default="cuda")
     return found
 
@@ -237,9 +212,6 @@ def main(argv: list[str] | None = None) -> int:
             except Exception as error:
                 print(f"error: {version.name} cannot be imported: {error}", file=sys.stderr)
                 return 2
-        if args.host:
-            host(args, versions, folder)
-            return 0
         if DEVICE == "cuda":
             compile_all(versions, folder, wanted)
         for shape in wanted:

@@ -13,12 +13,10 @@ says what is measured and in which order; what does not fit into the minutes tha
 room for what does.
 
 TFLOP/s count 4 h s^2 d operations forward, half of that under a causal mask, and 2.5 times as many
-backward, divided by time and ranks. ``of_kernel`` divides by the TFLOP/s of the same kernel on one
-GPU with the same work: one sequence of s / sqrt(ranks) tokens, once while the other GPUs are idle
-("kernel"), and once while all of them do the same ("kernel, every GPU": no transfer, the slowest
-counts). Times are the slowest rank's median of CUDA-event intervals. One pass that all ranks begin
-together is profiled: ``exposed_ms`` is the time in which NCCL's kernels ran and nothing else did,
-``kernels_ms`` what took how long on the first rank. ``no_transfer_ms`` is the time with transfers
+backward, divided by time and ranks. Beside them stands the same kernel on one GPU with the same
+work: one sequence of s / sqrt(ranks) tokens, once while the other GPUs are idle ("kernel"), and
+once while all of them do the same ("kernel, every GPU": no transfer, the slowest counts). Times are
+the slowest rank's median of CUDA-event intervals. ``no_transfer_ms`` is the time with transfers
 left out; what is computed on then is whatever memory held, which may take less power. Outputs and
 gradients of short sequences are compared with attention over the whole sequence before anything is
 timed.
@@ -53,7 +51,7 @@ from tables import context_flops, same_work
 from megatron_patch.context_parallel.api import context_parallel_attention
 from megatron_patch.context_parallel.layout import positions, shard
 
-PASSES = 8  # of forward and backward, profile and pass without transfers included
+PASSES = 8  # of forward and backward, the one without transfers included
 SLOW = 350e12  # operations a second of a slow system, with compilation left out
 BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever holds them
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -244,8 +242,6 @@ class Bench:
             if self.cuda:
                 found["peak_mib"] = round((torch.cuda.max_memory_allocated() - base) / 2**20, 1)
             found["forward_ms"] = self.interval(cell.ranks, step.forward)
-            if self.cuda and cell.ranks > 1 and not busy:
-                found |= profile(step.both, lambda: dist.barrier(self.hosts[cell.ranks]))
         if cell.system in OURS:
             with self.system(cell, transfers=False) as attend:
                 step = peers.Step(attend, (q, k, v), dout)
@@ -291,61 +287,6 @@ class Bench:
         return start.elapsed_time(end)
 
 
-Span = tuple[float, float]
-LISTED = 8  # kernels that take longest
-IN_STEP = "kernels_ms"
-"""A cell that has this profiled a pass which all ranks began together."""
-
-
-def union(spans: list[Span]) -> list[Span]:
-    """The same set of times as disjoint spans in order."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def exposed(transfers: list[Span], work: list[Span]) -> tuple[float, float]:
-    """(time in which a transfer ran, the part of it in which no work ran), in the spans' unit."""
-    length = lambda spans: sum(end - begin for begin, end in spans)  # noqa: E731
-    together = length(union(transfers + work))
-    return length(union(transfers)), together - length(union(work))
-
-
-def profile(run: Callable[[], object], together: Callable[[], object]) -> dict[str, Any]:
-    """Time NCCL's kernels took in one pass of ``run``, and how much of it nothing else covered.
-
-    ``together`` returns once every rank has called it: the profiler starts at different times, and
-    a rank that comes first would wait in NCCL's kernels for the others.
-    """
-    from torch.autograd import DeviceType
-
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        together()
-        run()
-        torch.cuda.synchronize()
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    took: dict[str, float] = {}
-    for event in trace.events() or []:
-        # Collectives also leave named ranges ("nccl:...") among the kernels.
-        if event.device_type != DeviceType.CUDA or event.name.startswith("nccl:"):
-            continue
-        span = (event.time_range.start, event.time_range.end)
-        spans["nccl" in event.name.lower()].append(span)
-        name = event.name.split("<")[0].split("(")[0].removeprefix("void ")[:60]
-        took[name] = took.get(name, 0.0) + (span[1] - span[0]) / 1e3
-    longest = sorted(took, key=lambda name: -took[name])[:LISTED]
-    found: dict[str, Any] = {"kernels_ms": {name: round(took[name], 3) for name in longest}}
-    if spans[True]:  # nothing was seen of NCCL: no figure rather than 0
-        total, alone = exposed(spans[True], spans[False])
-        found |= {"transfer_ms": round(total / 1e3, 4), "exposed_ms": round(alone / 1e3, 4)}
-    return found
-
-
 # Figures of two runs belong into one file if these are equal.
 SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sources": lambda r: r.get("sources"),
@@ -386,10 +327,7 @@ class Record:
 
     def done(self, cell: Cell, *, retry: bool) -> bool:
         found = self.content["cells"].get(cell.key)
-        if found is None or (retry and "error" in found):
-            return False
-        # Passes that ranks did not begin together were profiled once: their transfers mean little.
-        return "exposed_ms" not in found or IN_STEP in found
+        return found is not None and not (retry and "error" in found)
 
     def put(self, cell: Cell, figures: dict[str, Any]) -> None:
         self.content["cells"][cell.key] = {**asdict(cell), **figures}
@@ -401,17 +339,11 @@ class Record:
 
 
 def slowest(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest figure of all ranks, rounded errors included; or the first error.
-
-    What is no figure is the first rank's.
-    """
+    """The largest figure of all ranks, rounded errors included; or the first error."""
     for part in parts:
         if "error" in part:
             return {"error": part["error"]}
-    return {
-        name: value if isinstance(value, dict) else max(part[name] for part in parts)
-        for name, value in parts[0].items()
-    }
+    return {name: max(part[name] for part in parts) for name in parts[0]}
 
 
 def run(bench: Bench, record: Record | None) -> None:

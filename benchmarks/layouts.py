@@ -40,10 +40,7 @@ class Layout:
 
 
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
-PP, VP = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-)
+PP, VP = ("parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size")
 EP = "parallel.expert_model_parallel_size"
 CP, KIND = "parallel.context_parallel_size", "parallel.cp_comm_type"
 LEVELS = "parallel.hierarchical_context_parallel_sizes"

@@ -16,23 +16,19 @@ import argparse
 import ast
 import csv
 import hashlib
-import io
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-import tokenize
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "assets"
-# Parts of the library whose edits change neither results nor speed of a call.
-BESIDE_THE_KERNELS = ("reference/", "aot.py", "hf.py", "probes.py")
 # What runs on the device, and what chooses and launches it.
 ON_THE_DEVICE = (
     "triton/", "numerics.py", "philox.py", "stabilizers.py", "configs.py", "configs.json",
@@ -59,26 +55,18 @@ def commit() -> str:
         return "unknown"
 
 
-def _code(text: str) -> str:
-    """Python source without comments and docstrings, as one string."""
-    kept: list[str] = []
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
-    ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    opens_statement, in_docstring = True, False
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in skipped:
-            continue
-        in_docstring = opens_statement if token.type == tokenize.STRING else in_docstring
-        if not in_docstring:
-            kept.append(tokenize.tok_name[token.type] if token.type in ends else token.string)
-        opens_statement = token.type in ends
-        in_docstring = in_docstring and token.type != tokenize.NEWLINE
-    return "\x00".join(kept)
+def sources_digest(root: Path = ROOT, *folders: str) -> str:
+    """Digest of the Python and the tile tables of the kernels, and of other ``folders``."""
+    joined = hashlib.sha256()
+    for folder in ("kernels/stable_attention", *folders):
+        for path in sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".json")):
+            joined.update(path.name.encode() + path.read_bytes())
+    return joined.hexdigest()[:16]
 
 
-def sources_digest(root: Path = ROOT) -> str:
-    """Digest of the kernels and the host code of a call, not of their comments."""
-    return _digest(root, lambda name: not name.startswith(BESIDE_THE_KERNELS))
+def context_digest() -> str:
+    """Digest of context parallelism and of the kernels under it."""
+    return sources_digest(ROOT, "megatron_patch/context_parallel")
 
 
 def functions_digest(root: Path = ROOT) -> str:
@@ -94,15 +82,6 @@ def functions_digest(root: Path = ROOT) -> str:
     return hashlib.sha256("\x00".join(sorted(found)).encode()).hexdigest()[:16]
 
 
-def context_digest() -> str:
-    """Digest of context parallelism and of the kernels under it."""
-    joined = hashlib.sha256()
-    for folder in ("kernels/stable_attention", "megatron_patch/context_parallel"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            joined.update(path.name.encode() + path.read_bytes())
-    return joined.hexdigest()[:16]
-
-
 def _compiled(node: ast.stmt) -> str:
     """A jitted function without its docstring, or a constant of such functions; "" for others."""
     if isinstance(node, ast.FunctionDef):
@@ -115,19 +94,6 @@ def _compiled(node: ast.stmt) -> str:
         text = ast.unparse(node)
         return text if "constexpr" in text else ""
     return ""
-
-
-def _digest(root: Path, counts: Callable[[str], bool]) -> str:
-    folder = root / "kernels" / "stable_attention"
-    joined = hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
-        name = path.relative_to(folder).as_posix()
-        if not counts(name):
-            continue
-        text = path.read_text()
-        joined.update(name.encode() + b"\x00")
-        joined.update((_code(text) if path.suffix == ".py" else text).encode())
-    return joined.hexdigest()[:16]
 
 
 def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -148,10 +114,7 @@ def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def describe_kernels() -> dict[str, Any]:
     """`describe`, with the digests of the kernel sources."""
-    return describe() | {
-        "kernels": sources_digest(),
-        "functions": functions_digest(),
-    }
+    return describe() | {"kernels": sources_digest(), "functions": functions_digest()}
 
 
 def versions() -> dict[str, str]:
@@ -285,6 +248,16 @@ def train_command(config: str, keys: Mapping[str, object], extra: Sequence[str] 
     sets = [f"{key}={text_of(value)}" for key, value in keys.items()]
     flags = [part for one in (*sets, *extra) for part in ("--set", one)]
     return ["-m", "megatron_patch", "train", "--config", config, *flags]
+
+
+def plan_of(config: str, sets: Sequence[str], *, gpu: str, gpus: int) -> Any:
+    """The planner's plan of a configuration on one node."""
+    from megatron_patch.config import load
+    from megatron_patch.planner.hardware import gpu_named
+    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
+
+    run = load(config, list(sets)).config
+    return make_plan(run, Machine(gpu_named(gpu), 1, gpus), vocabulary_of(run, None))
 
 
 def text_of(value: object) -> str:

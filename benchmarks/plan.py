@@ -4,27 +4,21 @@
     python benchmarks/plan.py --device cpu --gpus 2 --only tiny    # does the script work?
 
 For every case and number of ranks up to ``--gpus``: the trainer under torchrun, then of every rank
-torch's peak allocated and reserved memory beside the plan's figures for its pipeline stage. Cases
-that need fewer GPUs than there are run side by side, each on GPUs of its own. The vocabulary is
-bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes the part
-``memory`` of docs/assets/plan.json after every case; with ``--resume`` cases that the stored result
-of the same GPU and versions has are not run again, if the plan still says the same. ``--replan``
-needs no GPU: it holds the stored peaks against what this tree plans. A stage's peak is that of its
-fullest rank. Exit code 1 if one is more than 10% off or a case did not run.
+torch's peak allocated and reserved memory beside the plan's figures for its pipeline stage. The
+vocabulary is bytes, padded to the size a case asks for, so that no tokenizer is needed. Writes the
+part ``memory`` of docs/assets/plan.json after every case. ``--replan`` needs no GPU: it holds the
+stored peaks against what this tree plans. A stage's peak is that of its fullest rank. Exit code 1
+if one is more than 10% off or a case did not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,14 +77,7 @@ MODELS: dict[str, dict[str, object]] = {
     "llama_1b": _model(16, 2048, 16, 8, 8192, 4096, 128256),
     "llama_8b_8_layers": _model(8, 4096, 32, 8, 14336, 8192, 128256),
     "moe": _model(
-        8,
-        2048,
-        16,
-        8,
-        2816,
-        4096,
-        32768,
-        moe="{num_experts: 16, top_k: 2, ffn_hidden_size: 1408}",
+        8, 2048, 16, 8, 2816, 4096, 32768, moe="{num_experts: 16, top_k: 2, ffn_hidden_size: 1408}"
     ),
     "tiny": ONE,
 }
@@ -166,12 +153,7 @@ def _size(case: Case, key: str) -> int:
 
 def planned(sets: list[str], ranks: int, gpu: str) -> tuple[Any, int]:
     """(the plan's stages, ranks of one stage) of a case on one node."""
-    from megatron_patch.config import load
-    from megatron_patch.planner.hardware import gpu_named
-    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
-
-    run = load(str(CONFIG), sets).config
-    plan = make_plan(run, Machine(gpu_named(gpu), 1, ranks), vocabulary_of(run, None))
+    plan = machine.plan_of(str(CONFIG), sets, gpu=gpu, gpus=ranks)
     return plan.stages, ranks // plan.layout.pp
 
 
@@ -199,29 +181,8 @@ def worker(sets: list[str], out: Path) -> int:
     return code
 
 
-class Seats:
-    """GPUs that cases take and give back; a case waits until it can have all of its own."""
-
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count))
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def take(self, count: int) -> Iterator[list[int]]:
-        """Indices of so many GPUs, for as long as the context lasts."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= count)
-            taken = [self._free.pop(0) for _ in range(count)]
-        try:
-            yield taken
-        finally:
-            with self._changed:
-                self._free = sorted(self._free + taken)
-                self._changed.notify_all()
-
-
-def measure(case: Case, args: argparse.Namespace, devices: list[int]) -> dict[str, Any]:
-    """Run one case on these GPUs and compare; an ``error`` where it did not run."""
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one case and compare; an ``error`` where it did not run."""
     folder = Path(args.work) / case.name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -232,7 +193,8 @@ def measure(case: Case, args: argparse.Namespace, devices: list[int]) -> dict[st
     except ValueError as error:
         return row | {"error": str(error)}
     command = [__file__, "--worker", str(folder), *(x for one in sets for x in ("--set", one))]
-    gpus, log = devices if args.device == "cuda" else None, folder / "log"
+    log = folder / "log"
+    gpus = list(range(case.ranks)) if args.device == "cuda" else None
     how: dict[str, Any] = {"processes": case.ranks, "log": log, "devices": gpus, "threads": 1}
     try:
         code = machine.torchrun(command, timeout=CASE_SECONDS, **how)
@@ -262,51 +224,6 @@ def off(rows: list[dict[str, Any]]) -> list[str]:
         if "error" in row or any(abs(ratio - 1) > TOLERANCE for ratio in ratios):
             bad.append(f"{row['model']} {row['layout']}")
     return bad
-
-
-def play(
-    cases: list[Case],
-    args: argparse.Namespace,
-    known: list[dict[str, Any]],
-    say: Callable[[list[dict[str, Any]], dict[str, Any]], None],
-) -> list[dict[str, Any]]:
-    """Rows of all cases, in their order; ``say`` hears of them, and of the new one, every time."""
-    rows = {f"{r['model']} {r['layout']}": r for r in known if "error" not in r}
-    names = [case.name for case in cases]
-    seats, lock = Seats(args.gpus), threading.Lock()
-
-    def one(case: Case) -> None:
-        with seats.take(case.ranks) as devices:
-            row = measure(case, args, devices)
-        with lock:
-            rows[case.name] = row
-            say([rows[name] for name in names if name in rows], row)
-
-    # The large ones first, while all GPUs are free; on a CPU one after the other.
-    waiting = sorted((c for c in cases if c.name not in rows), key=lambda case: -case.ranks)
-    with ThreadPoolExecutor(args.gpus if args.device == "cuda" else 1) as pool:
-        for future in [pool.submit(one, case) for case in waiting]:
-            future.result()
-    return [rows[name] for name in names]
-
-
-def earlier(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the stored result that may stand beside new ones.
-
-    Measured on the same GPU and versions, and planned then as this tree plans them: what another
-    commit measured, and names, is still the figure to hold the plan against.
-    """
-    now, old = machine.describe(), stored(args)
-    if why := machine.same_origin(old | {"commit": now["commit"]}, now):
-        raise SystemExit(f"--resume: {why}")
-    same = [
-        {"commit": old["commit"]} | row
-        for row in old["cases"]
-        if "error" not in row
-        and [s.allocated for s in planned_now(row, args)] == [r["planned"] for r in row["by_rank"]]
-    ]
-    # A row names its commit where that is not the result's.
-    return [{k: v for k, v in row.items() if (k, v) != ("commit", now["commit"])} for row in same]
 
 
 def stored(args: argparse.Namespace) -> dict[str, Any]:
@@ -368,7 +285,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", default="runs/plan/stdlib", help="dataset prefix")
     parser.add_argument("--work", default="runs/plan", help="scratch folder")
     parser.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
-    parser.add_argument("--resume", action="store_true", help="keep the cases of the stored result")
     parser.add_argument("--replan", action="store_true", help="plan the stored cases again")
     parser.add_argument("--worker", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
@@ -377,7 +293,6 @@ def main(arguments: list[str] | None = None) -> int:
         return worker(args.set, Path(args.worker))
     if args.replan:
         return replan(args)
-    known = earlier(args) if args.resume else []
     prepare(Path(args.dataset))
     wanted = args.only or [name for name in MODELS if name != "tiny"]
     cases = [case for case in CASES if case.ranks <= args.gpus and case.model in wanted]
@@ -388,11 +303,11 @@ def main(arguments: list[str] | None = None) -> int:
         part = PART if args.device == "cuda" else "on CPUs"
         return machine.write_result("plan", figures, args.out, part=part)
 
-    def say(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows.append(measure(case, args))
         write(rows)
-        print(f"{len(rows)} of {len(cases)}: {json.dumps(row)[:400]}", flush=True)
-
-    rows = play(cases, args, known, say)
+        print(f"{len(rows)} of {len(cases)}: {json.dumps(rows[-1])[:400]}", flush=True)
     bad, path = off(rows), write(rows)
     if args.device == "cpu":
         print(f"{len(rows) - len(bad)} of {len(rows)} ran; no memory to compare; {path.name}")

@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
-from fault_lab import cases_scripts, hooks, lab
+from fault_lab import hooks, lab
 from machine import commit, write_result
 
 STEPS, INTERVAL = 30, 4
@@ -248,12 +249,14 @@ def soak(
 
 def job(folder: Path, fault: str, args: argparse.Namespace) -> dict[str, Any]:
     """One job to its end: what it came to, and how it went."""
+    from fault_lab import job as script
+
     shutil.rmtree(folder, ignore_errors=True)
     run = lab.Lab(folder, ranks=args.restart)
     gpu = args.device == "cuda"
     batch = f"training.global_batch_size={(8 if gpu else 2) * args.restart}"
     steps = (f"training.train_steps={RESTART_STEPS}", f"checkpoint.interval={RESTART_INTERVAL}")
-    started = cases_scripts.Job(run, fault, (*steps, *(GPT2 if gpu else ()), batch), gpu=gpu)
+    started = script.Job(run, fault, (*steps, *(GPT2 if gpu else ()), batch), gpu=gpu)
     outcome = started.drive(None, step=0, limit=args.limit)
     found = run.result()
     starts = sorted(p.name for p in run.run_dir.glob("logs/*.*"))

@@ -8,8 +8,7 @@ of them and ends. Every kernel is put down to one of `PARTS` by its name; what f
 Reports milliseconds of a step by part, the largest kernels with the operators that launched them,
 and how long any kernel ran. The profiler slows the host, not the kernels: the time of a step
 without it is the median of those before. One GPU; kernels of several streams that overlap are each
-counted whole. Writes docs/assets/step_profile.json, a part a label; ``--read TRACE`` puts the
-kernels of a kept trace down anew.
+counted whole. Writes docs/assets/step_profile.json, a part a label;
 """
 
 from __future__ import annotations
@@ -164,23 +163,14 @@ def main() -> None:
     parser.add_argument("--settle", type=int, default=40, help="steps before the profile")
     parser.add_argument("--steps", type=int, default=5, help="steps that are profiled")
     parser.add_argument("--trace", type=Path, help="keep the trace there (.json or .json.gz)")
-    parser.add_argument("--read", type=Path, help="no run: the kept trace of this label's part")
     parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     args = parser.parse_args()
-    facts: dict[str, Any] = {"config": named(args.config)}
-    if args.read:
-        head = json.loads((args.out / "step_profile.json").read_text())[args.label]
-        facts |= read_trace(args.read, args.steps)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            trace = args.trace or Path(scratch) / "trace.json"
-            seconds = profile(
-                args.config, args.set, settle=args.settle, steps=args.steps, trace=trace
-            )
-            facts |= read_trace(trace, args.steps)
-        settings = [key for key in args.set if not key.startswith("data.")]  # places of a machine
-        head = machine.describe() | {"settings": settings, "step_ms": seconds * 1000}
-    found = head | facts
+    with tempfile.TemporaryDirectory() as scratch:
+        trace = args.trace or Path(scratch) / "trace.json"
+        seconds = profile(args.config, args.set, settle=args.settle, steps=args.steps, trace=trace)
+        found = machine.describe() | read_trace(trace, args.steps)
+    found |= {"config": named(args.config), "step_ms": seconds * 1000}
+    found["settings"] = [key for key in args.set if not key.startswith("data.")]  # places
     for part, ms in found["parts_ms"].items():
         print(f"{part:24} {ms:8.2f} ms")
     busy, window = found["busy_ms"], found["window_ms"]

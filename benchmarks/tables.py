@@ -223,17 +223,13 @@ def kernel_host(parts: Parts) -> str:
 
 
 def kernel_float32(parts: Parts) -> str:
-    """What attention in float32 takes beside `compensated`, and the errors of both."""
+    """What attention in float32 takes beside `compensated`."""
     result = parts["float32"]
     told = {"split": "float32, split products (research)", "torch": "float32, PyTorch"}
-    body = [
-        [told.get(name, f"`{name}`"), f"{result['times'][name]['both_ms']:.2f} ms"]
-        + [f"{errors['dq']:.1e}"]
-        for name, errors in result["errors"].items()
-    ]
     b, s, h, d = result["shape"]
-    head = [f"b {b}, s {s}, {h} heads, d {d}", "forward and backward", "error of dQ"]
-    return page_table([result], table(head, body))
+    rows = [[told.get(n, f"`{n}`"), f"{t['both_ms']:.2f}"] for n, t in result["times"].items()]
+    head = [f"b {b}, s {s}, {h} heads, d {d}", "forward and backward, ms"]
+    return page_table([result], table(head, rows))
 
 
 # Accuracy
@@ -450,39 +446,21 @@ def step_parts(parts: Parts) -> str:
 
 
 def telemetry(parts: Parts) -> str:
-    """Cost of an observation: in paired stretches of a run, and in runs as they were made."""
-    rows, noise = [], []
-    for name, result in _beginning(parts, "pairs").items():
-        for f in result["by_processes"].values():
-            paired = f"{100 * f['paired_difference']:+.2f} ± {100 * f['paired_standard_error']:.2f}"
-            noise.append(f["noise"])
-            rows.append(_cost(f"{name}, {gpu_of(result)}", result["rounds"], [f], paired))
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in parts.get("runs", {}).get("attempts", []):
-        groups.setdefault((row["gpu"], row["world_size"]), []).append(row)
-    for (gpu, count), found in sorted(groups.items(), key=lambda item: item[0][::-1]):
-        gpu = gpu_of({"machine": {"gpu": gpu}})
-        name = f"runs, {count} GPU{'s' * (count > 1)}, {gpu}"
+    """Cost of an observation in runs as they were made, a row a kind and number of GPUs."""
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in parts["runs"]["attempts"]:
+        gpu = gpu_of({"machine": {"gpu": row["gpu"]}})
+        groups.setdefault((row["world_size"], gpu), []).append(row)
+    rows = []
+    for (count, gpu), found in sorted(groups.items()):
+        times = [_span([1e3 * f[f"{x}_seconds"] for f in found], "{:.1f}") for x in _TIMES]
         share = _span([100 * row["share"] for row in found], "{:.2f}")
-        rows.append(_cost(name, len(found), found, share))
-    head = [
-        "observed every 50 steps",
-        "rounds or runs",
-        "step, ms",
-        "observation, ms",
-        "% of a step",
-    ]
-    note = f"Equal stretches of the paired runs differ by up to {100 * max(noise):.0f} %."
-    return page_table(_beginning(parts, "pairs").values(), table(head, rows), note)
+        rows.append([f"{count} x {gpu}", str(len(found)), *times, share])
+    head = ["observed every 50 steps", "runs", "step, ms", "observation, ms", "% of a step"]
+    return page_table([parts["runs"]], table(head, rows))
 
 
-def _cost(name: str, count: Any, found: list[dict[str, Any]], share: str) -> list[str]:
-    rounds = next(iter(count.values())) if isinstance(count, dict) else count
-    spans = [_span([1e3 * f[x] for f in found], "{:.1f}") for x in _SECONDS]
-    return [name, str(rounds), *spans, share]
-
-
-_SECONDS = ("step_seconds", "observation_seconds")
+_TIMES = ("step", "observation")
 
 
 def layouts_agree(parts: Parts) -> str:
@@ -555,7 +533,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], str]]] = {
     "training-long": ("training", "long context", training_long),
     "training-backends": ("training", "first steps", training_backends),
     "step-parts": ("step_profile", "", step_parts),
-    "telemetry-cost": ("telemetry_cost", "pairs", telemetry),
+    "telemetry-cost": ("telemetry_cost", "runs", telemetry),
     "layouts-agree": ("layouts", "", layouts_agree),
     "planned-memory": ("plan", "memory", plan_memory),
 }
@@ -590,68 +568,60 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def plot_attention(result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s over sequence length, one panel a head dim and pass, causal."""
+Lines = dict[str, list[tuple[float, float]]]
+
+
+def attention_panels(result: dict[str, Any]) -> dict[str, Lines]:
+    """TFLOP/s by sequence length, a panel a head dim and pass, causal."""
     rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
     rows.sort(key=lambda r: r["s"])
-    dims = sorted({r["d"] for r in rows})
-    figure, axes = _panels(2, len(dims))
-    for column, d in enumerate(dims):
-        for at, (which, factor) in enumerate((("forward", 1.0), ("backward", 2.5))):
-            axis = axes[at][column]
+    panels: dict[str, Lines] = {}
+    for which, factor in (("forward", 1.0), ("backward", 2.5)):
+        for r in sorted(rows, key=lambda r: r["d"]):
+            lines = panels.setdefault(f"d {r['d']}, causal, {which}", {})
+            flops = factor * 2 * r["b"] * r["h"] * r["s"] ** 2 * r["d"]
             for name in (*PEERS, "none", DEFAULT):
-                points = [
-                    (r["s"], factor * r["b"] * r["h"] * r["s"] ** 2 * 2 * d / ms / 1e9)
-                    for r in rows
-                    if r["d"] == d and (ms := r["peers"].get(name, {}).get(which))
-                ]
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", label=name)
-            axis.set(xscale="log", title=f"d {d}, causal, {which}", ylabel="TFLOP/s")
-            axis.set(ylim=(0, None))
-            axis.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"])
-    axes[0][0].legend()
-    _save(figure, path)
+                if ms := r["peers"].get(name, {}).get(which):
+                    lines.setdefault(name, []).append((r["s"], flops / ms / 1e9))
+    return panels
 
 
-def plot_context(result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s per GPU over sequence length, a panel for each number of GPUs."""
-    speeds = Speeds(result)
-    sizes = sorted({ranks for ranks, _ in speeds.places()}) or [1]
-    figure, axes = _panels(1, len(sizes))
-    for axis, ranks in zip(axes[0], sizes, strict=True):
-        lengths = [tokens for n, tokens in speeds.places() if n == ranks]
-        lines: dict[str, list[float | None]] = {
-            "kernel, one GPU, same work": [speeds.alone(ranks, s) for s in lengths]
-        }
-        lines |= {x: [speeds.speed(x, ranks, s) for s in lengths] for x in speeds.systems}
-        for label, rates in lines.items():
-            points = [(s, rate) for s, rate in zip(lengths, rates, strict=True) if rate is not None]
-            if points:
-                style = "k--" if label.startswith("kernel") else "o-"
-                axis.plot(*zip(*points, strict=True), style, label=label)
-        axis.set(xscale="log", ylim=(0, None), title=f"{ranks} GPUs, causal", xlabel="tokens")
-        axis.set_xticks(lengths, [thousand(t) for t in lengths], minor=False)
-    axes[0][0].set_ylabel("TFLOP/s per GPU, forward + backward")
-    axes[0][-1].legend(fontsize="small")
-    _save(figure, path)
+def context_panels(result: dict[str, Any]) -> dict[str, Lines]:
+    """TFLOP/s per GPU by sequence length, a panel a number of GPUs."""
+    speeds, panels = Speeds(result), {}
+    for ranks, tokens in speeds.places():
+        lines: Lines = panels.setdefault(f"{ranks} GPUs, causal", {})
+        rates = {"kernel, one GPU, same work": speeds.alone(ranks, tokens)}
+        rates |= {name: speeds.speed(name, ranks, tokens) for name in speeds.systems}
+        for name, rate in rates.items():
+            if rate is not None:
+                lines.setdefault(name, []).append((tokens, rate))
+    return panels
 
 
-def _panels(rows: int, columns: int) -> Any:
+def plot(panels: dict[str, Lines], rows: int, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(rows, columns, figsize=(4.5 * columns, 3.5 * rows), squeeze=False)
-
-
-def _save(figure: Any, path: Path) -> None:
+    columns = len(panels) // rows
+    size = (4.5 * columns, 3.5 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    for axis, (name, lines) in zip(axes.flat, panels.items(), strict=True):
+        for label, points in lines.items():
+            axis.plot(*zip(*points, strict=True), "k--" if "kernel" in label else "o-", label=label)
+        axis.set(
+            xscale="log", ylim=(0, None), title=name, xlabel="tokens", ylabel="TFLOP/s per GPU"
+        )
+        ticks = sorted({x for points in lines.values() for x, _ in points})[::2]
+        axis.set_xticks(ticks, [thousand(int(x)) for x in ticks], minor=False)
+    axes.flat[-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-PLOTS = {"attention": plot_attention, "context_parallel": plot_context}
+PLOTS = {"attention": (attention_panels, 2), "context_parallel": (context_panels, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -669,8 +639,9 @@ def main(arguments: list[str] | None = None) -> int:
                 page.write_text(new)
     for page in stale:
         print(f"{'differs' if args.check else 'wrote'}: {page}")
-    for name, draw in PLOTS.items() if args.plots else ():
-        draw(json.loads((RESULTS / f"{name}.json").read_text())["speed"], RESULTS / f"{name}.png")
+    for name, (panels, rows) in PLOTS.items() if args.plots else ():
+        result = json.loads((RESULTS / f"{name}.json").read_text())["speed"]
+        plot(panels(result), rows, RESULTS / f"{name}.png")
     return 1 if args.check and stale else 0
 
 

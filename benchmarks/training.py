@@ -291,10 +291,6 @@ def long_keys(args: argparse.Namespace, mode: str) -> dict[str, object]:
 
 def planned(args: argparse.Namespace, mode: str) -> dict[str, float]:
     """Tokens/s and memory of a GPU that the planner expects of a run."""
-    from megatron_patch.config import load
-    from megatron_patch.planner.hardware import gpu_named
-    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
-
     keys = long_keys(args, mode) | {
         "training.train_steps": args.steps,
         "checkpoint.interval": None,
@@ -302,8 +298,7 @@ def planned(args: argparse.Namespace, mode: str) -> dict[str, float]:
         "data.tokenizer.path": args.tokenizer,
     }
     sets = [f"{key}={machine.text_of(value)}" for key, value in keys.items()]
-    run = load(args.config, [*sets, *args.set]).config
-    plan = make_plan(run, Machine(gpu_named(args.gpu), 1, args.gpus), vocabulary_of(run, None))
+    plan = machine.plan_of(args.config, [*sets, *args.set], gpu=args.gpu, gpus=args.gpus)
     return {
         "planned_tokens_per_s": plan.speed.tokens_per_second,
         "planned_memory_gib": plan.worst.allocated / 2**30,

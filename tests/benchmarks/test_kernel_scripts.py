@@ -29,23 +29,6 @@ def run_script(name: str, *arguments: str, library: Path) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_digest_is_of_the_code_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "kernels" / "stable_attention"
-    folder.mkdir(parents=True)
-    file, tiles = folder / "a.py", folder / "configs.json"
-    tiles.write_text("{}")
-
-    def digest(text: str) -> str:
-        file.write_text(text)
-        return machine.sources_digest(tmp_path)
-
-    plain = digest('"""Doc."""\n\ndef f():\n    """Doc."""\n    return 1\n')
-    assert digest('def f():\n    """Other."""\n\n    return 1  # why\n') == plain
-    assert digest("def f():\n    return 2\n") != plain
-    tiles.write_text("[]")
-    assert digest('def f():\n    """Other."""\n\n    return 1  # why\n') != plain
-
-
 def test_digest_of_compiled_functions(tmp_path: Path) -> None:
     """Jitted functions, constants and tiles count; what launches them does not."""
     folder = tmp_path / "kernels" / "stable_attention"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import benchmark_scripts
@@ -85,7 +84,7 @@ def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
     """With a stand-in for torchrun that writes what two ranks would have."""
 
     def torchrun(command, *, env, **_):
-        assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
+        assert env["CUDA_VISIBLE_DEVICES"] == "0,1"
         folder = Path(command[command.index("--worker") + 1])
         for rank in range(2):
             size = 10**9 + rank
@@ -96,55 +95,10 @@ def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_memory.machine.subprocess, "run", torchrun)
     args = argparse.Namespace(**vars(ARGUMENTS) | {"work": str(tmp_path)})
     case = plan_memory.Case("llama_1b", "PP2", 2, {plan_memory.PP: 2})
-    row = plan_memory.measure(case, args, [1, 3])
+    row = plan_memory.measure(case, args)
     assert [r["stage"] for r in row["by_rank"]] == [0, 1]
     assert [r["allocated"] for r in row["by_rank"]] == [10**9, 10**9 + 1]
     assert row["by_rank"][0]["ratio"] == row["by_rank"][0]["planned"] / 10**9
-
-
-def test_cases_run_side_by_side_on_gpus_of_their_own(monkeypatch):
-    """Never two cases on one GPU; rows in the order of the cases; known ones are not repeated."""
-    busy, most, heard = set(), [0], []
-
-    def measure(case, args, devices):
-        assert len(devices) == case.ranks and not busy & set(devices)
-        busy.update(devices)
-        most[0] = max(most[0], len(busy))
-        time.sleep(0.02)
-        busy.difference_update(devices)
-        return {"model": case.model, "layout": case.layout, "by_rank": []}
-
-    monkeypatch.setattr(plan_memory, "measure", measure)
-    cases = [plan_memory.Case("m", f"{n} {i}", n) for i, n in enumerate((1, 2, 4, 1, 2, 1, 1))]
-    known = [{"model": "m", "layout": "1 3", "by_rank": ["kept"]},
-             {"model": "m", "layout": "1 5", "error": "no"}]  # fmt: skip
-    args = argparse.Namespace(device="cuda", gpus=4)
-    rows = plan_memory.play(cases, args, known, lambda rows, _: heard.append(len(rows)))
-    assert [row["layout"] for row in rows] == [case.layout for case in cases]
-    assert rows[3]["by_rank"] == ["kept"] and "error" not in rows[5]
-    assert most[0] == 4 and heard == [2, 3, 4, 5, 6, 7]
-
-
-def earlier(folder, result):
-    (folder / "plan.json").write_text(json.dumps({"memory": result}))
-    return plan_memory.earlier(argparse.Namespace(**vars(ARGUMENTS) | {"out": folder}))
-
-
-def test_an_earlier_row_is_kept_while_the_plan_says_the_same(tmp_path):
-    """Rows of another commit name it; a row that would be planned otherwise now is run again."""
-    sets = plan_memory.overrides(CP2, ARGUMENTS, Path("runs/x"))
-    stages, _ = plan_memory.planned(sets, 2, "h200")
-    same = {"model": CP2.model, "layout": CP2.layout, "ranks": 2}
-    same["by_rank"] = [{"planned": stages[0].allocated, "ratio": 1.0}] * 2
-    moved = {"model": "llama_1b", "layout": "DP2", "ranks": 2}
-    moved["by_rank"] = [{"planned": 1, "ratio": 1.0}] * 2
-    gone = {"model": "no", "layout": "such case", "ranks": 1, "by_rank": [{"planned": 1}]}
-    broken = {"model": "moe", "layout": "EP2", "ranks": 2, "error": "no"}
-    old = plan_memory.machine.describe() | {"cases": [same, moved, gone, broken]}
-    assert earlier(tmp_path, old) == [same]
-    assert earlier(tmp_path, old | {"commit": "0" * 40}) == [same | {"commit": "0" * 40}]
-    with pytest.raises(SystemExit, match="other GPU"):
-        earlier(tmp_path, old | {"machine": old["machine"] | {"gpu": "another"}})
 
 
 def test_an_error_is_what_the_ranks_said():
