@@ -77,7 +77,7 @@ def page_table(results: Iterable[dict[str, Any]], body: str, *notes: str) -> str
 
 
 def versions(files: Iterable[Path]) -> str:
-    """Versions that all GPU results have in common, and the names of those that differ."""
+    """Versions of software that GPU results were measured with."""
     found: dict[str, set[str]] = {}
     for path in files:
         for result in json.loads(path.read_text()).values():
@@ -89,7 +89,7 @@ def versions(files: Iterable[Path]) -> str:
         for name in ("torch", "triton", "cudnn", "nccl", "megatron-core")
         if name in found
     ]
-    return f"All on one software stack unless a file says otherwise: {', '.join(told)}."
+    return f"Software of all GPU measurements: {', '.join(told)}."
 
 
 # Attention
