@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.core_patches import quiet
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.io_errors import may_pass
-from megatron_patch.schema.checkpoint import checkpoint_directory
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
@@ -36,12 +35,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron_patch.checkpoint.megatron import Checkpointer
-    from megatron_patch.config import Loaded
     from megatron_patch.data.loader import Loaders
     from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
+    from megatron_patch.schema.run import Loaded, RunConfig
     from megatron_patch.stability.telemetry import Stability
     from megatron_patch.training.step import Session
 
@@ -54,10 +52,10 @@ def prepare_process(run: RunConfig) -> None:
     """
     setup.check_world_size(run, setup.launched_world_size())
     determinism.enforce(run)
-    _quiet_libraries()
+    quiet.install()
     environment.hide_old_nvrx()
     if run.training.device == "cpu":
-        from megatron_patch.runtime import cpu_mode
+        from megatron_patch.core_patches import cpu_mode
 
         cpu_mode.install()
     elif not torch.cuda.is_available():
@@ -70,18 +68,6 @@ def prepare_process(run: RunConfig) -> None:
                 )
             ]
         )
-
-
-def _quiet_libraries() -> None:
-    """Drop notices that are not about this run; what it runs on is said in the start-up lines."""
-    # Missing optional packages and deprecations inside Megatron-Core, once per rank.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core(\..*)?")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # Core's tensor-parallel layers look at .grad of activations; its collectives use old names.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
@@ -108,7 +94,7 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
     torch.distributed.broadcast_object_list(verdict, src=0)
     problems, finished, tokens = verdict
     for key, token in tokens.items():
-        path = run_directory(run) if key == "run_dir" else checkpoint_directory(run)
+        path = run_directory(run) if key == "run_dir" else run.checkpoint_directory
         problems += _one_directory(key, path, token, layout)
     if problems:
         if directory is not None:
@@ -122,7 +108,7 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
 def _leave_tokens(run: RunConfig, directory: RunDirectory) -> tuple[dict[str, Path], list[Problem]]:
     """Files that the other nodes look for, by the key that names the directory; and what failed."""
     places = {"run_dir": directory.path}
-    checkpoints = checkpoint_directory(run)
+    checkpoints = run.checkpoint_directory
     if not directory.finished and checkpoints.is_dir() and lies_outside(run):
         places["checkpoint.directory"] = checkpoints
     tokens: dict[str, Path] = {}
@@ -360,7 +346,7 @@ def check_host_memory(checkpointer: Checkpointer, monitor: Monitor) -> None:
 def keep_optimizer_kernel(session: Session) -> None:
     """A checkpoint carries its writer's optimizer flags: put this run's back."""
     if session.run.training.device == "cuda":
-        from megatron_patch.training.optimizer import use_fused_kernel
+        from megatron_patch.core_patches.optimizer import use_fused_kernel
 
         use_fused_kernel(session.optimizer)
 

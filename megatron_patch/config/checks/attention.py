@@ -1,0 +1,58 @@
+"""Rules between ``attention:``, the model and the layout, found without a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_patch.attention import registry
+from megatron_patch.attention.capabilities import BACKENDS, unmet
+from megatron_patch.schema.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.schema.run import RunConfig
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Settings that contradict each other, and what the backend cannot serve in this model."""
+    yield from _stabilizer(run)
+    said = set()
+    for facts in registry.layer_kinds(run):
+        for complaint in unmet(run.attention.backend, facts):
+            if complaint not in said:
+                said.add(complaint)
+                yield Problem("attention.backend", f"{run.attention.backend!r}: {complaint}")
+
+
+def _stabilizer(run: RunConfig) -> Iterator[Problem]:
+    attention = run.attention
+    name = attention.stabilizer
+    if name == "paper_bf16" and not attention.allow_broken:
+        yield Problem(
+            "attention.stabilizer",
+            "'paper_bf16' reproduces a numerical failure on purpose: set attention.allow_broken: "
+            "true if that is what you want, or use compensated",
+        )
+    if attention.allow_broken and name != "paper_bf16":
+        yield Problem(
+            "attention.allow_broken",
+            f"true has no effect with attention.stabilizer {name!r}: leave it out",
+        )
+    if attention.residual != "default" and (
+        name != "compensated" or not BACKENDS[attention.backend].stabilizers
+    ):
+        yield Problem(
+            "attention.residual",
+            f"{attention.residual!r} has no effect: only backend stable_flash with stabilizer "
+            "compensated keeps a low-order part; leave it out",
+        )
+    if name == "dynamic_max":
+        if not attention.dynamic_max_beta > 1:
+            yield Problem(
+                "attention.dynamic_max_beta", f"{attention.dynamic_max_beta}: must be more than 1"
+            )
+        if not attention.dynamic_max_eps >= 0:
+            yield Problem(
+                "attention.dynamic_max_eps", f"{attention.dynamic_max_eps}: must not be negative"
+            )

@@ -1,0 +1,434 @@
+"""What is wrong with a model's shape, found without a GPU and before any process starts.
+
+Includes the parts of the layout and of recompute that only the model's shape decides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_patch.attention.registry import MAX_LAYERS
+from megatron_patch.schema.model import is_moe_layer
+from megatron_patch.schema.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.schema.run import RunConfig
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Every problem of the ``model:`` section and of how the layout divides it."""
+    sizes = list(_sizes(run))
+    yield from sizes
+    yield from _ranges(run)
+    yield from _positions(run)
+    yield from _windows(run)
+    yield from _experts(run)
+    yield from _latent(run)
+    yield from _recompute(run)
+    if not sizes:  # dividing nonsense only repeats the complaint
+        yield from _divisions(run)
+
+
+def _sizes(run: RunConfig) -> Iterator[Problem]:
+    model = run.model
+    names = [
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+    ]
+    values = {f"model.{name}": getattr(model, name) for name in names}
+    if model.moe is not None:
+        for name in ("num_experts", "top_k", "ffn_hidden_size", "shared_expert_ffn_hidden_size"):
+            values[f"model.moe.{name}"] = getattr(model.moe, name)
+    if model.mla is not None:
+        for name in (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+        ):
+            values[f"model.mla.{name}"] = getattr(model.mla, name)
+    if model.mtp is not None:
+        values["model.mtp.num_layers"] = model.mtp.num_layers
+    for path, value in values.items():
+        if value is not None and value < 1:
+            yield Problem(path, f"{value}: must be at least 1")
+    if model.num_layers > MAX_LAYERS:
+        yield Problem("model.num_layers", f"{model.num_layers}: must be at most {MAX_LAYERS}")
+
+
+def _ranges(run: RunConfig) -> Iterator[Problem]:
+    model = run.model
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(model, name)
+        if not 0.0 <= value < 1.0:
+            yield Problem(f"model.{name}", f"{value}: a probability in [0, 1) is needed")
+    for name in ("norm_epsilon", "init_std", "rotary_base"):
+        value = getattr(model, name)
+        if not value > 0:
+            yield Problem(f"model.{name}", f"{value}: must be more than 0")
+    if not 0.0 < model.rotary_percent <= 1.0:
+        yield Problem("model.rotary_percent", f"{model.rotary_percent}: a share in (0, 1]")
+    if model.layer_spec == "te" and run.training.device == "cpu":
+        yield Problem(
+            "model.layer_spec",
+            "'te' needs a GPU and training.device is 'cpu'. Use model.layer_spec: local",
+        )
+    if model.mtp is not None and not model.mtp.loss_scaling_factor > 0:
+        yield Problem(
+            "model.mtp.loss_scaling_factor",
+            f"{model.mtp.loss_scaling_factor}: must be more than 0; leave model.mtp out to train "
+            "without the extra losses",
+        )
+
+
+def _positions(run: RunConfig) -> Iterator[Problem]:
+    model = run.model
+    longest = model.max_position_embeddings
+    if longest is not None and 1 <= longest < model.seq_length:
+        yield Problem(
+            "model.max_position_embeddings",
+            f"{longest} is less than model.seq_length ({model.seq_length}): raise it or leave it "
+            "out",
+        )
+    if model.mtp is not None and model.position_embedding == "learned_absolute":
+        yield Problem(
+            "model.position_embedding",
+            "'learned_absolute' is not supported by multi-token prediction (model.mtp): use rope",
+        )
+    if model.position_embedding != "rope" or model.mla is not None:
+        return
+    if model.num_attention_heads < 1:
+        return
+    head_dim = model.kv_channels or model.hidden_size // model.num_attention_heads
+    if head_dim < 1 or not 0 < model.rotary_percent <= 1:  # said by _sizes and _ranges
+        return
+    rotated = int(head_dim * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        yield Problem(
+            "model.rotary_percent",
+            f"{model.rotary_percent} of head dimension {head_dim} rotates {rotated} channels; "
+            "rotary positions turn pairs: make it an even number of at least 2",
+        )
+
+
+def _windows(run: RunConfig) -> Iterator[Problem]:
+    model = run.model
+    window, skip = model.window, model.window_skip_freq
+    if window is not None:
+        if len(window) != 2 or any(side < -1 for side in window):
+            yield Problem(
+                "model.window",
+                f"{window}: two numbers [left, right] of tokens are needed, -1 = unbounded",
+            )
+        elif window[1] > 0:
+            yield Problem(
+                "model.window",
+                f"{window}: attention is causal, so nothing to the right is ever visible; use "
+                f"[{window[0]}, 0]",
+            )
+        elif window[0] == -1:
+            yield Problem(
+                "model.window", f"{window} hides nothing: leave model.window out for full attention"
+            )
+    if skip is None:
+        return
+    path = "model.window_skip_freq"
+    if window is None:
+        yield Problem(path, f"{skip} has no effect without model.window: set it or leave this out")
+    elif isinstance(skip, list):
+        yield from _one_per_layer(path, skip, run)
+    elif skip < 1:
+        yield Problem(path, f"{skip}: must be at least 1, or a 0/1 list with one entry per layer")
+
+
+def _one_per_layer(path: str, pattern: list[int], run: RunConfig) -> Iterator[Problem]:
+    if len(pattern) != run.model.num_layers or set(pattern) - {0, 1}:
+        yield Problem(
+            path,
+            f"{pattern}: a list needs one 0 or 1 for each of the {run.model.num_layers} layers "
+            "(model.num_layers)",
+        )
+
+
+def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
+    """Megatron-Core's whole optimizers save such a stage and cannot load it again."""
+    moe, p = run.model.moe, run.parallel
+    if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:
+        return
+    stages, layers = p.pipeline_model_parallel_size, run.model.num_layers
+    chunks = stages * (p.virtual_pipeline_model_parallel_size or 1)
+    freq = moe.layer_freq
+    if layers % chunks or (len(freq) != layers if isinstance(freq, list) else freq < 1):
+        return  # other checks say so
+    each = layers // chunks
+    for stage in range(stages):
+        held = (c * each + n for c in range(stage, chunks, stages) for n in range(each))
+        if not any(is_moe_layer(freq, index + 1) for index in held):
+            yield Problem(
+                "parallel.use_distributed_optimizer",
+                f"false, and pipeline stage {stage} has no layer with experts "
+                f"(model.moe.layer_freq: {freq}), which are spread over "
+                f"{p.expert_model_parallel_size} ranks: its checkpoints could be saved and not "
+                "loaded. Set it to true, or give every stage such a layer",
+            )
+            return
+
+
+def _experts(run: RunConfig) -> Iterator[Problem]:
+    model, moe, parallel = run.model, run.model.moe, run.parallel
+    if moe is None:
+        return
+    if moe.top_k > moe.num_experts:
+        yield Problem(
+            "model.moe.top_k",
+            f"{moe.top_k} is more than model.moe.num_experts ({moe.num_experts})",
+        )
+    if moe.aux_loss_coeff < 0:
+        yield Problem("model.moe.aux_loss_coeff", f"{moe.aux_loss_coeff}: must not be negative")
+    if isinstance(moe.layer_freq, list):
+        yield from _one_per_layer("model.moe.layer_freq", moe.layer_freq, run)
+    elif moe.layer_freq < 1:
+        yield Problem("model.moe.layer_freq", f"{moe.layer_freq}: must be at least 1")
+    yield from _stage_without_experts(run)
+    tp = parallel.tensor_model_parallel_size
+    if tp > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            "parallel.sequence_parallel",
+            f"false with {tp} tensor-parallel ranks and experts: Megatron-Core trains MoE layers "
+            "under tensor parallelism only with sequence parallelism. Set it to true",
+        )
+    if moe.load_balancing == "sinkhorn" and parallel.context_parallel_size > 1:
+        yield Problem(
+            "model.moe.load_balancing",
+            f"'sinkhorn' balances over the tokens that one rank holds, so that "
+            f"{parallel.context_parallel_size} context-parallel ranks would train another model "
+            "than one. Use aux_loss, seq_aux_loss or none",
+        )
+    etp = parallel.expert_tensor_parallel_size or tp
+    if model.add_bias_linear and etp > 1:
+        yield Problem(
+            "model.add_bias_linear",
+            f"true with experts split over {etp} ranks: Megatron-Core supports biases in experts "
+            "only with parallel.expert_tensor_parallel_size: 1",
+        )
+    if model.add_bias_linear and moe.shared_expert_ffn_hidden_size:
+        yield Problem(
+            "model.add_bias_linear",
+            "true with model.moe.shared_expert_ffn_hidden_size: Megatron-Core's shared experts "
+            "have no biases. Set it to false",
+        )
+
+
+def _latent(run: RunConfig) -> Iterator[Problem]:
+    model, mla = run.model, run.model.mla
+    if mla is None:
+        return
+    unused = {
+        "num_query_groups": "its key/value heads come from one latent",
+        "kv_channels": "its head dims are model.mla.qk_head_dim and v_head_dim",
+    }
+    for name, why in unused.items():
+        if getattr(model, name) is not None:
+            yield Problem(
+                f"model.{name}",
+                f"{getattr(model, name)} has no effect on multi-latent attention ({why}): "
+                "leave it out",
+            )
+    if model.add_qkv_bias:
+        yield Problem(
+            "model.add_qkv_bias", "true has no effect on multi-latent attention: leave it out"
+        )
+    if model.position_embedding != "rope":
+        yield Problem(
+            "model.position_embedding",
+            f"{model.position_embedding!r}: multi-latent attention always rotates "
+            "model.mla.qk_pos_emb_head_dim channels; use rope",
+        )
+    tp = max(1, run.parallel.tensor_model_parallel_size)
+    if tp > 1 and not run.parallel.sequence_parallel:
+        yield from _latent_without_sequence_parallelism(run, tp)
+    if mla.qk_pos_emb_head_dim % 2:
+        yield Problem(
+            "model.mla.qk_pos_emb_head_dim",
+            f"{mla.qk_pos_emb_head_dim}: rotary positions turn pairs of channels; use an even "
+            "number",
+        )
+
+
+def _latent_without_sequence_parallelism(run: RunConfig, tp: int) -> Iterator[Problem]:
+    """Megatron-Core 0.19.2 computes some gradients wrongly there; see core_patches/mla.py."""
+    if run.model.layer_spec == "te":
+        why = "the gradient of the shared rotary key is summed over ranks only under it"
+    elif run.model.qk_layernorm and run.model.mla and run.model.mla.q_lora_rank is not None:
+        why = f"the gradient of the query latent's norm comes out {tp} times too large without it"
+    else:
+        return
+    yield Problem(
+        "parallel.sequence_parallel",
+        f"false with multi-latent attention over {tp} tensor-parallel ranks: {why} "
+        "(Megatron-Core 0.19). Set it to true",
+    )
+
+
+def _recompute(run: RunConfig) -> Iterator[Problem]:
+    model, recompute = run.model, run.training.recompute
+    path = "training.recompute.modules"
+    if recompute.granularity == "full":
+        stages = run.parallel.pipeline_model_parallel_size
+        chunks = stages * (run.parallel.virtual_pipeline_model_parallel_size or 1)
+        layers = model.num_layers // max(1, chunks)
+        if not 1 <= recompute.num_layers <= max(1, layers):
+            yield Problem(
+                "training.recompute.num_layers",
+                f"{recompute.num_layers}: must be 1 to {max(1, layers)}, the layers of one "
+                "pipeline stage",
+            )
+    if recompute.granularity != "selective":
+        return
+    if "moe" in recompute.modules and model.moe is None:
+        yield Problem(path, "'moe' needs an MoE model (section model.moe); name other modules")
+    if "mla_up_proj" in recompute.modules and model.mla is None:
+        yield Problem(path, "'mla_up_proj' needs model.mla; name other modules")
+    if "moe_act" in recompute.modules:
+        yield Problem(
+            path,
+            "'moe_act' needs grouped expert matrices of Transformer Engine, which are not "
+            "available here; use 'moe'",
+        )
+    if "layernorm" in recompute.modules and model.layer_spec == "local":
+        yield Problem(
+            path,
+            "'layernorm' runs only with Transformer Engine in Megatron-Core 0.19 (it reads a "
+            "Transformer Engine state even without FP8): use model.layer_spec: te, or 'mlp'",
+        )
+
+
+def _divisions(run: RunConfig) -> Iterator[Problem]:
+    """Everything that must divide by something else."""
+    model, parallel = run.model, run.parallel
+    tp = max(1, parallel.tensor_model_parallel_size)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.kv_channels is None and model.mla is None and model.hidden_size % heads:
+        yield Problem(
+            "model.num_attention_heads",
+            f"{heads} does not divide model.hidden_size ({model.hidden_size}): change one, or set "
+            "model.kv_channels",
+        )
+    if groups is not None and heads % groups:
+        yield Problem(
+            "model.num_query_groups",
+            f"{groups} does not divide model.num_attention_heads ({heads})",
+        )
+    path = "parallel.tensor_model_parallel_size"
+    if heads % tp:
+        yield Problem(path, f"{tp} does not divide model.num_attention_heads ({heads})")
+    if groups is not None and groups % tp and tp % groups:
+        yield Problem(
+            path, f"{tp} and model.num_query_groups ({groups}): one must divide the other"
+        )
+    if (model.ffn_hidden_size or 0) % tp:
+        yield Problem(path, f"{tp} does not divide model.ffn_hidden_size ({model.ffn_hidden_size})")
+    if model.mla is not None and model.layer_spec == "local":
+        latent = model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim
+        if latent % tp:
+            yield Problem(
+                path,
+                f"{tp} does not divide model.mla.kv_lora_rank + qk_pos_emb_head_dim ({latent})",
+            )
+        if (model.mla.q_lora_rank or 0) % tp:
+            yield Problem(
+                path, f"{tp} does not divide model.mla.q_lora_rank ({model.mla.q_lora_rank})"
+            )
+    yield from _divisions_of_layers(run)
+    yield from _divisions_of_sequence(run)
+    yield from _divisions_of_heads(run)
+    yield from _divisions_of_experts(run)
+
+
+def _divisions_of_layers(run: RunConfig) -> Iterator[Problem]:
+    stages = max(1, run.parallel.pipeline_model_parallel_size)
+    chunks = run.parallel.virtual_pipeline_model_parallel_size
+    layers = run.model.num_layers
+    if layers % stages:
+        yield Problem(
+            "parallel.pipeline_model_parallel_size",
+            f"{stages} does not divide model.num_layers ({layers})",
+        )
+    elif chunks is not None and chunks > 0 and (layers // stages) % chunks:
+        yield Problem(
+            "parallel.virtual_pipeline_model_parallel_size",
+            f"{chunks} does not divide the {layers // stages} layers of a pipeline stage",
+        )
+
+
+def _divisions_of_sequence(run: RunConfig) -> Iterator[Problem]:
+    parallel, length = run.parallel, run.model.seq_length
+    cp = max(1, parallel.context_parallel_size)
+    parts = 2 * cp if cp > 1 else 1
+    who = [f"2 x parallel.context_parallel_size ({cp})"] if cp > 1 else []
+    if parallel.sequence_parallel:
+        tp = max(1, parallel.tensor_model_parallel_size)
+        parts *= tp
+        who.append(f"parallel.tensor_model_parallel_size ({tp})")
+    if length % parts:
+        near = [str(n) for n in (length - length % parts, length + -length % parts) if n]
+        yield Problem(
+            "model.seq_length",
+            f"{length} is not a multiple of {' x '.join(who)} = {parts}; use {' or '.join(near)}",
+        )
+
+
+def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
+    """Under a2a the heads of a tensor-parallel rank are dealt to the ranks of a group."""
+    model, parallel = run.model, run.parallel
+    tp = max(1, parallel.tensor_model_parallel_size)
+    groups = model.num_attention_heads
+    if model.mla is None and model.num_query_groups is not None:
+        groups = model.num_query_groups
+    dealt = {"query": model.num_attention_heads // tp}
+    if run.attention.backend == "te":  # ours replicates key/value heads as needed
+        dealt["key/value"] = max(1, groups // tp)
+    for kind in parallel.cp_comm_types:
+        size = parallel.a2a_size(kind)
+        path = "parallel.cp_comm_type"
+        if kind == "a2a+p2p":
+            path = "parallel.hierarchical_context_parallel_sizes"
+        for what, heads in dealt.items():
+            if size > 1 and heads % size:
+                yield Problem(
+                    path,
+                    f"{kind} deals the {heads} {what} heads of a tensor-parallel rank to {size} "
+                    f"ranks, and {size} does not divide {heads}: use p2p or all_gather, or another "
+                    "size",
+                )
+
+
+def _divisions_of_experts(run: RunConfig) -> Iterator[Problem]:
+    moe, parallel = run.model.moe, run.parallel
+    if moe is None:
+        return
+    ep = max(1, parallel.expert_model_parallel_size)
+    if moe.num_experts % ep:
+        yield Problem(
+            "parallel.expert_model_parallel_size",
+            f"{ep} does not divide model.moe.num_experts ({moe.num_experts})",
+        )
+    tp = max(1, parallel.tensor_model_parallel_size)
+    etp = parallel.expert_tensor_parallel_size or tp
+    for name, ranks in (("ffn_hidden_size", etp), ("shared_expert_ffn_hidden_size", tp)):
+        value = getattr(moe, name)
+        if value is not None and value % max(1, ranks):
+            yield Problem(
+                f"model.moe.{name}",
+                f"{value} is not a multiple of the {ranks} ranks it is split over",
+            )
