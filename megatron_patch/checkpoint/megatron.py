@@ -1,7 +1,7 @@
 """`Checkpointer`: what the training loop saves and resumes.
 
     checkpointer = Checkpointer(run, layout, chunks, optimizer, schedule)
-    progress = checkpointer.load()              # Progress, or None for a fresh start
+    progress = checkpointer.load()              # TrainState, or None for a fresh start
     for step in ...:
         checkpointer.finalize(blocking=False)   # at every step boundary: commits a background save
         if due: checkpointer.save(progress)
@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_patch.checkpoint import content, last, optimizer_state, random_state, writer
+from megatron_patch.checkpoint import (
+    content,
+    last_checkpoint,
+    optimizer_state,
+    random_state,
+    writer,
+)
 from megatron_patch.checkpoint.collective import make_collective
 from megatron_patch.checkpoint.content import Parts
 from megatron_patch.checkpoint.errors import (
@@ -34,15 +40,15 @@ from megatron_patch.checkpoint.errors import (
     CheckpointError,
     MismatchError,
     SaveError,
+    describe,
     first_problem,
     is_passing,
     no_checkpoint,
 )
-from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
-from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
+from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.runtime import environment
 from megatron_patch.schema.checkpoint import checkpoint_directory
 
@@ -102,7 +108,7 @@ class Checkpointer:
             config_text: the resolved configuration as YAML, kept inside every checkpoint.
             root: directory of the checkpoints; default: ``checkpoint.directory`` or
                 ``<run_dir>/checkpoints``.
-            run_dir: remembers the newest checkpoint, see `checkpoint.last`; None: nothing does.
+            run_dir: remembers the newest checkpoint (`checkpoint.last_checkpoint`); None: nothing.
             foreign: why a checkpoint in ``root`` with this configuration text is another run's and
                 must not be continued; None where it is this run's.
             extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
@@ -146,7 +152,7 @@ class Checkpointer:
         """Its step; None where there is none."""
         return None if self._pending is None else self._pending.attempt.step
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainState) -> None:
         """Save everything at ``progress``; with ``checkpoint.async_save`` in the background.
 
         An earlier background save is committed first. The state may change as soon as this returns.
@@ -218,7 +224,7 @@ class Checkpointer:
 
     def _remember(self, path: Path, step: int) -> None:
         if self._run_dir is not None and self.ranks.rank == 0:
-            last.remember(self._run_dir, path, step=step, store=self.store.identity)
+            last_checkpoint.remember(self._run_dir, path, step=step)
 
     def _attempted(self, attempt: Attempt, work: Callable[[], Any]) -> Any:
         """Do ``work`` on all ranks; where it fails on one, all abandon the attempt."""
@@ -238,7 +244,7 @@ class Checkpointer:
             self._abandoned += 1
             raise
 
-    def _own_state(self, progress: Progress) -> dict[str, Any]:
+    def _own_state(self, progress: TrainState) -> dict[str, Any]:
         """What this rank has to save, the optimizer left out. Local."""
         state = content.local_part(
             self.parts,
@@ -293,7 +299,7 @@ class Checkpointer:
 
     # --------------------------------------------------------------- loading
 
-    def load(self) -> Progress | None:
+    def load(self) -> TrainState | None:
         """Resume: model, optimizer, schedule and random streams; None for a fresh start.
 
         The run's own newest good checkpoint is taken, else ``checkpoint.load_from``.
@@ -304,7 +310,7 @@ class Checkpointer:
             MismatchError: a good checkpoint does not fit the configuration, or is another run's.
         """
         options = self.run.checkpoint
-        progress: Progress | None = None
+        progress: TrainState | None = None
         if options.resume != "never":
             progress = self._load_newest(self.store, weights_only=False, own=True)
             if progress is None:
@@ -338,7 +344,7 @@ class Checkpointer:
                 self.store.abandon(pending.attempt, "abandoned", reason)
         self.store.abandon_after(step)
 
-    def reload(self) -> Progress:
+    def reload(self) -> TrainState:
         """Go back to the run's newest good checkpoint, in the middle of a run. Collective.
 
         Raises:
@@ -349,9 +355,9 @@ class Checkpointer:
             raise CheckpointError(f"there is no checkpoint in {self.store.root}")
         return progress
 
-    def _load_from(self, path: Path, weights_only: bool) -> Progress | None:
+    def _load_from(self, path: Path, weights_only: bool) -> TrainState | None:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
-        progress: Progress | None
+        progress: TrainState | None
         if (path / MANIFEST).is_file():
             store = self._open(path.parent)
             try:
@@ -370,14 +376,14 @@ class Checkpointer:
 
     def _load_newest(
         self, store: CheckpointStore, *, weights_only: bool, own: bool
-    ) -> Progress | None:
+    ) -> TrainState | None:
         """From the run's own store (damaged ones are moved aside), or from another run's."""
-        progress: list[Progress] = []
+        progress: list[TrainState] = []
 
         def accept(found: Found) -> None:
             progress[:] = [self._apply(found, weights_only, own=own)]
 
-        found = store.find(move_aside=own, accept=accept)
+        found = store.find(own=own, accept=accept)
         if found is None:
             return None
         if own:
@@ -392,12 +398,12 @@ class Checkpointer:
         """
         problem: CheckpointError | None = None
         if self._run_dir is not None and self.ranks.rank == 0:
-            problem = last.refusal(self._run_dir, self.store.root)
+            problem = last_checkpoint.refusal(self._run_dir, self.store.root)
         problem = self.ranks.broadcast(problem)
         if problem is not None:
             raise problem
 
-    def _apply(self, found: Found, weights_only: bool, *, own: bool) -> Progress:
+    def _apply(self, found: Found, weights_only: bool, *, own: bool) -> TrainState:
         """Load a verified checkpoint into the live objects. Collective.
 
         Raises:
@@ -469,10 +475,10 @@ class Checkpointer:
         content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=True)
         return state
 
-    def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> Progress:
+    def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> TrainState:
         """Hand what was loaded to the live objects."""
         run = loaded["run"]
-        progress = Progress.from_dict(run["progress"])
+        progress = TrainState.from_dict(run["progress"])
         for name, model in self.parts.models().items():
             model.load_state_dict(loaded[name], strict=True)
         if weights_only:

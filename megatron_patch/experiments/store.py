@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_patch.checkpoint.shelf import Shelf, key_of
+from megatron_patch.checkpoint.directory import CheckpointDirectory, key_of
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.files import (
     damaged,
@@ -252,7 +252,7 @@ def what_next(left: Mapping[str, State], asked: Collection[str]) -> str:
 
 def newest_checkpoint(folder: Path, *, at_most: int | None = None) -> tuple[int, Path] | None:
     """(step, directory) of the newest complete checkpoint, of at most a step."""
-    for name in Shelf(folder).complete_names():  # newest first
+    for name in CheckpointDirectory(folder).complete_names():  # newest first
         step = key_of(name)[0]
         if at_most is None or step <= at_most:
             return step, folder / name
