@@ -29,7 +29,7 @@ NEXT = "latest.next"
 ASIDE = "aside"
 IDENTITY = "store.json"
 FORMAT = 2
-"""In ``store.json``: the newest complete checkpoint is the one to continue. Earlier ones lack it."""
+"""In ``store.json``: the newest complete checkpoint is the one to continue. Earlier: absent."""
 TMP = ".tmp"
 DELETING = ".deleting"
 REASON = "reason.txt"
@@ -224,6 +224,12 @@ class CheckpointDirectory:
         sync_directory(folder)
         sync_directory(self.root)
         return target
+
+    def put_aside(self, name: str) -> None:
+        """Move a file into ``aside/``, if it is there, in place of one of that name."""
+        if os.path.lexists(self.root / name):
+            (self.root / ASIDE).mkdir(exist_ok=True)
+            os.replace(self.root / name, self.root / ASIDE / name)
 
     def discard(self, path: Path, kind: str, reason: str) -> Path:
         """Put an attempt aside that never was a checkpoint: its log stays, its space is given back.

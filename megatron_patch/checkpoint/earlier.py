@@ -69,6 +69,12 @@ def _lineage(root: Path) -> tuple[dict[str, str | None], str]:
     return parents, last
 
 
+def close(directory: CheckpointDirectory) -> None:
+    """Nothing is left behind any more: the store is one of this version."""
+    directory.put_aside(LINEAGE)
+    directory.mark_current()
+
+
 def kept(root: Path) -> dict[str, str]:
     """Why each checkpoint is kept that ``kept.json`` names, as `checkpoint.pinned` says it.
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_patch.checkpoint import newest, pinned
 from megatron_patch.checkpoint.directory import ASIDE, DELETING, IDENTITY, TMP, key_of, parse_name
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, describe
-from megatron_patch.checkpoint.manifest import SEAL, Manifest, check_file, read_small
+from megatron_patch.checkpoint.manifest import SEAL, FileDigest, Manifest, check_file, read_small
 from megatron_patch.checkpoint.store import CheckpointStore
 
 State = Literal["complete", "good", "damaged", "unreadable", "unfinished", "being deleted", "aside"]
-Progress = Callable[[int, int], None]
 
 
 class RequestError(ValueError):
@@ -63,10 +61,13 @@ class Entry:
     """Why age does not delete it (`checkpoint.pinned`); None where it may."""
     manifest: Manifest | None = None
 
+    def refuse(self, bad: BadCheckpoint) -> None:
+        """It cannot be loaded, and why."""
+        self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.why
+
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        names = ("name", "step", "attempt", "state", "reason", "size", "created", "signed",
-                 "latest", "pinned")  # fmt: skip
+        names = [field.name for field in fields(self) if field.name != "manifest"]
         return {n: getattr(self, n) for n in names} | {"path": str(self.path)}
 
 
@@ -112,7 +113,7 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
     latest, _ = store.directory.read_pointer()
     pins: dict[str, str] = {}
-    with contextlib.suppress(pinned.PinnedFileError):  # `pinned_problem` tells of it
+    with contextlib.suppress(pinned.PinnedFileError):  # `list` tells of it
         pins = pinned.read(root)
     found: list[Entry] = []
     for name in sorted(os.listdir(root)):
@@ -132,15 +133,6 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
     return found
 
 
-def pinned_problem(root: Path) -> str:
-    """What is wrong with the file that names the pinned ones; empty where nothing is."""
-    try:
-        pinned.read(root)
-    except pinned.PinnedFileError as error:
-        return str(error)
-    return ""
-
-
 def _describe(entry: Entry, store: CheckpointStore) -> None:
     """Size and time; of a complete one what its manifest says."""
     with contextlib.suppress(OSError):
@@ -151,8 +143,7 @@ def _describe(entry: Entry, store: CheckpointStore) -> None:
         return
     found = store.examine(entry.path)
     if isinstance(found, BadCheckpoint):
-        entry.state = "damaged" if found.damaged else "unreadable"
-        entry.reason = found.why
+        entry.refuse(found)
         return
     entry.manifest, entry.created = found, found.created
     with contextlib.suppress(BadCheckpoint, OSError):
@@ -160,7 +151,11 @@ def _describe(entry: Entry, store: CheckpointStore) -> None:
 
 
 def verify(
-    entries: list[Entry], *, jobs: int = 4, sampled: bool = False, progress: Progress | None = None
+    entries: list[Entry],
+    *,
+    jobs: int = 4,
+    sampled: bool = False,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Hash the files of the complete ones; sets their state to good, damaged or unreadable.
 
@@ -168,33 +163,28 @@ def verify(
         entries: from `survey`; others than complete ones are left as they are.
         jobs: files hashed at once (hashing releases the interpreter lock).
         sampled: of large files a fixed sample of pages only.
-        progress: called now and then with (bytes done, bytes of all).
+        progress: called after each file with its bytes.
     """
-    complete = [e for e in entries if e.state == "complete" and e.manifest is not None]
     work = [
         (entry, name, digest)
-        for entry in complete
-        for name, digest in sorted(entry.manifest.files.items(), key=lambda x: -x[1].size)  # type: ignore[union-attr]
+        for entry in entries
+        if entry.state == "complete" and entry.manifest is not None
+        for name, digest in sorted(entry.manifest.files.items(), key=lambda x: -x[1].size)
     ]
-    total, done, lock = sum(d.size for _, _, d in work), 0, threading.Lock()
 
-    def check(item: Any) -> None:
-        nonlocal done
+    def check(item: tuple[Entry, str, FileDigest]) -> int:
         entry, name, digest = item
         if not entry.reason:  # one bad file is enough
             try:
                 check_file(entry.path, name, digest, sampled=sampled)
             except BadCheckpoint as bad:
-                entry.state = "damaged" if bad.damaged else "unreadable"
-                entry.reason = bad.why
-        with lock:
-            done += digest.size
-            if progress is not None:
-                progress(done, total)
+                entry.refuse(bad)
+        return digest.size
 
     with ThreadPoolExecutor(max(1, jobs), "verify") as pool:
-        list(pool.map(check, work))
-    for entry in complete:
+        for size in pool.map(check, work):
+            progress(size)
+    for entry, _, _ in work:
         if entry.state == "complete":
             entry.state = "good"
 
@@ -241,7 +231,13 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
     return Plan(kept, doomed)
 
 
-def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None = None) -> int:
+def delete(
+    root: Path,
+    found: Plan,
+    *,
+    jobs: int = 4,
+    progress: Callable[[int], object] = lambda count: None,
+) -> int:
     """Carry a plan out; the bytes that came free.
 
     What is pinned by now stays, and the plan says so afterwards. Before anything is deleted one

@@ -137,7 +137,6 @@ class Checkpointer:
         )
         self.store = self._open(Path(root) if root is not None else checkpoint_directory(run))
         self._pending: _Pending | None = None
-        self._abandoned = 0
         self._environment: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- saving
@@ -161,14 +160,17 @@ class Checkpointer:
             SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
         """
         self.finalize(blocking=True)
-        progress = replace(progress, abandoned_saves=progress.abandoned_saves + self._abandoned)
+        progress = replace(
+            progress, abandoned_saves=progress.abandoned_saves + self.store.failed_saves
+        )
         attempt = self.store.begin(progress.step)
         background = self.run.checkpoint.async_save
         # Core plans a save with collectives of its own. A rank that fails before them would leave
         # the others waiting in them, so what is local is done, and agreed on, first.
         state = self._attempted(attempt, lambda: self._own_state(progress))
         self._attempted(attempt, lambda: self._add_optimizer(state))
-        plan = self._attempted(attempt, lambda: self._planned(state, attempt, copy=background))
+        plan: writer.Plan = self._attempted(attempt, lambda: writer.plan(state, attempt.path))
+        self._attempted(attempt, lambda: plan.stage(copy=background))
         self._pending = pending = _Pending(attempt, plan)
         if background:
             pending.thread = threading.Thread(
@@ -203,7 +205,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         assert pending is not None
         attempt, plan = pending.attempt, pending.plan
-        self._agree(attempt, pending.error)
+        self.store.agree(attempt, pending.error)
         results = self.ranks.all_gather(plan.results)
         mine, error = dict(pending.digests or {}), None
         if self.ranks.rank == 0:
@@ -212,12 +214,8 @@ class Checkpointer:
                 mine |= self.store.hash_files(attempt, names)
             except Exception as caught:
                 error = caught
-        self._agree(attempt, error)
-        try:
-            path = self.store.commit(attempt, mine, self._info())
-        except SaveError:
-            self._abandoned += 1
-            raise
+        self.store.agree(attempt, error)
+        path = self.store.commit(attempt, mine, self._info())
         if self.ranks.rank == 0:
             log.info("saved %s", path)
             self._remember(path, attempt.step)
@@ -234,15 +232,8 @@ class Checkpointer:
             result = work()
         except (Exception, CheckpointException) as caught:  # torch's is a BaseException
             error = caught
-        self._agree(attempt, error)
+        self.store.agree(attempt, error)
         return result
-
-    def _agree(self, attempt: Attempt, error: BaseException | None) -> None:
-        try:
-            self.store.agree(attempt, error)
-        except SaveError:
-            self._abandoned += 1
-            raise
 
     def _own_state(self, progress: TrainState) -> dict[str, Any]:
         """What this rank has to save, the optimizer left out. Local."""
@@ -264,11 +255,6 @@ class Checkpointer:
     def _add_optimizer(self, state: dict[str, Any]) -> None:
         sharding = self.run.checkpoint.optimizer_sharding
         content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=False)
-
-    def _planned(self, state: dict[str, Any], attempt: Attempt, *, copy: bool) -> writer.Plan:
-        plan = writer.plan(state, attempt.path)
-        plan.stage(copy=copy)
-        return plan
 
     def _info(self) -> dict[str, Any]:
         """What the manifest says about the content; read before anything else is."""

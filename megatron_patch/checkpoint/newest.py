@@ -69,7 +69,7 @@ def take_over(directory: CheckpointDirectory) -> None:
         OSError: something could not be moved.
     """
     directory.finish_move()
-    pinned.adopt(directory.root)
+    pinned.adopt(directory)
     if directory.current:
         return
     stay = candidates(directory)
@@ -83,7 +83,7 @@ def take_over(directory: CheckpointDirectory) -> None:
                 *(directory.root, start, ", ".join(left)),
             )
             directory.go_back(stay[0], also=left)
-    directory.mark_current()
+    earlier.close(directory)
 
 
 def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
@@ -92,9 +92,9 @@ def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
     Raises:
         OSError: it could not be done, or in part; the next start does the rest.
     """
-    pinned.adopt(directory.root)
+    pinned.adopt(directory)
     left = [] if directory.current else earlier.left_behind(directory, name)[1]
     moved = directory.go_back(name, also=left)
     if not directory.current:
-        directory.mark_current()
+        earlier.close(directory)
     return moved

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier
-from megatron_patch.checkpoint.directory import ASIDE, TMP, key_of, parse_name
+from megatron_patch.checkpoint.directory import TMP, CheckpointDirectory, key_of, parse_name
 from megatron_patch.checkpoint.errors import BadCheckpoint
 from megatron_patch.checkpoint.manifest import read_small
 from megatron_patch.runtime.files import sync_directory, write_whole
@@ -78,14 +78,14 @@ def write(root: Path, pins: Mapping[str, str]) -> None:
     sync_directory(root)
 
 
-def adopt(root: Path) -> None:
+def adopt(directory: CheckpointDirectory) -> None:
     """Take over the ``kept.json`` of an earlier version. A damaged one stays, and is logged."""
+    root = directory.root
     if not os.path.lexists(root / earlier.KEPT):
         return
     try:
         write(root, read(root))
-        (root / ASIDE).mkdir(exist_ok=True)
-        os.replace(root / earlier.KEPT, root / ASIDE / earlier.KEPT)
+        directory.put_aside(earlier.KEPT)
     except (PinnedFileError, OSError) as error:  # it counts as well where it is
         log.warning("%s stays: %s", earlier.KEPT, error)
         return

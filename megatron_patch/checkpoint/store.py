@@ -123,6 +123,8 @@ class CheckpointStore:
         self.verify = verify
         self.ranks: Collective = collective or SingleProcess()
         self._key = hmac_key
+        self.failed_saves = 0
+        """Attempts that this process abandoned because of an error."""
 
     @property
     def root(self) -> Path:
@@ -173,6 +175,7 @@ class CheckpointStore:
         errors = self.ranks.all_gather(None if error is None else describe(error))
         if any(errors):
             reason = "; ".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e)
+            self.failed_saves += 1
             self.abandon(attempt, "write-failed", reason)
 
     def abandon(self, attempt: Attempt, kind: str, reason: str) -> None:

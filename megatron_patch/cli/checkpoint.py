@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import calendar
 import json
+import logging
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _survey(args: argparse.Namespace, *, all_of_them: bool = False) -> tuple[Path, list[Entry]]:
+def _root(args: argparse.Namespace, *, whole: bool) -> tuple[Path, str | None]:
+    from megatron_patch.checkpoint import inspect
+
+    root, only = inspect.resolve(args.path)
+    if whole and only is not None:
+        text = f"{args.path} is one checkpoint; name the run directory or its checkpoints/"
+        raise inspect.RequestError(text)
+    return root, only
+
+
+def _survey(args: argparse.Namespace, *, whole: bool = False) -> tuple[Path, list[Entry]]:
     from megatron_patch.checkpoint import inspect
     from megatron_patch.checkpoint.manifest import read_key
 
@@ -108,22 +118,18 @@ def _survey(args: argparse.Namespace, *, all_of_them: bool = False) -> tuple[Pat
         key = None if args.key_file is None else read_key(args.key_file)
     except ValueError as error:
         raise inspect.RequestError(f"--key-file: {error}") from None
-    root, only = _store(args) if all_of_them else inspect.resolve(args.path)
+    root, only = _root(args, whole=whole)
     try:
         return root, inspect.survey(root, key=key, only=only)
     except OSError as error:
         raise inspect.RequestError(f"{root} cannot be read: {error.strerror}") from None
 
 
-def _store(args: argparse.Namespace) -> tuple[Path, None]:
-    from megatron_patch.checkpoint import inspect
+def _bar(total: int | None = None) -> Any:
+    """Bytes hashed, on a terminal only."""
+    from tqdm import tqdm
 
-    root, only = inspect.resolve(args.path)
-    if only is not None:
-        raise inspect.RequestError(
-            f"{args.path} is one checkpoint; name the run directory or its checkpoints/"
-        )
-    return root, None
+    return tqdm(total=total, desc="hashed", unit="B", unit_scale=True, leave=False, disable=None)
 
 
 def _print_json(**answer: Any) -> None:
@@ -132,10 +138,14 @@ def _print_json(**answer: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print the table."""
-    from megatron_patch.checkpoint import inspect
+    from megatron_patch.checkpoint import pinned
 
     root, entries = _survey(args)
-    problem = inspect.pinned_problem(root)
+    problem = ""
+    try:
+        pinned.read(root)
+    except pinned.PinnedFileError as error:
+        problem = str(error)
     if args.json:
         found = [e.as_dict() for e in entries]
         _print_json(store=root, entries=found, pinned_problem=problem)
@@ -152,8 +162,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
     root, entries = _survey(args)
     entries = [e for e in entries if e.state in ("complete", "damaged", "unreadable")]
-    with Bar() as bar:
-        inspect.verify(entries, jobs=args.jobs, sampled=args.sampled, progress=bar.show)
+    with _bar(sum(e.size for e in entries)) as bar:
+        inspect.verify(entries, jobs=args.jobs, sampled=args.sampled, progress=bar.update)
     code = verdict(entries)
     if args.json:
         found = [e.as_dict() for e in entries]
@@ -176,7 +186,7 @@ def run_prune(args: argparse.Namespace) -> int:
 
     if args.keep_last is None and args.keep_every is None:
         raise inspect.RequestError("prune needs a rule: --keep-last N, --keep-every STEPS, or both")
-    root, entries = _survey(args, all_of_them=True)
+    root, entries = _survey(args, whole=True)
     found = inspect.plan(root, entries, last=args.keep_last, every=args.keep_every)
     if not args.json:
         for entry, why in found.kept:
@@ -185,8 +195,8 @@ def run_prune(args: argparse.Namespace) -> int:
             print(f"{'delete' if args.delete else 'would go'}  {entry.name}  {size(entry.size)}")
     freed = sum(e.size for e in found.doomed)
     if args.delete:
-        with Bar() as bar:
-            freed = inspect.delete(root, found, jobs=args.jobs, progress=bar.show)
+        with _bar() as bar:
+            freed = inspect.delete(root, found, jobs=args.jobs, progress=bar.update)
     if args.json:
         kept = [e.as_dict() | {"why": why} for e, why in found.kept]
         doomed = [e.as_dict() for e in found.doomed]
@@ -202,8 +212,12 @@ def run_rollback(args: argparse.Namespace) -> int:
     """Move newer ones aside; say what moved, and how to undo it."""
     from megatron_patch.checkpoint import inspect
 
-    root, _ = _store(args)
-    name, moved = inspect.roll_back(root, args.to)
+    root, _ = _root(args, whole=True)
+    logging.disable(logging.WARNING)  # what they say is printed below
+    try:
+        name, moved = inspect.roll_back(root, args.to)
+    finally:
+        logging.disable(logging.NOTSET)
     undo = [shlex.join(["mv", str(path), str(root / old)]) for old, path in moved.items()]
     if moved:
         newest = next(iter(moved))
@@ -273,26 +287,3 @@ def age(created: str, now: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
-
-
-class Bar:
-    """One line on a terminal: share done and time left."""
-
-    def __enter__(self) -> Bar:
-        self._begin, self._shown = time.monotonic(), 0.0
-        self._active = sys.stderr.isatty()
-        return self
-
-    def show(self, done: int, total: int) -> None:
-        """At most five times a second."""
-        now = time.monotonic()
-        if not self._active or (now - self._shown < 0.2 and done < total):
-            return
-        self._shown = now
-        left = (now - self._begin) * (total - done) / max(done, 1)
-        text = f"{size(done)} of {size(total)} hashed, {left:.0f} s left"
-        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._active:
-            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
