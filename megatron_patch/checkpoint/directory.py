@@ -6,7 +6,6 @@ here. What was a complete checkpoint is deleted by `delete` alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -168,34 +167,25 @@ class CheckpointDirectory:
             (self.root / NEXT).unlink()
 
     def go_back(
-        self,
-        name: str | None,
-        *,
-        also: Collection[str] = (),
-        kinds: Mapping[str, str] | None = None,
+        self, name: str, *, also: Collection[str] = (), kinds: Mapping[str, str] | None = None
     ) -> dict[str, Path]:
         """Make ``name`` the newest: move newer ones aside, then ``latest``. Where each one went.
 
         Args:
-            name: a complete checkpoint; None moves all.
+            name: a complete checkpoint.
             also: others to move.
             kinds: a word for the new name of some of them; of others ``abandoned``.
 
         Raises:
             OSError: it could not be done, or in part; `finish_move` does the rest.
         """
-        floor = (-1, -1) if name is None else key_of(name)
-        leave = [n for n in self.complete_names() if key_of(n) > floor or n in also]
-        if name is not None:
-            self.announce(name)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                (self.root / LATEST).unlink()
+        self.announce(name)
         moved = {
-            n: self.move_aside(self.root / n, (kinds or {}).get(n, "abandoned")) for n in leave
+            other: self.move_aside(self.root / other, (kinds or {}).get(other, "abandoned"))
+            for other in self.complete_names()
+            if key_of(other) > key_of(name) or other in also
         }
-        if name is not None:
-            self.publish()
+        self.publish()
         return moved
 
     def _write(self, name: str, text: str) -> None:

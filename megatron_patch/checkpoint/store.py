@@ -137,10 +137,11 @@ class CheckpointStore:
         """Make the temporary directory of a new attempt at ``step``. Collective.
 
         What earlier processes left unfinished is discarded first: its log goes to ``aside/``. So
-        are checkpoints of later steps: this training did not continue them.
+        do checkpoints of later steps, which this training did not continue.
 
         Raises:
-            SaveError: the directory cannot be made.
+            SaveError: the directory cannot be made; a CheckpointError: the store belongs to another
+                training, all of whose checkpoints are of later steps.
         """
 
         def make() -> int:
@@ -152,7 +153,7 @@ class CheckpointStore:
                 directory.discard(left, "abandoned", "its process ended in the middle of the save")
             names = directory.complete_names()
             if names and key_of(names[0])[0] > step:
-                directory.go_back(next((n for n in names if key_of(n)[0] <= step), None))
+                directory.go_back(self._newest_of(names, step))
             number = 1 + max(directory.attempts(step), default=0)
             os.mkdir(self.root / (directory_name(step, number) + TMP), 0o755)
             sync_directory(self.root)
@@ -161,6 +162,15 @@ class CheckpointStore:
         number = self._on_first_rank(make, f"cannot start a checkpoint of step {step}")
         name = directory_name(step, number)
         return Attempt(step, number, self.root / (name + TMP))
+
+    def _newest_of(self, names: list[str], step: int) -> str:
+        for name in names:
+            if key_of(name)[0] <= step:
+                return name
+        held = names[0] if names else "nothing"
+        raise CheckpointError(
+            f"{self.root} holds {held} and no checkpoint of step {step} or before"
+        )
 
     def hash_files(self, attempt: Attempt, names: list[str]) -> dict[str, FileDigest]:
         """Hash and fsync files of this rank. Local, may run in a background thread."""
@@ -403,11 +413,7 @@ class CheckpointStore:
         """
 
         def work() -> None:
-            names = self.directory.complete_names()
-            kept = next((name for name in names if key_of(name)[0] <= step), None)
-            if kept is None:
-                raise CheckpointError(f"there is no checkpoint of step {step} or before")
-            self.directory.go_back(kept)
+            self.directory.go_back(self._newest_of(self.directory.complete_names(), step))
 
         self._on_first_rank(work, f"cannot go back to step {step}", error=CheckpointError)
 
