@@ -38,7 +38,7 @@ test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; aft
 test-gpu: $(STAMP)  ## GPU tests only
 	$(BIN)/python -m pytest -m gpu -q
 
-check: $(STAMP)  ## formatter, linters, types
+check: $(STAMP)  ## formatter, linters, types, order of the rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

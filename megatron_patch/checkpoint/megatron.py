@@ -50,7 +50,6 @@ from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.runtime import environment
-from megatron_patch.schema.checkpoint import checkpoint_directory
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
@@ -135,7 +134,7 @@ class Checkpointer:
             verify=options.verify,
             collective=self.ranks,
         )
-        self.store = self._open(Path(root) if root is not None else checkpoint_directory(run))
+        self.store = self._open(Path(root) if root is not None else run.checkpoint_directory)
         self._pending: _Pending | None = None
         self._environment: dict[str, Any] | None = None
 

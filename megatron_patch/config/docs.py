@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_patch.config import fields, render
+from megatron_patch.config import fields
+from megatron_patch.schema import render
 from megatron_patch.schema.problem import ConfigError, Problem
 
 HEAD = """\

@@ -11,51 +11,21 @@ import os
 import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_patch.config import fields, layers, render, suggest
+from megatron_patch.config import checks, fields, layers, suggest
 from megatron_patch.config.source import Mapping, Node, Scalar, Sequence, shown
 from megatron_patch.config.values import BadValue, is_null, read_scalar
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Place, Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import Loaded, RunConfig
 
 # Suggestions are searched for so many unknown keys; a file with more of them is no near miss.
 MAX_SUGGESTIONS = 50
 NO_VALUE_WORDS = ("none", "nil", "nothing", "null")
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A configuration that passed every check, and where each of its values comes from."""
-
-    config: RunConfig
-    """The typed tree."""
-    origins: dict[str, Place]
-    """Dotted path of every value (elements of lists too) -> file and line, --set, or default."""
-    tree: dict[str, Any]
-    """The same values as plain dicts and lists."""
-
-    def dump_yaml(self) -> str:
-        """The resolved configuration as YAML; loading it again gives the same values."""
-        return render.dump(self.tree)
-
-    def render(self, *, origins: bool = True) -> str:
-        """``dump_yaml()`` with the origin of each value in a comment beside it."""
-        return render.dump(self.tree, self.origins if origins else None)
-
-    def dump_origins(self) -> str:
-        """``path: origin`` lines, one a value, as YAML."""
-        return "".join(
-            f"{render.quote(path)}: {render.quote(place.short)}\n"
-            for path, place in self.origins.items()
-        )
-
-
 def load(
-    path: str | os.PathLike[str], overrides: Many[str] = (), *, root: type | None = None
+    path: str | os.PathLike[str], overrides: Many[str] = (), *, root: type = RunConfig
 ) -> Loaded:
     """Load ``path``, apply ``overrides`` (``a.b=c``), check everything that needs no GPU.
 
@@ -63,10 +33,6 @@ def load(
     Raises ``ConfigError`` with every problem found: syntax, unknown keys, types, values, and what
     the sections' ``problems(run)`` say about values that do not fit together.
     """
-    if root is None:
-        from megatron_patch.schema.run import RunConfig
-
-        root = RunConfig
     problems: list[Problem] = []
     tree = layers.load_layers(os.fspath(path), problems)
     tree = layers.apply_overrides(tree, overrides, root, problems)
@@ -234,10 +200,13 @@ def _means_nothing(text: str, scalars: list[Any]) -> bool:
 
 
 def _contradictions(config: Any) -> Iterator[Problem]:
-    """What the root and its sections find about values that were read."""
+    """What the sections, and for a whole run the rules between them, find about read values."""
+    if isinstance(config, RunConfig):
+        yield from checks.problems(config)
+        return
     for item in [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]:
         if fields.is_section(type(item)) and hasattr(item, "problems"):
-            yield from item.problems(config)
+            yield from item.problems()
 
 
 def _located(problem: Problem, origins: dict[str, Place]) -> Problem:

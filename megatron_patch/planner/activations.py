@@ -5,9 +5,7 @@ attention (Korthikanti et al. 2022, arXiv:2205.05198, sec. 4, is the ancestor: 3
 layer of a GPT with dropout and no flash attention). Tensors that share a storage count once, and a
 view keeps the whole of it: v is a view of the fused qkv projection's output, so all of that stays.
 
-Shape legend: T tokens of a micro-batch on this context-parallel rank; S = T / tp under sequence
-parallelism, else T; h hidden; q, g query and key/value heads; d, dv head dims; f MLP width; V
-padded vocabulary; N tokens a rank's experts are given; w bytes an element (2 in BF16, 4 in FP32).
+Shapes are those of `sizes`; N: tokens a rank's experts are given.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_patch.planner.kernel_memory import kernel_bytes, score_bytes
+from megatron_patch.planner.sizes import FLOAT, INT64, rank_shapes
 from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
 
 if TYPE_CHECKING:
     from megatron_patch.schema.model import MLAConfig, MoEConfig
     from megatron_patch.schema.run import RunConfig
 
-FLOAT, INT64 = 4, 8
 UNBALANCED = 1.5
 """Tokens of the fullest expert-parallel rank over its share, averaged over layers, that memory is
 planned for. A router starts unbalanced, and a run must not end there: docs/planning.md."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedTensor:
     """One tensor (or several alike) that waits for the backward pass."""
 
     name: str
@@ -40,7 +38,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class BackwardStage:
     """One instant of a module's backward pass."""
 
     name: str
@@ -50,98 +48,8 @@ class Moment:
     """Bytes of saved tensors that are gone once it is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The numbers every formula is made of, for one rank."""
-
-    w: int
-    T: int
-    S: int
-    s: int
-    """Tokens of one sequence on this rank."""
-    b: int
-    h: int
-    q: int
-    """Query heads of this tensor-parallel rank."""
-    g: int
-    """Key/value heads of this rank: at least one, which several ranks hold where they outnumber
-    them."""
-    d: int
-    dv: int
-    tp: int
-    sp: bool
-    vocab: int
-    """V / tp."""
-    residual: int
-    """Bytes an element of the residual stream."""
-    shared: int = 1
-    """Ranks that hold the same key/value head."""
-
-    @property
-    def columns(self) -> int:
-        """Columns of this rank's part of the qkv projection."""
-        return self.q * self.d + self.g * (self.d + self.dv) // self.shared
-
-    @property
-    def mixed(self) -> int:
-        """Columns of what q, k and v are slices of.
-
-        Core gives ranks that share a head the whole projection, by an all-gather over tp.
-        """
-        return self.columns * (self.tp if self.shared > 1 else 1)
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of one [S, h] tensor."""
-        return self.w * self.S * self.h
-
-    @property
-    def stream(self) -> int:
-        """Bytes of one [S, h] tensor of the residual stream."""
-        return self.residual * self.S * self.h
-
-    @property
-    def gathered(self) -> int:
-        """Bytes of [T, h] gathered along the sequence for a matrix product; 0 without SP."""
-        return self.w * self.T * self.h if self.sp else 0
-
-
-def sizes_of(run: RunConfig, vocab: int) -> Sizes:
-    """Sizes of one rank; ``vocab`` is padded."""
-    model, p = run.model, run.parallel
-    tp, b = p.tensor_model_parallel_size, run.training.micro_batch_size
-    s = model.seq_length // p.context_parallel_size
-    q = model.num_attention_heads
-    d = dv = model.kv_channels or model.hidden_size // q
-    groups = model.num_query_groups or q
-    if model.mla is not None:
-        d, dv, groups = (
-            model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim,
-            model.mla.v_head_dim,
-            q,
-        )
-    w = 2 if run.training.precision == "bf16" else 4
-    return Sizes(
-        w=w,
-        T=s * b,
-        S=s * b // (tp if p.sequence_parallel else 1),
-        s=s,
-        b=b,
-        h=model.hidden_size,
-        q=q // tp,
-        g=max(1, groups // tp),
-        d=d,
-        dv=dv,
-        tp=tp,
-        sp=p.sequence_parallel,
-        vocab=vocab // tp,
-        residual=4 if model.fp32_residual_connection else w,
-        shared=max(1, tp // groups),
-    )
-
-
 class Activations:
-    """Saved tensors and backward moments of every module of one rank.
+    """SavedTensor tensors and backward moments of every module of one rank.
 
     Args:
         run: a configuration that passed its checks.
@@ -149,7 +57,7 @@ class Activations:
     """
 
     def __init__(self, run: RunConfig, vocab: int) -> None:
-        self.run, self.model, self.n = run, run.model, sizes_of(run, vocab)
+        self.run, self.model, self.n = run, run.model, rank_shapes(run, vocab)
         self.fused = run.training.compile_fusions
         recompute = run.training.recompute
         self.granularity = recompute.granularity
@@ -157,57 +65,57 @@ class Activations:
 
     # --- what is saved ------------------------------------------------------------------------
 
-    def norm(self, name: str, rows: int, width: int, *, size: int) -> list[Saved]:
+    def norm(self, name: str, rows: int, width: int, *, size: int) -> list[SavedTensor]:
         """Input of a norm and its float32 statistics (one a row, LayerNorm two)."""
         each = FLOAT if self.model.normalization == "RMSNorm" else 2 * self.n.w
-        found = [Saved(f"{name} statistics", each * rows, "norm")]
+        found = [SavedTensor(f"{name} statistics", each * rows, "norm")]
         if size:
-            found.append(Saved(f"{name} input", size * rows * width, "norm"))
+            found.append(SavedTensor(f"{name} input", size * rows * width, "norm"))
         return found
 
-    def layer(self, number: int) -> list[Saved]:
+    def layer(self, number: int) -> list[SavedTensor]:
         """Everything layer ``number`` (1-based) saves when nothing is recomputed."""
         n = self.n
         found = [*self.norm("input norm", n.S, n.h, size=n.residual)]
-        found.append(Saved("input norm output", n.hidden, "attention"))
+        found.append(SavedTensor("input norm output", n.hidden, "attention"))
         found += self.attention() if self.model.mla is None else self.latent(self.model.mla)
         found += self.kernel()
         found += self.dropout_masks()
         found += self.norm("pre-MLP norm", n.S, n.h, size=n.residual)
-        found.append(Saved("pre-MLP norm output", n.hidden, "norm"))
+        found.append(SavedTensor("pre-MLP norm output", n.hidden, "norm"))
         return found + self.feed_forward(number)
 
-    def attention(self) -> list[Saved]:
+    def attention(self) -> list[SavedTensor]:
         """Projections and positions of grouped-query attention, up to the kernel's inputs."""
         n, model = self.n, self.model
         query, key = n.w * n.T * n.q * n.d, n.w * n.T * n.g * n.d
         whole = n.w * n.T * n.mixed
-        found = [Saved("qkv projection (v is a view of it)", whole, "attention")]
+        found = [SavedTensor("qkv projection (v is a view of it)", whole, "attention")]
         if model.qk_layernorm:
             found += self.norm("q norm", n.T * n.q, n.d, size=0)
             found += self.norm("k norm", n.T * n.g, n.d, size=0)
             if n.q > n.g:  # the heads of a group are interleaved with its key: no view is possible
-                found.append(Saved("q, made contiguous", query, "attention"))
+                found.append(SavedTensor("q, made contiguous", query, "attention"))
         if model.position_embedding == "rope":
-            found.append(Saved("rotated q and k", query + key, "attention"))
+            found.append(SavedTensor("rotated q and k", query + key, "attention"))
             found.append(self.angles(int(n.d * model.rotary_percent)))
         elif model.qk_layernorm:
-            found.append(Saved("normalized q and k", query + key, "attention"))
+            found.append(SavedTensor("normalized q and k", query + key, "attention"))
         elif n.q > n.g:
-            found.append(Saved("q, made contiguous", query, "attention"))
+            found.append(SavedTensor("q, made contiguous", query, "attention"))
         return found
 
-    def angles(self, width: int) -> Saved:
+    def angles(self, width: int) -> SavedTensor:
         """Cosines and sines in the compute type, for q and for k."""
-        return Saved("cosines and sines", 4 * self.n.w * self.n.s * width, "attention")
+        return SavedTensor("cosines and sines", 4 * self.n.w * self.n.s * width, "attention")
 
-    def latent(self, mla: MLAConfig) -> list[Saved]:
+    def latent(self, mla: MLAConfig) -> list[SavedTensor]:
         """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): latents, q, k, contiguous v."""
         n = self.n
         wide = n.w * n.T * n.q * n.d
         up = "mla_up_proj" in self.modules
         found = [
-            Saved(
+            SavedTensor(
                 "kv latent and k_pos",
                 n.w * n.T * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
                 "attention",
@@ -215,35 +123,37 @@ class Activations:
         ]
         rank = mla.q_lora_rank
         if rank is not None:
-            found.append(Saved("q latent", n.w * n.T * rank, "attention"))
+            found.append(SavedTensor("q latent", n.w * n.T * rank, "attention"))
         if self.model.qk_layernorm:
             if rank is not None:
                 found += self.norm("q latent norm", n.S, rank, size=0)
-                found.append(Saved("q latent norm output", n.w * n.S * rank, "attention"))
+                found.append(SavedTensor("q latent norm output", n.w * n.S * rank, "attention"))
             found += self.norm("kv latent norm", n.S, mla.kv_lora_rank, size=0)
-            found.append(Saved("kv latent norm output", n.w * n.S * mla.kv_lora_rank, "attention"))
+            found.append(
+                SavedTensor("kv latent norm output", n.w * n.S * mla.kv_lora_rank, "attention")
+            )
         if not up:
-            found.append(Saved("q and k", 2 * wide, "attention"))
-            found.append(Saved("v", n.w * n.T * n.q * n.dv, "attention"))
+            found.append(SavedTensor("q and k", 2 * wide, "attention"))
+            found.append(SavedTensor("v", n.w * n.T * n.q * n.dv, "attention"))
             found.append(self.angles(mla.qk_pos_emb_head_dim))
         return found
 
-    def kernel(self) -> list[Saved]:
+    def kernel(self) -> list[SavedTensor]:
         """What the attention backend keeps beside q, k and v; O is also the projection's input."""
         n = self.n
-        out = Saved("O", n.w * n.T * n.q * n.dv, "kernel")
+        out = SavedTensor("O", n.w * n.T * n.q * n.dv, "kernel")
         rest = kernel_bytes(self.run, n) - out.size
         if "core_attn" in self.modules:
             return [out]
-        return [out, Saved("LSE, low part of O, scores", rest, "kernel")]
+        return [out, SavedTensor("LSE, low part of O, scores", rest, "kernel")]
 
-    def dropout_masks(self) -> list[Saved]:
+    def dropout_masks(self) -> list[SavedTensor]:
         """One byte an element, for both residual branches."""
         if self.model.hidden_dropout == 0:
             return []
-        return [Saved("dropout masks", 2 * self.n.S * self.n.h, "norm")]
+        return [SavedTensor("dropout masks", 2 * self.n.S * self.n.h, "norm")]
 
-    def feed_forward(self, number: int) -> list[Saved]:
+    def feed_forward(self, number: int) -> list[SavedTensor]:
         """MLP or experts of layer ``number``."""
         moe = self.model.moe
         if moe is None or not is_moe_layer(moe.layer_freq, number):
@@ -252,7 +162,7 @@ class Activations:
             return self.mlp(self.n.T, ffn_hidden_size(self.model) // self.n.tp)
         return [] if "moe" in self.modules else self.experts(moe)
 
-    def mlp(self, rows: int, width: int, *, scaled: bool = False) -> list[Saved]:
+    def mlp(self, rows: int, width: int, *, scaled: bool = False) -> list[SavedTensor]:
         """Both matrices of an MLP with ``width`` columns on this rank.
 
         Eager SwiGLU keeps five [rows, f]: both halves of the first product, silu(gate), the copy of
@@ -266,16 +176,20 @@ class Activations:
         if gated:
             count = 3 if self.fused else 5
         return [
-            Saved(f"MLP activations ({count + scaled} x [T, f])", (count + scaled) * unit, "mlp")
+            SavedTensor(
+                f"MLP activations ({count + scaled} x [T, f])", (count + scaled) * unit, "mlp"
+            )
         ]
 
-    def experts(self, moe: MoEConfig) -> list[Saved]:
+    def experts(self, moe: MoEConfig) -> list[SavedTensor]:
         """Router, permuted tokens, experts of the fullest rank, shared expert."""
         n = self.n
         given = self.most_tokens(moe)
         width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
-        found = [Saved("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts, "mlp")]
-        found.append(Saved("tokens sent to experts", n.w * given * n.h, "mlp"))
+        found = [
+            SavedTensor("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts, "mlp")
+        ]
+        found.append(SavedTensor("tokens sent to experts", n.w * given * n.h, "mlp"))
         found += self.mlp(given, width, scaled=True)
         if moe.shared_expert_ffn_hidden_size is not None:
             found += self.mlp(n.T, moe.shared_expert_ffn_hidden_size // n.tp)
@@ -297,7 +211,7 @@ class Activations:
 
     # --- what else is alive in the backward pass ----------------------------------------------
 
-    def layer_moments(self, number: int) -> list[Moment]:
+    def layer_moments(self, number: int) -> list[BackwardStage]:
         """The backward pass of layer ``number``, in its order: MLP first, then attention."""
         n = self.n
         moments = self.feed_forward_moments(number)
@@ -310,7 +224,7 @@ class Activations:
         if "mla_up_proj" in self.modules:
             again += 2 * query + n.w * n.T * n.q * n.dv
         moments.append(
-            Moment(
+            BackwardStage(
                 "attention kernel: dO, dQ, dK, dV, delta",
                 n.stream
                 + out
@@ -326,9 +240,13 @@ class Activations:
             # Gradient of the whole projection, its copy ordered by rank, and this rank's part; what
             # the forward pass kept of it went with v.
             whole = n.w * n.T * n.mixed
-            moments.append(Moment("qkv projection: reduce-scatter", n.stream + whole + projected))
+            moments.append(
+                BackwardStage("qkv projection: reduce-scatter", n.stream + whole + projected)
+            )
         moments.append(
-            Moment("qkv projection: gradients", n.stream + 2 * projected + 2 * n.gathered + weight)
+            BackwardStage(
+                "qkv projection: gradients", n.stream + 2 * projected + 2 * n.gathered + weight
+            )
         )
         return moments
 
@@ -355,7 +273,7 @@ class Activations:
             found.append(n.w * (query + keys) + gathered * (n.w + FLOAT) * keys)
         return FLOAT * query + max(found)
 
-    def feed_forward_moments(self, number: int) -> list[Moment]:
+    def feed_forward_moments(self, number: int) -> list[BackwardStage]:
         moe = self.model.moe
         if moe is not None and is_moe_layer(moe.layer_freq, number):
             return self.expert_moments(moe)
@@ -363,12 +281,12 @@ class Activations:
         again = sum(x.size for x in self.mlp(self.n.T, ffn_hidden_size(self.model) // self.n.tp))
         return self.mlp_moments(unit, again if "mlp" in self.modules else 0)
 
-    def mlp_moments(self, unit: int, again: int) -> list[Moment]:
+    def mlp_moments(self, unit: int, again: int) -> list[BackwardStage]:
         """``unit`` bytes of one [T, f]; ``again`` bytes recomputed before the backward begins."""
         n = self.n
         weight = n.h * unit // max(n.T, 1)  # [h, f] of one matrix
         gated = self.model.activation == "swiglu"
-        first = Moment(
+        first = BackwardStage(
             "fc2: gradients of input and weight",
             n.stream + n.gathered + unit + weight + again,
             unit,
@@ -378,23 +296,27 @@ class Activations:
             count = 4 if self.model.activation == "squared_relu" else 2
             return [
                 first,
-                Moment("activation", n.stream + count * unit + again, unit),
-                Moment("fc1: gradients", n.stream + unit + 3 * n.gathered + weight + again),
+                BackwardStage("activation", n.stream + count * unit + again, unit),
+                BackwardStage("fc1: gradients", n.stream + unit + 3 * n.gathered + weight + again),
             ]
         if self.fused:
             return [
                 first,
-                Moment("SwiGLU", n.stream + 3 * unit + again, 2 * unit),
-                Moment("fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again),
+                BackwardStage("SwiGLU", n.stream + 3 * unit + again, 2 * unit),
+                BackwardStage(
+                    "fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again
+                ),
             ]
         return [
             first,
-            Moment("SwiGLU: product", n.stream + 3 * unit + again, 2 * unit),
-            Moment("SwiGLU: halves", n.stream + 4 * unit + again, 2 * unit),
-            Moment("fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again),
+            BackwardStage("SwiGLU: product", n.stream + 3 * unit + again, 2 * unit),
+            BackwardStage("SwiGLU: halves", n.stream + 4 * unit + again, 2 * unit),
+            BackwardStage(
+                "fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again
+            ),
         ]
 
-    def expert_moments(self, moe: MoEConfig) -> list[Moment]:
+    def expert_moments(self, moe: MoEConfig) -> list[BackwardStage]:
         """Experts one after the other; the scaling by probabilities is done in float32."""
         n = self.n
         local = moe.num_experts // self.run.parallel.expert_model_parallel_size
@@ -404,7 +326,7 @@ class Activations:
         again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
         gradient = n.w * given * n.h
         return [
-            Moment(
+            BackwardStage(
                 "expert: gradient of the scaled activation",
                 n.stream + gradient + (n.w + 3 * FLOAT) * unit + again,
                 n.w * unit,
@@ -413,12 +335,12 @@ class Activations:
 
     # --- the ends of the model ----------------------------------------------------------------
 
-    def embedding(self) -> list[Saved]:
+    def embedding(self) -> list[SavedTensor]:
         """Token ids, and the dropout mask after the embedding."""
         n = self.n
-        found = [Saved("ids, labels, mask, positions", (3 * INT64 + FLOAT) * n.T, "head")]
+        found = [SavedTensor("ids, labels, mask, positions", (3 * INT64 + FLOAT) * n.T, "head")]
         if self.model.hidden_dropout:
-            found.append(Saved("embedding dropout mask", n.S * n.h, "head"))
+            found.append(SavedTensor("embedding dropout mask", n.S * n.h, "head"))
         return found
 
     def rotary_table(self) -> int:
@@ -429,12 +351,12 @@ class Activations:
         width = self.n.d if mla is None else mla.qk_pos_emb_head_dim
         return FLOAT * self.n.s * width
 
-    def head(self) -> list[Saved]:
+    def head(self) -> list[SavedTensor]:
         """Final norm and cross entropy: what stays from the forward to the backward pass."""
         n = self.n
         found = [*self.norm("final norm", n.S, n.h, size=n.residual)]
-        found.append(Saved("final norm output", n.hidden, "head"))
-        found.append(Saved(*self.kept_of_logits(), "head"))
+        found.append(SavedTensor("final norm output", n.hidden, "head"))
+        found.append(SavedTensor(*self.kept_of_logits(), "head"))
         return found
 
     def kept_of_logits(self) -> tuple[str, int]:
@@ -444,23 +366,25 @@ class Activations:
             return "logits", self.n.w * logits
         return "softmax of the logits, float32", FLOAT * logits
 
-    def extra_depth(self, number: int) -> list[Saved]:
+    def extra_depth(self, number: int) -> list[SavedTensor]:
         """One depth of multi-token prediction: merge, a layer, norms, and its own cross entropy."""
         n = self.n
         found = [*self.norm("embedding norm", n.S, n.h, size=n.w)]
         found += self.norm("hidden norm", n.S, n.h, size=0)
-        found.append(Saved("merged embedding and hidden state", 2 * n.hidden, "norm"))
+        found.append(SavedTensor("merged embedding and hidden state", 2 * n.hidden, "norm"))
         found += self.layer(number)
         return found + self.head()
 
-    def head_moments(self) -> list[Moment]:
+    def head_moments(self) -> list[BackwardStage]:
         """Logits or their gradient in the compute type beside what the cross entropy keeps."""
         n = self.n
         logits = n.w * n.T * n.vocab
         weight = n.w * n.vocab * n.h
         _, kept = self.kept_of_logits()
         return [
-            Moment("cross entropy: logits", logits + n.gathered, kept),
-            Moment("output projection: gradients", logits + weight + n.w * n.T * n.h + n.gathered),
-            Moment("final norm", 2 * n.hidden, n.hidden + n.stream),
+            BackwardStage("cross entropy: logits", logits + n.gathered, kept),
+            BackwardStage(
+                "output projection: gradients", logits + weight + n.w * n.T * n.h + n.gathered
+            ),
+            BackwardStage("final norm", 2 * n.hidden, n.hidden + n.stream),
         ]

@@ -14,9 +14,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.planner.activations import FLOAT, Sizes, sizes_of
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
+from megatron_patch.planner.sizes import FLOAT, RankShapes, rank_shapes
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema.model import is_moe_layer
 
@@ -39,7 +39,7 @@ class Traffic:
 
 def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[Traffic]:
     """Everything a rank of pipeline stage ``stage`` sends in a step; ``vocab`` is padded."""
-    n = sizes_of(run, vocab)
+    n = rank_shapes(run, vocab)
     count = micro_batches(run, layout)
     chunks = chunks_of(run, stage)
     layers = [number for chunk in chunks for number in chunk.layers]
@@ -69,11 +69,11 @@ def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[T
     return found + _data(run, layout, stage, vocab)
 
 
-def _tensor_name(n: Sizes) -> str:
+def _tensor_name(n: RankShapes) -> str:
     return "all-gathers and reduce-scatters" if n.sp else "all-reduces"
 
 
-def tensor_per_layer(run: RunConfig, n: Sizes) -> float:
+def tensor_per_layer(run: RunConfig, n: RankShapes) -> float:
     """Bytes a layer's forward and backward pass send over the tensor-parallel group.
 
     Sequence parallel: forward 2 all-gathers and 2 reduce-scatters; backward the same, and 2
@@ -95,7 +95,7 @@ def _depths(run: RunConfig, last: bool) -> int:
     return run.model.mtp.num_layers if last and run.model.mtp is not None else 0
 
 
-def _tensor(run: RunConfig, n: Sizes, first: bool, last: bool) -> float:
+def _tensor(run: RunConfig, n: RankShapes, first: bool, last: bool) -> float:
     """Embedding and output projection: forward and backward."""
     one = n.w * n.T * n.h * (n.tp - 1) / n.tp
     depths = _depths(run, last)
@@ -113,7 +113,7 @@ def cp_mode(run: RunConfig, number: int) -> str:
     return kind[number - 1] if isinstance(kind, list) else kind
 
 
-def cp_per_layer(run: RunConfig, layout: Layout, n: Sizes, mode: str) -> dict[str, float]:
+def cp_per_layer(run: RunConfig, layout: Layout, n: RankShapes, mode: str) -> dict[str, float]:
     """Bytes per link that one layer sends for one micro-batch.
 
     p2p: K and V travel around the ring in the forward pass, and again in the backward pass with
@@ -144,7 +144,7 @@ def cp_per_layer(run: RunConfig, layout: Layout, n: Sizes, mode: str) -> dict[st
     return {group.link: ring(layout.cp, keys)}
 
 
-def _experts(run: RunConfig, layout: Layout, n: Sizes, passes: int) -> Traffic:
+def _experts(run: RunConfig, layout: Layout, n: RankShapes, passes: int) -> Traffic:
     """Tokens to their experts and back, forward and backward: 4 times top_k tokens of width h."""
     moe = run.model.moe
     assert moe is not None

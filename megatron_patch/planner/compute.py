@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import layer_window
 from megatron_patch.monitor.flops import flops_per_token, mean_context
-from megatron_patch.planner.activations import Activations, Sizes
+from megatron_patch.planner.activations import Activations
 from megatron_patch.planner.communication import Traffic, traffic_of
 from megatron_patch.planner.hardware import (
     GB,
@@ -28,6 +28,7 @@ from megatron_patch.planner.hardware import (
 from megatron_patch.planner.layout import NODE, Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import bubble
+from megatron_patch.planner.sizes import RankShapes
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
 from megatron_patch.schema.training import RecomputeConfig
@@ -115,7 +116,7 @@ class _Clock:
         self.run, self.layout, self.gpu, self.vocab = run, layout, gpu, vocab
         self.model = run.model
         self.acts = Activations(run, vocab)
-        self.n: Sizes = self.acts.n
+        self.n: RankShapes = self.acts.n
         recompute = run.training.recompute
         self.full = recompute.granularity == "full"
         self.selected = recompute.modules if recompute.granularity == "selective" else []

@@ -1,6 +1,6 @@
 """What an attention backend keeps for its backward pass, and works on in it.
 
-Shape legend: as in `activations`, whose `Sizes` the functions take.
+Shape legend: as in `sizes`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_patch.stability.guard import TARGET
 
 if TYPE_CHECKING:
-    from megatron_patch.planner.activations import Sizes
+    from megatron_patch.planner.sizes import RankShapes
     from megatron_patch.schema.run import RunConfig
 
 FLOAT = 4
@@ -18,7 +18,7 @@ REFERENCE_TILE = 32 * 2**20
 """Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
 
 
-def kernel_bytes(run: RunConfig, n: Sizes) -> int:
+def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
     """Bytes the attention backend keeps for the backward beside q, k and v, O included.
 
     With ``stability.guard: switch`` the larger of before and after the switch: it comes in the
@@ -34,7 +34,7 @@ def kernel_bytes(run: RunConfig, n: Sizes) -> int:
     return max(now, _kept(run, n, backend, stabilizer=options["stabilizer"], residual=kept))
 
 
-def _kept(run: RunConfig, n: Sizes, backend: str, *, stabilizer: str, residual: str) -> int:
+def _kept(run: RunConfig, n: RankShapes, backend: str, *, stabilizer: str, residual: str) -> int:
     """`kernel_bytes` of one backend.
 
     ``stable_flash`` states it itself (`stable_attention.stabilizers`); the vendors' flash kernels
@@ -54,7 +54,7 @@ def _kept(run: RunConfig, n: Sizes, backend: str, *, stabilizer: str, residual: 
     return plain
 
 
-def score_bytes(run: RunConfig, n: Sizes) -> int:
+def score_bytes(run: RunConfig, n: RankShapes) -> int:
     """Score matrices an unfused backend works on in its backward pass, beside what it saved."""
     scores = n.T * n.q * n.s * run.parallel.context_parallel_size
     if run.attention.backend == "mcore_local":

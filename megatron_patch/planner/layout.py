@@ -44,7 +44,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes and groups of one job."""
+    """RankShapes and groups of one job."""
 
     nodes: int
     gpus_per_node: int

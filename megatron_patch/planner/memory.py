@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_patch.planner.activations import Activations, Moment, Saved
+from megatron_patch.planner.activations import Activations, BackwardStage, SavedTensor
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import FORWARD, in_flight, passes
@@ -58,7 +58,7 @@ class StageMemory:
     layers: tuple[int, ...]
     states: States
     activations: int
-    """Saved tensors of all passes in flight at the peak, the attention backend's left out."""
+    """SavedTensor tensors of all passes in flight at the peak, the attention backend's left out."""
     kernel: int
     """The attention backend's saved tensors then."""
     extra: int
@@ -175,7 +175,7 @@ def nccl_bytes(layout: Layout) -> int:
 
 
 def stored_by(run: RunConfig, acts: Activations, chunk: Chunk) -> Stored:
-    """Saved tensors of one forward pass of ``chunk`` under the configured recompute."""
+    """SavedTensor tensors of one forward pass of ``chunk`` under the configured recompute."""
     walk = _Walk(run, acts, chunk)
     tensors = walk.saved()
     saved = sum(x.size for x in tensors)
@@ -203,20 +203,22 @@ class _Walk:
         step = self.size
         return [(layers[i : i + step], True) for i in range(0, len(layers), step)]
 
-    def saved(self) -> list[Saved]:
+    def saved(self) -> list[SavedTensor]:
         found = self.acts.embedding() if self.chunk.first or self.chunk.last else []
         if self.run.parallel.virtual_pipeline_model_parallel_size and self.chunk.layers:
-            found.append(Saved("pipeline buffers", self.n.stream, "norm"))
+            found.append(SavedTensor("pipeline buffers", self.n.stream, "norm"))
         if self.acts.rotary_table():
-            found.append(Saved("rotary angles, float32", self.acts.rotary_table(), "attention"))
+            found.append(
+                SavedTensor("rotary angles, float32", self.acts.rotary_table(), "attention")
+            )
         for layers, again in self.groups():
             if again:
-                found.append(Saved("input of recomputed layers", self.n.stream, "norm"))
+                found.append(SavedTensor("input of recomputed layers", self.n.stream, "norm"))
             else:
                 found += self.acts.layer(layers[0])
         if not self.chunk.last:
             # The output waits for its gradient: core keeps it (deallocate_pipeline_outputs off).
-            found.append(Saved("output of the stage", self.n.stream, "norm"))
+            found.append(SavedTensor("output of the stage", self.n.stream, "norm"))
             return found
         found += self.acts.head()
         for _ in range(self.depths):
@@ -235,7 +237,7 @@ class _Walk:
             if moment.extra - freed > best[0]:
                 best = (moment.extra - freed, moment.name)
             freed += moment.freed
-        last = Moment("embedding: gradient", self._embedding_gradient())
+        last = BackwardStage("embedding: gradient", self._embedding_gradient())
         if last.extra - saved > best[0]:
             best = (last.extra - saved, last.name)
         return best
@@ -244,8 +246,8 @@ class _Walk:
         n = self.n
         return n.w * n.vocab * n.h + n.stream + n.gathered if self.chunk.first else 0
 
-    def moments(self) -> list[Moment]:
-        found: list[Moment] = []
+    def moments(self) -> list[BackwardStage]:
+        found: list[BackwardStage] = []
         if self.chunk.last:
             found += self.acts.head_moments()
         for layers, again in reversed(self.groups()):
@@ -255,10 +257,10 @@ class _Walk:
             (number,) = layers
             inside = self.acts.layer_moments(number)
             rest = sum(x.size for x in self.acts.layer(number)) - sum(m.freed for m in inside)
-            found += [*inside, Moment("layer done", 0, rest)]
+            found += [*inside, BackwardStage("layer done", 0, rest)]
         return found
 
-    def _recomputed(self, layers: tuple[int, ...]) -> list[Moment]:
+    def _recomputed(self, layers: tuple[int, ...]) -> list[BackwardStage]:
         """The backward pass of layers that run forward again first: all they save comes back.
 
         Beside it lives the output of the repeated pass; its input was there before.
@@ -268,7 +270,7 @@ class _Walk:
         for number in reversed(layers):
             left = held - sum(x.size for x in self.acts.layer(number))
             for moment in self.acts.layer_moments(number):
-                found.append(Moment(moment.name, moment.extra + held))
+                found.append(BackwardStage(moment.name, moment.extra + held))
                 held -= moment.freed
             held = left
-        return [*found, Moment("layers done", 0, self.n.stream)]
+        return [*found, BackwardStage("layers done", 0, self.n.stream)]

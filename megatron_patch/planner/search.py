@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from megatron_patch.config import checks
 from megatron_patch.planner.layout import layout_of
 from megatron_patch.planner.memory import CONTEXT, GIB, WORKSPACE, memory_of
 from megatron_patch.planner.parameters import padded_vocab_size
@@ -124,8 +125,7 @@ def _recompute(run: RunConfig) -> list[RecomputeConfig]:
 
 
 def _complaints(run: RunConfig, machine: Machine) -> Iterator[object]:
-    for section in (run.parallel, run.model, run.training, run.attention):
-        yield from section.problems(run)
+    yield from checks.problems(run, ("parallel", "model", "training", "attention"))
     yield from problems_of(run, machine)
 
 

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from megatron_patch.attention import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.problem import Problem
-    from megatron_patch.schema.run import RunConfig
+from typing import Literal
 
 BackendName = Literal["stable_flash", "sdpa_cudnn", "sdpa_flash", "te", "mcore_local", "reference"]
 
@@ -32,7 +24,3 @@ class AttentionConfig:
     """``dynamic_max``: scores within this distance of the maximum count as repeats of it."""
     allow_broken: bool = False
     """Must be true for ``stabilizer: paper_bf16``, which exists to reproduce the failure."""
-
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
-        yield from checks.problems(run)

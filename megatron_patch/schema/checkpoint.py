@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from megatron_patch.schema.problem import Problem
-    from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -40,11 +38,8 @@ class CheckpointConfig:
     hmac_key_file: str | None = None
     """File with a secret key; manifests are then signed, and unsigned or forged ones refused."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
-        from megatron_patch.checkpoint.manifest import read_key
-        from megatron_patch.schema.problem import Problem
-
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         for name in ("interval", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -65,24 +60,3 @@ class CheckpointConfig:
                 f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
                 "checkpoints",
             )
-        if (
-            self.optimizer_sharding == "dp_reshardable"
-            and not run.parallel.use_distributed_optimizer
-        ):
-            yield Problem(
-                "checkpoint.optimizer_sharding",
-                "dp_reshardable belongs to the distributed optimizer; set "
-                "parallel.use_distributed_optimizer: true, or fully_reshardable here",
-            )
-        if self.hmac_key_file is not None:
-            try:
-                read_key(self.hmac_key_file)
-            except ValueError as error:
-                yield Problem("checkpoint.hmac_key_file", str(error))
-
-
-def checkpoint_directory(run: RunConfig) -> Path:
-    """``checkpoint.directory``, or ``checkpoints`` in the run directory."""
-    if run.checkpoint.directory is not None:
-        return Path(run.checkpoint.directory)
-    return Path(run.run_dir or Path("runs") / run.name) / "checkpoints"

@@ -15,8 +15,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.schema.run import RunConfig
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(,[A-Za-z0-9][A-Za-z0-9._-]*)*")
 HOSTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*")
@@ -52,6 +50,8 @@ MANAGED = (
 )  # fmt: skip
 
 
+GPUS = ("a100-40gb", "a100", "a800", "h100", "h800", "h20", "h200", "b200", "l40s")
+"""Names that `planner.hardware` knows the figures of."""
 TOLERANCE = 0.01, 0.9
 """Below, noise fails nodes; from 1 on, no speed would be too low."""
 
@@ -222,13 +222,10 @@ class ClusterConfig:
         defaults = [own.pop(item.name, item) for item in NCCL_DEFAULTS]
         return defaults + list(own.values())
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a cluster."""
-        if self.gpu is not None:
-            from megatron_patch.planner.hardware import GPUS
-
-            if self.gpu.lower() not in GPUS:
-                yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
+        if self.gpu is not None and self.gpu.lower() not in GPUS:
+            yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
         yield from self._texts()
         yield from self._numbers()
         yield from self._environment()

@@ -11,8 +11,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.schema.run import RunConfig
-
 
 MAX_WORKERS = 64
 """Readers of one rank. Each holds two batches, and between reads they share one interpreter lock:
@@ -106,10 +104,10 @@ class DataConfig:
     reset_position_ids: bool = False
     """Restart positions after every end of document (attention still crosses documents)."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU or the files."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         yield from self._blend_problems()
-        yield from self._split_problems(run)
+        yield from self._split_problems()
         yield from self.tokenizer.problems()
         if self.num_workers < 0:
             yield Problem("data.num_workers", f"{self.num_workers} is negative; use 0 or more")
@@ -160,23 +158,15 @@ class DataConfig:
                         "leave the dataset out to give it no weight",
                     )
 
-    def _split_problems(self, run: RunConfig) -> Iterator[Problem]:
-        evaluated = run.training.eval_interval is not None
+    def _split_problems(self) -> Iterator[Problem]:
         if not self.blend:
-            if self.train and evaluated and not self.valid:
-                yield Problem(
-                    "data.valid",
-                    f"training.eval_interval is {run.training.eval_interval}, but there is no "
-                    "validation data: name a dataset, or remove eval_interval",
-                )
             return
         if len(self.split) != 3:
             yield Problem(
                 "data.split",
                 f"{self.split} has {len(self.split)} entries; give train, valid and test",
             )
-            return
-        if not all(math.isfinite(share) and share >= 0 for share in self.split):
+        elif not all(math.isfinite(share) and share >= 0 for share in self.split):
             yield Problem("data.split", f"{self.split}: every share must be a number >= 0")
         elif abs(sum(self.split) - 1) > 1e-6:
             yield Problem(
@@ -184,9 +174,3 @@ class DataConfig:
             )
         elif self.split[0] == 0:
             yield Problem("data.split", f"{self.split} leaves nothing to train on")
-        elif evaluated and self.split[1] == 0:
-            yield Problem(
-                "data.split",
-                f"{self.split} leaves nothing for training.eval_interval "
-                f"{run.training.eval_interval}; give valid a share, or remove eval_interval",
-            )

@@ -10,8 +10,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.schema.run import RunConfig
-
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class SpikeConfig:
@@ -58,8 +56,8 @@ class FaultsConfig:
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     """Loss spikes."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         if self.hang_seconds is not None and not self.hang_seconds >= 1:
             yield Problem("faults.hang_seconds", f"{self.hang_seconds}: at least 1, or null")
         floor = self.hang_seconds or 0
@@ -77,9 +75,9 @@ class FaultsConfig:
             yield Problem("faults.straggler_mads", f"{self.straggler_mads}: must be more than 0")
         if not self.straggler_ratio >= 1:
             yield Problem("faults.straggler_ratio", f"{self.straggler_ratio}: must be at least 1")
-        yield from self._spike(run)
+        yield from self._spike()
 
-    def _spike(self, run: RunConfig) -> Iterator[Problem]:
+    def _spike(self) -> Iterator[Problem]:
         s = self.spike
         for name in ("loss_z", "grad_norm_z"):
             value = getattr(s, name)
@@ -101,19 +99,3 @@ class FaultsConfig:
                 "faults.spike.action",
                 f"{s.action}, but neither loss_z nor grad_norm_z is judged; set one of them",
             )
-        if s.action != "rewind":
-            return
-        if run.checkpoint.interval is None:
-            yield Problem(
-                "faults.spike.action",
-                "rewind needs checkpoints to go back to; set checkpoint.interval",
-            )
-        elif run.checkpoint.keep_last is not None:
-            kept = run.checkpoint.interval * (run.checkpoint.keep_last - 1)
-            if s.rewind_margin > kept:
-                yield Problem(
-                    "faults.spike.rewind_margin",
-                    f"{s.rewind_margin}: the oldest of checkpoint.keep_last "
-                    f"{run.checkpoint.keep_last} checkpoints can be {kept} steps old only; raise "
-                    "keep_last",
-                )

@@ -10,8 +10,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.schema.run import RunConfig
-
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class WandbConfig:
@@ -42,8 +40,8 @@ class LoggingConfig:
     peak_tflops: float | None = None
     """Dense BF16 peak of one device, for MFU; default: known from the device's name."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         if self.interval < 1:
             yield Problem("logging.interval", f"{self.interval}: must be at least 1")
         if self.peak_tflops is not None and not self.peak_tflops > 0:

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from megatron_patch.model import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.problem import Problem
-    from megatron_patch.schema.run import RunConfig
+from typing import Literal
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -127,9 +119,10 @@ class ModelConfig:
     mtp: MTPConfig | None = None
     """Multi-token prediction."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
-        yield from checks.problems(run)
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
+        return self.num_layers + (self.mtp.num_layers if self.mtp is not None else 0)
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:

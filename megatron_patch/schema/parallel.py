@@ -10,8 +10,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.schema.run import RunConfig
-
 OWN_BACKENDS = ("stable_flash", "reference")  # those that communicate by context_parallel/
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -50,18 +48,12 @@ class ParallelConfig:
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer than this fails the run."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         yield from self._sizes()
         yield from self._pipeline()
         yield from self._overlap()
-        yield from self._context(run)
-        if self.expert_model_parallel_size > 1 and run.model.moe is None:
-            yield Problem(
-                "parallel.expert_model_parallel_size",
-                f"{self.expert_model_parallel_size} needs an MoE model (section model.moe); a "
-                "dense model has no experts to spread",
-            )
+        yield from self._context()
 
     def _sizes(self) -> Iterator[Problem]:
         for name in (
@@ -125,41 +117,12 @@ class ParallelConfig:
         sizes = self.hierarchical_context_parallel_sizes
         return sizes[0] if kind == "a2a+p2p" and sizes else 1
 
-    def _context(self, run: RunConfig) -> Iterator[Problem]:
-        kinds, layers = self.cp_comm_type, run.model.num_layers
-        if isinstance(kinds, list):
-            path = "parallel.cp_comm_type"
-            if len(kinds) != layers:
-                yield Problem(
-                    path,
-                    f"{len(kinds)} entries for {layers} layers (model.num_layers): give one value "
-                    "for all of them, or a list with one entry per layer",
-                )
-            elif run.model.mtp is not None and run.model.mtp.num_layers > layers:
-                # Depths of multi-token prediction are numbered from 1 and take the first entries.
-                yield Problem(
-                    path,
-                    f"a list of {layers} entries does not reach {run.model.mtp.num_layers} depths "
-                    "of multi-token prediction (model.mtp.num_layers): give one value",
-                )
+    def _context(self) -> Iterator[Problem]:
         if self.cp_gradient_wire != "fp32" and not self.cp_comm_types:
             yield Problem(
                 "parallel.cp_gradient_wire",
                 f"{self.cp_gradient_wire} has no effect with one context-parallel rank "
                 "(parallel.context_parallel_size): leave it out",
-            )
-        elif self.cp_gradient_wire != "fp32" and run.attention.backend not in OWN_BACKENDS:
-            yield Problem(
-                "parallel.cp_gradient_wire",
-                f"{self.cp_gradient_wire} is an option of attention.backend "
-                f"{' and '.join(OWN_BACKENDS)}, not of {run.attention.backend}: leave it out",
-            )
-        elif self.cp_gradient_wire != "fp32" and self.cp_comm_types == ["a2a"]:
-            yield Problem(
-                "parallel.cp_gradient_wire",
-                f"{self.cp_gradient_wire} has no effect under parallel.cp_comm_type a2a, whose "
-                "gradients travel complete, or in FP32 where heads are replicated: leave it out, "
-                "or use p2p, all_gather or a2a+p2p",
             )
         yield from self._hierarchy()
 

@@ -1,11 +1,13 @@
-"""The whole configuration of a run: one dataclass per room, nothing else."""
+"""The whole configuration of a run: one dataclass per section, and one that knows its origins."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megatron_patch.schema import render
 from megatron_patch.schema.attention import AttentionConfig
 from megatron_patch.schema.checkpoint import CheckpointConfig
 from megatron_patch.schema.cluster import ClusterConfig
@@ -14,13 +16,12 @@ from megatron_patch.schema.faults import FaultsConfig
 from megatron_patch.schema.logging import LoggingConfig
 from megatron_patch.schema.model import ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
+from megatron_patch.schema.problem import Place, Problem
 from megatron_patch.schema.stability import StabilityConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from megatron_patch.schema.problem import Problem
 
 # Goes into file names, job names and dashboards: nothing that a shell or a path could read.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -57,10 +58,20 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How it is started on a Slurm cluster."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What is wrong outside the sections; each section checks itself."""
-        from megatron_patch.schema.problem import Problem
+    @property
+    def directory(self) -> Path:
+        """``run_dir``, or ``runs/<name>``."""
+        return Path(self.run_dir) if self.run_dir is not None else Path("runs") / self.name
 
+    @property
+    def checkpoint_directory(self) -> Path:
+        """``checkpoint.directory``, or ``checkpoints`` in the run directory."""
+        if self.checkpoint.directory is not None:
+            return Path(self.checkpoint.directory)
+        return self.directory / "checkpoints"
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong outside the sections; each section checks itself."""
         if not NAME.fullmatch(self.name):
             yield Problem(
                 "name",
@@ -69,3 +80,30 @@ class RunConfig:
             )
         if self.run_dir is not None and not self.run_dir.strip():
             yield Problem("run_dir", "is empty; name a directory, or null for runs/<name>")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration that passed every check, and where each of its values comes from."""
+
+    config: RunConfig
+    """The typed tree."""
+    origins: dict[str, Place]
+    """Dotted path of every value (elements of lists too) -> file and line, --set, or default."""
+    tree: dict[str, Any]
+    """The same values as plain dicts and lists."""
+
+    def dump_yaml(self) -> str:
+        """The resolved configuration as YAML; loading it again gives the same values."""
+        return render.dump(self.tree)
+
+    def render(self, *, origins: bool = True) -> str:
+        """``dump_yaml()`` with the origin of each value in a comment beside it."""
+        return render.dump(self.tree, self.origins if origins else None)
+
+    def dump_origins(self) -> str:
+        """``path: origin`` lines, one a value, as YAML."""
+        return "".join(
+            f"{render.quote(path)}: {render.quote(place.short)}\n"
+            for path, place in self.origins.items()
+        )

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron_patch.schema.problem import Problem
-from megatron_patch.stability.warning import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
 
 # Backends whose core attention is `CoreAttention`, with numerics that stable_flash improves on.
 SWITCHABLE = ("stable_flash", "sdpa_cudnn", "sdpa_flash")
@@ -89,8 +86,8 @@ class StabilityConfig:
         """Whether something that is not known beforehand starts a capture."""
         return bool(self.capture_at) or self.capture_at_grad_norm is not None
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         for name in ("interval", "rows", "sequences", "reference_steps", "head_steps",
                      "capture_sequences", "capture_worst_layers", "capture_max_mib"):  # fmt: skip
             if getattr(self, name) < 1:
@@ -110,32 +107,15 @@ class StabilityConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 yield Problem(f"stability.{name}", f"{value}: must be more than 0, or null")
-        yield from self._guard(run)
-        yield from self._captures(run)
+        yield from self._guard()
+        yield from self._captures()
 
-    def _guard(self, run: RunConfig) -> Iterator[Problem]:
+    def _guard(self) -> Iterator[Problem]:
         if self.guard in ("switch", "stop") and not self.enabled:
             yield Problem(
                 "stability.guard",
                 f"{self.guard} needs the telemetry: set stability.enabled: true, or guard: off",
             )
-        if self.guard != "switch":
-            return
-        attention = run.attention
-        if attention.backend not in SWITCHABLE:
-            yield Problem(
-                "stability.guard",
-                f"switch has nothing to switch to with attention.backend {attention.backend!r} "
-                f"(it can with {', '.join(SWITCHABLE)}); use guard: warn or stop",
-            )
-        elif attention.backend == "stable_flash" and attention.stabilizer == "compensated":
-            yield Problem(
-                "stability.guard",
-                "switch has nothing to switch to: attention.stabilizer is compensated already; "
-                "use guard: warn or stop",
-            )
-        elif attention.backend != "stable_flash":
-            yield from _cannot_serve(run)
 
     def _triggers(self) -> Iterator[Problem]:
         if len(set(self.capture_at)) != len(self.capture_at):
@@ -154,87 +134,11 @@ class StabilityConfig:
                 "needs the telemetry, which says when: set stability.enabled: true",
             )
 
-    def _captures(self, run: RunConfig) -> Iterator[Problem]:
+    def _captures(self) -> Iterator[Problem]:
         if bool(self.capture_steps) != bool(self.capture_layers):
             yield Problem(
                 "stability.capture_steps",
                 f"capture_steps {self.capture_steps} and capture_layers {self.capture_layers}: "
                 "name both, or neither",
             )
-        heads, layers = run.model.num_attention_heads, layers_of(run)
-        for name, values, low, high in (
-            ("capture_steps", self.capture_steps, 1, run.training.train_steps),
-            ("capture_layers", self.capture_layers, 0, layers - 1),
-            ("capture_heads", self.capture_heads, 0, heads - 1),
-        ):
-            for value in values:
-                if not low <= value <= high:
-                    yield Problem(f"stability.{name}", f"{value}: must be in {low}..{high}")
-        micro_batches = run.training.global_batch_size // max(1, run.training.micro_batch_size)
-        if not 0 <= self.capture_micro_batch < max(1, micro_batches):
-            yield Problem(
-                "stability.capture_micro_batch",
-                f"{self.capture_micro_batch}: must be in 0..{max(1, micro_batches) - 1}",
-            )
         yield from self._triggers()
-        asked = [len(self.capture_heads)] if self.capture_steps else []
-        asked += [self.capture_worst_heads] if self.triggered else []
-        if asked:
-            size = max(capture_mib(run, heads=heads) for heads in asked)
-            if size > self.capture_max_mib:
-                yield Problem(
-                    "stability.capture_heads",
-                    f"one capture file would take {size:,.0f} MiB, more than capture_max_mib "
-                    f"{self.capture_max_mib}: name fewer heads or sequences, or raise the limit",
-                )
-
-
-def layers_of(run: RunConfig) -> int:
-    """Layers with attention: the decoder's, then one per multi-token-prediction depth."""
-    return run.model.num_layers + (run.model.mtp.num_layers if run.model.mtp is not None else 0)
-
-
-def rule_of(run: RunConfig) -> Rule:
-    """The early-warning rule of a configuration."""
-    s = run.stability
-    return Rule(
-        watch_growth=s.watch_growth,
-        danger_growth=s.danger_growth,
-        reference_steps=s.reference_steps,
-        settle_steps=run.optimizer.warmup_steps,
-        smooth_steps=s.smooth_steps,
-        confirm_steps=s.confirm_steps,
-        watch_head_growth=s.watch_head_growth,
-        danger_head_growth=s.danger_head_growth,
-        head_steps=s.head_steps,
-        head_logit=s.head_logit,
-        danger_error=s.danger_error,
-        watch_logit=s.watch_logit,
-        norm_needs_head=s.norm_needs_head,
-    )
-
-
-def capture_mib(run: RunConfig, *, heads: int) -> float:
-    """Upper bound of one capture file, MiB: q, k, v, O and dO of one tensor-parallel rank.
-
-    ``heads``: query heads that were asked for, 0 for all.
-    """
-    model, stability = run.model, run.stability
-    all_heads = max(1, model.num_attention_heads // max(1, run.parallel.tensor_model_parallel_size))
-    heads = min(all_heads, heads or all_heads)
-    head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
-    if model.mla is not None:
-        head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
-    sequences = min(stability.capture_sequences, run.training.micro_batch_size)
-    values = 5 * model.seq_length * sequences * heads * head_dim
-    return values * (2 if run.training.precision == "bf16" else 4) / 2**20
-
-
-def _cannot_serve(run: RunConfig) -> Iterator[Problem]:
-    """What keeps stable_flash from taking over a vendor backend's layers."""
-    from megatron_patch.attention import registry
-    from megatron_patch.attention.capabilities import unmet
-
-    for facts in registry.layer_kinds(run):
-        for complaint in unmet("stable_flash", facts):
-            yield Problem("stability.guard", f"switch: stable_flash cannot take over: {complaint}")

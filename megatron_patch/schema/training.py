@@ -10,8 +10,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patch.schema.run import RunConfig
-
 
 LARGEST = 1e18
 """Of a rate, a decay or a clip: the product of two fits float32, in which the update is computed,
@@ -72,8 +70,8 @@ class TrainingConfig:
     compile_fusions: bool = False
     """Compile norms with the additions before them, bias + activation, and cross entropy."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "eval_steps"):
             yield from _at_least(f"training.{name}", getattr(self, name), 1)
         for name in ("eval_interval", "exit_at_step"):
@@ -131,22 +129,13 @@ class OptimizerConfig:
     implementation: Literal["auto", "apex", "te", "torch"] = "auto"
     """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's; the log says which."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Everything about this section that can be checked without a GPU."""
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         yield from self._rates()
         yield from self._adam()
-        decay = self.decay_steps or run.training.train_steps
         yield from _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
         yield from _at_least("optimizer.decay_steps", self.decay_steps, 1)
-        if decay >= 1 and self.warmup_steps >= decay:
-            yield Problem(
-                "optimizer.warmup_steps",
-                f"{self.warmup_steps}: the warm-up must end before the decay does, at step {decay} "
-                "(optimizer.decay_steps, by default training.train_steps)",
-            )
-        if self.schedule == "wsd":
-            yield from self._wsd(decay)
-        elif self.wsd_decay_steps is not None:
+        if self.schedule != "wsd" and self.wsd_decay_steps is not None:
             yield Problem(
                 "optimizer.wsd_decay_steps",
                 f"{self.wsd_decay_steps} has no effect under schedule {self.schedule}: leave it "
@@ -183,18 +172,6 @@ class OptimizerConfig:
                     f"optimizer.{name}",
                     f"{value}: must be between 0 and {LARGEST:g}; {FITS}",
                 )
-
-    def _wsd(self, decay: int) -> Iterator[Problem]:
-        """Under WSD the final decay must lie between the warm-up and the end."""
-        path = "optimizer.wsd_decay_steps"
-        if self.wsd_decay_steps is None:
-            yield Problem(path, "is required by schedule wsd: the length of the final decay")
-        elif not 1 <= self.wsd_decay_steps <= decay - self.warmup_steps:
-            yield Problem(
-                path,
-                f"{self.wsd_decay_steps}: must be between 1 and {decay - self.warmup_steps}, the "
-                "steps between the end of the warm-up and the end of the decay",
-            )
 
 
 def _at_least(path: str, value: int | None, least: int) -> Iterator[Problem]:

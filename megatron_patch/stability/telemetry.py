@@ -22,7 +22,6 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.checkpoint import last_checkpoint
-from megatron_patch.schema.stability import layers_of, rule_of
 from megatron_patch.stability import guard, lost, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
@@ -31,7 +30,7 @@ from megatron_patch.stability.names import COMPENSATED, LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.series import Series
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
-from megatron_patch.stability.warning import Point, Verdict, judge, spike_score
+from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
 from megatron_patch.stability.weights import SpectralNorms
 from megatron_patch.stability.writer import Writer
 
@@ -83,8 +82,9 @@ class Stability:
     ) -> None:
         self._at_danger = at_danger
         self.run, self.layout, self.monitor, self.run_dir = run, layout, monitor, run_dir
-        self.options, self.rule = run.stability, rule_of(run)
-        decoder, layers = run.model.num_layers, layers_of(run)
+        self.options = run.stability
+        self.rule = Rule.of(run.stability, warmup_steps=run.optimizer.warmup_steps)
+        decoder, layers = run.model.num_layers, run.model.attention_layers
         heads = run.model.num_attention_heads
         cp = parallel_state.get_context_parallel_group() if layout.cp_size > 1 else None
         self.observer = Observer(find_sites(roots, decoder_layers=decoder), cp_group=cp)
@@ -170,7 +170,7 @@ class Stability:
     def _open(self, step: int) -> record.History:
         """First rank: the files, and what they say about the steps before."""
         meta = record.make_meta(
-            layers=layers_of(self.run),
+            layers=self.run.model.attention_layers,
             heads=self.run.model.num_attention_heads,
             interval=self.options.interval,
             rule=self.rule,

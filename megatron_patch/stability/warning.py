@@ -29,9 +29,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from megatron_patch.stability.names import LEVELS
+
+if TYPE_CHECKING:
+    from megatron_patch.schema.stability import StabilityConfig
 
 SMOOTH = 5  # records the gradient norm is smoothed over, at least
 CONFIRM = 2  # records in a row that must agree on danger, at least
@@ -103,6 +107,13 @@ class Rule:
     """`Point.logit` for watch; None: never."""
     norm_needs_head: bool = True
     """Whether growth of the norm is no danger where heads clear attention of it (`_cleared`)."""
+
+    @classmethod
+    def of(cls, options: StabilityConfig, *, warmup_steps: int) -> Rule:
+        """The rule that the keys of ``stability:`` describe."""
+        names = [item.name for item in fields(cls) if hasattr(options, item.name)]
+        chosen = {name: getattr(options, name) for name in names}
+        return cls(settle_steps=warmup_steps, **chosen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

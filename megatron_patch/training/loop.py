@@ -36,10 +36,10 @@ from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
 from megatron_patch.training.step import StepResult, fetch, train_step
 
 if TYPE_CHECKING:
-    from megatron_patch.config import Loaded
     from megatron_patch.data.loader import Loaders
     from megatron_patch.data.reader import Reader
     from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import Loaded
 
 
 TOGETHER = (NonFiniteError, StabilityStop, RewindsUsedUp, ledger.SameStepError)

@@ -27,13 +27,11 @@ from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
-from megatron_patch.schema.checkpoint import checkpoint_directory
 from megatron_patch.schema.problem import DEFAULT, Problem
 from megatron_patch.stability.record import FOLDER as TELEMETRY
 
 if TYPE_CHECKING:
-    from megatron_patch.config import Loaded
-    from megatron_patch.schema.run import RunConfig
+    from megatron_patch.schema.run import Loaded, RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ def run_directory(run: RunConfig) -> Path:
 
 def lies_outside(run: RunConfig) -> bool:
     """Whether the checkpoints are not in the run directory, by their name or through a link."""
-    return not checkpoint_directory(run).resolve().is_relative_to(run_directory(run).resolve())
+    return not run.checkpoint_directory.resolve().is_relative_to(run_directory(run).resolve())
 
 
 class RunDirectoryLost(RuntimeError):
@@ -139,7 +137,7 @@ class RunDirectory:
         It is not made where the run has saved already: then it is not mounted, and that is said
         when the checkpoint is looked for.
         """
-        root = checkpoint_directory(run)
+        root = run.checkpoint_directory
         key = "checkpoint.directory"
         try:
             if not root.exists() and (self.path / last_checkpoint.FILE).exists():
@@ -241,7 +239,7 @@ def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]
 def _claim(loaded: Loaded, path: Path, notes: list[str]) -> list[Problem]:
     """Whether what is in the directory belongs to this run."""
     run = loaded.config
-    checkpoints = checkpoint_directory(run)
+    checkpoints = run.checkpoint_directory
     trained = (path / "metrics.csv").exists() or (
         checkpoints.is_dir() and any(_is_content(p.name) for p in checkpoints.iterdir())
     )

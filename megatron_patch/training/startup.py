@@ -14,7 +14,6 @@ from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.io_errors import may_pass
-from megatron_patch.schema.checkpoint import checkpoint_directory
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import determinism
 from megatron_patch.training.finite import StepGuard, unwrap
@@ -36,12 +35,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron_patch.checkpoint.megatron import Checkpointer
-    from megatron_patch.config import Loaded
     from megatron_patch.data.loader import Loaders
     from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
+    from megatron_patch.schema.run import Loaded, RunConfig
     from megatron_patch.stability.telemetry import Stability
     from megatron_patch.training.step import Session
 
@@ -108,7 +106,7 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
     torch.distributed.broadcast_object_list(verdict, src=0)
     problems, finished, tokens = verdict
     for key, token in tokens.items():
-        path = run_directory(run) if key == "run_dir" else checkpoint_directory(run)
+        path = run_directory(run) if key == "run_dir" else run.checkpoint_directory
         problems += _one_directory(key, path, token, layout)
     if problems:
         if directory is not None:
@@ -122,7 +120,7 @@ def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
 def _leave_tokens(run: RunConfig, directory: RunDirectory) -> tuple[dict[str, Path], list[Problem]]:
     """Files that the other nodes look for, by the key that names the directory; and what failed."""
     places = {"run_dir": directory.path}
-    checkpoints = checkpoint_directory(run)
+    checkpoints = run.checkpoint_directory
     if not directory.finished and checkpoints.is_dir() and lies_outside(run):
         places["checkpoint.directory"] = checkpoints
     tokens: dict[str, Path] = {}

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_cpu import tiny_run
 
-from megatron_patch.attention import checks, registry
+from megatron_patch.attention import registry
 from megatron_patch.attention.capabilities import BACKENDS, Facts, Machine, unmet
 from megatron_patch.attention.registry import BackendError
+from megatron_patch.config.checks import attention as checks
 from megatron_patch.schema.model import MLAConfig, MTPConfig
 from stable_attention.stabilizers import STABILIZERS
 
@@ -221,8 +222,8 @@ def test_contradictions(attention, path):
 
 def test_checking_imports_no_torch():
     code = (
-        "import sys; from megatron_patch.attention import checks, registry; "
-        "from megatron_patch.model import checks; assert 'torch' not in sys.modules"
+        "import sys; from megatron_patch.attention import registry; "
+        "from megatron_patch.config import checks; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

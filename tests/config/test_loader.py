@@ -78,19 +78,17 @@ def test_missing_sections_and_keys(write: Write, refused: Load) -> None:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Sizes:
-    """A section with a check between its keys and one against another section."""
+    """A section with a check between its keys."""
 
     width: int = 8
     """Width."""
     parts: int = 2
     """Parts."""
 
-    def problems(self, run: Whole) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Every contradiction."""
         if self.width % self.parts:
             yield Problem("sizes.parts", f"{self.parts} does not divide width {self.width}")
-        if self.width > run.limit:
-            yield Problem("sizes.width", f"{self.width} is above limit {run.limit}")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -104,8 +102,10 @@ class Whole:
     blend: list[Sizes] = field(default_factory=list)
     """List."""
 
-    def problems(self, run: Whole) -> Iterator[Problem]:
-        """Checks of the root itself."""
+    def problems(self) -> Iterator[Problem]:
+        """Checks of the root itself, and between its sections."""
+        if self.sizes.width > self.limit:
+            yield Problem("sizes.width", f"{self.sizes.width} is above limit {self.limit}")
         for index, item in enumerate(self.blend):
             if item.width < 0:
                 yield Problem(f"blend[{index}].width", "is negative")

@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_patch import config
-from megatron_patch.config import loader, render, suggest
+from megatron_patch.config import loader, suggest
 from megatron_patch.config.source import FORBIDDEN, Scalar
 from megatron_patch.config.values import BadValue, read_scalar
+from megatron_patch.schema import render
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

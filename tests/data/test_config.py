@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_patch.config import checks
 from megatron_patch.schema.data import DatasetConfig, TokenizerConfig
 
 A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
@@ -55,7 +56,7 @@ def test_contradictions_are_named(
     kit: SimpleNamespace, changes: dict, path: str, reason: str
 ) -> None:
     run = kit.run_config(A, **changes)
-    problems = list(run.data.problems(run))
+    problems = list(checks.problems(run, ["data"]))
     assert [p.path for p in problems] == [path]
     assert reason in problems[0].message
 
@@ -73,7 +74,7 @@ def test_contradictions_are_named(
 )
 def test_good_sections_have_no_problems(kit: SimpleNamespace, changes: dict) -> None:
     run = kit.run_config(A, **changes)
-    assert list(run.data.problems(run)) == []
+    assert list(checks.problems(run, ["data"])) == []
 
 
 def test_the_section_is_checked_without_torch() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_patch.config import ConfigError
+from megatron_patch.config.checks.stability import capture_mib
 from megatron_patch.experiments import plan
 from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import Protocol, read, trainer_config
 from megatron_patch.experiments.store import FINISHED, State, Store
-from megatron_patch.schema.stability import capture_mib
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "stability"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_config import run_config
 
+from megatron_patch.config import checks
 from megatron_patch.faults import ledger, straggler, windows
 from megatron_patch.faults.spike import FILE, Detector, Spike, SpikePolicy, robust_score
 from megatron_patch.faults.windows import Skips, merged
@@ -301,12 +302,12 @@ def test_torn_lines_and_unwritable_directories_do_no_harm(tmp_path: Path) -> Non
 ])  # fmt: skip
 def test_problems(values: dict[str, Any], path: str) -> None:
     run = run_config(faults=values)
-    assert path in [p.path for p in run.faults.problems(run)]
+    assert path in [p.path for p in checks.problems(run, ["faults"])]
 
 
 def test_rewind_needs_checkpoints() -> None:
     run = run_config(faults={"spike": SpikeConfig(action="rewind")}, checkpoint={"interval": None})
-    (problem,) = run.faults.problems(run)
+    (problem,) = checks.problems(run, ["faults"])
     assert "set checkpoint.interval" in problem.message
 
 
@@ -341,4 +342,4 @@ def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path: Path) -> None:
 
 def test_the_defaults_are_fine() -> None:
     run = run_config()
-    assert list(run.faults.problems(run)) == []
+    assert list(checks.problems(run, ["faults"])) == []

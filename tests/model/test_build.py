@@ -14,6 +14,7 @@ from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
 from megatron_patch.attention import registry
 from megatron_patch.attention.core import CoreAttention
 from megatron_patch.attention.registry import BackendError
+from megatron_patch.config import checks
 from megatron_patch.model.build import build_model, padded_vocab_size
 from megatron_patch.model.norms import LayerNorm, RMSNorm
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
@@ -84,7 +85,7 @@ def built(run):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_builds_and_trains_a_step(name, precision):
     run = tiny_run(VARIANTS[name], training={"precision": precision})
-    assert not list(run.model.problems(run)) and not list(run.attention.problems(run))
+    assert not list(checks.problems(run, ("model", "attention")))
     chunk = built(run)
     loss, grads = loss_and_grads(chunk)
     # A fresh model predicts every token about equally: ln 64 = 4.16.

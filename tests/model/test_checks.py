@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from megatron_cpu import tiny_run
 
-from megatron_patch.model.checks import problems
+from megatron_patch.config import checks
+from megatron_patch.config.checks.model import problems
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig, ffn_hidden_size
 from megatron_patch.schema.training import RecomputeConfig
 
@@ -301,7 +302,7 @@ def test_megatron_core_accepts_what_has_no_problem(model, parallel, recompute):
     from megatron_patch.model.transformer_config import transformer_config
 
     run = tiny_run(model, parallel=parallel, training={"recompute": recompute})
-    clean = not [*problems(run), *run.parallel.problems(run)]
+    clean = not [*checks.problems(run, ("model", "parallel"))]
     event("no problem" if clean else "refused")
     if clean:
         config = transformer_config(run)

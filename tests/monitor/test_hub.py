@@ -270,7 +270,7 @@ def test_wandb_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_logging_section_problems() -> None:
     run = run_config(logging={"interval": 0, "peak_tflops": -1.0})
-    assert [p.path for p in run.logging.problems(run)] == [
+    assert [p.path for p in run.logging.problems()] == [
         "logging.interval",
         "logging.peak_tflops",
     ]

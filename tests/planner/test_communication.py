@@ -9,8 +9,9 @@ from megatron_cpu import tiny_run
 from test_parameters import CP, DIST, EP, MOE, PP, SP, TP, VP
 
 from megatron_patch.planner import communication, hardware, states
-from megatron_patch.planner.activations import sizes_of
 from megatron_patch.planner.layout import NETWORK, NODE, layout_of
+from megatron_patch.planner.sizes import rank_shapes
+from megatron_patch.schema import cluster
 from megatron_patch.schema.model import MTPConfig
 
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 128}
@@ -70,7 +71,7 @@ def test_groups_are_those_megatron_core_makes():
 def test_sequence_parallelism_sends_ten_operations_a_layer():
     run, _, items = traffic({TP: 2, **SP}, world=2)
     half = TOKENS / 2  # a ring of two sends half of what it gathers
-    layer = communication.tensor_per_layer(run, sizes_of(run, VOCAB))
+    layer = communication.tensor_per_layer(run, rank_shapes(run, VOCAB))
     assert layer == 10 * half
     micro = 16
     assert sent(items, "tp") == micro * (4 * layer + (2 + 3) * half)
@@ -116,7 +117,7 @@ def test_experts_travel_four_times():
 def test_context_parallel_modes():
     """Keys and values around a ring (with float32 gradients), or everything between heads."""
     run, layout, _ = traffic({CP: 4}, world=4)
-    n = sizes_of(run, VOCAB)
+    n = rank_shapes(run, VOCAB)
     keys = n.T * 8 * 16  # kv heads x (d + dv)
     ring = communication.cp_per_layer(run, layout, n, "p2p")
     assert ring == {NODE: 3 * keys * (2 * 2 + 4)}
@@ -132,7 +133,7 @@ def test_depths_of_multi_token_prediction_communicate_too():
         parallel = {CP: 2, "cp_comm_type": kinds}
         run, layout, plain = traffic(parallel, world=2)
         _, _, more = traffic(parallel, world=2, model=depths)
-        n, micro = sizes_of(run, VOCAB), 16
+        n, micro = rank_shapes(run, VOCAB), 16
         modes = [communication.cp_mode(run, number) for number in (1, 2)]
         each = [communication.cp_per_layer(run, layout, n, mode)[NODE] for mode in modes]
         assert sent(more, "cp") - sent(plain, "cp") == pytest.approx(micro * sum(each))
@@ -154,13 +155,17 @@ def test_ranks_that_share_a_key_value_head():
     """They gather the whole qkv projection; the ring carries one head of each."""
     groups = {"num_query_groups": 2}
     run, layout, _ = traffic({TP: 4, CP: 2, **SP}, world=8, model=groups)
-    n = sizes_of(run, VOCAB)
+    n = rank_shapes(run, VOCAB)
     tokens, width = 2 * 128 // 2, (8 + 2 * 2) * 8
     plain = 10 * 2 * tokens * 64 * 3 / 4
     gathered = 2 * 2 * tokens * width * 3 / 4  # and the reduce-scatter of its gradient
     assert communication.tensor_per_layer(run, n) == plain + gathered
     ring = communication.cp_per_layer(run, layout, n, "p2p")
     assert ring == {NODE: tokens * (8 + 8) * (2 * 2 + 4)}
+
+
+def test_the_configuration_takes_every_gpu_of_the_table():
+    assert tuple(hardware.GPUS) == cluster.GPUS
 
 
 def test_rates_of_the_table_are_plausible():

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from run_config import run_config
 
-from megatron_patch.schema.stability import StabilityConfig, capture_mib
+from megatron_patch.config import checks
+from megatron_patch.config.checks.stability import capture_mib
+from megatron_patch.schema.stability import StabilityConfig
 
 
 def complaints(stability: dict[str, Any], **sections: dict[str, Any]) -> list[str]:
     """``path: message`` of every problem of the section in a tiny run."""
     run = replace(run_config(**sections), stability=StabilityConfig(**stability))
-    return [f"{p.path}: {p.message}" for p in run.stability.problems(run)]
+    return [f"{p.path}: {p.message}" for p in checks.problems(run, ["stability"])]
 
 
 FLASH = {"backend": "stable_flash"}

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 from run_config import run_config
 
+from megatron_patch.config import checks
 from megatron_patch.parallel.setup import LayoutError, check_world_size, world_size_problems
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 
 def paths(section: str, keys: dict[str, Any], **others: dict[str, Any]) -> list[str]:
     run = run_config(**{section: keys}, **others)
-    return [p.path for p in getattr(run, section).problems(run)]
+    return [p.path for p in checks.problems(run, [section])]
 
 
 @pytest.mark.parametrize("section", ["training", "optimizer", "parallel"])

@@ -1,7 +1,6 @@
 """What is wrong with a model's shape, found without a GPU and before any process starts.
 
-Called from `ModelConfig.problems`. Includes the parts of the layout and of recompute that only the
-model's shape decides. Nothing here imports torch.
+Includes the parts of the layout and of recompute that only the model's shape decides.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import MAX_LAYERS
+from megatron_patch.schema.model import is_moe_layer
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
@@ -162,8 +162,6 @@ def _one_per_layer(path: str, pattern: list[int], run: RunConfig) -> Iterator[Pr
 
 def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
     """Megatron-Core's whole optimizers save such a stage and cannot load it again."""
-    from megatron_patch.schema.model import is_moe_layer  # it imports these checks
-
     moe, p = run.model.moe, run.parallel
     if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:
         return

@@ -1,4 +1,4 @@
-"""What is wrong with the ``attention:`` section, found without a GPU. Imports no torch."""
+"""Rules between ``attention:``, the model and the layout, found without a GPU."""
 
 from __future__ import annotations
 

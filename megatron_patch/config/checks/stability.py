@@ -1,0 +1,88 @@
+"""Rules between ``stability:`` and other sections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_patch.attention import registry
+from megatron_patch.attention.capabilities import unmet
+from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.stability import SWITCHABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.schema.run import RunConfig
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """A guard with nothing to switch to; captures of what the run has not."""
+    if run.stability.guard == "switch":
+        yield from _switch(run)
+    yield from _captures(run)
+
+
+def _switch(run: RunConfig) -> Iterator[Problem]:
+    attention = run.attention
+    if attention.backend not in SWITCHABLE:
+        yield Problem(
+            "stability.guard",
+            f"switch has nothing to switch to with attention.backend {attention.backend!r} "
+            f"(it can with {', '.join(SWITCHABLE)}); use guard: warn or stop",
+        )
+    elif attention.backend == "stable_flash" and attention.stabilizer == "compensated":
+        yield Problem(
+            "stability.guard",
+            "switch has nothing to switch to: attention.stabilizer is compensated already; "
+            "use guard: warn or stop",
+        )
+    elif attention.backend != "stable_flash":
+        for facts in registry.layer_kinds(run):
+            for complaint in unmet("stable_flash", facts):
+                yield Problem(
+                    "stability.guard", f"switch: stable_flash cannot take over: {complaint}"
+                )
+
+
+def _captures(run: RunConfig) -> Iterator[Problem]:
+    options, model, training = run.stability, run.model, run.training
+    for name, values, low, high in (
+        ("capture_steps", options.capture_steps, 1, training.train_steps),
+        ("capture_layers", options.capture_layers, 0, model.attention_layers - 1),
+        ("capture_heads", options.capture_heads, 0, model.num_attention_heads - 1),
+    ):
+        for value in values:
+            if not low <= value <= high:
+                yield Problem(f"stability.{name}", f"{value}: must be in {low}..{high}")
+    micro_batches = max(1, training.global_batch_size // max(1, training.micro_batch_size))
+    if not 0 <= options.capture_micro_batch < micro_batches:
+        yield Problem(
+            "stability.capture_micro_batch",
+            f"{options.capture_micro_batch}: must be in 0..{micro_batches - 1}",
+        )
+    asked = [len(options.capture_heads)] if options.capture_steps else []
+    asked += [options.capture_worst_heads] if options.triggered else []
+    if asked:
+        size = max(capture_mib(run, heads=heads) for heads in asked)
+        if size > options.capture_max_mib:
+            yield Problem(
+                "stability.capture_heads",
+                f"one capture file would take {size:,.0f} MiB, more than capture_max_mib "
+                f"{options.capture_max_mib}: name fewer heads or sequences, or raise the limit",
+            )
+
+
+def capture_mib(run: RunConfig, *, heads: int) -> float:
+    """Upper bound of one capture file, MiB: q, k, v, O and dO of one tensor-parallel rank.
+
+    ``heads``: query heads that were asked for, 0 for all.
+    """
+    model, stability = run.model, run.stability
+    all_heads = max(1, model.num_attention_heads // max(1, run.parallel.tensor_model_parallel_size))
+    heads = min(all_heads, heads or all_heads)
+    head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
+    if model.mla is not None:
+        head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
+    sequences = min(stability.capture_sequences, run.training.micro_batch_size)
+    values = 5 * model.seq_length * sequences * heads * head_dim
+    return values * (2 if run.training.precision == "bf16" else 4) / 2**20
