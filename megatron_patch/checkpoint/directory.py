@@ -73,15 +73,10 @@ class CheckpointDirectory:
 
     # -------------------------------------------------------------- identity
 
-    def identity(self, *, create: bool) -> str:
-        """The store's own id; a new one where the file is missing or unreadable."""
-        identity = str(self._facts().get("store", ""))
-        if re.fullmatch(r"[0-9a-f]{32}", identity):
-            return identity
-        identity = uuid.uuid4().hex
-        if create:
-            self._write(IDENTITY, json.dumps({"store": identity, "format": FORMAT}))
-        return identity
+    @property
+    def identity(self) -> str:
+        """The store's own id; without ``store.json`` every look gives another."""
+        return str(self._facts()["store"])
 
     @property
     def current(self) -> bool:
@@ -90,21 +85,20 @@ class CheckpointDirectory:
 
     def mark_current(self) -> None:
         """Say so from now on."""
-        facts = {"store": self.identity(create=False), "format": FORMAT}
-        self._write(IDENTITY, json.dumps(facts))
+        self._write(IDENTITY, json.dumps({"store": self.identity, "format": FORMAT}))
 
     def _facts(self) -> dict[str, object]:
         path = self.root / IDENTITY
         try:
-            facts = json.loads(path.read_bytes())
-            if isinstance(facts, dict) and "store" in facts:
+            facts: dict[str, object] = json.loads(path.read_bytes())
+            if re.fullmatch(r"[0-9a-f]{32}", str(facts["store"])):
                 return facts
             log.warning("%s holds no identity", path)
         except FileNotFoundError:
             pass
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError) as error:
             log.warning("%s is damaged (%s)", path, error)
-        return {}
+        return {"store": uuid.uuid4().hex}
 
     # ----------------------------------------------------------------- names
 
@@ -232,24 +226,18 @@ class CheckpointDirectory:
         """
         if _sealed(path):
             return self.move_aside(path, kind)
-        lines, kept = [reason, "", "It was not complete; its files were deleted:"], False
-        try:
-            for entry in sorted(os.scandir(path), key=lambda e: e.name):
-                lines.append(f"{entry.stat(follow_symlinks=False).st_size:>18,} {entry.name}")
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
-        except OSError as error:
-            kept = True
-            log.warning("could not delete what %s left: %s", path.name, error)
+        entries = sorted(os.scandir(path), key=lambda e: e.name)
+        files = [f"{e.stat(follow_symlinks=False).st_size:>18,} {e.name}" for e in entries]
+        shutil.rmtree(path, ignore_errors=True)  # before the rename: a kill leaves it as it was
+        path.mkdir(exist_ok=True)
+        what = "what could be deleted of its files" if os.listdir(path) else "its files"
         target = self._rename_aside(path, kind)
         told = f"the reason and their names are in {target / REASON}"
+        text = "\n".join([reason, "", "It was not complete; its files were deleted:", *files, ""])
         try:
-            write_file(target / REASON, ("\n".join(lines) + "\n").encode())
+            write_file(target / REASON, text.encode())
         except OSError as error:  # the disk may still be full
             told = f"{REASON} cannot be written ({error.strerror}): {reason}"
-        what = "what could be deleted of its files" if kept else "its files"
         log.warning("%s was not complete: deleted %s; %s", path.name, what, told)
         return target
 

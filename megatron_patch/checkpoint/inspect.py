@@ -210,7 +210,7 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
         PinnedFileError: what is pinned cannot be read.
     """
     pinned.read(root)  # where it does not tell, any of them may be pinned
-    identity = CheckpointStore(root).directory.identity(create=False)
+    identity = CheckpointStore(root).directory.identity
     kept: list[tuple[Entry, str]] = []
     doomed: list[Entry] = []
     for place, entry in enumerate(e for e in entries if e.state in ("complete", "good")):

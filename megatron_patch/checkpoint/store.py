@@ -148,7 +148,6 @@ class CheckpointStore:
             self.root.mkdir(parents=True, exist_ok=True)
             directory = self.directory
             newest.take_over(directory)
-            directory.identity(create=True)
             for left in directory.entries(TMP):
                 directory.discard(left, "abandoned", "its process ended in the middle of the save")
             names = directory.complete_names()
@@ -241,7 +240,7 @@ class CheckpointStore:
         manifest = Manifest(
             step=attempt.step,
             attempt=attempt.number,
-            store=self.directory.identity(create=True),
+            store=self.directory.identity,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self.ranks.size,
             files=files,
@@ -288,7 +287,7 @@ class CheckpointStore:
         except pinned.PinnedFileError as error:
             log.warning("no old checkpoint is deleted: %s", error)
             return
-        identity = self.directory.identity(create=False)
+        identity = self.directory.identity
         for name in (name for name in names[self.keep_last :] if name not in stay):
             try:
                 manifest = self._read_manifest(self.root / name)
