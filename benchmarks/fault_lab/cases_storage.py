@@ -323,7 +323,7 @@ CHECKPOINTS = [
             lambda p: shutil.copy(shard(p.parent / "step_00000003.attempt-1"), shard(p)) and None,
             "refused"),
     refused("pointer names nothing", lambda p: (p.parent / "latest").write_text("x\n") and None,
-            "is not a complete checkpoint here"),
+            "taking the newest"),
     Case(name="every checkpoint damaged", group="checkpoints", inject=all_bad, rank_code=4,
          says="no good checkpoint in", repair=restore_all, most_lost=6,
          note="it never starts from scratch by itself"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -273,33 +274,48 @@ class Killed(BaseException):
     """Ends the process, as far as the disk is concerned."""
 
 
-@pytest.mark.parametrize("point_at", range(4))
-def test_a_rewind_that_was_killed_is_finished_by_the_next_start(
-    store: Path, monkeypatch: pytest.MonkeyPatch, point_at: int
-) -> None:
-    """Announced, then a rename a checkpoint, then the pointer: at no instant is it undecided."""
+def kill_before_rename(number: int, work: Callable[[], Any]) -> None:
+    """Do ``work`` in a process that ends before the rename after so many others."""
     calls = 0
 
     def dying(real: Any) -> Any:
         def call(*args: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls > point_at:
+            if calls > number:
                 raise Killed
             real(*args)
 
         return call
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(os, "rename", dying(os.rename))
         patch.setattr(os, "replace", dying(os.replace))
-        CheckpointStore(store).abandon_after(1000)
-    if point_at == 0:  # not announced: as if nothing had been asked
+        work()
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_a_rewind_that_was_killed_is_finished_by_the_next_start(store: Path, renames: int) -> None:
+    """Announced, then a rename a checkpoint, then the pointer: at no instant is it undecided."""
+    kill_before_rename(renames, lambda: CheckpointStore(store).abandon_after(1000))
+    if renames == 0:  # not announced: as if nothing had been asked
         assert found(store) == name(2000)
         return
     assert CheckpointStore(store).find(own=False).path.name == name(1000)  # type: ignore[union-attr]
     assert found(store) == name(1000) and latest(store) == name(1000) + "\n"
     assert moved(store) == [name(1500), name(2000)] and not (store / NEXT).exists()
+
+
+@pytest.mark.parametrize("renames", range(6))
+def test_an_upgrade_that_was_killed_is_finished_by_the_next_start(
+    store: Path, renames: int
+) -> None:
+    of_earlier_version(store, *LINE)
+    point(store, 1000)
+    kill_before_rename(renames, lambda: found(store))
+    assert CheckpointStore(store).find(own=False).path.name == name(1000)  # type: ignore[union-attr]
+    assert found(store) == name(1000) and moved(store) == [name(1500), name(2000)]
+    assert CheckpointDirectory(store).current and "lineage" in aside(store)
 
 
 def test_a_commit_killed_before_the_pointer_is_the_newest(
