@@ -23,6 +23,7 @@ from megatron_patch.checkpoint.manifest import SEAL, FileDigest, Manifest, check
 from megatron_patch.checkpoint.store import CheckpointStore
 
 State = Literal["complete", "good", "damaged", "unreadable", "unfinished", "being deleted", "aside"]
+STATES: dict[str, State] = {"": "complete", TMP: "unfinished", DELETING: "being deleted"}
 
 
 class RequestError(ValueError):
@@ -116,15 +117,14 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
     with contextlib.suppress(pinned.PinnedFileError):  # `list` tells of it
         pins = pinned.read(root)
     found: list[Entry] = []
-    for name in sorted(os.listdir(root)):
-        for suffix, state in ((TMP, "unfinished"), (DELETING, "being deleted"), ("", "complete")):
-            key_ = parse_name(name.removesuffix(suffix)) if name.endswith(suffix) else None
-            if key_ is not None and (only is None or name == only):
-                entry = Entry(root / name, name, *key_, state=state)  # type: ignore[arg-type]
-                _describe(entry, store)
-                entry.latest, entry.pinned = name == latest, pins.get(name)
-                found.append(entry)
-                break
+    for name in [only] if only else sorted(os.listdir(root)):
+        suffix = next((s for s in (TMP, DELETING) if name.endswith(s)), "")
+        key_ = parse_name(name.removesuffix(suffix))
+        if key_ is not None:
+            entry = Entry(root / name, name, *key_, state=STATES[suffix])
+            _describe(entry, store)
+            entry.latest, entry.pinned = name == latest, pins.get(name)
+            found.append(entry)
     found.sort(key=lambda e: (e.step or 0, e.attempt or 0), reverse=True)
     if only is None and (root / ASIDE).is_dir():
         for path in sorted(p for p in (root / ASIDE).iterdir() if p.is_dir()):
