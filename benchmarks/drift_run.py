@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_patch.data.loader import Loaders
     from megatron_patch.schema.run import RunConfig
-    from megatron_patch.training.step import Session
+    from megatron_patch.training.session import Session
 
 
 class Refusal(ValueError):
@@ -105,24 +105,23 @@ def opened(run: RunConfig) -> Iterator[tuple[Session, Loaders]]:
     """The trainer's own session with the weights of ``checkpoint.load_from``, and its data."""
     from megatron_patch.data.verify import verify_datasets
     from megatron_patch.parallel import setup
-    from megatron_patch.training import startup
+    from megatron_patch.training.process import prepare_process
     from megatron_patch.training.signals import StopFlags
 
-    startup.prepare_process(run)
+    prepare_process(run)
     layout = setup.initialize(run)
     try:
         # Imports Megatron, which must find CPU mode installed.
         from megatron_patch.checkpoint.megatron import Checkpointer
         from megatron_patch.data.loader import build_loaders
+        from megatron_patch.training.session import build_session
 
         console: Any = _Console()
         for text in verify_datasets(run):
             console.say(text)
         loaders = build_loaders(run, layout)
         try:
-            session, _ = startup.build_session(
-                run, layout, loaders, stop=StopFlags(), monitor=console
-            )
+            session, _ = build_session(run, layout, loaders, stop=StopFlags(), monitor=console)
             if run.checkpoint.load_from is not None:
                 parts = (session.chunks, session.optimizer, session.schedule)
                 Checkpointer(run, layout, *parts).load()

@@ -71,7 +71,7 @@ from megatron_patch.experiments import probing, variants
 if TYPE_CHECKING:
     from megatron_patch.data.loader import Loaders
     from megatron_patch.stability.observe import Seen, Site
-    from megatron_patch.training.step import Session
+    from megatron_patch.training.session import Session
 
 ROUNDED, TRAINER = "rounded", "trainer"
 KINDS = ("none", "compensated", "low_order_o", "consistent_sum", ROUNDED, TRAINER)

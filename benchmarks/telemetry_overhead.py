@@ -112,7 +112,7 @@ def watched_by(
                 self.options, enabled=kind != WITHOUT, interval=interval
             )
 
-        def begin(self, step: int) -> None:
+        def before_step(self, step: int) -> None:
             if step == 1:
                 self.set_kind(WATCHED, 1)
             elif step == TOGETHER + 1:
@@ -123,17 +123,17 @@ def watched_by(
             start = time.perf_counter()
             if step > WARM_UP:
                 times[BEGINS].append(start)
-            super().begin(step)
+            super().before_step(step)
             self.calls = time.perf_counter() - start
 
-        def reduced(self) -> None:
+        def grads_reduced(self) -> None:
             start = time.perf_counter()
-            super().reduced()
+            super().grads_reduced()
             self.calls += time.perf_counter() - start
 
-        def finish(self, step: int, result: Any) -> None:
+        def after_step(self, step: int, result: Any) -> list[Any]:
             start = time.perf_counter()
-            super().finish(step, result)
+            actions: list[Any] = super().after_step(step, result)
             if self.kind == IDLE:
                 times[CALLS].append(self.calls + time.perf_counter() - start)
             if step == TOGETHER:
@@ -143,6 +143,7 @@ def watched_by(
                 whole = len(times["stretches"]) % len(ROUND) == 0
                 if whole and time.monotonic() > until and os.environ.get("RANK", "0") == "0":
                     os.kill(os.getpid(), signal.SIGTERM)  # the trainer stops all ranks in order
+            return actions
 
     return Alternating
 
@@ -152,7 +153,7 @@ def worker(args: argparse.Namespace) -> int:
     from megatron_patch.config import load
 
     loaded = load(args.config, args.set)
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
     if loaded.config.training.device == "cpu":
         from megatron_patch.runtime import cpu_mode
@@ -168,7 +169,7 @@ def worker(args: argparse.Namespace) -> int:
         device=loaded.config.training.device,
         until=math.inf if args.seconds is None else time.monotonic() + args.seconds,
     )
-    code = loop.train(loaded)
+    code = trainer.train(loaded)
     if os.environ.get("RANK", "0") == "0":
         Path(args.worker).write_text(json.dumps(times))
     return code

@@ -62,9 +62,9 @@ def other_versions(rank: int) -> None:
 
 def impatient(rank: int) -> None:
     """A launched job gives a lost node's lock two minutes; here less than the first run lasts."""
-    from megatron_patch.training import rundir
+    from megatron_patch.training import run_directory as places
 
-    rundir.LOCK_PATIENCE_SECONDS, rundir.LOCK_POLL_SECONDS = 1.0, 0.2
+    places.LOCK_PATIENCE_SECONDS, places.LOCK_POLL_SECONDS = 1.0, 0.2
 
 
 def two_runs(scene: Scene) -> Outcome:
@@ -270,7 +270,7 @@ def in_weight(change: Callable[[Any], None], what: str, *, rank: int = 1, step: 
                     if name == WEIGHT:
                         change(parameter.data.view(-1)[3:4])
 
-        hooks.wrap(*hooks._owner("megatron_patch.training.loop", "train_step"), before=before)
+        hooks.wrap(*hooks._owner("megatron_patch.training.trainer", "train_step"), before=before)
 
     return hook
 

@@ -28,7 +28,7 @@ from megatron_patch.experiments.preconditions import alike, comparable
 from megatron_patch.experiments.store import ENDED, differences, job_of, lock, set_aside
 from megatron_patch.experiments.verdict import Row, begins_with, parse_rows, read_rows
 from megatron_patch.runtime.files import replacing, sync_directory, write_whole
-from megatron_patch.training.rundir import is_taken
+from megatron_patch.training.run_directory import is_taken
 
 FORMAT = "megatron-patch experiment 1"
 MANIFEST = "manifest.json"

@@ -17,7 +17,7 @@ FINGERPRINT = "experiment.json"
 
 
 def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) -> int:
-    """`megatron_patch.training.loop.train` as one run of an experiment; its exit code.
+    """`megatron_patch.training.trainer.train` as one run of an experiment; its exit code.
 
     Args:
         loaded: the checked configuration.
@@ -32,11 +32,11 @@ def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) 
     import torch
 
     from megatron_patch.parallel import setup
-    from megatron_patch.training import loop, startup
+    from megatron_patch.training import trainer
 
     variants.install(variant, loaded.config)
     preconditions.read(reference)  # a file that is no fingerprint is told before anything is built
-    build = startup.build_session
+    build = trainer.build_session
 
     def build_and_check(run: Any, layout: Any, *args: Any, **named: Any) -> Any:
         built = build(run, layout, *args, **named)
@@ -54,15 +54,15 @@ def train(loaded: Loaded, *, variant: str, reference: Path, checked_steps: int) 
             raise ExperimentError(problem[0])
         return built
 
-    startup.build_session = build_and_check  # type: ignore[assignment]
+    trainer.build_session = build_and_check  # type: ignore[assignment]
     try:
-        return loop.train(loaded)
+        return trainer.train(loaded)
     except ExperimentError:
         # Raised on all ranks alike: without this, threads of the groups abort the exit.
         setup.destroy()
         raise
     finally:
-        startup.build_session = build
+        trainer.build_session = build
 
 
 def fingerprint(run: Any, chunks: list[Any], checked_steps: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def fingerprint(run: Any, chunks: list[Any], checked_steps: int) -> dict[str, An
 def record(run: Any, variant: str, mine: dict[str, Any]) -> None:
     """Leave variant and hashes in the run directory."""
     from megatron_patch.runtime.files import write_whole
-    from megatron_patch.training.rundir import run_directory
+    from megatron_patch.schema.checkpoint import run_directory
 
     facts = {key: value for key, value in mine.items() if key not in ("weights", "model")}
     facts |= {"variant": variant, "meaning": variants.VARIANTS[variant].meaning}

@@ -47,7 +47,7 @@ from megatron_patch.monitor.metrics import duration
 from megatron_patch.runtime import lifeline
 from megatron_patch.runtime.devices import visible_devices
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
-from megatron_patch.training.rundir import is_taken
+from megatron_patch.training.run_directory import is_taken
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0

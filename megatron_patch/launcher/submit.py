@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_patch.launcher import render
 from megatron_patch.launcher.render import Job
 from megatron_patch.runtime.files import write_whole
-from megatron_patch.training.rundir import run_directory
+from megatron_patch.schema.checkpoint import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.config import Loaded

@@ -81,8 +81,13 @@ class CheckpointConfig:
                 yield Problem("checkpoint.hmac_key_file", str(error))
 
 
+def run_directory(run: RunConfig) -> Path:
+    """``run_dir``, or ``runs/<name>``."""
+    return Path(run.run_dir) if run.run_dir else Path("runs") / run.name
+
+
 def checkpoint_directory(run: RunConfig) -> Path:
     """``checkpoint.directory``, or ``checkpoints`` in the run directory."""
     if run.checkpoint.directory is not None:
         return Path(run.checkpoint.directory)
-    return Path(run.run_dir or Path("runs") / run.name) / "checkpoints"
+    return run_directory(run) / "checkpoints"

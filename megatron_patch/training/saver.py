@@ -10,8 +10,8 @@ from megatron_patch.checkpoint import keeping
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.shelf import key_of
+from megatron_patch.schema.checkpoint import run_directory
 from megatron_patch.stability import record
-from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.megatron import Checkpointer

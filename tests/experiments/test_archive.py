@@ -18,7 +18,7 @@ from megatron_patch.experiments.errors import ExperimentError
 from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target, publish
 from megatron_patch.experiments.store import Store
-from megatron_patch.training import rundir
+from megatron_patch.training import run_directory
 
 SMALL = 1 << 20
 
@@ -197,12 +197,12 @@ def test_a_directory_in_use_is_left_alone(protocol: Path, tmp_path: Path) -> Non
     with pytest.raises(ExperimentError, match=f"{target}: another process runs .*another --out"):
         list(archive.unpack([only(tmp_path / "zip")], target))
     store.close()
-    trainer, _ = rundir._lock(target / "runs" / "a-s1", [])
+    trainer, _ = run_directory._lock(target / "runs" / "a-s1", [])
     assert trainer is not None
     with pytest.raises(ExperimentError, match=r"runs/a-s1: a process trains .*another --out"):
         list(archive.unpack([only(tmp_path / "zip")], target))
     trainer.close()
-    (target / "runs" / "a-s1" / rundir.LOCK).unlink()
+    (target / "runs" / "a-s1" / run_directory.LOCK).unlink()
     assert {p: before.get(p) for p in target.rglob("*")} == before
     assert len(list(archive.unpack([only(tmp_path / "zip")], target))) == 1
     Store(target, read(protocol)).close()  # given back

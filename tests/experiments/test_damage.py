@@ -21,7 +21,7 @@ from megatron_patch.experiments.protocol import read
 from megatron_patch.experiments.publish import Target
 from megatron_patch.experiments.stability import Request
 from megatron_patch.experiments.store import Store
-from megatron_patch.training import rundir
+from megatron_patch.training import run_directory
 
 Go = Callable[..., tuple[Store, list[str]]]
 
@@ -74,7 +74,7 @@ def test_a_directory_in_which_somebody_trains_is_left_alone(
     run = store.run_dir(store.experiment.by_id("a-s1"))
     run.mkdir(parents=True)
     (run / "metrics.csv").write_text("step,loss,grad_norm\n1,4.0,0.3\n")
-    lock, problem = rundir._lock(run, [])
+    lock, problem = run_directory._lock(run, [])
     assert lock is not None and problem is None
     _, said = go(protocol, tmp_path / "out", only={"a-s1"})
     assert said == ["a-s1 is not started: another process trains in its directory"]

@@ -14,8 +14,8 @@ import training_ranks
 
 from megatron_patch.checkpoint import keeping
 from megatron_patch.checkpoint.store import CheckpointStore
+from megatron_patch.schema.checkpoint import run_directory
 from megatron_patch.stability import record
-from megatron_patch.training.rundir import run_directory
 from megatron_patch.training.saver import Saver
 
 # One small layer, whose gradient norm grows by half a step: `watch` at step 6, `danger` at 7, read

@@ -37,13 +37,13 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
             self.options = StabilityConfig()
             self.filled = 0
 
-        def begin(self, step: int) -> None:
+        def before_step(self, step: int) -> None:
             self.observing = self.options.enabled and step % self.options.interval == 0
 
-        def reduced(self) -> None:
+        def grads_reduced(self) -> None:
             pass
 
-        def finish(self, step: int, result: Any) -> None:
+        def after_step(self, step: int, result: Any) -> None:
             self.filled += self.options.enabled
             assert self.filled <= script.INTERVAL  # as of a record in any run
             if self.observing:
@@ -57,9 +57,9 @@ def test_the_telemetry_is_on_where_the_plan_says(script: Any) -> None:
     watched = script.watched_by(Base, 2, times, device="cpu")()
     last = script.plan(2)[-1][2]
     for step in range(1, last + 1):
-        watched.begin(step)
-        watched.reduced()
-        watched.finish(step, SimpleNamespace())
+        watched.before_step(step)
+        watched.grads_reduced()
+        watched.after_step(step, SimpleNamespace())
     assert len(times["stretches"]) == len(script.plan(2))
     assert len(times["calls"]) == 2 * 2 * script.SHORT
     assert len(times["begins"]) == last - script.WARM_UP
