@@ -108,9 +108,9 @@ class Watcher:
         """Numbers for the record of a step, by full name."""
         return {}
 
-    def status(self) -> str | None:
-        """A few words for the console line of a step."""
-        return None
+    def status(self) -> list[str]:
+        """Words for the console line of a step."""
+        return []
 
     def before_save(self) -> None:
         """Make `state` that of the last step. Collective."""

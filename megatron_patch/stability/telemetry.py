@@ -504,10 +504,10 @@ class Stability(Watcher):
         """What the last record says, for the next log line; first rank only."""
         return self.latest
 
-    def status(self) -> str | None:
+    def status(self) -> list[str]:
         """Verdict of the last record."""
         level = self.latest.get("stability/level")
-        return None if level is None else f"attention {level_name(level)}"
+        return [] if level is None else [f"attention {level_name(level)}"]
 
     def last_maxima(self) -> dict[str, Any] | None:
         """Largest logits by layer and head of the newest record, if any; first rank only."""

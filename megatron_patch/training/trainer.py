@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.checkpoint import last
 from megatron_patch.faults import hang, ledger
 from megatron_patch.faults.spike import RewindsUsedUp, SpikePolicy
 from megatron_patch.faults.straggler import Stragglers
@@ -38,6 +39,7 @@ from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import run_directory as directories
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError, unwrap
+from megatron_patch.training.optimizer import use_fused_kernel
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.resume_rules import another_run, check_data
@@ -285,13 +287,9 @@ class Trainer:
 
     def _load_watchers(self, *, rewound: bool = False) -> None:
         """Let the watchers go on from the position, with what its checkpoint carries of them."""
-        extra = self.saver.extra
+        extra, has_saved = self.saver.extra, self._has_saved()
         at = ResumePoint(
-            step=self.position.step,
-            switched_at=self.position.switched_at,
-            extra=extra,
-            has_saved=self._has_saved(),
-            rewound=rewound,
+            self.position.step, self.position.switched_at, extra, has_saved, rewound=rewound
         )
         self.session.skipped = int(extra["faults"]["skipped"]) if "faults" in extra else 0
         for watcher in self.session.watchers:
@@ -299,15 +297,11 @@ class Trainer:
 
     def _has_saved(self) -> bool:
         """Whether the run has checkpoints of its own; False off the first rank. Local."""
-        from megatron_patch.checkpoint import last
-
         return self.layout.print_rank and last.has_saved(self.run_dir)
 
     def _keep_optimizer_kernel(self) -> None:
         """A checkpoint carries its writer's optimizer flags: put this run's back. Local."""
         if self.run.training.device == "cuda":
-            from megatron_patch.training.optimizer import use_fused_kernel
-
             use_fused_kernel(self.session.optimizer)
 
     # -------------------------------------------------------------------------------- loop
@@ -389,12 +383,8 @@ class Trainer:
             return
         metrics = self.recorder.record(step, result, self.position.consumed_tokens)
         for watcher in self.session.watchers:
-            status = watcher.status()
-            metrics = replace(
-                metrics,
-                extra=metrics.extra | watcher.scalars(),
-                status=metrics.status + (() if status is None else (status,)),
-            )
+            extra = metrics.extra | watcher.scalars()
+            metrics = replace(metrics, extra=extra, status=(*metrics.status, *watcher.status()))
         if evaluates:
             with phase("evaluation"), self.recorder.away():
                 metrics = replace(metrics, eval_loss=evaluate(self.session, self.loaders))
