@@ -56,13 +56,14 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
     made.recorder = SimpleNamespace(stepped=lambda: None, restart=lambda: None)
     made.monitor = SimpleNamespace(tick=lambda: None, restart=lambda *_, **__: None)
     made.saver = SimpleNamespace(saving=False, keep_before_danger=calls.append)
-    made.position, made._begin, made._stop, made._batches = Position(), 0, None, None
+    made.position, made._begin, made._stop, made._batches = Position(), 20, None, None
     return made
 
 
 @pytest.fixture(autouse=True)
 def step_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "train_step", lambda *args, **named: None)
+    monkeypatch.setattr(Trainer, "_report", lambda *args, **named: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
 
 
