@@ -10,7 +10,6 @@ from megatron_patch.checkpoint.directory import key_of
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.stability import record
-from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.megatron import Checkpointer
@@ -173,7 +172,7 @@ class Saver:
         """No further back than it matters: to the last danger, or the oldest checkpoint."""
         until = self._covered or min((key_of(name)[0] for name in names), default=0)
         try:
-            found = record.read(run_directory(self._checkpointer.run))
+            found = record.read(self._checkpointer.run.directory)
             return found.signs_began(danger, until=until)
         except (OSError, ValueError, LookupError, TypeError):  # no records: before it, at least
             return danger
