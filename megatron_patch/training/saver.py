@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from megatron_patch.checkpoint.megatron import Checkpointer
     from megatron_patch.monitor.hub import Monitor
 
-Position = TrainState  # what training.loop calls it
-
 MAX_FAILURES = 3
 """Periodic saves that may fail in a row before the run ends: it would train for nothing."""
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.checkpoint import last_checkpoint
+from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.core_patches.optimizer import use_fused_kernel
 from megatron_patch.faults import hang, ledger
 from megatron_patch.faults.spike import RewindsUsedUp, SpikePolicy
@@ -42,7 +43,7 @@ from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.resume_rules import another_run, check_data
-from megatron_patch.training.saver import Position, Saver
+from megatron_patch.training.saver import Saver
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
 from megatron_patch.training.step import fetch, train_step
@@ -204,7 +205,7 @@ class Trainer:
         check_host_memory(checkpointer, monitor)
         self.saver = Saver(checkpointer, monitor)
         self._watch()
-        self.position = Position()
+        self.position = TrainState()
         self._begin = 0  # step this attempt went on from, or went back to
         self._stop: Stop | None = None  # what a watcher asked for
         self._batches: Reader | None = None

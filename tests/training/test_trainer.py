@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.runtime.heartbeat import PULSE, Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, RewindWanted, Stop, Watcher
 from megatron_patch.training import trainer
-from megatron_patch.training.saver import Position
 from megatron_patch.training.trainer import Trainer
 
 
@@ -56,7 +56,7 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
     made.recorder = SimpleNamespace(stepped=lambda: None, restart=lambda: None)
     made.monitor = SimpleNamespace(tick=lambda: None, restart=lambda *_, **__: None)
     made.saver = SimpleNamespace(saving=False, keep_before_danger=calls.append)
-    made.position, made._begin, made._stop, made._batches = Position(), 20, None, None
+    made.position, made._begin, made._stop, made._batches = TrainState(), 20, None, None
     return made
 
 
@@ -118,7 +118,7 @@ def test_a_rewind_is_planned_before_anything_is_loaded() -> None:
         assert newest == 5
         plan(4)
         calls.append("load")
-        return Position(step=4)
+        return TrainState(step=4)
 
     made.saver.back_to, made.saver.extra, made.saver.rewind = 4, {}, rewind
     made._rewind(RewindWanted("spike", newest=5))
