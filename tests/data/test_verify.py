@@ -18,9 +18,9 @@ import pytest
 
 from megatron_patch.data import manifest, verify
 from megatron_patch.data.errors import DataError
+from megatron_patch.data.indexed import TokenFile
 from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
 from megatron_patch.data.prepare import prepare
-from megatron_patch.data.tokenfile import TokenFile
 from megatron_patch.data.verify import check_dataset, verify_datasets
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.schema.data import TokenizerConfig
