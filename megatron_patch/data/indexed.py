@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Index:
         return int(self.pointers[-1]) // itemsize + int(self.lengths[-1])
 
 
-def write_index(stream: BinaryIO, lengths: np.ndarray, dtype: str) -> None:
+def write_index(stream: IO[bytes], lengths: np.ndarray, dtype: str) -> None:
     """Write the ``.idx`` of documents of one sequence each.
 
     Args:

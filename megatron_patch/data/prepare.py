@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import platform
 import shutil
 from collections import deque
@@ -19,11 +18,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -44,7 +41,7 @@ from megatron_patch.data.manifest import (
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.progress import Progress, human
 from megatron_patch.data.sources import Batch, Source, find_sources, kind_of, read_batches
-from megatron_patch.runtime.files import sync_directory
+from megatron_patch.runtime.files import replacing, sync_directory
 
 __all__ = ["PrepareOptions", "prepare"]
 
@@ -288,7 +285,7 @@ def _workers(
         initargs=(options, parts),
     )
     try:
-        yield partial(pool.submit, work)
+        yield lambda number, batch: pool.submit(work, number, batch)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -309,7 +306,7 @@ def _join(
     counts = np.zeros((len(sources), 3), dtype=np.int64)  # documents, tokens, skipped
     pieces: list[np.ndarray] = []
     open_end = False
-    with _durable(parts / "joined.bin") as stream:
+    with replacing(parts / "joined.bin", "wb") as stream:
         for number, header in enumerate(headers):
             part = read_part(parts, number)
             if part is None or part[0] != header:
@@ -333,21 +330,12 @@ def _join(
             f"a document of {int(lengths.max()):,} tokens does not fit an index, whose lengths are "
             "32-bit; cut it (--document-separator), or check the end-of-document id"
         )
-    with _durable(parts / "joined.idx") as stream:
+    with replacing(parts / "joined.idx", "wb") as stream:
         write_index(stream, lengths, dtype)
     return [
         SourceRecord(s.name, len(s.files), s.bytes, *map(int, row))
         for s, row in zip(sources, counts, strict=True)
     ]
-
-
-@contextmanager
-def _durable(path: Path) -> Iterator[BinaryIO]:
-    """A new file, forced to disk at the end of the block."""
-    with path.open("wb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _commit(out: str, parts: Path, manifest: Manifest) -> None:

@@ -173,7 +173,7 @@ def _documents(
         # Cut anywhere on an item boundary: ``encode`` finds the documents, merging joins them.
         step = max(4, options.batch_bytes // 4 * 4)
         item, at = DTYPES[options.format][1].itemsize, 0
-        while piece := _read_exactly(stream, step):
+        while piece := stream.read(step):
             # Of this file, not of the batch: two odd files would make an even batch, out of step.
             if len(piece) % item:
                 raise DataError(
@@ -193,14 +193,6 @@ def _split(stream: BinaryIO, separator: bytes) -> Iterator[bytes]:
         *parts, rest = (rest + data.replace(b"\r\n", b"\n")).split(separator)
         yield from parts
     yield rest
-
-
-def _read_exactly(stream: BinaryIO, size: int) -> bytes:
-    pieces = []
-    while size and (piece := stream.read(size)):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
 
 
 @contextmanager

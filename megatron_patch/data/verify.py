@@ -117,19 +117,6 @@ def dataset_paths(run: RunConfig) -> list[str]:
     return list(dict.fromkeys(dataset.path for dataset in every))
 
 
-def check_dataset(
-    prefix: str | Path,
-    tokenizer: tokenizers.Tokenizer | None = None,
-    *,
-    mode: Literal["full", "sampled"] = "full",
-) -> list[str]:
-    """All problems of one dataset, hashes included, on this process alone."""
-    findings = check_quickly(prefix, tokenizer, mode=mode)
-    if not findings.problems:
-        findings.problems += [p for piece in findings.pieces if (p := piece.check())]
-    return findings.problems
-
-
 def check_quickly(
     prefix: str | Path,
     tokenizer: tokenizers.Tokenizer | None,

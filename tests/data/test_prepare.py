@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zstandard
-from prepared import ENDINGS, content, lines, tokens_of
+from prepared import ENDINGS, check_dataset, content, lines, tokens_of
 
 from megatron_patch.cli import prepare_data
 from megatron_patch.data import manifest as manifests
@@ -22,7 +22,6 @@ from megatron_patch.data.errors import DataError
 from megatron_patch.data.manifest import read_manifest
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.prepare import prepare
-from megatron_patch.data.verify import check_dataset
 
 # Named in the tests that take them: bytes that differ in each process would name a test anew in
 # each of pytest-xdist's workers.
