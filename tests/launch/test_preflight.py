@@ -164,7 +164,8 @@ def test_damaged_report_fails_its_node(tmp_path, text):
     names = ("n0", "n1", "n2")
     code, table, bad = judge(tmp_path, [healthy(0), healthy(2)], expected=names)
     assert code == 1 and bad == ["n1"] and table.count("FAILED") == 1
-    assert "report             n1               its report cannot be read" in table
+    assert "report             n1               its report cannot be read (n1.json, " in table
+    assert text != b'{"node": "n1"}' or "n1.json, no clock_skew, free, gpus, index," in table
 
 
 @pytest.mark.parametrize(
