@@ -50,7 +50,7 @@ def train(folder: Path, corpus: Path, script: str, *keys: str) -> tuple[int, str
         *keys,
     ]
     code = HEAD + script + "sys.exit(main(sys.argv[1:]))\n"
-    config = ROOT / "configs" / "stability" / "base" / "tiny_cpu.yaml"
+    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
     found = subprocess.run(
         [sys.executable, "-c", code, "train", "--config", str(config)]
         + [part for key in named for part in ("--set", key)],

@@ -48,7 +48,7 @@ def test_no_rank_updates_where_one_gradient_is_bad(
         "training.train_steps=6",
     ]
     (tmp_path / "gated.py").write_text(CPU + poisoned_step.SCRIPT + GATED)
-    config = ROOT / "configs" / "stability" / "base" / "tiny_cpu.yaml"
+    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         + [str(tmp_path / "gated.py"), "train", "--config", str(config)]

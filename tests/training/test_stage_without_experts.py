@@ -22,7 +22,7 @@ def train(run_dir: Path, corpus: Path, *keys: str, ranks: int) -> list[tuple[str
         "model.moe.layer_freq=[0,1]",
         *keys,
     ]
-    config = ROOT / "configs" / "stability" / "base" / "tiny_cpu.yaml"
+    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         + ["--nproc-per-node", str(ranks), "-m", "megatron_patch", "train"]

@@ -21,7 +21,7 @@ STEPS = 5
 def start(folder: Path, corpus: Path, *keys: str) -> subprocess.Popen[bytes]:
     """The trainer in a process of its own, its kernels compiled anew."""
     named = [f"run_dir={folder / 'run'}", f"data.blend.0.path={corpus}", *DEVICE, *keys]
-    config = ROOT / "configs" / "stability" / "base" / "tiny_cpu.yaml"
+    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
     command = [sys.executable, "-m", "megatron_patch", "train", "--config", str(config)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_ALWAYS_COMPILE": "1"}
