@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_patch.report import page
+from megatron_patch.report import report
 from megatron_patch.report.collect import collect
 
 FLAT = [9.0 - 5 * min(1, i / 40) for i in range(120)]
@@ -144,4 +144,4 @@ def write_records(
 
 def said(run: Path) -> str:
     """The page's text, its parts parted by spaces."""
-    return " ".join(checked(page.render(collect(run))).text)
+    return " ".join(checked(report.render(collect(run))).text)
