@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_patch.cli.common import Formatter, Subparsers
+from megatron_patch.cli.common import Subparsers
 
 DESCRIPTION = """\
 Turn text, JSON lines (plain, .gz, .zst) or raw token files into a Megatron indexed dataset:
@@ -27,8 +27,6 @@ def add_parser(commands: Subparsers) -> None:
         "prepare-data",
         help="turn text into token files that training verifies",
         description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
     add_arguments(parser)
     parser.set_defaults(run=run)

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,12 +73,9 @@ def line_chart(series: Sequence[Series], *, title: str, unit: str, log: bool = F
     axes.grid(alpha=0.3)
     axes.set_xlabel("step", fontsize=SMALL)
     axes.set_ylabel(unit, fontsize=SMALL)
-    if log:
+    if log and found.max() > 10 * found.min():  # less than a decade has no labelled tick
         form = axes.yaxis.get_major_formatter()
         axes.set_yscale("log")
-        if found.max() < 10 * found.min():  # less than a decade has no tick with a label
-            middle = math.sqrt(found.min() * found.max())
-            axes.set_ylim(min(found.min() * 0.9, middle / 4), max(found.max() * 1.1, middle * 4))
         axes.yaxis.set_major_formatter(form)
         axes.yaxis.set_minor_formatter(lambda x, _: "")
     if len(series) > 1:
@@ -168,7 +166,7 @@ def draw_png(runs: Sequence[Path], out: Path) -> None:
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
         reason = getattr(error, "strerror", None) or str(error)
         raise ReportError(
-            f"{out}: cannot be written ({reason}); name a PNG file in a directory that you can write"
+            f"{out}: cannot be written ({reason}); name a PNG file where you can write"
         ) from None
 
 
@@ -176,7 +174,7 @@ def restarts(table: dict[str, list[float]]) -> list[float]:
     """Steps at which a new process took over: where the elapsed time of an attempt begins anew."""
     elapsed = table.get("elapsed_seconds", [])
     known = [(s, e) for s, e in zip(table["step"], elapsed, strict=False) if e == e]
-    return [s for (_, before), (s, e) in zip(known, known[1:], strict=False) if e < before]
+    return [s for (_, before), (s, e) in pairwise(known) if e < before]
 
 
 def _table(run: Path) -> dict[str, list[float]]:

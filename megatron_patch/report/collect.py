@@ -113,7 +113,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _runs_below(folder: Path) -> str:
-    """What to give instead of a directory of runs, or of an experiment, which keeps them in runs/."""
+    """What to give instead of a directory of runs, or of an experiment (its runs are in runs/)."""
     for place in (folder / "runs", folder):
         found = sorted(filter(_is_run, place.iterdir())) if place.is_dir() else []
         if found:
@@ -134,7 +134,7 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Whole rows of a per-step CSV in ascending steps: a row replaces those of its step and later."""
+    """Whole rows of a per-step CSV; each replaces earlier ones of its step and of later steps."""
     kept: list[dict[str, str]] = []
     steps: list[int] = []
     names: list[str] | None = None

@@ -1,4 +1,4 @@
-"""What a run's page says: answers at the top, changes of the early warning, charts; and the page."""
+"""The page of a run: answers at the top, charts, changes of the early warning, head maps."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ TIME_COLUMNS = 60
 SHOWN_CHANGES = 6
 """Changes of the early warning that are shown of the beginning, and of the end, of a run."""
 VERSIONS = (
-    "utc commit megatron-patch-stable python torch triton megatron-core transformer-engine apex "
-    "cuda cudnn nccl driver gpu world_size"
-).split()
+    "utc", "commit", "megatron-patch-stable", "python", "torch", "triton", "megatron-core",
+    "transformer-engine", "apex", "cuda", "cudnn", "nccl", "driver", "gpu", "world_size",
+)  # fmt: skip
 # Control characters that no HTML document may hold, even escaped.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff\ud800-\udfff]")
 
