@@ -38,8 +38,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """``--set a.b=c``."""
-    names = {"dest": "overrides", "metavar": "KEY=VALUE"}
-    parser.add_argument("--set", action="append", default=[], help=SET_HELP, **names)
+    parser.add_argument(
+        "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help=SET_HELP
+    )
 
 
 def load(path: str, overrides: list[str]) -> Loaded:

@@ -68,8 +68,8 @@ def line_chart(series: Sequence[Series], *, title: str, unit: str, log: bool = F
     if not found.size:
         return Chart(title, "nothing was recorded")
     figure, axes = _figure(6.6, 1.6, left=0.85, right=0.15, top=0.25, bottom=0.45)
-    for s in drawable:
-        _line(axes, s)
+    for i, s in enumerate(drawable):
+        _line(axes, s, color=f"C{i}")
     axes.grid(alpha=0.3)
     axes.set_xlabel("step", fontsize=SMALL)
     axes.set_ylabel(unit, fontsize=SMALL)
@@ -86,11 +86,7 @@ def line_chart(series: Sequence[Series], *, title: str, unit: str, log: bool = F
 
 
 def heat_map(
-    values: np.ndarray,
-    *,
-    title: str,
-    log: bool = False,
-    steps: Sequence[int] | None = None,
+    values: np.ndarray, *, title: str, log: bool = False, steps: Sequence[int] | None = None
 ) -> Chart:
     """A colored cell a value of [layers, heads], gray where nothing was measured.
 
@@ -125,18 +121,16 @@ def heat_map(
     figure.colorbar(picture, cax=bar, ticks=sorted(ticks), format=lambda x, _: number(x))
     bar.minorticks_off()
     bar.tick_params(labelsize=SMALL)
-    row, column = np.unravel_index(int(shown.argmax()), shown.shape)
+    row, column = divmod(int(shown.argmax()), count)
     at = f"head {column}" if steps is None else f"step {steps[column]:,}"
     words = f"{rows} x {count} values from {number(low)} to {number(high)}; the largest is at "
     return Chart(title, f"{words}layer {row}, {at}", _uri(figure))
 
 
 def draw_png(runs: Sequence[Path], out: Path) -> None:
-    """Draw loss, gradient norm and tokens/s of the runs, overlaid; dotted verticals mark restarts.
+    """Draw loss, gradient norm and tokens/s of run directories or metrics.csv files, overlaid.
 
-    Args:
-        runs: run directories, or metrics.csv files.
-        out: of the PNG; its directory is made.
+    Dotted verticals mark restarts. The directory of ``out`` is made.
 
     Raises:
         ReportError: one of the runs has nothing to draw, or ``out`` cannot be written.
@@ -152,11 +146,19 @@ def draw_png(runs: Sequence[Path], out: Path) -> None:
     names = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
     figure = Figure(figsize=(9, 9), layout="tight")
     panels = figure.subplots(len(PANELS), 1, sharex=True)
-    for index, (table, name) in enumerate(zip(tables, names, strict=True)):
-        for axes, (column, title) in zip(panels, PANELS, strict=True):
-            _overlay(axes, table, column, color=f"C{index % 10}", label=name)
-            axes.set_ylabel(title)
-            axes.grid(alpha=0.3)
+    for axes, (column, title) in zip(panels, PANELS, strict=True):
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+        for i, (table, name) in enumerate(zip(tables, names, strict=True)):
+            missing = [math.nan] * len(table["step"])
+            series = [Series(name, table["step"], table.get(column, missing))]
+            if column == "loss" and any(map(math.isfinite, table.get("eval_loss", ()))):
+                label = f"{name} (validation)"
+                series.append(Series(label, table["step"], table["eval_loss"], dots=True))
+            for s in series:
+                _line(axes, s._replace(values=_drawable(s.values)), color=f"C{i % 10}")
+            for step in restarts(table):
+                axes.axvline(step, color=f"C{i % 10}", linestyle=":", linewidth=0.8, alpha=0.6)
     panels[-1].set_xlabel("step")
     for text in panels[0].legend(fontsize="small").get_texts():
         text.set_parse_math(False)  # a name may hold dollar signs
@@ -165,9 +167,8 @@ def draw_png(runs: Sequence[Path], out: Path) -> None:
         figure.savefig(out, dpi=DPI)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
         reason = getattr(error, "strerror", None) or str(error)
-        raise ReportError(
-            f"{out}: cannot be written ({reason}); name a PNG file where you can write"
-        ) from None
+        text = f"{out}: cannot be written ({reason}); name a PNG file where you can write"
+        raise ReportError(text) from None
 
 
 def restarts(table: dict[str, list[float]]) -> list[float]:
@@ -183,29 +184,8 @@ def _table(run: Path) -> dict[str, list[float]]:
         raise ReportError(f"no metrics.csv in {run}: give the directory of a run")
     table = read_metrics(path)
     if not table:
-        raise ReportError(
-            f"{path} has no row with a step: give the metrics.csv of a run, which writes one every "
-            "logging.interval steps"
-        )
+        raise ReportError(f"{path} has no row with a step: give the metrics.csv of a run")
     return table
-
-
-def _overlay(
-    axes: Axes, table: dict[str, list[float]], column: str, *, color: str, label: str
-) -> None:
-    drawn = [(column, label, "-", None)]
-    if column == "loss":
-        drawn.append(("eval_loss", f"{label} (validation)", "--", "s"))
-    for name, text, line, marker in drawn:
-        pairs = zip(table["step"], _drawable(table.get(name, [])), strict=False)
-        known = [(step, value) for step, value in pairs if math.isfinite(value)]
-        if known or name == "loss":
-            axes.plot(
-                [s for s, _ in known], [v for _, v in known], line, color=color, linewidth=1.2,
-                marker=marker or ("o" if len(known) < 3 else None), markersize=4, label=text,
-            )  # fmt: skip
-    for step in restarts(table):
-        axes.axvline(step, color=color, linestyle=":", linewidth=0.8, alpha=0.6)
 
 
 def _figure(
@@ -225,16 +205,15 @@ def _figure(
     return figure, axes
 
 
-def _line(axes: Axes, series: Series) -> None:
-    values = np.asarray(series.values)
-    line = "o" if series.dots else "-"
-    drawn = axes.plot(series.steps, values, line, markersize=3.5, linewidth=1.1, label=series.label)
-    # A value between two that are missing is in no line.
-    missing = ~np.isfinite(np.concatenate([[math.nan], values, [math.nan]]))
-    alone = np.flatnonzero(missing[:-2] & ~missing[1:-1] & missing[2:])
-    if len(alone) and not series.dots:
-        at = np.asarray(series.steps)[alone]
-        axes.plot(at, values[alone], "o", markersize=2.5, color=drawn[0].get_color(), label="_")
+def _line(axes: Axes, series: Series, *, color: str) -> None:
+    steps, values = np.asarray(series.steps), np.asarray(series.values)
+    if not series.dots:
+        axes.plot(steps, values, color=color, linewidth=1.1, label=series.label)
+        # A value between two that are missing is in no line.
+        missing = ~np.isfinite(np.concatenate([[math.nan], values, [math.nan]]))
+        steps, values = (x[missing[:-2] & missing[2:]] for x in (steps, values))
+    label = series.label if series.dots else None
+    axes.plot(steps, values, "o", markersize=3, color=color, label=label)
 
 
 def _drawable(values: Sequence[float], log: bool = False) -> list[float]:

@@ -119,7 +119,7 @@ class HeadMap(NamedTuple):
 
     chart: Chart
     largest: list[tuple[str, str]]
-    layers: list[tuple[str, str, str, str]]
+    layers: list[tuple[str, ...]]
     measured: int
 
 
@@ -166,6 +166,7 @@ def environment() -> jinja2.Environment:
         autoescape=True,
         finalize=printable,
         undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )

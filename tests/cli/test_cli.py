@@ -17,9 +17,10 @@ from minimal_config import MINIMAL
 from megatron_patch import config
 from megatron_patch.cli import app
 
-COMMANDS = (
-    ["train", "launch", "plan", "config", "prepare-data", "checkpoint", "report", "doctor", "probe", "preflight"]
-)
+COMMANDS = [
+    "train", "launch", "plan", "config", "prepare-data", "checkpoint", "report", "doctor", "probe",
+    "preflight",
+]  # fmt: skip
 MOVED = ["plot", "backends", "experiment"]
 
 
