@@ -93,7 +93,6 @@ def heat_map(
     With ``steps`` values are [layers, steps].
     """
     from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.ticker import MaxNLocator
 
     shown = np.ma.masked_invalid(np.where((values > 0) | (not log), values, math.nan))
     if not shown.count():
@@ -111,11 +110,9 @@ def heat_map(
     axes.set_facecolor("#d0d0d0")
     axes.set_ylabel("layer", fontsize=SMALL)
     axes.set_xlabel("head" if steps is None else "step", fontsize=SMALL)
-    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.xaxis.set_major_locator(MaxNLocator(max(2, int(3 * width) - 1), integer=True))
-    if steps is not None:
-        places = sorted({round(i * (count - 1) / 7) for i in range(8)})
-        axes.set_xticks(places, [f"{steps[i]:,}" for i in places])
+    axes.set_yticks(range(0, rows, math.ceil(rows / 9)))
+    places = range(0, count, math.ceil(count / (2 + 3 * width if steps is None else 8)))
+    axes.set_xticks(places, [str(i) if steps is None else f"{steps[i]:,}" for i in places])
     bar = axes.inset_axes((1 + 0.1 / width, 0, 0.12 / width, 1))
     ticks = {low, math.sqrt(low * high) if log else (low + high) / 2, high}
     figure.colorbar(picture, cax=bar, ticks=sorted(ticks), format=lambda x, _: number(x))
@@ -199,7 +196,7 @@ def _figure(
     figure = Figure(figsize=(w, h))
     axes = figure.add_axes((left / w, bottom / h, width / w, height / h))
     axes.tick_params(labelsize=SMALL)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.yaxis.set_major_formatter(lambda x, _: number(x))
     return figure, axes
@@ -212,8 +209,8 @@ def _line(axes: Axes, series: Series, *, color: str) -> None:
         # A value between two that are missing is in no line.
         missing = ~np.isfinite(np.concatenate([[math.nan], values, [math.nan]]))
         steps, values = (x[missing[:-2] & missing[2:]] for x in (steps, values))
-    label = series.label if series.dots else None
-    axes.plot(steps, values, "o", markersize=3, color=color, label=label)
+    label, size = (series.label, 5) if series.dots else (None, 2.5)
+    axes.plot(steps, values, "o", markersize=size, color=color, label=label, markeredgecolor="w")
 
 
 def _drawable(values: Sequence[float], log: bool = False) -> list[float]:
