@@ -132,16 +132,12 @@ def write(run_dir: Path, out: Path) -> None:
     facts = collect(run_dir)  # first: where there is no run, there is no place for its report
     if out.is_dir():
         raise ReportError(f"{out}: is a directory; name an HTML file, e.g. {out / 'report.html'}")
-    try:
-        out.parent.lstat()
-    except FileNotFoundError:
+    if not out.parent.is_dir():
         # A directory made for a mistyped path would hide the page where nobody looks for it.
         raise ReportError(
             f"{out}: there is no directory {out.parent}; make it first, or name an HTML file in a "
             "directory that is there, with --out"
-        ) from None
-    except OSError:
-        pass  # told when it is used
+        )
     text = render(facts)
     try:
         write_named(out, text)
