@@ -161,12 +161,12 @@ def worker(sets: list[str], out: Path) -> int:
     """One rank: train, then write what torch saw."""
     from megatron_patch.config import load
     from megatron_patch.runtime.lifeline import die_with_launcher
-    from megatron_patch.training import loop, saver
+    from megatron_patch.training import saver, trainer
 
     # The checkpoint at a run's end takes minutes and 14 bytes a parameter of the disk, every case.
     saver.Saver.save_last = lambda *_: None  # type: ignore[method-assign]
     die_with_launcher()  # a case that takes too long is killed, and its GPUs are the next one's
-    code = loop.train(load(str(CONFIG), sets))
+    code = trainer.train(load(str(CONFIG), sets))
     import torch
 
     found: dict[str, int | None] = dict.fromkeys(MEASURED)

@@ -132,10 +132,10 @@ class Profiled:
 def profile(config: str, settings: list[str], *, settle: int, steps: int, trace: Path) -> float:
     """Train and write the trace; seconds of a step before it."""
     from megatron_patch.cli import app
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
-    profiled = Profiled(loop.train_step, settle=settle, steps=steps, trace=trace)
-    loop.train_step = profiled  # type: ignore[assignment]
+    profiled = Profiled(trainer.train_step, settle=settle, steps=steps, trace=trace)
+    trainer.train_step = profiled  # type: ignore[assignment]
     ends = ["--set", f"training.exit_at_step={settle + steps}"]
     flags = [part for setting in settings for part in ("--set", setting)]
     code = app.run(["train", "--config", config, *flags, *ends])

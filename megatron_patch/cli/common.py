@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_patch.config import Loaded
+    from megatron_patch.schema.run import Loaded
 
 # What argparse calls the object that add_parser() is a method of.
 Subparsers = argparse._SubParsersAction

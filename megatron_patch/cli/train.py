@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     die_with_launcher()
     loaded = load(args.config, args.overrides)
     # Megatron is imported only for a configuration that passed.
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
-    code = loop.train(loaded)
+    code = trainer.train(loaded)
     _flush_console()
     return code
 

@@ -264,7 +264,7 @@ def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
                     progress.set(done)
                 if time.monotonic() >= until:
                     break
-            PULSE.enter("start")  # a long check that goes on is no hang
+            PULSE.refresh()  # a long check that goes on is no hang
             verdicts = _gather((found, len(todo)))
             _raise_if_any([(problems, {}) for problems, _ in verdicts])
             if not any(left for _, left in verdicts):

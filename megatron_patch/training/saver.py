@@ -10,13 +10,10 @@ from megatron_patch.checkpoint.directory import key_of
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.stability import record
-from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.megatron import Checkpointer
     from megatron_patch.monitor.hub import Monitor
-
-Position = TrainState  # what training.loop calls it
 
 MAX_FAILURES = 3
 """Periodic saves that may fail in a row before the run ends: it would train for nothing."""
@@ -173,7 +170,7 @@ class Saver:
         """No further back than it matters: to the last danger, or the oldest checkpoint."""
         until = self._covered or min((key_of(name)[0] for name in names), default=0)
         try:
-            found = record.read(run_directory(self._checkpointer.run))
+            found = record.read(self._checkpointer.run.directory)
             return found.signs_began(danger, until=until)
         except (OSError, ValueError, LookupError, TypeError):  # no records: before it, at least
             return danger

@@ -116,9 +116,9 @@ def fake_loop(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> 
 
     import megatron_patch.training as room
 
-    module = types.ModuleType("megatron_patch.training.loop")
+    module = types.ModuleType("megatron_patch.training.trainer")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_patch.training.loop", module)
+    monkeypatch.setitem(sys.modules, "megatron_patch.training.trainer", module)
     monkeypatch.setattr(room, "loop", module, raising=False)
     return calls
 

@@ -13,7 +13,6 @@ import pytest
 from full_disk import KINDS, disk
 from run_config import run_config
 
-from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics, console_line, duration
 from megatron_patch.monitor.sinks import CsvSink, MissingPackageError
@@ -110,10 +109,9 @@ def test_what_a_resume_does_not_find_is_told_in_one_line(
     sink.close()
     text = damage(path.read_text())
     path.unlink() if text is None else path.write_text(text)
-    (tmp_path / last_checkpoint.FILE).touch()
     quiet = {"interval": 1, "tensorboard": False}
     monitor = Monitor(run_config(logging=quiet), tmp_path, stream=out)
-    monitor.start(4)
+    monitor.start(4, has_saved=True)
     monitor.log(metrics(5))
     monitor.close()
     said = [x for x in out.getvalue().splitlines() if not x.startswith("step ")]

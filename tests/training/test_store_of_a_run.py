@@ -13,7 +13,7 @@ from minimal_config import TINY
 from megatron_patch.checkpoint import inspect, last_checkpoint
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.config import load
-from megatron_patch.training import rundir
+from megatron_patch.training import resume_rules, run_directory
 
 STORE = "checkpoint.directory=shared"
 
@@ -24,9 +24,9 @@ def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
 
-    def start(*overrides: str) -> tuple[rundir.RunDirectory, list[Any]]:
+    def start(*overrides: str) -> tuple[run_directory.RunDirectory, list[Any]]:
         loaded = load(tmp_path / "tiny.yaml", list(overrides))
-        directory, problems = rundir.open_run(loaded, {})
+        directory, problems = run_directory.open_run(loaded, {})
         assert directory is not None and not problems
         return directory, directory.take_store(loaded.config)
 
@@ -67,7 +67,7 @@ def test_a_file_system_without_locks_is_noted(
     def refuse(*args: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(rundir.fcntl, "flock", refuse)
+    monkeypatch.setattr(run_directory.fcntl, "flock", refuse)
     directory, problems = open_run("run_dir=a", STORE)
     assert not problems and "shared: this file system has no locks" in directory.notes[-1]
     directory.close()
@@ -112,7 +112,7 @@ def test_a_directory_that_is_not_mounted_is_not_made(open_run: Any, tmp_path: Pa
 def test_checkpoints_lie_outside_by_name_or_by_link(open_run: Any, tmp_path: Path) -> None:
     def outside(*overrides: str) -> bool:
         loaded = load(tmp_path / "tiny.yaml", ["run_dir=a", *overrides])
-        return rundir.lies_outside(loaded.config)
+        return run_directory.lies_outside(loaded.config)
 
     assert not outside() and not outside("checkpoint.directory=a/deep/er")
     assert outside(STORE)
@@ -130,12 +130,12 @@ def test_whose_checkpoint_it_is_follows_the_rule_of_the_run_directory(
 
     saved = loaded("run_dir=a").dump_yaml()
     same = ("run_dir=b", "name=other", "training.train_steps=90", STORE)
-    assert rundir.another_run(saved, loaded(*same)) is None
-    why = rundir.another_run(saved, loaded("training.seed=7", "optimizer.weight_decay=0.5"))
+    assert resume_rules.another_run(saved, loaded(*same)) is None
+    why = resume_rules.another_run(saved, loaded("training.seed=7", "optimizer.weight_decay=0.5"))
     assert why is not None and "optimizer.weight_decay: 0.5, but it was saved with" in why
     assert "training.seed: 7" in why and "checkpoint.load_from" in why
     older = "\n".join(x for x in saved.splitlines() if not x.strip().startswith("weight_decay:"))
-    assert rundir.another_run(older, loaded()) is None, "a key that came with an update"
+    assert resume_rules.another_run(older, loaded()) is None, "a key that came with an update"
 
 
 class TestLastCheckpoint:

@@ -57,7 +57,7 @@ def wrap(
 
 def record(folder: Path, rank: int) -> None:
     """Leave in ``folder``: pid, steps done, hashes of the data by step, a digest at the end."""
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
     _State.folder, _State.rank, _State.step = folder, rank, 0
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
@@ -81,9 +81,9 @@ def record(folder: Path, rank: int) -> None:
         text = json.dumps(digest(training.session) | {"step": training.position.step})
         (folder / f"digest.{rank}").write_text(text)
 
-    wrap(loop, "train_step", before=begun, after=done)
-    wrap(loop._Training, "_resume", after=resumed)
-    wrap(loop._Training, "run_to_end", after=ended)
+    wrap(trainer, "train_step", before=begun, after=done)
+    wrap(trainer.Trainer, "_resume", after=resumed)
+    wrap(trainer.Trainer, "run_to_end", after=ended)
 
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -212,10 +212,10 @@ def _deleting(fire: Callable[[], None]) -> None:
     wrap(*_owner("shutil", "rmtree"), before=seen)
 
 
-_LOOP, _STORE = "megatron_patch.training.loop", "megatron_patch.checkpoint.store"
+_LOOP, _STORE = "megatron_patch.training.trainer", "megatron_patch.checkpoint.store"
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "rendezvous": _before("megatron_patch.parallel.setup", "initialize"),
-    "model": _before("megatron_patch.training.startup", "build_session"),
+    "model": _before("megatron_patch.training.trainer", "build_session"),
     "load": _before("megatron_patch.checkpoint.megatron", "Checkpointer._put"),
     "data": _before(_LOOP, "fetch"),
     "forward": _before("megatron_patch.training.step", "place"),
@@ -231,7 +231,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "save manifest": _sealed,
     "save pointer": _before("megatron_patch.checkpoint.directory", "CheckpointDirectory.publish"),
     "save retire": _deleting,
-    "finish": _before(_LOOP, "mark_finished"),
+    "finish": _before("megatron_patch.training.run_directory", "mark_finished"),
     "shutdown": _before("megatron_patch.parallel.setup", "destroy"),
 }
 SAVE_PLACES = ("save begin", "save write", "save hash", "save index", "save manifest",
