@@ -119,7 +119,7 @@ def fake_loop(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> 
     module = types.ModuleType("megatron_patch.training.trainer")
     module.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron_patch.training.trainer", module)
-    monkeypatch.setattr(room, "loop", module, raising=False)
+    monkeypatch.setattr(room, "trainer", module, raising=False)
     return calls
 
 

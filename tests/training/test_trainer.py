@@ -114,7 +114,7 @@ def test_a_rewind_is_planned_before_anything_is_loaded() -> None:
     made = loop(calls, [], [])
     made._stop, made._begin = Stop("of a step that is repeated"), 8
 
-    def rewind(newest: int, plan: Any) -> Position:
+    def rewind(newest: int, plan: Any) -> TrainState:
         assert newest == 5
         plan(4)
         calls.append("load")
