@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.cli.common import Formatter, Subparsers
+from megatron_patch.cli.common import Subparsers
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.inspect import Entry
@@ -48,22 +48,17 @@ Newer ones are moved to aside/; nothing is deleted. Refused while the run trains
 
 def add_parser(commands: Subparsers) -> None:
     """Register the command."""
-    options: dict[str, Any] = {
-        "epilog": EPILOG,
-        "formatter_class": Formatter,
-        "allow_abbrev": False,
-    }
     parser = commands.add_parser(
         "checkpoint",
         help="list, verify and prune the checkpoints of a run, or go back to one",
         description=DESCRIPTION,
-        **options,
+        epilog=EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def action(name: str, work: Any, text: str, long: str = "") -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = actions.add_parser(
-            name, help=text, description=long or text.capitalize() + ".", **options
+            name, help=text, description=long or text.capitalize() + ".", epilog=EPILOG
         )
         made.add_argument("path", metavar="PATH", help="run directory, checkpoints/, or one")
         made.add_argument("--json", action="store_true", help="one JSON document on stdout")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal, get_origin
 
-from megatron_patch.cli.common import Formatter, Subparsers
+from megatron_patch.cli.common import Subparsers
 
 DESCRIPTION = """\
 Turn text, JSON lines (plain, .gz, .zst) or raw token files into a Megatron indexed dataset:
@@ -34,8 +34,6 @@ def add_parser(commands: Subparsers) -> None:
         "prepare-data",
         help="turn text into token files that training verifies",
         description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
     for item in fields.fields(PrepareOptions).values():
         text = fields.help_of(PrepareOptions, item.name).replace("%", "%%")
