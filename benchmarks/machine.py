@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
 import csv
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,19 +98,16 @@ def _compiled(node: ast.stmt) -> str:
     return ""
 
 
-def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
+def same_origin(old: dict[str, Any], new: dict[str, Any], keys: Iterable[str]) -> str:
     """Why the figures of two results do not belong into one file; "" where they do.
 
-    Same kernel sources (`sources_digest`; without one, the same commit), GPU, torch and triton.
+    Same ``keys`` (digests of sources, settings), GPU, torch and triton.
     """
-    for what, pick in (
-        ("kernel sources", lambda r: r.get("kernels") or r.get("commit")),
-        ("GPU", lambda r: r["machine"].get("gpu")),
-        ("torch", lambda r: r["versions"].get("torch")),
-        ("triton", lambda r: r["versions"].get("triton")),
-    ):
-        if pick(old) != pick(new):
-            return f"other {what}: {pick(old)}, now {pick(new)}"
+    where = {"gpu": "machine", "torch": "versions", "triton": "versions"}
+    for key in (*keys, *where):
+        a, b = ((r[where[key]] if key in where else r).get(key) for r in (old, new))
+        if a != b:
+            return f"other {key}: {a}, now {b}"
     return ""
 
 
@@ -186,17 +185,78 @@ def write_result(
 
 
 def earlier(
-    name: str, part: str, head: dict[str, Any], folders: Iterable[Path | None]
+    name: str,
+    part: str,
+    head: dict[str, Any],
+    folders: Iterable[Path | None],
+    *,
+    keys: Iterable[str] = ("kernels",),
 ) -> dict[str, Any] | None:
     """The part of the first folder that has it, if its figures may stand beside new ones."""
     for folder in filter(None, folders):
         path = folder / f"{name}.json"
         old = json.loads(path.read_text()).get(part) if path.exists() else None
         if old is not None:
-            other = same_origin(old, head)
+            other = same_origin(old, head, keys)
             print(f"{path}: {f'not resumed: {other}' if other else 'resumed'}", flush=True)
             return None if other else old
     return None
+
+
+def parser(doc: str | None, out: Path = RESULTS) -> argparse.ArgumentParser:
+    """With the first line of a script's docstring, and ``--out``."""
+    found = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    found.add_argument("--out", type=Path, default=out, help="folder of the result")
+    return found
+
+
+def interval(
+    run: Callable[[], object], *, cuda: bool = True, queue: int = 0
+) -> Callable[[], float]:
+    """Start one timed ``run``; the returned function gives its ms, on a GPU once it is over.
+
+    ``queue``: cycles of idle work given to the GPU first, so that launches are queued.
+    """
+    if not cuda:
+        began = time.perf_counter()
+        run()
+        elapsed = (time.perf_counter() - began) * 1e3
+        return lambda: elapsed
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if queue:
+        torch.cuda._sleep(queue)
+    start.record()
+    run()
+    end.record()
+    return lambda: start.elapsed_time(end)
+
+
+def in_workers(
+    function: Callable[[Any], str], jobs: Sequence[Any], *, workers: int, seconds: float
+) -> list[str]:
+    """``function`` of every job in processes: what went wrong, "" where nothing did.
+
+    Processes that take longer than ``seconds`` are killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(
+        max(1, min(workers, len(jobs))), mp_context=context
+    )
+    waiting = [pool.submit(function, job) for job in jobs]
+    late = concurrent.futures.wait(waiting, timeout=seconds).not_done
+    for process in list((pool._processes or {}).values()) if late else []:
+        process.kill()
+    pool.shutdown(wait=True, cancel_futures=True)
+    return [
+        f"no answer in {seconds:.0f} s"
+        if job in late
+        else repr(job.exception())
+        if job.exception()
+        else job.result()
+        for job in waiting
+    ]
 
 
 def torchrun(
@@ -262,11 +322,12 @@ def why(log: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, help="NAME.json of the same topic")
-    for path in parser.parse_args().files:
+    found = parser(__doc__)
+    found.add_argument("files", nargs="+", type=Path, help="NAME.json of the same topic")
+    args = found.parse_args()
+    for path in args.files:
         for part, result in json.loads(path.read_text()).items():
-            print(f"{write_result(path.stem, result, part=part, head={})}: {part}")
+            print(f"{write_result(path.stem, result, args.out, part=part, head={})}: {part}")
     return 0
 
 
