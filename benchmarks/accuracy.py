@@ -171,14 +171,8 @@ def gates(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _gate(regime: str, n: str, what: str, value: float, limit: float) -> dict[str, Any]:
-    return {
-        "regime": regime,
-        "n": int(n),
-        "what": what,
-        "value": value,
-        "limit": limit,
-        "ok": value <= limit,
-    }
+    found = {"regime": regime, "n": int(n), "what": what, "value": value, "limit": limit}
+    return found | {"ok": value <= limit}
 
 
 def clean(figures: dict[str, Any]) -> dict[str, Any]:

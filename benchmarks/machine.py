@@ -1,7 +1,6 @@
 """What every benchmark shares: where a result comes from, how it is stored, how a run is started.
 
-A result is figures with ``describe()`` beside them: machine, versions, commit, time. The commit is
-read from git, or from ``SOURCE_COMMIT`` where the tree travels without its history. Benchmarks of
+A result is figures with ``describe()`` beside them: machine, versions, commit, time. Benchmarks of
 the kernels add digests of their sources: figures of the same sources, GPU and versions may be
 joined (``same_origin``), and a page says when the tree's kernels have changed since.
 
@@ -25,9 +24,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # not installed? fine
+from megatron_patch.runtime import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "assets"
@@ -36,25 +37,10 @@ ON_THE_DEVICE = (
     "triton/", "numerics.py", "philox.py", "stabilizers.py", "configs.py", "configs.json",
     "dispatch.py",
 )  # fmt: skip
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy")
-
-
-def commit() -> str:
-    """Commit of the source tree, with ``+changes`` when files differ from it."""
-    given = os.environ.get("SOURCE_COMMIT")
-    if given:
-        return given
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        head = git("rev-parse", "HEAD")
-        return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+VERSIONS = (
+    "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy", "cuda",
+    "cudnn", "nccl", "driver",
+)  # fmt: skip
 
 
 def sources_digest(root: Path = ROOT, *folders: str) -> str:
@@ -116,46 +102,16 @@ def describe_kernels() -> dict[str, Any]:
     return describe() | {"kernels": sources_digest(), "functions": functions_digest()}
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that matter, plus CUDA, cuDNN and driver if any."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    try:
-        import torch
-    except ImportError:
-        return found
-    found["torch"] = torch.__version__
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        if answer.strip():
-            found["driver"] = answer.split()[0]
-    return found
-
-
 def describe() -> dict[str, Any]:
     """Machine (GPU or CPU model class, never a host name), versions, commit and UTC time."""
+    found = environment.report()
     machine: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count()}
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            machine["gpu"] = torch.cuda.get_device_name(0)
-            machine["gpus"] = torch.cuda.device_count()
-    except ImportError:
-        pass
+    if found["gpu"]:
+        machine |= {"gpu": found["gpu"], "gpus": found["gpu_count"]}
     return {
         "machine": machine,
-        "versions": versions(),
-        "commit": commit(),
+        "versions": {name: found[name] for name in VERSIONS if found.get(name)},
+        "commit": found["commit"],
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -203,9 +159,11 @@ def earlier(
     return None
 
 
-def parser(doc: str | None, out: Path = RESULTS) -> argparse.ArgumentParser:
-    """With the first line of a script's docstring, and ``--out``."""
-    found = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+def parser(doc: str | None, out: Path | None = RESULTS) -> argparse.ArgumentParser:
+    """With a script's docstring as its description, and ``--out``."""
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--out", type=Path, default=out, help="folder of the result")
     return found
 
@@ -240,23 +198,16 @@ def in_workers(
 
     Processes that take longer than ``seconds`` are killed.
     """
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(
-        max(1, min(workers, len(jobs))), mp_context=context
-    )
+    workers, context = max(1, min(workers, len(jobs))), multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
     waiting = [pool.submit(function, job) for job in jobs]
     late = concurrent.futures.wait(waiting, timeout=seconds).not_done
     for process in list((pool._processes or {}).values()) if late else []:
         process.kill()
     pool.shutdown(wait=True, cancel_futures=True)
-    return [
-        f"no answer in {seconds:.0f} s"
-        if job in late
-        else repr(job.exception())
-        if job.exception()
-        else job.result()
-        for job in waiting
-    ]
+    told = f"no answer in {seconds:.0f} s"
+    ended = [told if job in late else job.exception() or job.result() for job in waiting]
+    return [end if isinstance(end, str) else repr(end) for end in ended]
 
 
 def torchrun(
@@ -275,13 +226,13 @@ def torchrun(
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
     if devices is not None:
         from megatron_patch.runtime.devices import visible_devices
 
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(list(devices))
+        variables["CUDA_VISIBLE_DEVICES"] = visible_devices(list(devices))
     with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, env=environment, timeout=timeout)
+        done = subprocess.run(command, stdout=out, stderr=out, env=variables, timeout=timeout)
     return done.returncode
 
 

@@ -24,11 +24,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
 from fault_lab import hooks, lab
-from machine import commit, parser, write_result
+from machine import environment, parser, write_result
 
 STEPS, INTERVAL = 30, 4
 SETS = (f"training.train_steps={STEPS}", f"checkpoint.interval={INTERVAL}")
@@ -43,7 +42,7 @@ class Soak:
 
     def __init__(self, folder: Path, *, ranks: int, seed: int) -> None:
         self.folder, self.ranks, self.seed = folder, ranks, seed
-        self.commit = commit()[:12]
+        self.commit = environment.commit()[:12]
         self.mounts = lab.isolate()
         self.file = folder / f"soak-{ranks}.json"
         self.counts: dict[str, Any] = {"kills": 0, "episodes": 0, "different": [], "lost": {},

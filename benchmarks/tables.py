@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from machine import RESULTS, ROOT, context_digest, functions_digest
 
 from megatron_patch.runtime.environment import short_commit

@@ -27,8 +27,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import machine
 import numpy as np
 import torch
@@ -150,6 +148,16 @@ def plain(args: argparse.Namespace) -> int:
     return 0
 
 
+def common(args: argparse.Namespace) -> dict[str, object]:
+    """Keys of every run of the trainer."""
+    return {
+        "training.train_steps": args.steps,
+        "checkpoint.interval": None,
+        "data.blend": f"[{{path: {args.dataset}}}]",
+        "data.tokenizer.path": args.tokenizer,
+    }
+
+
 def train(
     args: argparse.Namespace, name: str, devices: list[int], keys: dict[str, object]
 ) -> tuple[Path, dict[str, Any]]:
@@ -158,15 +166,8 @@ def train(
     work.mkdir(parents=True, exist_ok=True)
     run_dir, log = work / name, work / f"{name}.log"
     shutil.rmtree(run_dir, ignore_errors=True)
-    common: dict[str, object] = {
-        "run_dir": run_dir,
-        "training.train_steps": args.steps,
-        "training.eval_steps": 1,
-        "checkpoint.interval": None,
-        "data.blend": f"[{{path: {args.dataset}}}]",
-        "data.tokenizer.path": args.tokenizer,
-    }
-    command = machine.train_command(args.config, common | keys, args.set)
+    more = common(args) | {"run_dir": run_dir, "training.eval_steps": 1}
+    command = machine.train_command(args.config, more | keys, args.set)
     code = machine.torchrun(command, processes=len(devices), log=log, devices=devices, threads=4)
     return run_dir, {"exit": code} | ({"error": machine.why(log.read_text())} if code else {})
 
@@ -267,12 +268,7 @@ def long_keys(args: argparse.Namespace, mode: str) -> dict[str, object]:
 
 def planned(args: argparse.Namespace, mode: str) -> dict[str, float]:
     """Tokens/s and memory of a GPU that the planner expects of a run."""
-    keys = long_keys(args, mode) | {
-        "training.train_steps": args.steps,
-        "checkpoint.interval": None,
-        "data.blend": f"[{{path: {args.dataset}}}]",
-        "data.tokenizer.path": args.tokenizer,
-    }
+    keys = long_keys(args, mode) | common(args)
     sets = [f"{key}={machine.text_of(value)}" for key, value in keys.items()]
     plan = machine.plan_of(args.config, [*sets, *args.set], gpu=args.gpu, gpus=args.gpus)
     return {
@@ -304,8 +300,9 @@ def command(
     one.set_defaults(run=run)
     one.add_argument("--steps", type=int, default=steps, help="optimizer steps of every run")
     one.add_argument("--warmup", type=int, default=warmup, help="steps that are not timed")
-    one.add_argument("--micro-batch", type=int, default=32, help="sequences at once")
-    one.add_argument("--global-batch", type=int, default=256, help="sequences a step")
+    if name != "long":
+        one.add_argument("--micro-batch", type=int, default=32, help="sequences at once")
+        one.add_argument("--global-batch", type=int, default=256, help="sequences a step")
     one.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     if config:
         one.add_argument("--dataset", required=True, help="prefix of a prepared dataset")
