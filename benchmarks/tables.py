@@ -204,13 +204,13 @@ def accuracy_context(parts: Parts) -> Table:
     for found in (c for c in cells if c["ranks"] > 1):
         many.setdefault(found["mode"], []).append(found)
     names = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV", "delta": "delta"}
-    rows = [
-        [mode]
-        + [f"{max(c[x]['rms'] / one[c['regime']][x]['rms'] for c in found):.3f}" for x in names]
-        for mode, found in many.items()
-    ]
+    rows: dict[tuple[str, ...], list[str]] = {}  # modes of equal figures are one row
+    for mode, found in many.items():
+        ratios = (max(c[x]["rms"] / one[c["regime"]][x]["rms"] for c in found) for x in names)
+        rows.setdefault(tuple(f"{ratio:.3f}" for ratio in ratios), []).append(mode)
+    body = [[", ".join(modes), *figures] for figures, modes in rows.items()]
     ranks = sorted({c["ranks"] for found in many.values() for c in found})
-    return [f"{', '.join(map(str, ranks))} ranks over one", *names.values()], rows, []
+    return [f"{', '.join(map(str, ranks))} ranks over one", *names.values()], body, []
 
 
 def context_flops(problem: dict[str, Any], tokens: int) -> float:
