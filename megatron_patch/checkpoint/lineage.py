@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_patch.checkpoint.errors import BadCheckpoint
 from megatron_patch.checkpoint.files import read_small
 from megatron_patch.checkpoint.shelf import LATEST, key_of, parse_name
-from megatron_patch.runtime.appending import append_line
+from megatron_patch.runtime.records import append_line
 
 log = logging.getLogger(__name__)
 

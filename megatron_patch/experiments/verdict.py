@@ -6,7 +6,6 @@ All figures are means over windows of ``window`` steps, of the steps that were l
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.experiments.protocol import ExplosionConfig
+from megatron_patch.runtime import records
 
 FINAL_STEPS = 200
 
@@ -63,10 +63,7 @@ def read_rows(path: Path) -> list[Row]:
 
     Non-finite figures stay what they are; a row that was torn by a crash is left out.
     """
-    if not path.exists():
-        return []
-    with path.open(newline="", errors="replace") as lines:
-        return parse_rows(lines)
+    return _numbers(records.read_rows(path))
 
 
 def begins_with(rows: list[Row], start: list[Row]) -> bool:
@@ -76,11 +73,12 @@ def begins_with(rows: list[Row], start: list[Row]) -> bool:
 
 def parse_rows(lines: Iterable[str]) -> list[Row]:
     """`read_rows` of the file's text."""
+    return _numbers(records.parse_rows(lines))
+
+
+def _numbers(texts: Iterable[dict[str, str]]) -> list[Row]:
     rows = []
-    # File systems give zeros for blocks that a crash lost. What follows them on their line is whole
-    # again, what they are in the middle of is not; and thousands of them are an error of csv.
-    whole = (line.lstrip("\0") for line in lines)
-    for row in csv.DictReader(line for line in whole if "\0" not in line):
+    for row in texts:
         try:
             found = {name: float(row[name]) for name in ("step", "loss", "grad_norm")}
             if row.get("eval_loss"):

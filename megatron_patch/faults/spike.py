@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.faults.windows import Skips
-from megatron_patch.runtime.appending import Appended
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.schema.faults import SpikeConfig
 from megatron_patch.training.finite import unwrap
 
@@ -146,7 +146,7 @@ class SpikePolicy:
         self.skips = Skips()
         self.found = 0
         self._session, self._loaders, self._monitor = session, loaders, monitor
-        self._file, self._telemetry = Appended(run_dir / FILE), telemetry
+        self._file, self._telemetry = AppendOnlyFile(run_dir / FILE), telemetry
         self._step = 0
         self._modules = _attention_modules(session.chunks)
         self.can_rewind: Callable[[int], bool] = lambda step: True

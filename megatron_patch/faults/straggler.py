@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.faults.spike import TO_SIGMA
-from megatron_patch.runtime.appending import Table
 from megatron_patch.runtime.heartbeat import PULSE, Pulse
+from megatron_patch.runtime.records import StepCsv
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.hub import Monitor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_patch.schema.faults import FaultsConfig
 
 FILE = "stragglers.csv"
-COLUMNS = ("step", "what", "ranks", "median_seconds", "mad_seconds", "threshold_seconds",
+COLUMNS = ("what", "ranks", "median_seconds", "mad_seconds", "threshold_seconds",
            "slowest_rank", "slowest_seconds", "stragglers")  # fmt: skip
 WHAT = ("data", "compute")
 LEAST_SECONDS = 0.001
@@ -56,12 +56,13 @@ class Verdict:
         found = [r for r, s in enumerate(self.seconds) if s > self.threshold]
         return sorted(found, key=lambda r: -self.seconds[r])
 
-    def row(self, step: int) -> list[Any]:
+    def row(self, step: int) -> dict[str, Any]:
         """Of ``stragglers.csv``."""
         slowest = max(range(len(self.seconds)), key=self.seconds.__getitem__)
         slow = ";".join(f"{r}:{self.seconds[r]:.6g}" for r in self.slow)
-        return [step, self.what, len(self.seconds), self.median, self.mad, self.threshold, slowest,
-                self.seconds[slowest], slow]  # fmt: skip
+        cells = (self.what, len(self.seconds), self.median, self.mad, self.threshold, slowest,
+                 self.seconds[slowest], slow)  # fmt: skip
+        return {"step": step, **dict(zip(COLUMNS, cells, strict=True))}
 
     def line(self, step: int, hosts: list[str]) -> str:
         """For people; names at most eight ranks."""
@@ -106,7 +107,7 @@ class Stragglers:
     ) -> None:
         self.options, self.layout, self.monitor = options, layout, monitor
         self.file, self.hosts, self.pulse = run_dir / FILE, hosts, pulse
-        self._table: Table | None = None
+        self._table: StepCsv | None = None
         self.active = options.straggler_interval is not None and layout.world_size > 1
         self._clock = _DeviceClock() if layout.device.type == "cuda" else None
         self._steps, self._first = 0, True
@@ -114,14 +115,13 @@ class Stragglers:
         self._pending: tuple[int, Any, list[torch.Tensor]] | None = None
 
     def resume(self, step: int) -> None:
-        """Go on after ``step``; rows of later steps are moved to ``stragglers.abandoned.csv``.
+        """Go on after ``step`` as a new attempt.
 
         Collects what is under way: it is of a later step. Collective.
         """
         self.close()
         if self.active and self.layout.print_rank:
-            aside = self.file.with_name("stragglers.abandoned.csv")
-            self._table = Table(self.file, COLUMNS, start_step=step, aside=aside)
+            self._table = StepCsv(self.file, COLUMNS)
 
     def passes_begin(self) -> None:
         """The forward pass of a step is about to start."""
@@ -186,7 +186,7 @@ class Stragglers:
             for i, what in enumerate(WHAT)
         ]
         if self._table is not None:
-            self._table.rows([verdict.row(step) for verdict in found])
+            self._table.append_rows(*(verdict.row(step) for verdict in found))
         for verdict in found:
             if verdict.slow:
                 self.monitor.say(verdict.line(step, self.hosts))

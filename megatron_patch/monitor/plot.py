@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_patch.runtime.records import read_rows
 
 PANELS = (
     ("loss", "loss (nats/token)"),
@@ -67,15 +68,13 @@ def read_curves(run_dir: Path) -> Curves:
     path = run_dir if run_dir.suffix == ".csv" else run_dir / "metrics.csv"
     if not path.is_file():
         raise PlotError(f"no metrics.csv in {run_dir}: give the directory of a run")
-    with path.open(newline="", errors="replace") as lines:
-        reader = csv.DictReader(line.replace("\0", "") for line in lines)
-        rows = list(reader)
-    if rows and "step" not in rows[0]:
-        shown = ", ".join(str(name) for name in list(rows[0])[:8])
-        raise PlotError(f"{path} has no column step, but {shown}: give the metrics.csv of a run")
-    if not any(_number(row.get("step")) is not None for row in rows):
-        raise PlotError(f"{path} has no rows yet: a run writes them every logging.interval steps")
-    names = [name for name in rows[0] if name not in (None, "extra")]
+    rows = read_rows(path)
+    if not rows:
+        raise PlotError(
+            f"{path} has no rows with a step: give the metrics.csv of a run, which writes one "
+            "every logging.interval steps"
+        )
+    names = [name for name in rows[0] if name not in ("attempt", "extra")]
     columns = {name: [_number(row.get(name)) for row in rows] for name in names}
     return Curves(path.resolve().parent.name, columns)
 

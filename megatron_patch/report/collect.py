@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.runtime.records import read_rows
+
 if TYPE_CHECKING:
     from megatron_patch.stability.lost import Standing
     from megatron_patch.stability.record import Telemetry
@@ -156,20 +158,12 @@ def _runs_below(folder: Path) -> str:
 
 
 def read_metrics(path: Path) -> dict[str, list[float]]:
-    """Columns of metrics.csv as numbers, rows without a step left out."""
+    """Columns of metrics.csv as numbers; NaN where a cell is empty."""
     columns: dict[str, list[float]] = {}
-    if not path.is_file():
-        return columns
-    with path.open(newline="", errors="replace") as lines:
-        # No row of ours is that long; the reader refuses one and could not go on after it.
-        whole = (line.replace("\0", "") for line in lines)
-        reader = csv.DictReader(line for line in whole if len(line) < csv.field_size_limit() // 2)
-        names = [n for n in reader.fieldnames or [] if n and n != "extra"]
-        for row in reader:
-            if not math.isfinite(_number(row.get("step"))):
-                continue
-            for name in names:
-                columns.setdefault(name, []).append(_number(row.get(name)))
+    for row in read_rows(path):
+        for name, text in row.items():
+            if name not in ("attempt", "extra"):
+                columns.setdefault(name, []).append(_number(text))
     return columns
 
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
-from megatron_patch.runtime.appending import Spared
 from megatron_patch.runtime.files import replacing
+from megatron_patch.runtime.records import BestEffort
 from megatron_patch.stability import capture_check
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
@@ -198,12 +198,12 @@ class Capturer:
         self._run, self._where, self._folder = run, where, folder
         self.saved: list[Path] = []
         # Told by this rank itself: of other ranks than the first only errors are shown.
-        self._spared = Spared(folder.name, tell=log.error)
+        self._best_effort = BestEffort(folder.name, report=log.error)
         self._next: Wanted | None = None
 
     def close(self) -> None:
         """No capture follows: tell how many are missing."""
-        self._spared.close()
+        self._best_effort.close()
 
     def soon(self, wanted: Wanted) -> None:
         """Save this of the next step; the same call on all ranks."""
@@ -287,7 +287,7 @@ class Capturer:
             dout=do,
         )
         # Inside the backward pass of one rank: the others would wait for it for ever.
-        if self._spared.attempt(lambda: found.save(path)):
+        if self._best_effort.attempt(lambda: found.save(path)):
             self.saved.append(path)
 
     def _per_kv_head(self) -> int:
