@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_patch.runtime.records import read_rows
 
 if TYPE_CHECKING:
-    from megatron_patch.stability.lost import Standing
     from megatron_patch.stability.record import Telemetry
 
 LOG_TAIL_BYTES = 1 << 18
@@ -91,8 +90,6 @@ class RunFacts:
     events: list[Event] = field(default_factory=list)
     telemetry: Telemetry | None = None
     telemetry_problem: str = ""
-    continued: Standing | None = None
-    """The loss of the run that this one goes on from, there."""
     experiment: dict[str, Any] = field(default_factory=dict)
     """experiment.json of a cell."""
     notes: list[str] = field(default_factory=list)
@@ -348,12 +345,8 @@ def _locked(run_dir: Path) -> bool:
 
 
 def _telemetry(run_dir: Path, facts: RunFacts) -> None:
-    from megatron_patch.stability import lost, record
+    from megatron_patch.stability import record
 
-    try:
-        facts.continued = lost.read(run_dir)
-    except (OSError, ValueError) as error:
-        facts.notes.append(str(error))
     try:
         found = record.read(run_dir)
         judged = found.judged  # kept for the page; here because it reads the rest of meta.json

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from megatron_patch.report.charts import number
 from megatron_patch.report.collect import RunFacts
-from megatron_patch.stability.lost import RISE
 
+RISE = 0.5
+"""nats above the lowest loss before, from which a loss has risen."""
 WINDOW = 50
 GOOD, FAIR, BAD, NONE = "good", "watch", "bad", "none"
 _STATES = {
@@ -76,13 +77,7 @@ def _trend(facts: RunFacts, found: list[tuple[float, float]]) -> Answer:
     for step, value in zip(facts.steps, facts.column("loss"), strict=True):
         if not math.isfinite(value):
             return Answer("Loss", BAD, f"not finite at step {step:,.0f}")
-    last, lowest_of, own = found[-1][1], "the lowest before it", "its lowest"
-    if facts.continued is not None and facts.continued.lowest < min(v for _, v in found):
-        # What the run goes on from was better: coming down from there is no good end by itself.
-        found = [(facts.continued.at, facts.continued.lowest), *found]
-        own = lowest_of = (
-            f"the lowest of the run it continues ({found[0][1]:.2f} around step {found[0][0]:,.0f})"
-        )
+    last = found[-1][1]
     lowest = worst = found[0][1]
     at = rise = 0.0
     for step, value in found:
@@ -91,10 +86,10 @@ def _trend(facts: RunFacts, found: list[tuple[float, float]]) -> Answer:
         lowest = min(lowest, value)
     if rise <= RISE:
         return Answer(
-            "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above {own}"
+            "Loss", GOOD, f"{last:.4f} at the end; never more than {rise:.2f} above its lowest"
         )
     back = last <= lowest + RISE
-    text = f"rose by {rise:.2f} above {lowest_of}, to {worst:.2f} around step {at:,.0f}"
+    text = f"rose by {rise:.2f} above the lowest before it, to {worst:.2f} around step {at:,.0f}"
     text += f"; it came back, to {last:.4f}" if back else f"; it ended at {last:.4f}"
     return Answer("Loss", FAIR if back else BAD, text)
 

@@ -1,50 +1,47 @@
-"""What the early warning knows of a run that starts from another run's checkpoint."""
+"""History from the parent: what the early warning knows of the run whose checkpoint a new run
+starts from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_patch.runtime.files import write_whole
 from megatron_patch.stability import record
 
 
-def look_back(run_dir: Path, source: Path, *, step: int, steps: int) -> Path:
-    """Keep, as before.bin, what the rule looks back on in the run that a new run continues.
+def look_back(
+    source: Path, meta: Mapping[str, Any], *, step: int, steps: int
+) -> tuple[Path, np.ndarray]:
+    """The other run's directory, and its last records, as `Writer.begin_with` takes them.
 
     Args:
-        run_dir: of the new run; its `Writer` exists, and nothing has been recorded yet.
         source: a checkpoint of the other run, the folder of its checkpoints, or its directory.
+        meta: of the new run.
         step: of the checkpoint.
         steps: how far back the rule looks.
-
-    Returns the other run's directory.
 
     Raises:
         FileNotFoundError: no telemetry of steps up to there is beside the checkpoint.
         ValueError: it is of another model, of other attention, or of another version.
     """
-    kept_file = run_dir / record.FOLDER / "before.bin"
-    kept_file.unlink(missing_ok=True)  # of an attempt that ended before its first record
     found = directory_of(source)
-    other, meta = record.read(found), record.read(run_dir).meta
-    theirs = dict(other.meta) | {"attention": record.attention_at(other.meta, step)}
-    for key in ("attention", *record.MODEL):
-        if theirs.get(key) != meta[key]:
-            told = f"{theirs.get(key)!r:.80}, this run has {meta[key]!r:.80}"
-            raise ValueError(f"{key} {told}")
-    if not record.continues(other.meta, meta):
-        raise ValueError("its records hold something that this version has no place for")
+    other = record.read(found, after=max(0, step - steps))
+    theirs = other.meta | {"attention": record.attention_at(other.meta, step)}
+    for key in ("attention", *record.LAYOUT):
+        if theirs[key] != meta[key]:
+            other_is = f"{theirs[key]!r:.80}, this run has {meta[key]!r:.80}"
+            raise ValueError(f"{key} {other_is}")
     changed = [until for until, _ in other.meta.get("earlier", ()) if until < step]
-    recent = other.since(max(step - steps, *changed, 0))
-    parts = [part[: record.up_to(part, step)] for part in (recent.before, recent.records)
-             if part is not None]  # fmt: skip
-    kept = record.relaid(np.concatenate(parts), other.meta, meta)
-    if kept is None or not len(kept):
+    recent = other.since(max(changed, default=0)).until(step)
+    parts = [part for part in (recent.before, recent.records) if part is not None]
+    records = np.concatenate(parts)
+    records = records[: record.up_to(records, step)]
+    if not len(records):
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
-    write_whole(kept_file, kept.tobytes())
-    return found
+    return found, records
 
 
 def directory_of(source: Path) -> Path:

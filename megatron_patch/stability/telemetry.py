@@ -22,7 +22,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.checkpoint import last
-from megatron_patch.stability import guard, lost, record
+from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.lookback import look_back
@@ -177,53 +177,42 @@ class Stability:
             attention=self._attention,
         )
         self._writer = Writer(self.run_dir, meta, start_step=step)
-        if self._writer.set_aside:
-            self.monitor.say(
-                f"early warning: begins anew at step {step:,}; the records before it are of "
-                f"another version or model and kept as stability/{self._writer.set_aside}"
-            )
         own = last.has_saved(self.run_dir)
-        for line in self._writer.notes(own=own):
+        for line in self._writer.messages(own=own):
             self.monitor.say(line)
-        self._say_of_loss(step, own=own)
         try:
-            return self._history(step)
+            return self._history(step, own=own)
         except (OSError, ValueError, KeyError) as error:
             if self._writer.begun:
                 raise
             self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
             return record.History(self.rule, compensated=self._compensated)
 
-    def _say_of_loss(self, step: int, *, own: bool) -> None:
-        """First rank: whether the loss was lost before; ``own``: the run has checkpoints."""
-        try:
-            for line in lost.at_start(self.run_dir, step, source=self._source, own=own):
-                self.monitor.say(line)
-        except Exception as error:  # the others wait, and this is no reason to end a run
-            self.monitor.say(f"warning: where the loss stood before is not known: {error}")
-
-    def _history(self, step: int) -> record.History:
-        """What the files say up to ``step``; they say more where nothing was taken over yet."""
-        found = record.read(self.run_dir).until(step)
-        if step and not len(found.records) and self._look_back(step):
-            found = record.read(self.run_dir).until(step)
-        told = found.switched_at or 0
-        if told > step and not self.switched_at:
-            # A checkpoint of the very step whose record made the guard switch, one step later.
-            self.switched_at = told
+    def _history(self, step: int, *, own: bool) -> record.History:
+        """What the files say up to ``step``; they say more where an attempt could not begin."""
         # What lies further back the rule does not look at, and weeks of it are gigabytes.
-        after = max(self.switched_at, step - self._reach)
+        start = max(0, step - self._reach)
+        found = record.read(self.run_dir, after=start).until(step)
+        if step and not own and self._look_back(step, found.meta):
+            found = record.read(self.run_dir, after=start).until(step)
+        switched_at = found.switched_at or 0
+        if switched_at > step and not self.switched_at:
+            # A checkpoint of the very step whose record made the guard switch, one step later.
+            self.switched_at = switched_at
+        after = max(self.switched_at, start)
         history = found.since(after).history(self.rule, after=after)
         # Another guard setting has just taken its switch back: nothing is known of these numerics.
         same = history.compensated == self._compensated
         return history if same else record.History(self.rule, compensated=self._compensated)
 
-    def _look_back(self, step: int) -> bool:
+    def _look_back(self, step: int, meta: dict[str, Any]) -> bool:
         """At the first start from another run's checkpoint: whether its records are here now."""
-        if self._source is None:
+        writer, parent = self._writer, {"run": str(self._source), "step": step}
+        if self._source is None or writer is None or meta.get("parent") == parent:
             return False
         try:
-            found = look_back(self.run_dir, self._source, step=step, steps=self._reach)
+            found, records = look_back(self._source, writer.meta, step=step, steps=self._reach)
+            writer.begin_with(records, parent=parent)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.monitor.say(
                 f"early warning: begins anew at step {step:,} ({self._source}: {error})"
@@ -447,15 +436,11 @@ class Stability:
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""
         guard.switch(self.observer.sites)
-        points = self.history.points
-        before = lost.standing([p.step for p in points], [p.loss for p in points])
         self.switched_at, self.history = now, record.History(self.rule, compensated=True)
         self.monitor.say(
             f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
             f"step {self.switched_at:,}"
         )
-        if before is not None and before.lost:
-            self.monitor.say(before.line())
 
     def _publish(
         self,

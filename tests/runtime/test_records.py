@@ -141,7 +141,7 @@ def attempt(path: Path, *steps: int, columns: tuple[str, ...] = ("value",)) -> S
     table = StepCsv(path, columns)
     for step in steps:
         assert table.append_rows(
-            {"step": step} | {name: f"{step},{table.attempt}" for name in columns}
+            {"step": step} | dict.fromkeys(columns, f"{step},{table.attempt}")
         )
     table.close()
     return table
