@@ -155,7 +155,7 @@ def worker(args: argparse.Namespace) -> int:
     from megatron_patch.training import loop
 
     if loaded.config.training.device == "cpu":
-        from megatron_patch.runtime import cpu_mode
+        from megatron_patch.core_patches import cpu_mode
 
         cpu_mode.install()  # must precede Megatron's import, which the next line does
     from megatron_patch.stability import telemetry

@@ -124,7 +124,7 @@ def main() -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if args.cpu:
         # Only because Megatron-Core assumes CUDA everywhere; a GPU program needs none of this.
-        from megatron_patch.runtime import cpu_mode
+        from megatron_patch.core_patches import cpu_mode
 
         cpu_mode.install()
     else:

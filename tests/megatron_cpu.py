@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patch.core_patches import cpu_mode
 from megatron_patch.parallel.setup import Layout
-from megatron_patch.runtime import cpu_mode
 from megatron_patch.schema.attention import AttentionConfig
 from megatron_patch.schema.data import DataConfig
 from megatron_patch.schema.model import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 
-from megatron_patch.model.residual import StreamNorm
+from megatron_patch.core_patches.residual import StreamNorm
 
 
 def handed_on(norm, x, dy, dstream):

@@ -60,7 +60,7 @@ def preimport() -> None:
 
     torch.set_num_threads(1)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    from megatron_patch.runtime import cpu_mode
+    from megatron_patch.core_patches import cpu_mode
 
     log = logging.getLogger("megatron_patch")
     before, log.level = log.level, logging.ERROR

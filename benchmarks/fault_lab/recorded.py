@@ -25,7 +25,7 @@ def fail() -> None:
 def main() -> int:
     from fault_lab import hooks
     from megatron_patch.cli import app
-    from megatron_patch.runtime import cpu_mode
+    from megatron_patch.core_patches import cpu_mode
 
     where, fault, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])

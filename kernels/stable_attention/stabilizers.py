@@ -49,7 +49,7 @@ STABILIZERS = {
 }
 
 # Halves of "compensated", for experiments that ask which of them carries the effect
-# (docs/experiments.md). "consistent_sum" also accumulates in segments, as "compensated" does.
+# (research/variants.py). "consistent_sum" also accumulates in segments, as "compensated" does.
 ABLATIONS = {
     s.name: s
     for s in (

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from megatron_patch.checkpoint.errors import CheckpointError
+from megatron_patch.core_patches.replace import patched
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -98,19 +98,16 @@ def ensure_state(optimizer: Any) -> None:
 
 @contextmanager
 def settings_of_empty_parts(optimizer: Any) -> Iterator[None]:
-    """Let sharded parts that own no parameters here tell their settings, with the others' step."""
+    """Let sharded parts without parameters here give their settings, with the others' step."""
     step = read_step(optimizer)
-    with ExitStack() as stack:
-        for part in parts(optimizer):
-            inner = part.optimizer
-            sharded = hasattr(part, "sharded_param_state_fully_reshardable")
-            if (
-                sharded
-                and _is_empty(part)
-                and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
-            ):
-                told = partial(_told, part, step)
-                stack.enter_context(mock.patch.object(part, "state_dict", told))
+    empty = [
+        part
+        for part in parts(optimizer)
+        if hasattr(part, "sharded_param_state_fully_reshardable")
+        and _is_empty(part)
+        and isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    ]
+    with patched(*((part, "state_dict", partial(_settings, part, step)) for part in empty)):
         yield
 
 
@@ -119,7 +116,7 @@ def _is_empty(part: Any) -> bool:
     return not any(group["params"] for group in part.optimizer.param_groups)
 
 
-def _told(part: Any, step: int) -> dict[str, Any]:
+def _settings(part: Any, step: int) -> dict[str, Any]:
     """What core's ``state_dict`` would say of a part without parameters."""
     settings = {k: v for k, v in part.optimizer.state_dict().items() if k != "state"}
     for group in settings["param_groups"]:
@@ -195,7 +192,7 @@ def _own_step(part: Any) -> Iterator[None]:
         _check_main(part, model_param, tensors["param"])
         original(model_param, tensors if own is None else {**tensors, "step": own})
 
-    with mock.patch.object(part, "_set_main_param_and_optimizer_states", set_states):
+    with patched((part, "_set_main_param_and_optimizer_states", set_states)):
         yield
 
 

@@ -17,14 +17,14 @@ Both replace one method of core's DistributedOptimizer while a request is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from megatron_patch.checkpoint.optimizer_state import parts
+from megatron_patch.core_patches.replace import patched
 
 METHOD = "sharded_param_state_fully_reshardable"
 PREFIX = "optimizer.state"
@@ -68,10 +68,8 @@ def places(part: Any) -> Iterator[Place]:
 @contextmanager
 def fitting(optimizer: Any) -> Iterator[None]:
     """Let the DistributedOptimizers inside ``optimizer`` build requests as described above."""
-    with ExitStack() as stack:
-        for part in parts(optimizer):
-            if hasattr(part, METHOD):
-                stack.enter_context(mock.patch.object(part, METHOD, _method(part)))
+    sharded = [part for part in parts(optimizer) if hasattr(part, METHOD)]
+    with patched(*((part, METHOD, _method(part)) for part in sharded)):
         yield
 
 

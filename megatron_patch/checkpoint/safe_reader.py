@@ -21,7 +21,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from megatron_patch.checkpoint.errors import BadCheckpoint, passing_cause
 from megatron_patch.checkpoint.safe_metadata import DTYPES, read_metadata
+from megatron_patch.core_patches.replace import patched
 
 MAX_PICKLE_BYTES = 1 << 28  # of the structure around tensors; tensors lie in records of their own
 MAX_RECORDS = 1 << 20
@@ -257,11 +257,12 @@ def safe_loading(metadata: Metadata | None = None) -> Iterator[None]:
     def no_common_file(checkpoint_dir: str) -> Any:
         raise BadCheckpoint("extra", f"{common.COMMON_STATE_FNAME} is not read: an older format")
 
-    with (
-        mock.patch.object(torch_strategy, "_get_filesystem_reader", reader),
-        mock.patch.object(serialization, "_get_filesystem_reader", reader),
-        mock.patch.object(torch_strategy, "FileSystemReader", SafeReader),
-        mock.patch.object(serialization, "load_common", no_common_file),
-        mock.patch.object(DefaultLoadPlanner, "load_bytes", _load_bytes),
+    # Core makes readers and planner inside its load; a strategy of ours would copy all of it.
+    with patched(
+        (torch_strategy, "_get_filesystem_reader", reader),
+        (serialization, "_get_filesystem_reader", reader),
+        (torch_strategy, "FileSystemReader", SafeReader),
+        (serialization, "load_common", no_common_file),
+        (DefaultLoadPlanner, "load_bytes", _load_bytes),
     ):
         yield

@@ -9,8 +9,8 @@ from megatron_patch.cli.common import Formatter, Subparsers
 DESCRIPTION = """\
 Say what this machine has and whether it works: versions and pins of Python, torch, triton,
 megatron-core, Transformer Engine and Apex, GPU, driver, cuDNN and NCCL; then use them: a matrix
-product on the GPU, the attention kernel forward and backward, a checkpoint directory written and
-read. Exit code 0: everything required works; 1: something required does not.
+product on the GPU, the attention kernel forward and backward. List every change that is made to
+Megatron-Core. Exit code 0: everything required works; 1: something required does not.
 """
 
 

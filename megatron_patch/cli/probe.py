@@ -99,14 +99,12 @@ def _is_news(record: logging.LogRecord) -> bool:
 def run(args: argparse.Namespace) -> int:
     """Probe the captures."""
     with known_notices_hidden():
-        from megatron_patch.experiments import probe_report
+        from megatron_patch.stability import probe_report
 
         return probe_report.run(
-            probe_report.Request(
-                captures=[Path(name) for name in args.captures],
-                backends=args.backends,
-                device=args.device,
-                skip_rows=args.skip_rows,
-                out=None if args.out is None else Path(args.out),
-            )
+            [Path(name) for name in args.captures],
+            backends=args.backends,
+            device=args.device,
+            skip_rows=args.skip_rows,
+            out=None if args.out is None else Path(args.out),
         )

@@ -29,11 +29,13 @@ from megatron_patch.attention.replace import (
     replace_core_attention,
     rewrite_spec,
 )
-from megatron_patch.model import residual, split
-from megatron_patch.model.gpt import GPTModel
-from megatron_patch.model.mla import MLASelfAttention
-from megatron_patch.model.norms import norm_class
-from megatron_patch.model.transformer_config import is_compiled, transformer_config
+from megatron_patch.core_patches import quiet, residual
+from megatron_patch.core_patches.cross_entropy import is_compiled
+from megatron_patch.core_patches.gpt import GPTModel
+from megatron_patch.core_patches.mla import MLASelfAttention
+from megatron_patch.core_patches.norms import norm_class
+from megatron_patch.core_patches.split import qkv_split
+from megatron_patch.model.transformer_config import transformer_config
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,20 +54,9 @@ _HYBRID_NOTE = (
     "(docs/backends.md)"
 )
 
-_NORM_FIELDS = frozenset(
-    {
-        "input_layernorm",
-        "pre_mlp_layernorm",
-        "q_layernorm",
-        "k_layernorm",
-        "kv_layernorm",
-        "enorm",
-        "hnorm",
-        "layer_norm",
-    }
-)
 _ALONG_THE_STREAM = {"input_layernorm": False, "pre_mlp_layernorm": False, "layer_norm": True}
 """Norms whose input is the residual stream; whether it ends there."""
+_NORM_FIELDS = {"q_layernorm", "k_layernorm", "kv_layernorm", "enorm", "hnorm", *_ALONG_THE_STREAM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
             log.info(selection.line())
         log.info(_HYBRID_NOTE)
     config = transformer_config(run)
-    split.install()
+    qkv_split.install()
     if is_compiled(config):
         # A norm is compiled for every width, with and without gradients: latent attention under
         # full recompute reaches torch's limit of 8, after which the rest would run eagerly.
@@ -192,7 +183,7 @@ def _chunk(
 ) -> GPTModel:
     model = run.model
     block, mtp = layer_specs(run, config, vp_stage)
-    _core_log.addFilter(_drop_deprecation)
+    quiet.drop_notices()
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(
         config=config,
@@ -211,14 +202,6 @@ def _chunk(
     if is_compiled(config) and config.recompute_granularity != "full":
         residual.join(chunk.decoder)
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
-
-
-_core_log = logging.getLogger("megatron.core.models.gpt.gpt_model")
-
-
-def _drop_deprecation(record: logging.LogRecord) -> bool:
-    """Core shouts "GPTModel IS DEPRECATED" for every chunk; `_HYBRID_NOTE` says it once."""
-    return "GPTModel IS DEPRECATED" not in record.getMessage()
 
 
 def _first_rank() -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_patch.model.activation import activation_function, core_fuses
+from megatron_patch.core_patches.activation import activation_function, core_fuses
 from megatron_patch.schema.model import ffn_hidden_size
 
 if TYPE_CHECKING:
@@ -83,11 +83,6 @@ def _precision(run: RunConfig) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "cuda_graph_modules": [],  # core's own default warns that it is deprecated
     }
-
-
-def is_compiled(config: Any) -> bool:
-    """Whether ``training.compile_fusions`` is on: core's configuration has no field for it."""
-    return bool(config.cross_entropy_loss_fusion)
 
 
 def _fusions(run: RunConfig) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def _communication_environment(run: RunConfig) -> None:
 def initialize(run: RunConfig) -> Layout:
     """Start torch.distributed and Megatron's groups, seed every stream, return the coordinates.
 
-    Under CPU mode (``runtime.cpu_mode.install`` must have run) the backend is gloo.
+    Under CPU mode (``core_patches.cpu_mode.install`` must have run) the backend is gloo.
 
     Raises:
         LayoutError: the configuration does not fit the ranks started, or the environment is

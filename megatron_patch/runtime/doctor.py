@@ -286,6 +286,22 @@ def backends() -> Iterator[Finding]:
     yield Finding(State.OK, "registry", "see 'megatron-patch backends list'")
 
 
+def core_patches() -> Iterator[Finding]:
+    """What this project changes in Megatron-Core, and whether the installed one has the place."""
+    register = importlib.import_module("megatron_patch.core_patches.register")
+    core = metadata.version("megatron-core")
+    for patch in register.PATCHES:
+        known = f"; {patch.upstream_issue}" if patch.upstream_issue else ""
+        state, text = State.OK, f"{patch.why} ({patch.target} {patch.versions}{known})"
+        try:
+            patch.selftest()
+        except (ImportError, AttributeError) as error:
+            state, text = State.BROKEN, f"does not find its place: {_reason(error)}; {text}"
+        if not patch.fits(core):
+            state, text = State.NOTE, f"not known to be right for megatron-core {core}; {text}"
+        yield Finding(state, patch.name, text)
+
+
 CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("program", program),
     ("pins", pins),
@@ -293,4 +309,5 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("companions", companions),
     ("kernel", kernel),
     ("backends", backends),
+    ("changes of megatron-core", core_patches),
 )

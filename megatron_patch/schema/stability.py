@@ -16,34 +16,31 @@ SWITCHABLE = ("stable_flash", "sdpa_cudnn", "sdpa_flash")
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class StabilityConfig:
-    """Attention telemetry and what it may do to the run; docs/telemetry.md."""
+    """Attention telemetry and what it may do to the run; docs/stability.md."""
 
     enabled: bool = True
     """Measure attention per layer and head; false also turns early warning and guard off."""
     interval: int = 50
-    """Steps between observations: the cost of one is divided by it, and the warning rule sees
-    rises over hundreds of steps, not tens."""
+    """Steps between observations; the cost of one is divided by it."""
     rows: int = 32
     """Query rows sampled per observed sequence, layer and head; at least 1 on each CP rank."""
     sequences: int = 4
     """Sequences of the observed micro-batch that rows are sampled from, at most."""
     guard: Literal["off", "warn", "switch", "stop"] = "warn"
-    """On danger: say nothing, say it, switch to stabilizer compensated, or save and exit 5."""
+    """On danger: log nothing, warn, switch to stabilizer compensated, or save and exit 5."""
     watch_growth: float = 1.25
     """Smoothed gradient norm over its recent minimum from which the verdict is watch."""
     danger_growth: float = 1.3
-    """The same for danger, which the guard acts on; watch under compensated and where no head shows
-    anything (norm_needs_head)."""
+    """The same for danger, which the guard acts on; only watch under compensated."""
     norm_needs_head: bool = True
-    """Whether growth of the norm is danger only beside a head that is at watch: a rise without one
-    is taken for none of attention's. It is danger by itself all the same where the error is not
-    measured (dropout, packed sequences, reference, mcore_local) or not judged (danger_error)."""
+    """If true, a rising gradient norm alone never reaches danger: some head must be at watch too.
+    Ignored where head errors are not measured."""
     reference_steps: int = 4000
     """How far back the minimum of the smoothed gradient norm is looked for."""
     smooth_steps: int = 200
-    """Steps from the first to the last record of a smoothed norm, at least; it has 5 or more."""
+    """Steps that a smoothed norm spans, at least; it takes 5 records or more."""
     confirm_steps: int = 50
-    """The same of the records that must agree on danger; they are 2 or more."""
+    """Steps that the records which must agree on danger span, at least; 2 records or more."""
     watch_head_growth: float = 1.5
     """Growth of a head's W_Q or W_K in head_steps, over the median head's, for watch."""
     danger_head_growth: float = 2.0
@@ -53,10 +50,8 @@ class StabilityConfig:
     head_logit: float = 100.0
     """Largest attention logit of a head from which its growth counts."""
     danger_error: float | None = 0.1
-    """Error that the run's own numerics make in a head's delta, over the signal it disturbs, from
-    which the verdict is danger, once confirmed (confirm_steps); watch under compensated, where no
-    switch helps. It needs no history, and the heads' rows measured (not dropout, not reference).
-    null: never."""
+    """Error of a head's delta over the signal it disturbs, from which the verdict is danger, or
+    watch under compensated. null: never."""
     watch_logit: float | None = 1000.0
     """Largest attention logit from which the verdict is watch; null: never."""
     capture_steps: list[int] = field(default_factory=list)
@@ -70,8 +65,7 @@ class StabilityConfig:
     capture_micro_batch: int = 0
     """Micro-batch of the step they are taken from, counted from 0."""
     capture_at: list[Literal["watch", "danger"]] = field(default_factory=list)
-    """Also save, once, when the verdict first is this: the worst layers, which nobody has to know
-    beforehand. The captured step is the second after the one whose record says so."""
+    """Also save the worst layers, once, when the verdict first is this; two steps later."""
     capture_at_grad_norm: float | None = None
     """Also save, once, when after the warm-up a record's mean gradient norm first exceeds this."""
     capture_worst_layers: int = 2

@@ -17,7 +17,7 @@ from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
-    # It imports Megatron-Core, which must come after `runtime.cpu_mode`.
+    # It imports Megatron-Core, which must come after `core_patches.cpu_mode`.
     from megatron_patch.stability.observe import Site
 
 

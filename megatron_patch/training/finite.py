@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.core_patches.optimizer import ClippedByUpdate
 from megatron_patch.training.agreement import Agreed, Agreement
-from megatron_patch.training.multi_tensor import ClippedByUpdate
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_patch.training import multi_tensor
+from megatron_patch.core_patches.optimizer import clips
 
 EPSILON = 1.0e-6
 """Megatron-Core's, in the denominator of the clipping factor."""
@@ -57,11 +57,9 @@ def gate_of(optimizer: Any) -> Gate | None:
     """The gate of Megatron-Core's chained optimizer; None if one of its parts cannot have one."""
     from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
-    if not multi_tensor.clips() or any(
-        map(optimizer.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS)
-    ):
+    if not clips() or any(map(optimizer.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS)):
         return None
-    found, clips = [], set()
+    found, limits = [], set()
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -71,5 +69,5 @@ def gate_of(optimizer: Any) -> Gate | None:
         if not all(group["fused"] for group in inner.param_groups):
             return None
         found.append(inner)
-        clips.add(part.config.clip_grad)
-    return Gate(found, clip=clips.pop()) if len(clips) == 1 else None
+        limits.add(part.config.clip_grad)
+    return Gate(found, clip=limits.pop()) if len(limits) == 1 else None

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.schema.problem import ConfigError, Problem
-from megatron_patch.training import multi_tensor
+from megatron_patch.core_patches import quiet
+from megatron_patch.core_patches.optimizer import (
+    IMPLEMENTATIONS,
+    adam,
+    copy_weights_at_once,
+    norm_and_clipping,
+    use_fused_kernel,
+)
 
 if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
-
-IMPLEMENTATIONS = {
-    "te": "Transformer Engine FusedAdam",
-    "apex": "Apex FusedAdam",
-    "torch": "PyTorch AdamW",
-}
 
 
 def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
@@ -33,29 +29,28 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
 
     p = run.parallel
     wrapped = []
-    # DDP recommends, at warning level, a layout precomputed by its caller; its own is the same.
-    with _quiet("megatron.core.distributed.distributed_data_parallel"):
-        for index, chunk in enumerate(chunks):
-            config = chunk.config
-            module = chunk.to(_device(run))
-            if run.training.precision == "bf16":
-                module = Float16Module(config, module)
-            ddp_config = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=p.overlap_grad_reduce,
-                overlap_param_gather=p.overlap_param_gather,
-                use_distributed_optimizer=p.use_distributed_optimizer,
-                check_for_nan_in_grad=False,  # training.finite does it, before the update
+    quiet.drop_notices()
+    for index, chunk in enumerate(chunks):
+        config = chunk.config
+        module = chunk.to(_device(run))
+        if run.training.precision == "bf16":
+            module = Float16Module(config, module)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=p.overlap_grad_reduce,
+            overlap_param_gather=p.overlap_param_gather,
+            use_distributed_optimizer=p.use_distributed_optimizer,
+            check_for_nan_in_grad=False,  # training.finite does it, before the update
+        )
+        wrapped.append(
+            DistributedDataParallel(
+                config=config,
+                ddp_config=ddp_config,
+                module=module,
+                # Only the first chunk's communication can hide behind later chunks' work.
+                disable_bucketing=index > 0 and not p.overlap_param_gather,
             )
-            wrapped.append(
-                DistributedDataParallel(
-                    config=config,
-                    ddp_config=ddp_config,
-                    module=module,
-                    # Only the first chunk's communication can hide behind later chunks' work.
-                    disable_bucketing=index > 0 and not p.overlap_param_gather,
-                )
-            )
+        )
     return wrapped
 
 
@@ -63,51 +58,6 @@ def _device(run: RunConfig) -> torch.device:
     if run.training.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def installed_implementation() -> str:
-    """What Megatron-Core would take by itself: ``te``, else ``apex``, else ``torch``."""
-    import megatron.core.optimizer as core
-
-    if core.USING_PYTORCH_OPTIMIZER:
-        return "torch"
-    return "te" if core.Adam.__module__.startswith("transformer_engine") else "apex"
-
-
-@contextlib.contextmanager
-def _adam(implementation: str) -> Iterator[str]:
-    """Make Megatron-Core build its optimizer from the wanted kernel; yields its short name.
-
-    Raises:
-        ConfigError: the kernel is not installed.
-    """
-    import megatron.core.optimizer as core
-
-    found = installed_implementation()
-    if implementation in ("auto", found):
-        yield found
-        return
-    before = core.Adam, core.USING_PYTORCH_OPTIMIZER
-    if implementation == "torch":
-        core.Adam, core.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
-    elif implementation == "apex" and importlib.util.find_spec("amp_C") is not None:
-        from apex.optimizers import FusedAdam
-
-        core.Adam, core.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-    else:
-        raise ConfigError(
-            [
-                Problem(
-                    "optimizer.implementation",
-                    f"{implementation}: {IMPLEMENTATIONS[implementation]} is not installed here; "
-                    f"auto takes {IMPLEMENTATIONS[found]}",
-                )
-            ]
-        )
-    try:
-        yield implementation
-    finally:
-        core.Adam, core.USING_PYTORCH_OPTIMIZER = before
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
@@ -133,10 +83,10 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=run.parallel.overlap_param_gather,
     )
-    multi_tensor.install()
-    with _adam(o.implementation) as name:
+    norm_and_clipping.install()
+    with adam(o.implementation) as name:
         optimizer = get_megatron_optimizer(config, chunks)
-    multi_tensor.copy_weights_at_once(optimizer)
+    copy_weights_at_once(optimizer)
     detail = ""
     if name == "torch" and run.training.device == "cuda":
         use_fused_kernel(optimizer)
@@ -144,26 +94,6 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
     sharded = "sharded over data-parallel ranks" if config.use_distributed_optimizer else "whole"
     asked = "" if o.implementation == "auto" else ", as configured"
     return optimizer, f"optimizer: {IMPLEMENTATIONS[name]}{detail}{asked}; state FP32, {sharded}"
-
-
-def use_fused_kernel(optimizer: Any) -> None:
-    """Switch PyTorch's AdamW to its one-kernel update; call again after a checkpoint was loaded.
-
-    Megatron-Core offers no option for it, and a checkpoint carries the flags of its writer. The
-    fused kernel wants its step counters on the device.
-    """
-    for part in optimizer.chained_optimizers:
-        inner = part.optimizer
-        if not isinstance(inner, torch.optim.AdamW):
-            continue
-        for group in inner.param_groups:
-            group["fused"], group["foreach"] = True, False
-            for parameter in group["params"]:
-                step = inner.state.get(parameter, {}).get("step")
-                if step is not None:
-                    inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).to(
-                        parameter.device
-                    )
 
 
 def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any) -> Any:
@@ -184,14 +114,3 @@ def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any)
         if not one:
             config.grad_sync_func = [c.start_grad_sync for c in chunks]
     return config
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

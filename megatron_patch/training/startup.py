@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.core_patches import quiet
 from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.heartbeat import PULSE
@@ -52,10 +52,10 @@ def prepare_process(run: RunConfig) -> None:
     """
     setup.check_world_size(run, setup.launched_world_size())
     determinism.enforce(run)
-    _quiet_libraries()
+    quiet.install()
     environment.hide_old_nvrx()
     if run.training.device == "cpu":
-        from megatron_patch.runtime import cpu_mode
+        from megatron_patch.core_patches import cpu_mode
 
         cpu_mode.install()
     elif not torch.cuda.is_available():
@@ -68,18 +68,6 @@ def prepare_process(run: RunConfig) -> None:
                 )
             ]
         )
-
-
-def _quiet_libraries() -> None:
-    """Drop notices that are not about this run; what it runs on is said in the start-up lines."""
-    # Missing optional packages and deprecations inside Megatron-Core, once per rank.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core(\..*)?")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # Core's tensor-parallel layers look at .grad of activations; its collectives use old names.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def take_directory(loaded: Loaded, layout: Layout) -> RunDirectory | None:
@@ -358,7 +346,7 @@ def check_host_memory(checkpointer: Checkpointer, monitor: Monitor) -> None:
 def keep_optimizer_kernel(session: Session) -> None:
     """A checkpoint carries its writer's optimizer flags: put this run's back."""
     if session.run.training.device == "cuda":
-        from megatron_patch.training.optimizer import use_fused_kernel
+        from megatron_patch.core_patches.optimizer import use_fused_kernel
 
         use_fused_kernel(session.optimizer)
 

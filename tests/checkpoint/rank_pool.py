@@ -27,7 +27,7 @@ def _serve(connection: Any, path: list[str], cpu: bool) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's and core's own deprecations
     if cpu:
-        from megatron_patch.runtime import cpu_mode
+        from megatron_patch.core_patches import cpu_mode
 
         cpu_mode.install()
     scenarios = importlib.import_module("scenarios")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_patch.context_parallel.layout import positions, shard, unshard
-from megatron_patch.runtime import cpu_mode
+from megatron_patch.core_patches import cpu_mode
 
 
 def test_the_split_megatron_core_documents():

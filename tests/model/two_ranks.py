@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import SEQ, VOCAB, reseed, tiny_run
 
-from megatron_patch.runtime import cpu_mode
+from megatron_patch.core_patches import cpu_mode
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 

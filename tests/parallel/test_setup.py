@@ -61,7 +61,7 @@ ALONE = """
 import random, sys
 import numpy as np, torch
 from run_config import run_config
-from megatron_patch.runtime import cpu_mode
+from megatron_patch.core_patches import cpu_mode
 from megatron_patch.parallel import setup
 cpu_mode.install()
 run = run_config()

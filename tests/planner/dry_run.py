@@ -32,8 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_patch.model import norms
-from megatron_patch.runtime import cpu_mode
+from megatron_patch.core_patches import cpu_mode, norms
 from megatron_patch.schema.run import RunConfig
 from stable_attention import chunks, ops
 from stable_attention.stabilizers import STABILIZERS

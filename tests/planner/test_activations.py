@@ -220,7 +220,7 @@ def test_what_the_cross_entropy_holds_beside_the_logits():
     """In the backward pass: the gradient in BF16 and, unless compiled, a float32 softmax."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    from megatron_patch.model.cross_entropy import cross_entropy
+    from megatron_patch.core_patches.cross_entropy import cross_entropy
 
     with single_rank():
         group = dist.group.WORLD

@@ -290,7 +290,10 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda meta: [meta], "meta.json: does not describe the records"),
-        (lambda meta: meta | {"rule": {"magic": 1.0}}, "rule is of another version (it has magic; this"),
+        (
+            lambda meta: meta | {"rule": {"magic": 1.0}},
+            "rule is of another version (it has magic; this",
+        ),
         (lambda meta: meta | {"rule": None}, "it has a NoneType"),
         (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
         (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "it has settle_steps"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_patch.cli import experiment, train
+from megatron_patch.cli import train
 from megatron_patch.runtime import lifeline
 
 RANK = """
@@ -70,14 +70,12 @@ def test_kill_tree_reaches_ranks_in_sessions_of_their_own(tmp_path: Path) -> Non
     process.wait()
 
 
-@pytest.mark.parametrize("command", [train, experiment], ids=["train", "experiment cell"])
-def test_both_ways_to_start_a_rank_ask_for_it(command: object, monkeypatch) -> None:
+def test_a_training_rank_asks_for_it(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(command, "die_with_launcher", lambda: asked.append(True))
-    monkeypatch.setattr(command, "load", lambda *_: (_ for _ in ()).throw(StopIteration))
-    run = train.run if command is train else experiment.run_cell
+    monkeypatch.setattr(train, "die_with_launcher", lambda: asked.append(True))
+    monkeypatch.setattr(train, "load", lambda *_: (_ for _ in ()).throw(StopIteration))
     with pytest.raises(StopIteration):
-        run(type("Arguments", (), {"config": "none.yaml", "overrides": []})())
+        train.run(type("Arguments", (), {"config": "none.yaml", "overrides": []})())
     assert asked == [True]
 
 

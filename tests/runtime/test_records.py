@@ -140,9 +140,7 @@ def attempt(path: Path, *steps: int, columns: tuple[str, ...] = ("value",)) -> S
     """An attempt that writes these steps."""
     table = StepCsv(path, columns)
     for step in steps:
-        assert table.append_rows(
-            {"step": step} | dict.fromkeys(columns, f"{step},{table.attempt}")
-        )
+        assert table.append_rows({"step": step} | dict.fromkeys(columns, f"{step},{table.attempt}"))
     table.close()
     return table
 

@@ -272,7 +272,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opened(script: Any, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(session, loaders) of the run's configuration and checkpoint, two micro-batches a batch."""
-    from megatron_patch.runtime import cpu_mode
+    from megatron_patch.core_patches import cpu_mode
 
     args = argparse.Namespace(
         config=trained,

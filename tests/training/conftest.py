@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[None]:
     """CPU mode before Megatron is imported in this test process; undone at the end."""
-    from megatron_patch.runtime import cpu_mode
+    from megatron_patch.core_patches import cpu_mode
 
     cpu_mode.install()
     yield

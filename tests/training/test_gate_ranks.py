@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = """
-from megatron_patch.runtime import cpu_mode
+from megatron_patch.core_patches import cpu_mode
 cpu_mode.install()
 """
 GATED = """

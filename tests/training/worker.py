@@ -114,10 +114,10 @@ def means_of_ranks() -> Callable[[], None]:
 
 def stock_mtp() -> Callable[[], None]:
     """Megatron-Core's own weights of the multi-token-prediction losses."""
-    from megatron_patch.runtime import cpu_mode
+    from megatron_patch.core_patches import cpu_mode
 
     cpu_mode.install()  # before anything of Megatron is imported
-    from megatron_patch.model import mtp
+    from megatron_patch.core_patches import mtp
 
     right = mtp._over_context
     mtp._over_context = mtp.core.process_mtp_loss

@@ -3,7 +3,6 @@
 - ``reference_attention``: float32 inside, blocks of keys, trainable on CPU and GPU.
 - ``oracle_attention``: float64, one matrix at a time, gradients by autograd; small shapes.
 - ``emulators``: the rounding of other implementations, step by step.
-- ``split_products``: float32 from BF16 tensors on tensor cores (Triton), for whole training runs.
 """
 
 from stable_attention.reference.blockwise import reference_attention

@@ -266,7 +266,7 @@ def _latent(run: RunConfig) -> Iterator[Problem]:
 
 
 def _latent_without_sequence_parallelism(run: RunConfig, tp: int) -> Iterator[Problem]:
-    """Megatron-Core 0.19.2 computes some gradients wrongly there; see model/mla.py."""
+    """Megatron-Core 0.19.2 computes some gradients wrongly there; see core_patches/mla.py."""
     if run.model.layer_spec == "te":
         why = "the gradient of the shared rotary key is summed over ranks only under it"
     elif run.model.qk_layernorm and run.model.mla and run.model.mla.q_lora_rank is not None:

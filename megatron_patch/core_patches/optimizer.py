@@ -1,0 +1,228 @@
+"""Megatron-Core's optimizer: the norm, copies of many tensors at once, the kernel that runs.
+
+Without Transformer Engine and Apex, core's stand-ins bring the norm of every single gradient to the
+host while the GPU waits, and scale the gradients through a copy of each. With or without them it
+copies updated weights one parameter at a time, and looks up where to in every step. All this is
+done between the moment the norm is known and the update, or just after it, when the GPU has nothing
+else to do: host time there is time lost.
+
+Core takes its Adam from what is installed, and runs PyTorch's unfused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_patch.core_patches.replace import Change, Replacement, patched
+from megatron_patch.schema.problem import ConfigError, Problem
+
+IMPLEMENTATIONS = {
+    "te": "Transformer Engine FusedAdam",
+    "apex": "Apex FusedAdam",
+    "torch": "PyTorch AdamW",
+}
+
+
+def _norm_and_clipping() -> Iterator[Change]:
+    """Core's stand-ins, and nothing else."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads as core
+    from megatron.core.optimizer import optimizer as callers
+
+    replacing = False
+    for name, stand_in, ours in (
+        ("l2_norm_impl", utils.local_multi_tensor_l2_norm, _l2_norm),
+        ("multi_tensor_scale_impl", utils.local_multi_tensor_scale, _scale),
+    ):
+        if getattr(core, name) is stand_in:
+            replacing = True
+            yield core, name, ours
+    if replacing:
+        # With this one core leaves the norm on the device.
+        yield core, "multi_tensor_scale_tensor_impl", _scale_by_tensor
+        clip = functools.partial(_clip, core.clip_grad_by_total_norm_fp32)
+        yield callers, "clip_grad_by_total_norm_fp32", clip
+
+
+norm_and_clipping = Replacement(_norm_and_clipping)
+
+
+class ClippedByUpdate:
+    """Handed to core in the place of a norm: the update itself will clip by it (`gate`)."""
+
+
+def clips() -> bool:
+    """Whether `_clip` stands in the place of core's clipping."""
+    from megatron.core.optimizer import optimizer as callers
+
+    found = callers.clip_grad_by_total_norm_fp32
+    return isinstance(found, functools.partial) and found.func is _clip
+
+
+def copy_weights_at_once(optimizer: Any) -> int:
+    """Let sharded optimizers copy all updated weights in one go; how many of them now do.
+
+    Those with quantized weights, FSDP buffers or their own main weights keep core's way.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    changed = 0
+    for part in optimizer.chained_optimizers:
+        if type(part) is not DistributedOptimizer or part.is_stub_optimizer:
+            continue
+        ddp, own = part.ddp_config, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        if ddp.use_megatron_fsdp or ddp.fp8_param_gather or ddp.fp4_param_gather or own:
+            continue
+        part._copy_main_params_to_model_params = _CopyWeights(part)
+        changed += 1
+    return changed
+
+
+class _CopyWeights:
+    """This rank's shards of the FP32 weights, rounded into the model's buffers.
+
+    Where each belongs is looked up again when core has put another tensor in the place of one.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._known: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        part = self._part
+        groups = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
+        new = [shard for group in groups for shard in group]
+        buckets = [bucket.param_data for buffer in part.buffers for bucket in buffer.buckets]
+        now = [*new, *buckets]
+        # By identity; both lists are alive, so that no address has been used again.
+        known = self._known
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+            self._known, self._places = now, self._look_up()
+        if new:
+            torch._foreach_copy_(self._places, new)
+
+    def _look_up(self) -> list[torch.Tensor]:
+        part, places = self._part, []
+        for model in (m for g in (*part.model_float16_groups, *part.model_fp32_groups) for m in g):
+            where = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            buffer, _, bucket = part.model_param_gbuf_map[model]
+            flat = part.buffers[buffer].buckets[bucket].param_data.view(-1)
+            places.append(flat[where.start : where.end])
+        return places
+
+
+def _clip(
+    core: Any, parameters: Any, max_norm: float, total_norm: Any, *rest: Any, **options: Any
+) -> None:
+    """Core's clipping, where there is something to clip: it gathers all gradients first."""
+    if isinstance(total_norm, ClippedByUpdate):
+        return
+    if isinstance(total_norm, float) and max_norm / (total_norm + 1.0e-6) >= 1.0:
+        return
+    core(parameters, max_norm, total_norm, *rest, **options)
+
+
+def _l2_norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[list[torch.Tensor]],
+    per_tensor: bool,
+    *unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """(norm of all tensors as one vector [1], None), on their device."""
+    assert not per_tensor, "Megatron-Core asks for the total norm alone"
+    (tensors,) = tensor_lists
+    return torch.nn.utils.get_total_norm(tensors).reshape(1), None
+
+
+def _scale(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[list[torch.Tensor]],
+    factor: float,
+) -> None:
+    source, target = tensor_lists
+    assert source is target, "Megatron-Core clips gradients in place"
+    torch._foreach_mul_(target, factor)
+
+
+def _scale_by_tensor(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[list[torch.Tensor]],
+    factor: torch.Tensor,
+) -> None:
+    source, target = tensor_lists
+    assert source is target, "Megatron-Core clips gradients in place"
+    torch._foreach_mul_(target, factor.reshape(()))
+
+
+def installed_implementation() -> str:
+    """What Megatron-Core would take by itself: ``te``, else ``apex``, else ``torch``."""
+    import megatron.core.optimizer as core
+
+    if core.USING_PYTORCH_OPTIMIZER:
+        return "torch"
+    return "te" if core.Adam.__module__.startswith("transformer_engine") else "apex"
+
+
+@contextlib.contextmanager
+def adam(implementation: str) -> Iterator[str]:
+    """Make Megatron-Core build its optimizer from the wanted kernel; yields its short name.
+
+    Raises:
+        ConfigError: the kernel is not installed.
+    """
+    import megatron.core.optimizer as core
+
+    found = installed_implementation()
+    if implementation in ("auto", found):
+        yield found
+        return
+    if implementation == "torch":
+        kernel: Any = torch.optim.AdamW
+    elif implementation == "apex" and importlib.util.find_spec("amp_C") is not None:
+        from apex.optimizers import FusedAdam
+
+        kernel = FusedAdam
+    else:
+        raise ConfigError(
+            [
+                Problem(
+                    "optimizer.implementation",
+                    f"{implementation}: {IMPLEMENTATIONS[implementation]} is not installed here; "
+                    f"auto takes {IMPLEMENTATIONS[found]}",
+                )
+            ]
+        )
+    plain = implementation == "torch"
+    with patched((core, "Adam", kernel), (core, "USING_PYTORCH_OPTIMIZER", plain)):
+        yield implementation
+
+
+def use_fused_kernel(optimizer: Any) -> None:
+    """Switch PyTorch's AdamW to its one-kernel update; call again after a checkpoint was loaded.
+
+    Megatron-Core offers no option for it, and a checkpoint carries the flags of its writer. The
+    fused kernel wants its step counters on the device.
+    """
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for parameter in group["params"]:
+                step = inner.state.get(parameter, {}).get("step")
+                if step is not None:
+                    inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).to(
+                        parameter.device
+                    )

@@ -1,1 +1,0 @@
-"""Controlled experiments through the real trainer, and probes of tensors they captured."""

@@ -1,0 +1,113 @@
+"""When a run counts as exploded: on the curves of known runs, and on awkward ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import results
+from protocol import ExplosionConfig
+from verdict import judge, read_rows, windows
+
+RULE = ExplosionConfig(window=50, from_step=2000, grad_norm=1.0, loss=4.5)
+
+
+def rows(points: dict[int, tuple[float, float]], last: int) -> list[dict[str, float]]:
+    """One row a step; the figures of ``points`` hold from their step on."""
+    found, now = [], (9.0, 5.0)
+    for step in range(1, last + 1):
+        now = points.get(step, now)
+        found.append({"step": float(step), "loss": now[0], "grad_norm": now[1]})
+    return found
+
+
+def test_a_stable_run() -> None:
+    verdict = judge(rows({1: (9, 5), 1000: (4.4, 0.4), 2001: (3.5, 0.3)}, 5000), RULE)
+    assert verdict.exploded_at is None and verdict.first_large_gradient is None
+    assert verdict.steps == 5000 and verdict.final_loss == 3.5
+    assert verdict.largest_grad_norm == verdict.largest_single_grad_norm == 0.4
+
+
+def test_an_explosion_is_named_by_the_window_it_shows_in() -> None:
+    curve = {1: (9, 5), 1000: (3.5, 0.3), 4001: (3.5, 1.2), 5201: (7.0, 1e5)}
+    verdict = judge(rows(curve, 6000), RULE)
+    assert verdict.first_large_gradient == 4050 and verdict.exploded_at == 5250
+
+
+def test_large_figures_of_the_start_do_not_count() -> None:
+    """Neither a loss that never was below the limit, nor gradients of the warm-up."""
+    assert judge(rows({1: (9, 5)}, 1900), RULE).exploded_at is None
+    verdict = judge(rows({1: (9, 5)}, 4000), RULE)
+    assert verdict.exploded_at is None and verdict.first_large_gradient == 2000
+    spike = rows({1: (9, 5), 500: (4.0, 0.4), 900: (6.0, 3), 950: (4.0, 0.4)}, 3000)
+    assert judge(spike, RULE).exploded_at is None
+
+
+def test_one_bad_step_is_not_an_explosion_but_is_seen() -> None:
+    curve = {1: (4.0, 0.3), 3001: (20.0, 40.0), 3002: (4.0, 0.3)}
+    verdict = judge(rows(curve, 4000), RULE)
+    assert verdict.exploded_at is None and verdict.first_large_gradient == 3050
+    assert verdict.largest_single_grad_norm == 40.0
+    assert judge(rows({1: (4.0, 0.3), 3001: (60.0, 1.0), 3002: (4.0, 0.3)}, 4000), RULE).exploded_at
+
+
+def test_not_a_number_is_an_explosion() -> None:
+    verdict = judge(rows({1: (4.0, 0.3), 2501: (math.nan, math.nan)}, 2600), RULE)
+    assert verdict.exploded_at == verdict.first_large_gradient == 2550
+    assert math.isnan(verdict.largest_grad_norm or 0)
+
+
+def test_no_rows() -> None:
+    verdict = judge([], RULE)
+    assert verdict.steps == 0 and verdict.final_loss is None and verdict.exploded_at is None
+
+
+def test_rows_of_a_file_that_a_crash_tore(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss,grad_norm,eval_loss\n1,9,5,\n2,inf,nan,\n3,8,4,3.5\n4,7.")
+    found = read_rows(path)
+    assert [r["step"] for r in found] == [1, 2, 3] and found[2]["eval_loss"] == 3.5
+    assert judge(found, ExplosionConfig(window=2)).eval_loss == 3.5
+    assert math.isinf(windows(found, 2)[0].loss)
+
+
+def test_a_window_that_is_not_over_is_no_verdict() -> None:
+    """A run that is looked at, or cut off, two steps into a window: a spike is no mean."""
+    rule = ExplosionConfig(window=50, from_step=50, grad_norm=1.0, loss=4.5)
+    rows = [{"step": float(i), "loss": 3.0, "grad_norm": 0.3} for i in range(1, 101)]
+    rows += [{"step": 101.0, "loss": 6.0, "grad_norm": 40.0}]
+    found = judge(rows, rule)
+    assert found.first_large_gradient is None and found.exploded_at is None
+    rows += [{"step": float(i), "loss": 3.0, "grad_norm": 0.3} for i in range(102, 151)]
+    assert judge(rows, rule).first_large_gradient == 150
+    ended = [*rows[:100], {"step": 101.0, "loss": float("nan"), "grad_norm": 1.0}]
+    assert judge(ended, rule).exploded_at == 101
+
+
+def test_rows_of_a_file_with_blocks_of_zeros(tmp_path: Path) -> None:
+    """What a machine that lost power leaves; the runner reads it while other runs go on."""
+    path = tmp_path / "metrics.csv"
+    zeros = "\0" * 200_000
+    path.write_text(f"step,loss,grad_norm\n1,4.0,0.3\n{zeros}3,4.0,0.3\n4,4.{zeros},0.3\n{zeros}")
+    assert [row["step"] for row in read_rows(path)] == [1, 3]
+
+
+def test_runs_that_were_not_made_alike_are_named() -> None:
+    made: dict = {name: ["1"] for name in results.MADE_WITH}
+    runs: list[dict] = [made | {"run": f"a-s{n}", "seed": n, "data": f"{n}"} for n in (1, 2)]
+    assert results.unlike(runs) == []
+    runs.append(made | {"run": "b-s1", "seed": 1, "data": "9", "torch": ["1", "2"]})
+    assert results.unlike(runs) == [
+        "torch: 1 (a-s1, a-s2, b-s1); 2 (b-s1)",
+        "data: runs of seed 1 were not trained on the same batches",
+    ]
+
+
+def test_final_losses_are_of_runs_that_came_to_their_last_step() -> None:
+    """Not of those that ended around an event of their own, nor of what continues them."""
+    run = {"cell": "a", "state": "finished", "reason": "", "origin": None}
+    runs = [run | {"final_loss": 3.0}, run | {"final_loss": 3.5}]
+    runs += [run | {"final_loss": 7.0, "reason": "100 steps after the event"}]
+    runs += [run | {"final_loss": 7.0, "origin": {"step": 5}}, run | {"final_loss": "nan"}]
+    assert results.seed_spread(runs).endswith("| a | 2 | 3.2500 | 0.5000 |")
+    assert results.seed_spread(runs[2:]) == ""
