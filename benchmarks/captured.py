@@ -43,7 +43,7 @@ def heads(parser: argparse.ArgumentParser, paths: list[Path]) -> Iterator[Head]:
     """Every head of these files, of the first sequence; those of the tests if there are none."""
     for path in paths or sorted(CAPTURES.glob("*.pt")):
         try:
-            one = capture.load(path)
+            one = capture.CaptureFile.load(path)
         except (OSError, ValueError) as error:
             parser.error(str(error))
         if not one.causal or one.window or one.sinks is not None or one.dropout_p:

@@ -60,7 +60,7 @@ Row = dict[str, float]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.csv that count: step, loss, grad_norm (and eval_loss where there is one).
+    """Rows of a metrics.csv that count: step, loss, grad_norm, and eval_loss where there is one.
 
     Non-finite figures stay what they are.
     """

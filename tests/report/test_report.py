@@ -292,7 +292,7 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
         (lambda meta: [meta], "meta.json: does not describe the records"),
         (
             lambda meta: meta | {"rule": {"magic": 1.0}},
-            "rule is of another version (it has magic; this",
+            "rule is of another version (it has magic;",
         ),
         (lambda meta: meta | {"rule": None}, "it has a NoneType"),
         (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
