@@ -17,9 +17,10 @@ import bisect
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def up_to(records: np.ndarray, step: int) -> int:
 
 def story(
     records: np.ndarray, attempts: Sequence[Sequence[int]], *, after: int = 0
-) -> list[np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """Records that count, in ascending steps: of every attempt those before the next one began.
 
     Slices of the given array, of which few records are read.
@@ -89,13 +90,7 @@ def story(
         if len(part):
             parts.append(part)
         end, limit = min(first, end), min(start, limit)
-    return parts[::-1]
-
-
-def _joined(parts: list[np.ndarray], dtype: np.dtype[Any]) -> np.ndarray:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return tuple(parts[::-1])
 
 
 def make_meta(
@@ -119,14 +114,22 @@ def attention_at(meta: Mapping[str, Any], step: int) -> str:
     return str(next(names, meta["attention"]))
 
 
-@dataclass(frozen=True)  # no slots: `judged` is kept
+@dataclass(frozen=True)  # no slots: `records` and `judged` are kept
 class Telemetry:
     """Everything recorded so far."""
 
     meta: dict[str, Any]
-    records: np.ndarray
+    parts: tuple[np.ndarray, ...]
+    """Records that count, in ascending steps."""
     before: np.ndarray | None = None
     """Records of the run that this one continues, up to the checkpoint it began from."""
+
+    @cached_property
+    def records(self) -> np.ndarray:
+        """`parts` in one array: in the file where they are one, else a copy in memory."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return np.concatenate([np.zeros(0, record_dtype(self.meta)), *self.parts])
 
     @property
     def steps(self) -> np.ndarray:
@@ -155,11 +158,11 @@ class Telemetry:
         Before the first record of a run that continues another one: as that one's last has it.
         """
         names = self.meta["scalars"]
-        records = self.records if len(self.records) or self.before is None else self.before
-        if not len(records):
-            return None
-        switched = records[-1]["scalars"][names.index("switched")]
-        return int(switched) if switched > 0 else None
+        for part in reversed(self.all_parts):
+            if len(part):
+                switched = part[-1]["scalars"][names.index("switched")]
+                return int(switched) if switched > 0 else None
+        return None
 
     def signs_began(self, danger: int, *, until: int = 0) -> int:
         """Step of the first record of the stretch at `watch` or worse that led to this danger.
@@ -172,8 +175,10 @@ class Telemetry:
             until: how far back it matters; records of weeks need not be read.
         """
         level, began = self.meta["scalars"].index("level"), danger
-        for at in range(up_to(self.records, danger - 1) - 1, -1, -1):
-            record = self.records[at]
+        earlier = (
+            one for part in reversed(self.parts) for one in part[::-1] if one["step"] < danger
+        )
+        for record in earlier:
             step = int(record["step"])
             if record["scalars"][level] >= LEVELS.index("watch"):
                 began = step
@@ -244,7 +249,7 @@ class Telemetry:
         names = self.meta["scalars"]
         at = names.index("switched")
         metrics = {name: i for i, name in enumerate(self.meta["head_metrics"])}
-        for one in self._each():
+        for one in chain.from_iterable(self.all_parts):
             step = int(one["step"])
             now = int(np.nan_to_num(one["scalars"][at]))
             # The record that made the guard switch was read in that step or the next, is judged
@@ -266,26 +271,23 @@ class Telemetry:
                 found.append(self._stretch(rule, step, switched=True))
         return [*found, self._stretch(rule, changes[-1] + 1)] if changes else found
 
-    def _each(self) -> Iterator[Any]:
-        """Every record, those of the run before first; never in one array, which may be too big."""
-        for part in (self.before, self.records):
-            if part is not None:
-                yield from part
+    @property
+    def all_parts(self) -> tuple[np.ndarray, ...]:
+        """Every record, those of the run before first; not in one array, which may be too big."""
+        return self.parts if self.before is None else (self.before, *self.parts)
 
     def until(self, step: int) -> Telemetry:
         """The records up to a step alone."""
-        return Telemetry(self.meta, self.records[: up_to(self.records, step)], self.before)
+        parts = tuple(part[: up_to(part, step)] for part in self.parts)
+        return Telemetry(self.meta, parts, self.before)
 
     def since(self, step: int) -> Telemetry:
         """The records after a step alone; the others are not read."""
         before = self.before
         if before is not None:
             before = before[up_to(before, step) :]
-        return Telemetry(
-            self.meta,
-            self.records[up_to(self.records, step) :],
-            before if before is not None and len(before) else None,
-        )
+        parts = tuple(part[up_to(part, step) :] for part in self.parts)
+        return Telemetry(self.meta, parts, before if before is not None and len(before) else None)
 
     def _stretch(self, rule: Rule, step: int, *, switched: bool = False) -> History:
         """Of records from ``step`` on."""
@@ -446,7 +448,7 @@ def meta_of(folder: Path) -> dict[str, Any]:
 def read(run_dir: Path | str, *, after: int = 0) -> Telemetry:
     """The telemetry of a run, also of one that is going on.
 
-    Arrays lie in the file (memory-mapped) where no attempt repeated steps of another.
+    Arrays lie in the file (memory-mapped), but `Telemetry.records` of several attempts.
 
     Args:
         run_dir: of the run.
@@ -459,14 +461,17 @@ def read(run_dir: Path | str, *, after: int = 0) -> Telemetry:
     folder = Path(run_dir) / FOLDER
     meta = meta_of(folder)
     dtype, attempts = record_dtype(meta), meta.get("attempts", [FIRST_ATTEMPT])
-    found = _joined(story(records_of(folder / "records.bin", dtype), attempts, after=after), dtype)
+    parts = story(records_of(folder / "records.bin", dtype), attempts, after=after)
     if "parent" in meta:
-        own = up_to(found, int(meta["parent"]["step"]))
-        before, found = found[:own], found[own:]
+        step = int(meta["parent"]["step"])
+        before = np.concatenate(
+            [np.zeros(0, dtype), *(part[: up_to(part, step)] for part in parts)]
+        )
+        parts = tuple(part[up_to(part, step) :] for part in parts)
     else:  # format 1 kept the parent's records in a file of their own
         before = records_of(folder / "before.bin", dtype)
         before = before[up_to(before, after) :]
-    return Telemetry(meta, found, before if len(before) else None)
+    return Telemetry(meta, tuple(filter(len, parts)), before if len(before) else None)
 
 
 def records_of(file: Path, dtype: np.dtype[Any]) -> np.ndarray:

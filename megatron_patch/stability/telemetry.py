@@ -25,10 +25,10 @@ from megatron_patch.checkpoint import last
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
-from megatron_patch.stability.lookback import look_back
+from megatron_patch.stability.history_from_parent import history_from_parent
 from megatron_patch.stability.names import COMPENSATED, LEVELS
 from megatron_patch.stability.observe import Observer, Request, find_sites
-from megatron_patch.stability.series import Series
+from megatron_patch.stability.step_window import StepWindow
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
 from megatron_patch.stability.weights import SpectralNorms
@@ -101,7 +101,7 @@ class Stability:
             chunks, roots, decoder_layers=decoder, layers=layers, device=layout.device
         )
         self.weights = SpectralNorms(self.observer.sites)
-        self.series = Series(self.options.interval, layout)
+        self.window = StepWindow(self.options.interval, layout)
         self._observing = False
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
@@ -137,7 +137,7 @@ class Stability:
                 f"{guard.FILE} tells of (a start without that file goes on as the checkpoint says)"
             )
         if self.options.enabled:
-            self.series.restore(saved, step)
+            self.window.restore(saved, step)
             found: list[Any] = [None]
             if self.layout.print_rank:
                 history = self._open(step)  # and `switched_at`, for the other ranks as well
@@ -193,7 +193,7 @@ class Stability:
         # What lies further back the rule does not look at, and weeks of it are gigabytes.
         start = max(0, step - self._reach)
         found = record.read(self.run_dir, after=start).until(step)
-        if step and not own and self._look_back(step, found.meta):
+        if step and not own and self._history_from_parent(step, found.meta):
             found = record.read(self.run_dir, after=start).until(step)
         switched_at = found.switched_at or 0
         if switched_at > step and not self.switched_at:
@@ -205,13 +205,15 @@ class Stability:
         same = history.compensated == self._compensated
         return history if same else record.History(self.rule, compensated=self._compensated)
 
-    def _look_back(self, step: int, meta: dict[str, Any]) -> bool:
+    def _history_from_parent(self, step: int, meta: dict[str, Any]) -> bool:
         """At the first start from another run's checkpoint: whether its records are here now."""
         writer, parent = self._writer, {"run": str(self._source), "step": step}
         if self._source is None or writer is None or meta.get("parent") == parent:
             return False
         try:
-            found, records = look_back(self._source, writer.meta, step=step, steps=self._reach)
+            found, records = history_from_parent(
+                self._source, writer.meta, step=step, steps=self._reach
+            )
             writer.begin_with(records, parent=parent)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.monitor.say(
@@ -282,7 +284,7 @@ class Stability:
             self._switch_again()
         if not self.options.enabled:
             return
-        self.series.note(result)
+        self.window.observe(result)
         self.flush(step)
         if self._observing:
             self._send(step, result.lr)
@@ -296,7 +298,7 @@ class Stability:
         first = self.heads.first_head
         for site, norms in self.weights.measure():
             maxima[1:, site.layer, first : first + norms.shape[1]] = norms
-        series = self.series.take()
+        series = self.window.drain()
         total = torch.cat([sums.flatten(), self.norms.squares, series.flatten()])
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
@@ -323,11 +325,11 @@ class Stability:
 
     def before_save(self) -> None:
         """Make `state` that of this step. Collective."""
-        self.series.settle()
+        self.window.synchronize()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, beside the switch: plain data."""
-        return self.series.state()
+        return self.window.state()
 
     # ------------------------------------------------------------------- read
 

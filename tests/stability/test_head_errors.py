@@ -73,7 +73,7 @@ def test_a_head_that_stayed_small_did_not_run_away_with_another(script: Any) -> 
     logits = found["heads"][0, meta["head_metrics"].index("max_logit")]
     logits[:] = 200.0
     logits[1, 2] = 3000.0
-    assert script.ran_away(record.Telemetry(meta, found)) == [[1, 2]]
+    assert script.ran_away(record.Telemetry(meta, (found,))) == [[1, 2]]
 
 
 def test_an_earlier_result_is_added_to(

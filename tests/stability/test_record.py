@@ -11,7 +11,7 @@ import pytest
 from telemetry_records import EVERY, H, L, heads, meta, write
 
 from megatron_patch.stability import record
-from megatron_patch.stability.lookback import look_back
+from megatron_patch.stability.history_from_parent import history_from_parent
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import NOWHERE, Rule, Spot, judge
 from megatron_patch.stability.writer import Writer
@@ -149,7 +149,7 @@ def begin_from(
 ) -> Path:
     """Start a run from another one's checkpoint."""
     writer = Writer(folder, meta(name), start_step=step)
-    found, records = look_back(source, writer.meta, step=step, steps=steps)
+    found, records = history_from_parent(source, writer.meta, step=step, steps=steps)
     writer.begin_with(records, parent={"run": str(source), "step": step})
     writer.close()
     return found
@@ -180,7 +180,7 @@ def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
         assert [p.step for p in record.read(second).history().points] == seen
         (second / "stability" / "meta.json").unlink()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'a/b'"):
-        look_back(first, meta("a/b"), step=20, steps=100)
+        history_from_parent(first, meta("a/b"), step=20, steps=100)
 
 
 def test_looking_back_on_another_run(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     for source in (checkpoint, checkpoint.parent, first):
         with pytest.raises(FileNotFoundError, match="no telemetry beside it"):
-            look_back(source, meta(), step=40, steps=25)
+            history_from_parent(source, meta(), step=40, steps=25)
     write(first, [10, 20, 30, 40, 50]).close()
     write(second, [50, 60]).close()  # another story, of which nothing counts
     for source in (checkpoint, checkpoint.parent, first):  # started again and again
@@ -205,12 +205,12 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
     begin_from(second, third, step=50, steps=25)
     assert [p.step for p in record.read(third).history().points] == [30, 40, 50]
     with pytest.raises(FileNotFoundError, match="no telemetry of the steps up to 5"):
-        look_back(first, meta(), step=5, steps=25)
+        history_from_parent(first, meta(), step=5, steps=25)
     # Another attempt, before the first record, with other attention: nothing is known of it.
     other = meta("sdpa_cudnn/compensated")
     Writer(third, other, start_step=50).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'sdpa_cudnn"):
-        look_back(second, other, step=50, steps=25)
+        history_from_parent(second, other, step=50, steps=25)
     assert record.read(third).history().points == []
     # From its beginning.
     write(second, [10]).close()

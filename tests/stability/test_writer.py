@@ -15,7 +15,7 @@ from full_disk import KINDS, disk
 from telemetry_records import H, L, add, meta, write
 
 from megatron_patch.stability import record
-from megatron_patch.stability.lookback import look_back
+from megatron_patch.stability.history_from_parent import history_from_parent
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
@@ -200,7 +200,7 @@ def test_killed_before_the_records_of_the_parent_count(
     write(first, [10, 20, 30]).close()
     for killed in (True, False):
         writer = write(second, [], start=30)
-        _, records = look_back(first, writer.meta, step=30, steps=15)
+        _, records = history_from_parent(first, writer.meta, step=30, steps=15)
         with monkeypatch.context() as patch:
             if killed:
                 patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
@@ -257,7 +257,7 @@ def test_the_end_of_a_run_is_judged_as_in_the_whole_of_it(seed: int, tmp_path: P
         row["step"], row["scalars"] = step, rng.random(len(row["scalars"]))
         row["scalars"][at], row["heads"] = switched, rng.random(row["heads"].shape)
     cut = int(rng.integers(0, 20)) if seed % 2 else 0
-    whole = record.Telemetry(described, data[cut:], data[:cut] if cut else None)
+    whole = record.Telemetry(described, (data[cut:],), data[:cut] if cut else None)
     for after in (0, 5, *rng.choice(steps, 8).tolist(), 400):
         expected, found = (t.history(after=after) for t in (whole, whole.since(after)))
         assert repr(found.points) == repr(expected.points)  # NaN is NaN

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_patch.stability import record
 
 
-def look_back(
+def history_from_parent(
     source: Path, meta: Mapping[str, Any], *, step: int, steps: int
 ) -> tuple[Path, np.ndarray]:
     """The other run's directory, and its last records, as `Writer.begin_with` takes them.
@@ -36,8 +36,7 @@ def look_back(
             raise ValueError(f"{key} {other_is}")
     changed = [until for until, _ in other.meta.get("earlier", ()) if until < step]
     recent = other.since(max(changed, default=0)).until(step)
-    parts = [part for part in (recent.before, recent.records) if part is not None]
-    records = np.concatenate(parts)
+    records = np.concatenate([recent.records[:0], *recent.all_parts])
     records = records[: record.up_to(records, step)]
     if not len(records):
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
