@@ -9,7 +9,7 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu check format bench-attention bench-kernels docs clean
+.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu check format bench-attention docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,16 +51,20 @@ format: $(STAMP)  ## rewrite in the house style
 	$(BIN)/ruff check --fix .
 	$(if $(SCRIPTS),$(BIN)/shfmt -w -i 2 -ci $(SCRIPTS))
 
-bench-attention: $(STAMP)  ## attention tables of docs/results (needs a GPU)
-	$(BIN)/python benchmarks/attention.py
+bench-attention: $(STAMP)  ## attention beside its peers (needs a GPU; resumes)
+	PYTHONPATH=kernels $(BIN)/python benchmarks/attention.py --minutes $(or $(MINUTES),10)
+	$(BIN)/python benchmarks/tables.py --plots
 
-bench-kernels: $(STAMP)  ## all GPU evidence for the kernels, most telling first (MINUTES=60; resumes)
-	PYTHONPATH=kernels $(BIN)/python benchmarks/kernel_all.py --minutes $(or $(MINUTES),60); \
-	  status=$$?; $(BIN)/python benchmarks/render_tables.py; exit $$status
+bench-kernels: bench-attention  ## and accuracy, host time, memory errors (MINUTES=10 each; resumes)
+	PYTHONPATH=kernels $(BIN)/python benchmarks/accuracy.py --minutes $(or $(MINUTES),10)
+	PYTHONPATH=kernels $(BIN)/python benchmarks/accuracy.py --context-parallel
+	PYTHONPATH=kernels $(BIN)/python benchmarks/attention.py --host
+	PYTHONPATH=kernels $(BIN)/python benchmarks/sanitizer.py --minutes $(or $(MINUTES),10)
+	$(BIN)/python benchmarks/tables.py
 
 docs: $(STAMP)  ## regenerate the generated pages
 	$(BIN)/megatron-patch config docs --write docs/configuration.md
-	$(BIN)/python benchmarks/render_tables.py
+	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the environment and caches, never runs or data
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

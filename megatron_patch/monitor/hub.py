@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.monitor.metrics import StepMetrics, console_line
 from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
 from megatron_patch.runtime.records import AppendOnlyFile, BestEffort
@@ -75,7 +75,7 @@ class Monitor:
             return
         logging = self.run.logging
         table = CsvSink(self.run_dir / "metrics.csv")
-        own = last.has_saved(self.run_dir)
+        own = last_checkpoint.has_saved(self.run_dir)
         for line in table.messages(start_step, interval=logging.interval, own=own):
             self.say(line)
         self._sinks.append(table)

@@ -363,7 +363,7 @@ def gap(name: str, steps: Sequence[int], start: int, *, apart: int, own: bool) -
     )
 
 
-def append_line(path: Path, line: str, *, durable: bool = False) -> None:
+def append_line(path: Path, line: str) -> None:
     """Append a line to a file that several processes may write, on a line of its own.
 
     A line that a killed process left unfinished is ended first and swallows nothing.
@@ -371,7 +371,6 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
     Args:
         path: created where it does not exist.
         line: without its end.
-        durable: force it to disk.
 
     Raises:
         OSError: it could not be written, or not all of it.
@@ -382,7 +381,5 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
         torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
         # As a rule one write: lines of several ranks do not mix.
         write_all(handle, (f"\n{line}\n" if torn else f"{line}\n").encode())
-        if durable:
-            os.fsync(handle)
     finally:
         os.close(handle)

@@ -163,6 +163,7 @@ def _wrong_shapes(content: Mapping[str, Any]) -> Iterator[str]:
     """Of fields of the right types."""
     s, b, h, d = content["q"].shape
     kv, dv = content["k"].shape[2], content["v"].shape[3]
+    shapes: dict[str, tuple[int, ...]]
     shapes = {"k": (s, b, kv, d), "v": (s, b, kv, dv), "out": (s, b, h, dv), "dout": (s, b, h, dv)}
     shapes |= {n: (h,) for n in ("sinks", "wq_norm", "wk_norm") if content[n] is not None}
     start = "tensors and head lists of the capture do not fit together: "

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
@@ -177,7 +177,7 @@ class Stability:
             attention=self._attention,
         )
         self._writer = Writer(self.run_dir, meta, start_step=step)
-        own = last.has_saved(self.run_dir)
+        own = last_checkpoint.has_saved(self.run_dir)
         for line in self._writer.messages(own=own):
             self.monitor.say(line)
         try:
