@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
-import csv
 import hashlib
 import json
 import multiprocessing
@@ -261,9 +260,10 @@ def text_of(value: object) -> str:
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, str]]:
-    """metrics.csv by step; of a step that was repeated the last row."""
-    with (run_dir / "metrics.csv").open(newline="") as lines:
-        return {int(row["step"]): row for row in csv.DictReader(lines)}
+    """metrics.csv by step."""
+    from megatron_patch.runtime.records import read_rows
+
+    return {int(row["step"]): row for row in read_rows(run_dir / "metrics.csv")}
 
 
 def why(log: str) -> str:

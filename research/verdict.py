@@ -6,7 +6,6 @@ All figures are means over windows of ``window`` steps, of the steps that were l
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol import ExplosionConfig
+
+from megatron_patch.runtime import records
 
 FINAL_STEPS = 200
 
@@ -59,31 +60,18 @@ Row = dict[str, float]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The complete rows of a metrics.csv: step, loss, grad_norm (and eval_loss where there is one).
+    """Rows of a metrics.csv that count: step, loss, grad_norm, and eval_loss where there is one.
 
-    Non-finite figures stay what they are; a row that was torn by a crash is left out.
+    Non-finite figures stay what they are.
     """
-    if not path.exists():
-        return []
-    with path.open(newline="", errors="replace") as lines:
-        return parse_rows(lines)
-
-
-def parse_rows(lines: Iterable[str]) -> list[Row]:
-    """`read_rows` of the file's text: of a step that was made twice, what the last attempt made."""
     rows: list[Row] = []
-    # File systems give zeros for blocks that a crash lost. What follows them on their line is whole
-    # again, what they are in the middle of is not; and thousands of them are an error of csv.
-    whole = (line.lstrip("\0") for line in lines)
-    for row in csv.DictReader(line for line in whole if "\0" not in line):
+    for row in records.read_rows(path):
         try:
             found = {name: float(row[name]) for name in ("step", "loss", "grad_norm")}
             if row.get("eval_loss"):
                 found["eval_loss"] = float(row["eval_loss"])
         except (KeyError, TypeError, ValueError):
             continue
-        while rows and rows[-1]["step"] >= found["step"]:
-            rows.pop()  # an attempt that went back to a checkpoint repeats them
         rows.append(found)
     return rows
 

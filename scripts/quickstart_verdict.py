@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
+
+from megatron_patch.runtime.records import read_rows
 
 
 def main() -> int:
     run = Path(sys.argv[1])
-    with (run / "metrics.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(run / "metrics.csv")
     losses = {int(row["step"]): float(row["loss"]) for row in rows if row["loss"]}
     first, last = losses[min(losses)], losses[max(losses)]
     checkpoints = sorted(p.name for p in (run / "checkpoints").glob("step_*") if p.is_dir())

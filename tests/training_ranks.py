@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
+
+from megatron_patch.runtime.records import read_rows
 
 WORKER = Path(__file__).parent / "training" / "worker.py"
 
@@ -128,8 +129,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, str]]:
     """Rows of a run's metrics.csv by step."""
-    with (run_dir / "metrics.csv").open() as lines:
-        return {int(row["step"]): row for row in csv.DictReader(lines)}
+    return {int(row["step"]): row for row in read_rows(run_dir / "metrics.csv")}
 
 
 def figures(run_dir: Path) -> dict[int, tuple[str, str]]:

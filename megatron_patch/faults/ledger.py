@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.runtime.appending import append_line
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
+from megatron_patch.runtime.records import append_line
 from megatron_patch.schema.problem import ConfigError
 
 FILE = "crashes.jsonl"

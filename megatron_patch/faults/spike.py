@@ -29,8 +29,8 @@ import torch
 
 from megatron_patch.faults import skips
 from megatron_patch.faults.skips import Skips
-from megatron_patch.runtime.appending import Appended
 from megatron_patch.runtime.heartbeat import phase
+from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
 from megatron_patch.schema.faults import SpikeConfig
 
@@ -147,7 +147,7 @@ class SpikePolicy(Watcher):
         self.found = 0
         self._layout, self._run_dir, self._log = layout, run_dir, log
         self._samples, self._last_maxima = samples, last_maxima
-        self._file = Appended(run_dir / FILE)
+        self._file = AppendOnlyFile(run_dir / FILE)
         self._step = 0
         self._spike: Spike | None = None  # the one that `plan_rewind` is about
         self._modules = _attention_modules(roots)

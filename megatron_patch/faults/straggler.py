@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.faults.spike import TO_SIGMA
-from megatron_patch.runtime.appending import Table
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.records import StepCsv
 from megatron_patch.runtime.watcher import Action, ResumePoint, StepResult, Watcher
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_patch.schema.faults import FaultsConfig
 
 FILE = "stragglers.csv"
-COLUMNS = ("step", "what", "ranks", "median_seconds", "mad_seconds", "threshold_seconds",
+COLUMNS = ("what", "ranks", "median_seconds", "mad_seconds", "threshold_seconds",
            "slowest_rank", "slowest_seconds", "stragglers")  # fmt: skip
 WHAT = ("data", "compute")
 LEAST_SECONDS = 0.001
@@ -60,12 +60,13 @@ class Verdict:
         found = [r for r, s in enumerate(self.seconds) if s > self.threshold]
         return sorted(found, key=lambda r: -self.seconds[r])
 
-    def row(self, step: int) -> list[Any]:
+    def row(self, step: int) -> dict[str, Any]:
         """Of ``stragglers.csv``."""
         slowest = max(range(len(self.seconds)), key=self.seconds.__getitem__)
         slow = ";".join(f"{r}:{self.seconds[r]:.6g}" for r in self.slow)
-        return [step, self.what, len(self.seconds), self.median, self.mad, self.threshold, slowest,
-                self.seconds[slowest], slow]  # fmt: skip
+        cells = (self.what, len(self.seconds), self.median, self.mad, self.threshold, slowest,
+                 self.seconds[slowest], slow)  # fmt: skip
+        return {"step": step, **dict(zip(COLUMNS, cells, strict=True))}
 
     def line(self, step: int, hosts: list[str]) -> str:
         """For people; names at most eight ranks."""
@@ -109,7 +110,7 @@ class Stragglers(Watcher):
     ) -> None:
         self._options, self._layout, self._log, self._hosts = options, layout, log, hosts
         self._file = run_dir / FILE
-        self._table: Table | None = None
+        self._table: StepCsv | None = None
         self._active = options.straggler_interval is not None and layout.world_size > 1
         on_gpu = self._active and layout.device.type == "cuda"
         self._clock = _DeviceClock() if on_gpu else None
@@ -118,15 +119,14 @@ class Stragglers(Watcher):
         self._pending: tuple[int, Any, list[torch.Tensor]] | None = None
 
     def load_state(self, at: ResumePoint) -> None:
-        """Rows of later steps move to ``stragglers.abandoned.csv``. Collective.
+        """Go on after a resume or a rewind as a new attempt. Collective.
 
         A comparison under way is of a later step, and is collected first.
         """
         self._collect(wait=True)
         self.close()
         if self._active and self._layout.print_rank:
-            aside = self._file.with_name("stragglers.abandoned.csv")
-            self._table = Table(self._file, COLUMNS, start_step=at.step, aside=aside)
+            self._table = StepCsv(self._file, COLUMNS)
 
     def before_forward(self) -> None:
         """See `Watcher`."""
@@ -196,7 +196,7 @@ class Stragglers(Watcher):
             for i, what in enumerate(WHAT)
         ]
         if self._table is not None:
-            self._table.rows([verdict.row(step) for verdict in found])
+            self._table.append_rows(*(verdict.row(step) for verdict in found))
         for verdict in found:
             if verdict.slow:
                 self._log(verdict.line(step, self._hosts))

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_patch.monitor.metrics import StepMetrics
-from megatron_patch.runtime.appending import Appended
+from megatron_patch.runtime.records import AppendOnlyFile
 
 _NUMBERS = itertools.count()
 """Event files of one second and process need names of their own."""
@@ -35,10 +35,10 @@ class TensorBoardSink:
             events.append(purge)
         host, pid = socket.gethostname(), os.getpid()
         name = f"events.out.tfevents.{int(time.time()):010d}.{host}.{pid}.{next(_NUMBERS)}"
-        self._file = Appended(
+        self._file = AppendOnlyFile(
             directory / name,
             header=b"".join(map(_framed, events)),
-            lines=False,
+            size=1,
             begin=lambda: directory.mkdir(parents=True, exist_ok=True),
         )
         self._file.begin()

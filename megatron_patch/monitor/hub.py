@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_patch.monitor.metrics import StepMetrics, console_line
 from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
-from megatron_patch.runtime.appending import Appended, Spared
-from megatron_patch.runtime.growing import gap
+from megatron_patch.runtime.records import AppendOnlyFile, BestEffort
 
 if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
@@ -44,13 +43,13 @@ class Monitor:
         self._bar: Any = None
         self._settings: dict[str, Any] | None = None
         self._rates: deque[float] = deque(maxlen=RATE_RECORDS)
-        self._file: Appended | None = None
-        self._console = Spared("the console", tell=lambda line: self.say(f"warning: {line}"))
+        self._file: AppendOnlyFile | None = None
+        self._console = BestEffort("the console", report=lambda line: self.say(f"warning: {line}"))
         self._relay: _Relay | None = None
         if active:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = Appended(
-                run_dir / "train.log", tell=lambda line: self.say(f"warning: {line}")
+            self._file = AppendOnlyFile(
+                run_dir / "train.log", report=lambda line: self.say(f"warning: {line}")
             )
 
     def relay_logs(self) -> None:
@@ -71,7 +70,7 @@ class Monitor:
     def start(
         self, start_step: int, *, has_saved: bool = False, settings: dict[str, Any] | None = None
     ) -> None:
-        """Open the sinks. Rows of steps after ``start_step`` are taken over as abandoned.
+        """Open the sinks for the steps after ``start_step``: a new attempt in every file.
 
         Args:
             start_step: steps done.
@@ -83,23 +82,9 @@ class Monitor:
         if not self.active:
             return
         logging = self.run.logging
-        table = CsvSink(
-            self.run_dir / "metrics.csv", start_step=start_step, interval=logging.interval
-        )
-        if table.abandoned:
-            self.say(
-                f"metrics.csv: {table.abandoned} rows beyond step {start_step} moved to "
-                "metrics.abandoned.csv; those steps are about to be repeated"
-            )
-        if table.new_columns is not None:
-            self.say(table.new_columns)
-        if table.ends_early is not None and (table.ends_early or has_saved):
-            self.say(gap("metrics.csv", table.ends_early, start_step))
-        if table.zeros_after is not None:
-            self.say(
-                f"warning: metrics.csv is damaged: it holds zero bytes after step "
-                f"{table.zeros_after:,}, and the rows that were there are lost"
-            )
+        table = CsvSink(self.run_dir / "metrics.csv")
+        for line in table.messages(start_step, interval=logging.interval, own=has_saved):
+            self.say(line)
         self._sinks.append(table)
         if logging.tensorboard:
             from megatron_patch.monitor.events import TensorBoardSink
@@ -130,7 +115,7 @@ class Monitor:
             self._sinks.append(sink)
 
     def restart(self, start_step: int, *, has_saved: bool = False) -> None:
-        """The run went back to ``start_step``: open the sinks again; later rows are abandoned."""
+        """The run went back to ``start_step``: open the sinks again."""
         self._close_sinks()
         self.start(start_step, has_saved=has_saved, settings=self._settings)
 

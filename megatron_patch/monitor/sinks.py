@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
-from megatron_patch.runtime.appending import Spared, Table
-from megatron_patch.runtime.growing import lacks_after, zeros_after
+from megatron_patch.runtime.records import BestEffort, StepCsv, gap
 
 if TYPE_CHECKING:
     from megatron_patch.schema.logging import WandbConfig
@@ -45,36 +44,47 @@ def require_wandb() -> None:
 
 
 class CsvSink:
-    """``metrics.csv``: one row a record, written at once, continued by a resumed run.
+    """``metrics.csv``: one row a record, written at once, continued by every attempt.
 
-    Rows of steps that a resumed run is about to repeat are moved to ``metrics.abandoned.csv``, so
-    the file always tells one story and nothing that was measured is lost.
+    Rows of steps that are about to be repeated stay; see `megatron_patch.runtime.records`.
     """
 
-    def __init__(self, path: Path, *, start_step: int, interval: int = 1) -> None:
-        self.path = path
-        new = not path.exists()
-        aside = path.with_name("metrics.abandoned.csv")
-        self._table = Table(path, CSV_COLUMNS, start_step=start_step, aside=aside)
-        self.abandoned = self._table.dropped
-        self.new_columns = self._table.note(path.name)
-        """What to tell of a table of another version."""
-        self.ends_early: int | None = None
-        """Step of the last row (0: none), where those up to ``start_step`` are not all there."""
-        self.zeros_after: int | None = None
-        if self._table.begun:
-            self.ends_early = lacks_after(path, start_step, apart=interval)
-            self.zeros_after = None if new else zeros_after(path)
+    def __init__(self, path: Path) -> None:
+        self.table = StepCsv(path, [name for name in CSV_COLUMNS if name != "step"])
+
+    def messages(self, start_step: int, *, interval: int, own: bool) -> list[str]:
+        """What is to be logged of the file as it was found; arguments as `records.gap` has them."""
+        table, name = self.table, self.table.path.name
+        found = []
+        if later := sum(step > start_step for step in table.steps):
+            found.append(
+                f"{name}: {later} rows beyond step {start_step:,} stay; those steps are about to "
+                f"be repeated, as attempt {table.attempt}"
+            )
+        if added := [column for column in table.added if column != "attempt"]:
+            text = f"{name} gets the columns {', '.join(added)}, empty up to step {start_step:,}"
+            if table.unknown:
+                names = ", ".join(table.unknown)
+                text = f"warning: {text}; this version does not know {names}: kept, and empty from "
+                text += "here on"
+            found.append(text)
+        if table.begun and (line := gap(name, table.steps, start_step, apart=interval, own=own)):
+            found.append(line)
+        if table.zeros_after is not None:
+            found.append(
+                f"warning: {name} is damaged: it holds zero bytes after step "
+                f"{table.zeros_after:,}, and the rows that were there are lost"
+            )
+        return found
 
     def log(self, metrics: StepMetrics) -> None:
-        row = metrics.csv_row()
-        self._table.rows([[row[name] for name in CSV_COLUMNS]])
+        self.table.append_rows(metrics.csv_row())
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """They have files of their own."""
 
     def close(self) -> None:
-        self._table.close()
+        self.table.close()
 
 
 class WandbSink:
@@ -93,7 +103,7 @@ class WandbSink:
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(wandb.util.generate_id() + "\n")
-        self._spared = Spared("the record of Weights & Biases")
+        self._best_effort = BestEffort("the record of Weights & Biases")
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -106,12 +116,12 @@ class WandbSink:
         )
 
     def log(self, metrics: StepMetrics) -> None:
-        self._spared.attempt(lambda: self._run.log(metrics.scalars(), step=metrics.step))
+        self._best_effort.attempt(lambda: self._run.log(metrics.scalars(), step=metrics.step))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         # W&B refuses steps that lie behind: the record's own step travels as a number.
-        self._spared.attempt(lambda: self._run.log(values | {"stability/step": step}))
+        self._best_effort.attempt(lambda: self._run.log(values | {"stability/step": step}))
 
     def close(self) -> None:
-        self._spared.attempt(self._run.finish)
-        self._spared.close()
+        self._best_effort.attempt(self._run.finish)
+        self._best_effort.close()

@@ -6,7 +6,6 @@ run is young, was killed, or was written by an older version.
 
 from __future__ import annotations
 
-import bisect
 import csv
 import fcntl
 import json
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_patch.runtime.records import read_rows
 
 if TYPE_CHECKING:
     from megatron_patch.stability.record import Telemetry
@@ -131,34 +132,6 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
             if name not in ("attempt", "extra"):
                 columns.setdefault(name, []).append(_number(text))
     return columns
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Whole rows of a per-step CSV; each replaces earlier ones of its step and of later steps."""
-    kept: list[dict[str, str]] = []
-    steps: list[int] = []
-    names: list[str] | None = None
-    if not path.is_file():
-        return []
-    with path.open(newline="", errors="replace") as lines:
-        for line in lines:
-            line = line.lstrip("\0")
-            if not line.endswith("\n") or "\0" in line:
-                continue
-            try:
-                cells = next(csv.reader([line], strict=True), [])
-                if names is None:
-                    names = cells
-                    continue
-                row = dict(zip(names, cells, strict=True))
-                step = int(row["step"])
-            except (csv.Error, ValueError, KeyError):
-                continue
-            at = bisect.bisect_left(steps, step)
-            del steps[at:], kept[at:]
-            steps.append(step)
-            kept.append(row)
-    return kept
 
 
 def _number(value: str) -> float:

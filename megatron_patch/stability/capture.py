@@ -2,11 +2,10 @@
 
 One file per step, layer and tensor-parallel rank, written by the first data-parallel rank:
 ``<run_dir>/captures/step_00001234.layer_005.tp_0.pt`` (``.danger.pt`` where the verdict asked for
-it), readable with torch.load(weights_only=True).
-Under context parallelism the sequence is put together first. Saving waits for the device; it
-happens at the steps that were asked for, and once each at the first signs that
-``capture_at`` and ``capture_at_grad_norm`` name. A file that cannot be written is told and left
-out: its sign starts a capture again after a resume, and none before.
+it), readable with torch.load(weights_only=True). Under context parallelism the sequence is put
+together first. Saving waits for the device; it happens at the steps that were asked for, and once
+each at the first signs that ``capture_at`` and ``capture_at_grad_norm`` name. A file that cannot be
+written is logged and left out: its sign starts a capture again after a resume, and none before.
 
 Shape legend: s tokens of the whole sequence, b sequences, h query heads, kv key/value heads saved
 here, d, dv head dims.
@@ -15,7 +14,10 @@ here, d, dv head dims.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,8 @@ import numpy as np
 import torch
 
 from megatron_patch.context_parallel import layout
-from megatron_patch.runtime.appending import Spared
 from megatron_patch.runtime.files import replacing
-from megatron_patch.stability import capture_check
+from megatron_patch.runtime.records import BestEffort
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
 from megatron_patch.stability.weights import exact_norms
@@ -41,8 +42,8 @@ BEFORE: dict[int, dict[str, Any]] = {
     2: {"norms_exact": False, "variant": None},
     3: {"variant": None},
 }
-"""Read too: what such a file does not hold. The spectral norms of format 2 are what a few power
-iterations found, from below; neither tells of variants."""
+"""Read too: what such a file does not hold. The spectral norms of format 2 are lower bounds;
+neither names variants."""
 ZIP = b"PK\x03\x04"
 """What a file that torch saved begins with."""
 
@@ -54,8 +55,8 @@ class CaptureError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Capture:
-    """One captured call."""
+class CaptureFile:
+    """One captured attention call, and its file."""
 
     step: int
     layer: int
@@ -111,48 +112,111 @@ class Capture:
                 raise error.__context__ from None
             raise
 
+    @classmethod
+    def load(cls, path: Path | str) -> CaptureFile:
+        """Read a file that anybody may have written: nothing of it is used before it is checked.
 
-def load(path: Path | str) -> Capture:
-    """A capture file.
-
-    Raises:
-        CaptureError: not a capture, or fields of other types, or shapes that contradict each other.
-        OSError: the file cannot be read.
-    """
-    Path(path).open("rb").close()  # whoever may not read it learns that, and not that it is damaged
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for what is not its own or was cut off
-        raise CaptureError(f"{path} is not a capture: {_why_not(Path(path), error)}") from None
-    names = {f.name for f in fields(Capture)}
-    told = content.pop("format", None) if isinstance(content, dict) else None
-    if type(told) is not int or told not in (*BEFORE, FORMAT):
-        read = " or ".join(map(str, (FORMAT, *reversed(BEFORE))))
-        raise CaptureError(f"{path} is not a capture of format {read}")
-    for name, unknown in BEFORE.get(told, {}).items():
-        content.setdefault(name, unknown)
-    if set(content) != names:
+        Raises:
+            CaptureError: not a capture, or fields of other types, or shapes that do not fit.
+            OSError: the file cannot be read.
+        """
+        with Path(path).open("rb") as file:
+            begins = file.read(len(ZIP))
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds for what is not its own or was cut off
+            why = f"is damaged or cut off ({type(error).__name__})"
+            if begins != ZIP:
+                why = "begins as none does" if begins else "is empty"
+            raise CaptureError(f"{path} is not a capture: the file {why}") from None
+        found = content.pop("format", None) if isinstance(content, dict) else None
+        if type(found) is not int or found not in (*BEFORE, FORMAT):
+            read = " or ".join(map(str, (FORMAT, *reversed(BEFORE))))
+            raise CaptureError(f"{path} is not a capture of format {read}")
+        content = BEFORE.get(found, {}) | content
+        names = {f.name for f in fields(cls)}
         odd = [
             f"{what} {', '.join(sorted(map(str, keys)))}"
             for what, keys in (("lacks", names - set(content)), ("has", set(content) - names))
             if keys
         ]
-        raise CaptureError(f"{path} is not a capture of format {told}: it {' and '.join(odd)}")
-    wrong = capture_check.problem(content)
-    if wrong:
-        raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")
-    return Capture(**content)
+        if odd:
+            text = f"{path} is not a capture of format {found}: it {' and '.join(odd)}"
+            raise CaptureError(text)
+        for wrong in chain(_wrong_types(content), _wrong_shapes(content)):
+            raise CaptureError(f"{path}: {wrong}; the file was changed or damaged: capture again")
+        return cls(**content)
 
 
-def _why_not(path: Path, error: Exception) -> str:
-    """What is wrong with a file that torch cannot read: it says little of it itself."""
-    with path.open("rb") as file:
-        begins = file.read(len(ZIP))
-    if not begins:
-        return "the file is empty"
-    if begins != ZIP:
-        return "the file begins as none does"
-    return f"the file is damaged or cut off ({type(error).__name__})"
+def _wrong_types(content: Mapping[str, Any]) -> Iterator[str]:
+    for names, fits, expected in RULES:
+        for name in names.split():
+            found = content[name]
+            if not fits(found):
+                shown = repr(found) if len(repr(found)) <= 60 else f"{found!r:.60}..."
+                if isinstance(found, torch.Tensor):
+                    shown = f"a tensor {list(found.shape)} of {found.dtype}"
+                yield f"{name} is {shown}, expected {expected}"
+
+
+def _wrong_shapes(content: Mapping[str, Any]) -> Iterator[str]:
+    """Of fields of the right types."""
+    s, b, h, d = content["q"].shape
+    kv, dv = content["k"].shape[2], content["v"].shape[3]
+    shapes: dict[str, tuple[int, ...]]
+    shapes = {"k": (s, b, kv, d), "v": (s, b, kv, dv), "out": (s, b, h, dv), "dout": (s, b, h, dv)}
+    shapes |= {n: (h,) for n in ("sinks", "wq_norm", "wk_norm") if content[n] is not None}
+    start = "tensors and head lists of the capture do not fit together: "
+    for name, expected in shapes.items():
+        found = tuple(content[name].shape)
+        if found != expected:
+            yield f"{start}{name} has shape {list(found)}, expected {list(expected)} beside q and v"
+    for name, count in (("heads", h), ("kv_heads", kv), ("head_to_kv", h)):
+        if len(content[name]) != count:
+            yield f"{start}{name} has {len(content[name])} entries for {count} heads"
+    if beyond := [i for i in content["head_to_kv"] if i >= kv]:
+        yield f"{start}head_to_kv names head {beyond[0]} of k and v, which have {kv}"
+
+
+def _is_count(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) and math.isfinite(x)
+
+
+def _is_tensor(x: Any, dims: int) -> bool:
+    return (
+        isinstance(x, torch.Tensor)
+        and x.layout == torch.strided
+        and x.device.type == "cpu"  # a meta tensor has a shape and nothing in it
+        and x.dim() == dims
+        and x.is_floating_point()
+        and x.numel() > 0
+    )
+
+
+# type(), not isinstance(): True is no number.
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("step layer micro_batch dp_rank", _is_count, "a whole number from 0"),
+    ("layer_name backend stabilizer precision run_name trigger",
+     lambda x: isinstance(x, str), "text"),
+    ("variant", lambda x: x is None or isinstance(x, str), "text or None"),
+    ("heads kv_heads head_to_kv", lambda x: isinstance(x, list) and all(map(_is_count, x)),
+     "a list of whole numbers from 0"),
+    ("q k v out dout", lambda x: _is_tensor(x, 4),
+     "a tensor of 4 dimensions, floating, not empty"),
+    ("sinks wq_norm wk_norm", lambda x: x is None or _is_tensor(x, 1),
+     "a floating tensor [heads] or None"),
+    ("causal norms_exact", lambda x: isinstance(x, bool), "True or False"),
+    ("scale", lambda x: _is_number(x) and x > 0, "a finite number above 0"),
+    ("dropout_p", lambda x: _is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+    ("window", lambda x: x is None or (isinstance(x, list) and [type(i) for i in x] == [int, int]),
+     "None or two whole numbers [left, right], -1 for no limit"),
+    ("layout", lambda x: isinstance(x, str) and x == "sbhd", "'sbhd'"),
+)  # fmt: skip
+"""Fields, what each must be, and the same in words."""
 
 
 def file_name(step: int, layer: int, tp_rank: int, trigger: str = "step") -> str:
@@ -197,13 +261,13 @@ class Capturer:
     def __init__(self, run: RunConfig, where: Layout, folder: Path) -> None:
         self._run, self._where, self._folder = run, where, folder
         self.saved: list[Path] = []
-        # Told by this rank itself: of other ranks than the first only errors are shown.
-        self._spared = Spared(folder.name, tell=log.error)
+        # Logged by this rank itself: of other ranks than the first only errors are shown.
+        self._best_effort = BestEffort(folder.name, report=log.error)
         self._next: Wanted | None = None
 
     def close(self) -> None:
-        """No capture follows: tell how many are missing."""
-        self._spared.close()
+        """No capture follows: log how many are missing."""
+        self._best_effort.close()
 
     def soon(self, wanted: Wanted) -> None:
         """Save this of the next step; the same call on all ranks."""
@@ -257,7 +321,7 @@ class Capturer:
 
         window = seen.geometry.window
         path = self._folder / file_name(step, seen.site.layer, self._where.tp_rank, wanted.trigger)
-        found = Capture(
+        found = CaptureFile(
             step=step,
             layer=seen.site.layer,
             layer_name=seen.site.name,
@@ -287,7 +351,7 @@ class Capturer:
             dout=do,
         )
         # Inside the backward pass of one rank: the others would wait for it for ever.
-        if self._spared.attempt(lambda: found.save(path)):
+        if self._best_effort.attempt(lambda: found.save(path)):
             self.saved.append(path)
 
     def _per_kv_head(self) -> int:

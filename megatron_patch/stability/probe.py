@@ -24,7 +24,7 @@ from stable_attention.probes import BackendResult, ProbeReport, probe_results
 from stable_attention.reference import emulators
 
 if TYPE_CHECKING:
-    from megatron_patch.stability.capture import Capture
+    from megatron_patch.stability.capture import CaptureFile
 
 
 class ProbeError(ValueError):
@@ -46,7 +46,7 @@ class Tensors:
     window: tuple[int, int] | None
 
     @classmethod
-    def of(cls, capture: Capture, device: torch.device) -> Tensors:
+    def of(cls, capture: CaptureFile, device: torch.device) -> Tensors:
         """Raises ProbeError for layers whose attention the float64 truth does not cover."""
         if capture.sinks is not None:
             raise ProbeError(
@@ -263,7 +263,7 @@ INPUT_FIGURES = (*INPUT_FORMS, "rms_delta", "rows", "heads")
 
 
 def probe_capture(
-    capture: Capture, runners: Mapping[str, Runner], *, device: torch.device, skip_rows: int
+    capture: CaptureFile, runners: Mapping[str, Runner], *, device: torch.device, skip_rows: int
 ) -> dict[str, Any]:
     """One capture, all backends: facts of the capture and the inputs, figures by backend.
 
@@ -327,7 +327,7 @@ def _round(x: float | int) -> float | int | None:
     return float(f"{x:.6g}") if math.isfinite(x) else None
 
 
-def _facts(capture: Capture) -> dict[str, Any]:
+def _facts(capture: CaptureFile) -> dict[str, Any]:
     """What the capture says of itself."""
     names = ("step", "trigger", "layer", "layer_name", "micro_batch", "backend", "stabilizer")
     facts = {name: getattr(capture, name) for name in (*names, "precision", "run_name")}

@@ -75,7 +75,7 @@ def _probe(
     for path in files:
         try:
             one = probe.probe_capture(
-                captures.load(path), runners, device=device, skip_rows=skip_rows
+                captures.CaptureFile.load(path), runners, device=device, skip_rows=skip_rows
             )
         except (captures.CaptureError, ProbeError, OSError) as error:
             # One damaged file must not take the figures of the others with it.

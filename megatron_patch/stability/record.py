@@ -1,15 +1,14 @@
 """The telemetry of a run on disk: ``<run_dir>/stability/``. numpy only, so any reader can use it.
 
-meta.json       shapes and names
+meta.json       shapes and names, and where each attempt began
 records.bin     fixed-size little-endian records: int64 step, float64 SCALARS, float32
                 [layers] x LAYER_METRICS, float32 [layers, heads] x HEAD_METRICS
-layers.csv      step, layer, and per metric its worst head: for people
-abandoned.bin   records of steps that a resumed run repeats
-before.bin      of a run that began from another one's checkpoint: what the rule looks back on
 
-A record is appended and flushed when its step has been read back, so files can be read while the
-run goes on; a record that a crash tore is ignored by readers and cut off by the next writer. What
-could not be written is not there: steps ascend, and may lie further apart than the interval.
+A record is appended when its step has been read back, so files can be read while the run goes on; a
+part of one at the end is ignored. Nothing is cut back: meta.json's ``attempts`` says at which
+record every attempt began and after which step, and `story` leaves out what was repeated. A run
+that starts from another one's checkpoint begins with that one's last records, up to ``parent``'s
+step. What could not be written is not there: steps may lie further apart than the interval.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,17 @@ from megatron_patch.stability.names import (
 )
 from megatron_patch.stability.warning import NOWHERE, Point, Rule, Spot, Verdict, verdicts
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""1 is the same without attempts; its records that were repeated are cut off."""
 FOLDER = "stability"
-MODEL = ("format", "layers", "heads")
+LAYOUT = ("layers", "heads")
 """What must agree in two meta.json whose records are put together."""
-PARTS = {"scalars": "scalars", "layers": "layer_metrics", "heads": "head_metrics"}
-"""Names of what a part of a record holds, by part."""
+NAMES = {"scalars": list(SCALARS), "layer_metrics": list(LAYER_METRICS),
+         "head_metrics": list(HEAD_METRICS)}  # fmt: skip
+"""What a record of this version holds, in order."""
+FIRST_ATTEMPT = (0, 0)
+"""Of `story`, where meta.json names none."""
 # Of these the smallest head is the one to look at; of the others the largest (by size).
 SMALLEST = ("entropy",)
 
@@ -57,41 +63,34 @@ def record_dtype(meta: Mapping[str, Any]) -> np.dtype[Any]:
     )
 
 
-def relaid(
-    records: np.ndarray, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> np.ndarray | None:
-    """Records of meta.json ``old`` as ``new`` describes them; NaN in what was not measured then.
-
-    None if they are of another model or format, or hold something that ``new`` has no place for.
-    """
-    if not continues(old, new):
-        return None
-    if same_layout(old, new):
-        return records
-    found = np.zeros(len(records), record_dtype(new))
-    found["step"] = records["step"]
-    for part, names in PARTS.items():
-        found[part] = math.nan
-        for i, name in enumerate(old[names]):
-            found[part][:, new[names].index(name)] = records[part][:, i]
-    return found
-
-
-def continues(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether ``new`` has a place for everything in records of meta.json ``old``."""
-    if any(old.get(key) != new[key] for key in MODEL):
-        return False
-    return not any(set(old[names]) - set(new[names]) for names in PARTS.values())
-
-
 def up_to(records: np.ndarray, step: int) -> int:
     """How many records are of steps up to this one; in order of steps, and few of them are read."""
     return bisect.bisect_right(range(len(records)), step, key=lambda i: int(records[i]["step"]))
 
 
-def same_layout(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether records of two meta.json of one model lie alike."""
-    return all(old[names] == new[names] for names in PARTS.values())
+def story(
+    records: np.ndarray, attempts: Sequence[Sequence[int]], *, after: int = 0
+) -> tuple[np.ndarray, ...]:
+    """Records that count, in ascending steps: of every attempt those before the next one began.
+
+    Slices of the given array, of which few records are read.
+
+    Args:
+        records: of all attempts, as they were appended.
+        attempts: [number of its first record, steps done before it] of each, in order.
+        after: records of steps up to this one are left out.
+    """
+    parts, end, limit = [], len(records), sys.maxsize
+    for first, start in reversed(attempts):
+        part = records[first:end]
+        while len(part) and part[-1]["step"] == 0:  # zeros, left where power was lost
+            part = part[:-1]
+        # All of a damaged part, whose steps do not ascend, is left for the reader to see.
+        part = part[up_to(part, after) if after else 0 : up_to(part, limit)]
+        if len(part):
+            parts.append(part)
+        end, limit = min(first, end), min(start, limit)
+    return tuple(parts[::-1])
 
 
 def make_meta(
@@ -104,9 +103,7 @@ def make_meta(
         "heads": heads,
         "interval": interval,
         "attention": attention,
-        "head_metrics": list(HEAD_METRICS),
-        "layer_metrics": list(LAYER_METRICS),
-        "scalars": list(SCALARS),
+        **NAMES,
         "rule": {name: getattr(rule, name) for name in Rule.__dataclass_fields__},
     }
 
@@ -117,14 +114,22 @@ def attention_at(meta: Mapping[str, Any], step: int) -> str:
     return str(next(names, meta["attention"]))
 
 
-@dataclass(frozen=True)  # no slots: `judged` is kept
+@dataclass(frozen=True)  # no slots: `records` and `judged` are kept
 class Telemetry:
     """Everything recorded so far."""
 
     meta: dict[str, Any]
-    records: np.ndarray
+    parts: tuple[np.ndarray, ...]
+    """Records that count, in ascending steps."""
     before: np.ndarray | None = None
     """Records of the run that this one continues, up to the checkpoint it began from."""
+
+    @cached_property
+    def records(self) -> np.ndarray:
+        """`parts` in one array: in the file where they are one, else a copy in memory."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return np.concatenate([np.zeros(0, record_dtype(self.meta)), *self.parts])
 
     @property
     def steps(self) -> np.ndarray:
@@ -153,11 +158,11 @@ class Telemetry:
         Before the first record of a run that continues another one: as that one's last has it.
         """
         names = self.meta["scalars"]
-        records = self.records if len(self.records) or self.before is None else self.before
-        if "switched" not in names or not len(records):  # earlier versions did not write it
-            return None
-        switched = records[-1]["scalars"][names.index("switched")]
-        return int(switched) if switched > 0 else None
+        for part in reversed(self.all_parts):
+            if len(part):
+                switched = part[-1]["scalars"][names.index("switched")]
+                return int(switched) if switched > 0 else None
+        return None
 
     def signs_began(self, danger: int, *, until: int = 0) -> int:
         """Step of the first record of the stretch at `watch` or worse that led to this danger.
@@ -169,12 +174,11 @@ class Telemetry:
             danger: step of the record at danger, which need not be written yet.
             until: how far back it matters; records of weeks need not be read.
         """
-        names = self.meta["scalars"]
-        if "level" not in names:  # earlier versions did not write it
-            return danger
-        level, began = names.index("level"), danger
-        for at in range(up_to(self.records, danger - 1) - 1, -1, -1):
-            record = self.records[at]
+        level, began = self.meta["scalars"].index("level"), danger
+        earlier = (
+            one for part in reversed(self.parts) for one in part[::-1] if one["step"] < danger
+        )
+        for record in earlier:
             step = int(record["step"])
             if record["scalars"][level] >= LEVELS.index("watch"):
                 began = step
@@ -189,21 +193,17 @@ class Telemetry:
         """The run's own.
 
         Raises:
-            ValueError: it has a threshold that this version does not know.
+            ValueError: its thresholds are not those of this version.
         """
-        told = self.meta["rule"]
-        if not isinstance(told, dict):
-            raise ValueError(f"meta.json: rule holds no object but a {type(told).__name__}")
-        unknown = sorted(set(told) - set(Rule.__dataclass_fields__))
-        if unknown:
+        found = self.meta["rule"]
+        known = set(Rule.__dataclass_fields__)
+        if not isinstance(found, dict) or set(found) != known:
+            given = ", ".join(found) if isinstance(found, dict) else f"a {type(found).__name__}"
             raise ValueError(
-                f"meta.json: the early warning's rule has {', '.join(unknown)}, which this version "
-                f"does not know (it knows {', '.join(Rule.__dataclass_fields__)}); read it with "
-                "the version that wrote it"
+                f"meta.json: the early warning's rule is of another version (it has {given}; this "
+                f"version knows {', '.join(sorted(known))}); read it with the version that wrote it"
             )
-        # Before these keys a rule counted records, however short, and a norm was judged alone.
-        before: dict[str, Any] = {"smooth_steps": 0, "confirm_steps": 0, "norm_needs_head": False}
-        return Rule(**before | told)
+        return Rule(**found)
 
     def history(self, rule: Rule | None = None, *, after: int = 0) -> History:
         """What the warning rule goes on from: the records after a step and the guard's last switch.
@@ -247,11 +247,11 @@ class Telemetry:
         changes = [int(until) for until, _ in self.meta.get("earlier", ())]
         found, before = [self._stretch(rule, 0)], 0
         names = self.meta["scalars"]
-        at = names.index("switched") if "switched" in names else None
+        at = names.index("switched")
         metrics = {name: i for i, name in enumerate(self.meta["head_metrics"])}
-        for one in self._each():
+        for one in chain.from_iterable(self.all_parts):
             step = int(one["step"])
-            now = 0 if at is None else int(np.nan_to_num(one["scalars"][at]))
+            now = int(np.nan_to_num(one["scalars"][at]))
             # The record that made the guard switch was read in that step or the next, is judged
             # with those before it, and tells of the switch already.
             last = now != before and step <= now <= step + 1
@@ -271,31 +271,28 @@ class Telemetry:
                 found.append(self._stretch(rule, step, switched=True))
         return [*found, self._stretch(rule, changes[-1] + 1)] if changes else found
 
-    def _each(self) -> Iterator[Any]:
-        """Every record, those of the run before first; never in one array, which may be too big."""
-        for part in (self.before, self.records):
-            if part is not None:
-                yield from part
+    @property
+    def all_parts(self) -> tuple[np.ndarray, ...]:
+        """Every record, those of the run before first; not in one array, which may be too big."""
+        return self.parts if self.before is None else (self.before, *self.parts)
 
     def until(self, step: int) -> Telemetry:
         """The records up to a step alone."""
-        return Telemetry(self.meta, self.records[: up_to(self.records, step)], self.before)
+        parts = tuple(part[: up_to(part, step)] for part in self.parts)
+        return Telemetry(self.meta, parts, self.before)
 
     def since(self, step: int) -> Telemetry:
         """The records after a step alone; the others are not read."""
         before = self.before
         if before is not None:
             before = before[up_to(before, step) :]
-        return Telemetry(
-            self.meta,
-            self.records[up_to(self.records, step) :],
-            before if before is not None and len(before) else None,
-        )
+        parts = tuple(part[up_to(part, step) :] for part in self.parts)
+        return Telemetry(self.meta, parts, before if before is not None and len(before) else None)
 
     def _stretch(self, rule: Rule, step: int, *, switched: bool = False) -> History:
         """Of records from ``step`` on."""
-        told = attention_at(self.meta, step)
-        return History(rule, compensated=switched or told == COMPENSATED)
+        configured = attention_at(self.meta, step)
+        return History(rule, compensated=switched or configured == COMPENSATED)
 
 
 class History:
@@ -408,45 +405,81 @@ def error_to_signal(rms: np.ndarray, kappa: np.ndarray) -> np.ndarray:
     return np.asarray(rms * kappa)
 
 
-def read(run_dir: Path | str) -> Telemetry:
+class RecordsError(ValueError):
+    """Records that this version neither reads nor continues; the text says what to do."""
+
+    exit_code = 2
+
+
+def meta_of(folder: Path) -> dict[str, Any]:
+    """``meta.json`` of records of this version.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RecordsError: it is damaged, or of another version.
+    """
+    file = folder / "meta.json"
+    try:
+        meta = json.loads(file.read_text())
+    except ValueError as error:
+        meta = error
+    if not isinstance(meta, dict):
+        raise RecordsError(
+            f"{file}: does not describe the records beside it ({meta!s:.80}): the file is damaged; "
+            f"put it right, or move {folder} away and the run begins new records"
+        )
+    odd = [] if meta.get("format") in READABLE else [f"format {meta.get('format')!r}"]
+    for key, names in NAMES.items():
+        found = meta.get(key)
+        if found != names:
+            there = found if isinstance(found, list) else []
+            odd += [f"no {name}" for name in names if name not in there]
+            odd += [f"an unknown {name!r:.40}" for name in there if name not in names]
+            odd += [f"{key} in another order"] if set(map(str, there)) == set(names) else []
+    if odd:
+        raise RecordsError(
+            f"{folder}: records of another version of the telemetry ({', '.join(odd)[:200]}); read "
+            "them with the version that wrote them, which environment.json names, or move "
+            f"{folder} away and the run begins new records"
+        )
+    return meta
+
+
+def read(run_dir: Path | str, *, after: int = 0) -> Telemetry:
     """The telemetry of a run, also of one that is going on.
 
-    Arrays lie in the file (memory-mapped). A resume cuts off what it repeats: read anew after it,
-    touching that part through old arrays ends the process (SIGBUS).
+    Arrays lie in the file (memory-mapped), but `Telemetry.records` of several attempts.
+
+    Args:
+        run_dir: of the run.
+        after: records of steps up to this one are left out, and not read.
 
     Raises:
         FileNotFoundError: nothing was recorded there.
-        ValueError: written by another version of this program, or not by it.
+        RecordsError: written by another version of this program, or damaged.
     """
     folder = Path(run_dir) / FOLDER
-    meta = json.loads((folder / "meta.json").read_text())
-    if not isinstance(meta, dict):
-        raise ValueError(
-            f"{folder / 'meta.json'}: holds no JSON object but a {type(meta).__name__}"
+    meta = meta_of(folder)
+    dtype, attempts = record_dtype(meta), meta.get("attempts", [FIRST_ATTEMPT])
+    parts = story(records_of(folder / "records.bin", dtype), attempts, after=after)
+    if "parent" in meta:
+        step = int(meta["parent"]["step"])
+        before = np.concatenate(
+            [np.zeros(0, dtype), *(part[: up_to(part, step)] for part in parts)]
         )
-    if meta.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder}: telemetry format {meta.get('format')!r}, this version reads {FORMAT}"
-        )
-    dtype = record_dtype(meta)
-    before = records_of(folder / "before.bin", dtype)
-    return Telemetry(
-        meta, records_of(folder / "records.bin", dtype), before if len(before) else None
-    )
+        parts = tuple(part[up_to(part, step) :] for part in parts)
+    else:  # format 1 kept the parent's records in a file of their own
+        before = records_of(folder / "before.bin", dtype)
+        before = before[up_to(before, after) :]
+    return Telemetry(meta, tuple(filter(len, parts)), before if len(before) else None)
 
 
 def records_of(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """The whole records of a file; none if there is no file.
-
-    Where power was lost a file may end in zeros. That is no record either: steps count from 1.
-    """
+    """The whole records of a file; none if there is no file."""
     count = file.stat().st_size // dtype.itemsize if file.exists() else 0
     if count == 0:
         return np.zeros(0, dtype)
-    found = np.memmap(file, dtype=dtype, mode="r", shape=(count,))
-    while count and found[count - 1]["step"] == 0:
-        count -= 1
-    return found[:count]
+    return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
 def largest(values: np.ndarray) -> np.ndarray:

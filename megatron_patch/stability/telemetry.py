@@ -22,13 +22,13 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, StepResult, Stop, Watcher
-from megatron_patch.stability import guard, lost, record
+from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
-from megatron_patch.stability.lookback import look_back
+from megatron_patch.stability.history_from_parent import history_from_parent
 from megatron_patch.stability.names import COMPENSATED, LEVELS, level_name
 from megatron_patch.stability.observe import Observer, Request, find_sites
-from megatron_patch.stability.series import Series
+from megatron_patch.stability.step_window import StepWindow
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Point, Rule, Verdict, judge, spike_score
 from megatron_patch.stability.weights import SpectralNorms
@@ -105,7 +105,7 @@ class Stability(Watcher):
             chunks, roots, decoder_layers=decoder, layers=layers, device=layout.device
         )
         self.weights = SpectralNorms(self.observer.sites)
-        self.series = Series(self.options.interval, layout)
+        self.window = StepWindow(self.options.interval, layout)
         self._observing = False
         self._pending: _Pending | None = None
         self._pinned: dict[int, torch.Tensor] = {}
@@ -144,7 +144,7 @@ class Stability(Watcher):
                 f"{guard.FILE} tells of (a start without that file goes on as the checkpoint says)"
             )
         if self.options.enabled:
-            self.series.restore(at.extra.get("stability"), step)
+            self.window.restore(at.extra.get("stability"), step)
             found: list[Any] = [None]
             if self.layout.print_rank:
                 # And `switched_at`, for the other ranks as well.
@@ -176,54 +176,45 @@ class Stability(Watcher):
             attention=self._attention,
         )
         self._writer = Writer(self.run_dir, meta, start_step=step)
-        if self._writer.set_aside:
-            self.monitor.say(
-                f"early warning: begins anew at step {step:,}; the records before it are of "
-                f"another version or model and kept as stability/{self._writer.set_aside}"
-            )
-        for line in self._writer.notes(own=own):
+        for line in self._writer.messages(own=own):
             self.monitor.say(line)
-        self._say_of_loss(step, own=own)
         try:
-            return self._history(step)
+            return self._history(step, own=own)
         except (OSError, ValueError, KeyError) as error:
             if self._writer.begun:
                 raise
             self.monitor.say(f"early warning: begins anew at step {step:,} ({error})")
             return record.History(self.rule, compensated=self._compensated)
 
-    def _say_of_loss(self, step: int, *, own: bool) -> None:
-        """First rank: whether the loss was lost before; ``own``: the run has checkpoints."""
-        try:
-            for line in lost.at_start(self.run_dir, step, source=self._source, own=own):
-                self.monitor.say(line)
-        except Exception as error:  # the others wait, and this is no reason to end a run
-            self.monitor.say(f"warning: where the loss stood before is not known: {error}")
-
-    def _history(self, step: int) -> record.History:
-        """What the files say up to ``step``; they say more where nothing was taken over yet."""
-        found = record.read(self.run_dir).until(step)
-        if step and not len(found.records) and self._look_back(step):
-            found = record.read(self.run_dir).until(step)
+    def _history(self, step: int, *, own: bool) -> record.History:
+        """What the files say up to ``step``; they say more where an attempt could not begin."""
+        # What lies further back the rule does not look at, and weeks of it are gigabytes.
+        start = max(0, step - self._reach)
+        found = record.read(self.run_dir, after=start).until(step)
+        if step and not own and self._history_from_parent(step, found.meta):
+            found = record.read(self.run_dir, after=start).until(step)
         if len(found.records):
             self._maxima = _maxima(int(found.steps[-1]), found.heads["max_logit"][-1])
-        told = found.switched_at or 0
-        if told > step and not self.switched_at:
+        switched_at = found.switched_at or 0
+        if switched_at > step and not self.switched_at:
             # A checkpoint of the very step whose record made the guard switch, one step later.
-            self.switched_at = told
-        # What lies further back the rule does not look at, and weeks of it are gigabytes.
-        after = max(self.switched_at, step - self._reach)
+            self.switched_at = switched_at
+        after = max(self.switched_at, start)
         history = found.since(after).history(self.rule, after=after)
         # Another guard setting has just taken its switch back: nothing is known of these numerics.
         same = history.compensated == self._compensated
         return history if same else record.History(self.rule, compensated=self._compensated)
 
-    def _look_back(self, step: int) -> bool:
+    def _history_from_parent(self, step: int, meta: dict[str, Any]) -> bool:
         """At the first start from another run's checkpoint: whether its records are here now."""
-        if self._source is None:
+        writer, parent = self._writer, {"run": str(self._source), "step": step}
+        if self._source is None or writer is None or meta.get("parent") == parent:
             return False
         try:
-            found = look_back(self.run_dir, self._source, step=step, steps=self._reach)
+            found, records = history_from_parent(
+                self._source, writer.meta, step=step, steps=self._reach
+            )
+            writer.begin_with(records, parent=parent)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.monitor.say(
                 f"early warning: begins anew at step {step:,} ({self._source}: {error})"
@@ -293,7 +284,7 @@ class Stability(Watcher):
             self._switch_again()
         if not self.options.enabled:
             return []
-        self.series.note(result)
+        self.window.observe(result)
         actions = self.flush(step)
         if self._observing:
             self._send(step, result.lr)
@@ -308,7 +299,7 @@ class Stability(Watcher):
         first = self.heads.first_head
         for site, norms in self.weights.measure():
             maxima[1:, site.layer, first : first + norms.shape[1]] = norms
-        series = self.series.take()
+        series = self.window.drain()
         total = torch.cat([sums.flatten(), self.norms.squares, series.flatten()])
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
@@ -335,11 +326,11 @@ class Stability(Watcher):
 
     def before_save(self) -> None:
         """Make `state` that of this step. Collective."""
-        self.series.settle()
+        self.window.synchronize()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, beside the switch: plain data."""
-        return {"stability": self.series.state()}
+        return {"stability": self.window.state()}
 
     # ------------------------------------------------------------------- read
 
@@ -458,15 +449,11 @@ class Stability(Watcher):
     def _switch(self, now: int) -> None:
         """Between two steps, on all ranks between the same two; the rule starts anew."""
         guard.switch(self.observer.sites)
-        points = self.history.points
-        before = lost.standing([p.step for p in points], [p.loss for p in points])
         self.switched_at, self.history = now, record.History(self.rule, compensated=True)
         self.monitor.say(
             f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
             f"step {self.switched_at:,}"
         )
-        if before is not None and before.lost:
-            self.monitor.say(before.line())
 
     def _publish(
         self,

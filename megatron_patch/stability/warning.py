@@ -248,10 +248,10 @@ def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Ru
 
 
 def _strongest(*signs: tuple[str, str]) -> Verdict:
-    """The verdict of several signs (level, text), the worst first; the first one is always told."""
+    """The verdict of several signs (level, text), the worst first; the first is always named."""
     ranked = sorted(signs, key=lambda sign: -LEVELS.index(sign[0]))  # stable: ties keep their order
-    told = [text for level, text in ranked if level != "ok" or (level, text) == signs[0]]
-    return Verdict(level=ranked[0][0], reason="; ".join(told))
+    named = [text for level, text in ranked if level != "ok" or (level, text) == signs[0]]
+    return Verdict(level=ranked[0][0], reason="; ".join(named))
 
 
 def _heads(points: Sequence[Point], rule: Rule) -> tuple[tuple[str, str], ...]:

@@ -240,14 +240,14 @@ def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
     """
     appended, replaced, folders = ["train.log"], [], []
     if not finished:
-        appended += ["metrics.csv", "metrics.abandoned.csv"]
+        appended += ["metrics.csv"]
         replaced += ["data.sha256"]
     if not finished and run.logging.tensorboard:
         folders += ["tensorboard"]
     if not finished and run.stability.enabled:
         folders += [TELEMETRY]
-        appended += [f"{TELEMETRY}/{x}" for x in ("records.bin", "abandoned.bin", "layers.csv")]
-        replaced += [f"{TELEMETRY}/{x}" for x in ("meta.json", "before.bin")]
+        appended += [f"{TELEMETRY}/records.bin"]
+        replaced += [f"{TELEMETRY}/meta.json"]
     for folder in (path / name for name in folders):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(folder))

@@ -37,7 +37,7 @@ from typing import Any
 import shared
 import torch
 
-from megatron_patch.stability import capture
+from megatron_patch.stability.capture import CaptureFile
 from stable_attention.reference import reference_attention
 from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
 
@@ -94,7 +94,7 @@ def heads(paths: list[Path]) -> Iterator[Head]:
     """
     for path in paths or sorted(TESTS.rglob("captures/*.pt")):
         try:
-            one = capture.load(path)
+            one = CaptureFile.load(path)
         except (OSError, ValueError) as error:
             raise SystemExit(str(error)) from None
         if not one.causal or one.window or one.sinks is not None or one.dropout_p:

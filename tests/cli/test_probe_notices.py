@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_patch.cli.probe import known_notices_hidden
-from megatron_patch.stability.capture import Capture
+from megatron_patch.stability.capture import CaptureFile
 
 LOG = "torch.utils.cpp_extension"
 FALLING_BACK = "Transformer Engine and Apex are not installed. Falling back to Torch optimizers."
@@ -22,7 +22,7 @@ def save_capture(path: Path) -> None:
     q, k, v, dout = torch.randn(4, 96, 1, 2, 8, generator=torch.Generator().manual_seed(0)).to(
         torch.bfloat16
     )
-    Capture(
+    CaptureFile(
         step=4000, layer=1, layer_name="decoder.layers.1", micro_batch=0, dp_rank=0,
         heads=[0, 1], kv_heads=[0, 1], head_to_kv=[0, 1], q=q, k=k, v=v, out=torch.zeros_like(v),
         dout=dout, sinks=None, wq_norm=torch.ones(2), wk_norm=None, norms_exact=True, scale=0.125,

@@ -16,6 +16,7 @@ from run_config import run_config
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics, console_line, duration
 from megatron_patch.monitor.sinks import CsvSink, MissingPackageError
+from megatron_patch.runtime.records import read_rows
 
 
 def metrics(step: int, **values: object) -> StepMetrics:
@@ -49,40 +50,12 @@ def test_duration() -> None:
 
 def test_csv_keeps_every_bit(tmp_path: Path) -> None:
     value = 5.982365131378174
-    sink = CsvSink(tmp_path / "metrics.csv", start_step=0)
+    sink = CsvSink(tmp_path / "metrics.csv")
     sink.log(metrics(1, loss=value, extra={"b": 2.0, "a": 1.0}))
     sink.close()
     (row,) = rows(tmp_path / "metrics.csv")
-    assert float(row["loss"]) == value and list(row) == CSV_COLUMNS
+    assert float(row["loss"]) == value and list(row) == ["step", "attempt", *CSV_COLUMNS[1:]]
     assert row["extra"] == '{"a": 1.0, "b": 2.0}' and row["eval_loss"] == ""
-
-
-@pytest.mark.parametrize(
-    ("steps", "start", "ends"),
-    [
-        ([1, 2, 3, 4], 4, None),
-        ([1, 2, 3, 4], 3, None),
-        ([1, 2, 3], 7, 3),
-        ([10, 20, 30], 39, None),  # saved between two rows
-        ([10, 20, 30], 45, 30),
-        ([10, 20, 21], 29, None),  # an evaluation between two rows
-        ([10], 15, None),
-        ([], 5, 0),
-        ([], 90, None),  # perhaps it never came to a row
-        ([1, 2, 3], 90, None),  # with the interval of 100 that is asked for below
-    ],
-)
-def test_rows_that_were_lost_are_told(
-    steps: list[int], start: int, ends: int | None, tmp_path: Path
-) -> None:
-    first = CsvSink(tmp_path / "metrics.csv", start_step=0)
-    for step in steps:
-        first.log(metrics(step))
-    first.close()
-    interval = 100 if start == 90 else 1
-    second = CsvSink(tmp_path / "metrics.csv", start_step=start, interval=interval)
-    second.close()
-    assert second.ends_early == ends
 
 
 LOSS_RENAMED = ("loss,", "lossx,")
@@ -103,7 +76,7 @@ def test_what_a_resume_does_not_find_is_told_in_one_line(
     damage: Callable[[str], str | None], line: str | None, tmp_path: Path
 ) -> None:
     path, out = tmp_path / "metrics.csv", io.StringIO()
-    sink = CsvSink(path, start_step=0)
+    sink = CsvSink(path)
     for step in (1, 2, 3, 4):
         sink.log(metrics(step))
     sink.close()
@@ -131,25 +104,24 @@ def test_a_run_that_starts_from_another_one_s_checkpoint_lacks_nothing(tmp_path:
     assert out.getvalue() == ""
 
 
-def test_resume_moves_repeated_rows_aside_and_drops_torn_ones(tmp_path: Path) -> None:
+def test_a_resume_repeats_rows_as_another_attempt(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    first = CsvSink(path, start_step=0)
+    first = CsvSink(path)
     for step in (1, 2, 3, 4):
         first.log(metrics(step))
     first.close()
     with path.open("a") as tail:
         tail.write("5,25")  # killed while writing
-    second = CsvSink(path, start_step=2)
-    assert second.abandoned == 3
+    second = CsvSink(path)
+    assert second.messages(2, interval=1, own=True) == [
+        "metrics.csv: 2 rows beyond step 2 stay; those steps are about to be repeated, as attempt 2"
+    ]
     second.log(metrics(3, loss=9.0))
     second.close()
-    assert [(r["step"], r["loss"]) for r in rows(path)] == [
-        ("1", "5.0"),
-        ("2", "2.5"),
-        ("3", "9.0"),
-    ]
-    kept = rows(tmp_path / "metrics.abandoned.csv")
-    assert [r["step"] for r in kept] == ["3", "4", "5"]
+    steps = [(row["step"], row["attempt"]) for row in rows(path)]
+    assert steps == [("1", "1"), ("2", "1"), ("3", "1"), ("4", "1"), ("3", "2")]
+    told = [(row["step"], row["loss"]) for row in read_rows(path)]
+    assert told == [("1", "5.0"), ("2", "2.5"), ("3", "9.0")]
 
 
 def test_monitor_writes_console_log_csv_and_events(tmp_path: Path) -> None:
@@ -207,7 +179,6 @@ def test_a_full_disk_costs_records_and_not_the_run(kind: str, tmp_path: Path) ->
 
 
 def test_going_back_on_a_full_disk(tmp_path: Path) -> None:
-    """Rows of abandoned steps cannot be moved: none is added until they are."""
     with disk(tmp_path / "disk", "limit") as small:
         monitor = Monitor(run_config(), small.folder, stream=io.StringIO())
         monitor.start(0)
@@ -218,9 +189,10 @@ def test_going_back_on_a_full_disk(tmp_path: Path) -> None:
             monitor.log(metrics(2, loss=8.0))
         monitor.log(metrics(3, loss=9.0))
         monitor.close()
-    assert [(r["step"], r["loss"]) for r in rows(small.folder / "metrics.csv")] == [
-        ("1", "5.0"), ("3", "9.0")]  # fmt: skip
-    assert [r["step"] for r in rows(small.folder / "metrics.abandoned.csv")] == ["2", "3"]
+    table = small.folder / "metrics.csv"
+    assert [(r["step"], r["attempt"]) for r in rows(table)] == [
+        ("1", "1"), ("2", "1"), ("3", "1"), ("3", "2")]  # fmt: skip
+    assert [r["loss"] for r in read_rows(table)] == ["5.0", "2.5", "9.0"]
     assert [s for s, _ in events(small.folder / "tensorboard")["train/loss"]] == [1, 3]
 
 

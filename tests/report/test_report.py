@@ -284,14 +284,17 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda meta: [meta], "holds no JSON object but a list"),
-        (lambda meta: meta | {"rule": {"magic": 1.0}}, "rule has magic, which this version does"),
-        (lambda meta: meta | {"rule": None}, "rule holds no object but a NoneType"),
+        (lambda meta: [meta], "meta.json: does not describe the records"),
+        (
+            lambda meta: meta | {"rule": {"magic": 1.0}},
+            "rule is of another version (it has magic;",
+        ),
+        (lambda meta: meta | {"rule": None}, "it has a NoneType"),
         (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
-        (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "TypeError"),
-        (lambda meta: meta | {"scalars": None}, "TypeError"),
+        (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "it has settle_steps"),
+        (lambda meta: meta | {"scalars": None}, "no loss_mean"),
         (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
-        (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "KeyError"),
+        (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no wk_norm"),
     ],
 )
 def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said: str) -> None:

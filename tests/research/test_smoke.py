@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -13,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patch.runtime.records import read_rows
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN, PROTOCOLS = ROOT / "research" / "run.py", ROOT / "research" / "protocols"
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    with (run_dir / "metrics.csv").open(newline="") as lines:
-        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
+    rows = read_rows(run_dir / "metrics.csv")
+    return {int(row["step"]): float(row["loss"]) for row in rows}
 
 
 @pytest.mark.multiprocess

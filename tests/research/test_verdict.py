@@ -7,7 +7,7 @@ from pathlib import Path
 
 import results
 from protocol import ExplosionConfig
-from verdict import judge, parse_rows, read_rows, windows
+from verdict import judge, read_rows, windows
 
 RULE = ExplosionConfig(window=50, from_step=2000, grad_norm=1.0, loss=4.5)
 
@@ -62,9 +62,10 @@ def test_no_rows() -> None:
     assert verdict.steps == 0 and verdict.final_loss is None and verdict.exploded_at is None
 
 
-def test_rows_of_a_file_that_a_crash_tore() -> None:
-    text = "step,loss,grad_norm,eval_loss\n1,9.0,5.0,\n2,inf,nan,\n3,8.0,4.0,3.5\n4,7."
-    found = parse_rows(text.splitlines())
+def test_rows_of_a_file_that_a_crash_tore(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss,grad_norm,eval_loss\n1,9,5,\n2,inf,nan,\n3,8,4,3.5\n4,7.")
+    found = read_rows(path)
     assert [r["step"] for r in found] == [1, 2, 3] and found[2]["eval_loss"] == 3.5
     assert judge(found, ExplosionConfig(window=2)).eval_loss == 3.5
     assert math.isinf(windows(found, 2)[0].loss)
@@ -89,13 +90,6 @@ def test_rows_of_a_file_with_blocks_of_zeros(tmp_path: Path) -> None:
     zeros = "\0" * 200_000
     path.write_text(f"step,loss,grad_norm\n1,4.0,0.3\n{zeros}3,4.0,0.3\n4,4.{zeros},0.3\n{zeros}")
     assert [row["step"] for row in read_rows(path)] == [1, 3]
-
-
-def test_steps_that_an_attempt_repeats_count_once() -> None:
-    """It went back to its checkpoint at step 2; step 4 was not made again."""
-    text = "step,loss,grad_norm\n1,9,1\n2,8,1\n3,7,1\n4,6,1\n3,7.5,1\n"
-    found = [(row["step"], row["loss"]) for row in parse_rows(text.splitlines())]
-    assert found == [(1, 9), (2, 8), (3, 7.5)]
 
 
 def test_runs_that_were_not_made_alike_are_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -13,6 +12,8 @@ import sys
 import pytest
 from one_machine import PATIENCE
 from slurm_run import Run
+
+from megatron_patch.runtime.records import read_rows
 
 pytestmark = pytest.mark.slurm
 STEPS = 600
@@ -33,8 +34,8 @@ def prepare(folder):
 
 def losses(run: Run) -> dict[int, tuple[str, str]]:
     """Step -> loss and gradient norm, every digit."""
-    with (run.dir / "metrics.csv").open() as file:
-        return {int(row["step"]): (row["loss"], row["grad_norm"]) for row in csv.DictReader(file)}
+    rows = read_rows(run.dir / "metrics.csv")
+    return {int(row["step"]): (row["loss"], row["grad_norm"]) for row in rows}
 
 
 @pytest.fixture(scope="module")

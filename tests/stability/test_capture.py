@@ -15,12 +15,12 @@ from full_disk import KINDS, disk
 from run_config import run_config
 
 from megatron_patch.stability import capture
-from megatron_patch.stability.capture import Capture, Capturer, Wanted
+from megatron_patch.stability.capture import CaptureFile, Capturer, Wanted
 from megatron_patch.stability.observe import Seen
 from megatron_patch.stability.sampling import Geometry
 
 
-def make(**changes: Any) -> Capture:
+def make(**changes: Any) -> CaptureFile:
     gen = torch.Generator().manual_seed(0)
 
     def draw(heads: int, d: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def make(**changes: Any) -> Capture:
         "run_name": "tiny",
         "trigger": "step",
     }
-    return Capture(**(fields | changes))
+    return CaptureFile(**(fields | changes))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_round_trip(tmp_path: Path) -> None:
     one.save(path)
     assert path.name == "step_00000100.layer_002.tp_0.pt"
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file is left
-    found = capture.load(path)
-    for name in Capture.__dataclass_fields__:
+    found = CaptureFile.load(path)
+    for name in CaptureFile.__dataclass_fields__:
         a, b = getattr(one, name), getattr(found, name)
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     assert torch.load(path, weights_only=True)["format"] == capture.FORMAT
@@ -72,19 +72,19 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_what_is_no_capture(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        capture.load(tmp_path / "missing.pt")
+        CaptureFile.load(tmp_path / "missing.pt")
     text = tmp_path / "text.pt"
     for content, why in (("hello", "begins as none does"), ("", "is empty")):
         text.write_text(content)
         with pytest.raises(ValueError, match=f"not a capture: the file {why}"):
-            capture.load(text)
+            CaptureFile.load(text)
     other = tmp_path / "other.pt"
     torch.save({"format": 1}, other)
     with pytest.raises(ValueError, match=f"format {capture.FORMAT}"):
-        capture.load(other)
+        CaptureFile.load(other)
     torch.save({"format": capture.FORMAT, "step": 3}, other)
     with pytest.raises(ValueError, match="backend"):
-        capture.load(other)
+        CaptureFile.load(other)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = tmp_path / "x.pt"
     replace(make(), **changes).save(path)
     with pytest.raises(ValueError, match="do not fit together"):
-        capture.load(path)
+        CaptureFile.load(path)
 
 
 @pytest.mark.parametrize(
@@ -136,30 +136,30 @@ def test_fields_of_other_types(tmp_path: Path, changes: dict[str, Any], said: st
     path = tmp_path / "x.pt"
     replace(make(), **changes).save(path)
     with pytest.raises(capture.CaptureError, match=rf"x\.pt: .*{said}.*capture again"):
-        capture.load(path)
+        CaptureFile.load(path)
 
 
 def test_captures_of_formats_before_say_what_they_do_not_tell(tmp_path: Path) -> None:
     """Norms of format 2 are lower bounds; no file before format 4 tells of a variant."""
     path = tmp_path / "x.pt"
     make(variant="k_centered").save(path)
-    whole = capture.load(path)
+    whole = CaptureFile.load(path)
     assert whole.norms_exact and whole.variant == "k_centered"
     content = torch.load(path, weights_only=True)
     del content["variant"]
     torch.save(content | {"format": 3}, path)
-    third = capture.load(path)
+    third = CaptureFile.load(path)
     assert third.norms_exact and third.variant is None
     torch.save(content, path)
     with pytest.raises(capture.CaptureError, match="format 4: it lacks variant"):
-        capture.load(path)
+        CaptureFile.load(path)
     del content["norms_exact"]
     torch.save(content | {"format": 2}, path)
-    second = capture.load(path)
+    second = CaptureFile.load(path)
     assert not second.norms_exact and second.variant is None
     torch.save(content | {"format": 3}, path)
     with pytest.raises(capture.CaptureError, match="format 3: it lacks norms_exact"):
-        capture.load(path)
+        CaptureFile.load(path)
 
 
 def test_a_capture_names_the_variant_that_computed_it(tmp_path: Path) -> None:
@@ -191,11 +191,13 @@ def test_spectral_norms_are_exact(tmp_path: Path) -> None:
     )
 
 
-def taken(folder: Path, attention: Any, heads: int, groups: int, *, variant: str = "") -> Capture:
+def taken(
+    folder: Path, attention: Any, heads: int, groups: int, *, variant: str = ""
+) -> CaptureFile:
     """What a run captures of a layer."""
     capturer = take(folder, attention, heads, groups, variant=variant)
     capturer.close()
-    return capture.load(folder / capture.file_name(3, 0, 0))
+    return CaptureFile.load(folder / capture.file_name(3, 0, 0))
 
 
 def take(
@@ -245,7 +247,7 @@ def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
     for content in ({"format": torch.ones(2)}, {"format": True}, {"format": capture.FORMAT, 3: 4}):
         torch.save(content, path)
         with pytest.raises(capture.CaptureError, match=r"x\.pt is not a capture of format") as said:
-            capture.load(path)
+            CaptureFile.load(path)
     assert "it lacks backend, causal, " in str(said.value) and str(said.value).endswith("and has 3")
 
 
@@ -286,6 +288,6 @@ def test_numbers_of_key_heads_are_those_of_the_layer(
             dropout_p=0.0,
         )
         Capturer(run, where, tmp_path)._take(3, Wanted(trigger="step", heads={0: ()}), seen, q)
-        found = capture.load(tmp_path / capture.file_name(3, 0, rank))
+        found = CaptureFile.load(tmp_path / capture.file_name(3, 0, rank))
         assert found.kv_heads == expected[rank]
         assert found.heads == list(range(rank * mine, (rank + 1) * mine))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patch.stability import capture
+from megatron_patch.stability.capture import CaptureFile
 from stable_attention import stable_attention
 
 FOLDER = Path(__file__).parent / "captures"
@@ -66,7 +66,7 @@ def rms(x: torch.Tensor) -> float:
 def head(request: pytest.FixtureRequest) -> Head:
     """Softmax attention and its derivatives written out, of none of the library's code."""
     name, number = request.param
-    one = capture.load(FOLDER / name)
+    one = CaptureFile.load(FOLDER / name)
     i = one.heads.index(number)
     assert one.causal and one.window is None and one.head_to_kv[i] == i
     q, k, v, dout = (

@@ -79,7 +79,7 @@ def recorded_run(name: str) -> record.Telemetry:
     for i, metric in enumerate(record.NORMS):
         found["heads"][:, meta["head_metrics"].index(metric)] = norms[:, i]
     found["heads"][:, meta["head_metrics"].index("max_logit")] = logits
-    return record.Telemetry(meta, found)
+    return record.Telemetry(meta, (found,))
 
 
 def test_an_explosion_of_this_trainer_is_announced_a_thousand_steps_before(script: Any) -> None:

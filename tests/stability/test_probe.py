@@ -13,7 +13,7 @@ import torch
 from megatron_patch.cli import app
 from megatron_patch.stability import probe as probing
 from megatron_patch.stability import probe_report
-from megatron_patch.stability.capture import Capture, file_name
+from megatron_patch.stability.capture import CaptureFile, file_name
 from stable_attention.probes import BackendResult
 from stable_attention.reference.regimes import make_regime
 
@@ -24,7 +24,7 @@ CAPTURED = sorted((Path(__file__).parent / "captures").glob("*.pt"))
 LARGEST = 5_000_000
 
 
-def capture(regime: str, *, heads: int = 2, n: int = 96, **changes: object) -> Capture:
+def capture(regime: str, *, heads: int = 2, n: int = 96, **changes: object) -> CaptureFile:
     """A regime of stable_attention as if a run had captured it, sbhd."""
     q, k, v, dout = (x[None].permute(2, 0, 1, 3) for x in make_regime(regime, heads=heads, n=n))
     facts: dict = {
@@ -55,10 +55,10 @@ def capture(regime: str, *, heads: int = 2, n: int = 96, **changes: object) -> C
         "run_name": "synthetic",
         "trigger": "step",
     }
-    return Capture(**facts | changes)
+    return CaptureFile(**facts | changes)
 
 
-def probe(one: Capture, names: str = "all") -> dict:
+def probe(one: CaptureFile, names: str = "all") -> dict:
     return probing.probe_capture(one, probing.choose(names, CPU), device=CPU, skip_rows=32)
 
 
@@ -82,7 +82,7 @@ def test_every_backend_has_figures_on_a_failing_regime() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def gate(one: Capture, stabilizer: str, *, kernel: bool = True) -> list[str]:
+def gate(one: CaptureFile, stabilizer: str, *, kernel: bool = True) -> list[str]:
     """What numerics must hold to on tensors of a failing run; empty if they do.
 
     Limits are relative to plain numerics on the same tensors: real heads differ in size by far more
@@ -96,7 +96,7 @@ def gate(one: Capture, stabilizer: str, *, kernel: bool = True) -> list[str]:
     return [f"{n} {cell[n]:.1e} > {limit:.1e}" for n, limit in limits.items() if cell[n] > limit]
 
 
-def check_evidence(one: Capture, *, kernel: bool) -> None:
+def check_evidence(one: CaptureFile, *, kernel: bool) -> None:
     """A capture of a failing run: plain numerics do harm on it, and compensated ones do not."""
     plain = probe(one, "emulated none")["backends"]["emulated none"]
     assert plain["dq_error"] > 0.05, "plain numerics do no harm here: this shows no failing run"
@@ -114,7 +114,7 @@ def check_shipped(path: Path) -> None:
     """A capture that ships: small, and of a run of the product with plain numerics."""
     from megatron_patch.stability import capture as captures
 
-    one = captures.load(path)
+    one = captures.CaptureFile.load(path)
     assert path.stat().st_size < LARGEST
     assert one.run_name != "synthetic" and one.trigger != "step"
     assert (one.backend, one.stabilizer) == ("stable_flash", "none") or one.backend.startswith(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from telemetry_records import EVERY, H, L, heads, meta, write
 
 from megatron_patch.stability import record
-from megatron_patch.stability.lookback import look_back
+from megatron_patch.stability.history_from_parent import history_from_parent
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import NOWHERE, Rule, Spot, judge
 from megatron_patch.stability.writer import Writer
@@ -145,6 +144,17 @@ def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
     assert [p.step for p in forgetful.points] == [100, 110, 120]
 
 
+def begin_from(
+    source: Path, folder: Path, *, step: int, steps: int, name: str = "stable_flash/none"
+) -> Path:
+    """Start a run from another one's checkpoint."""
+    writer = Writer(folder, meta(name), start_step=step)
+    found, records = history_from_parent(source, writer.meta, step=step, steps=steps)
+    writer.begin_with(records, parent={"run": str(source), "step": step})
+    writer.close()
+    return found
+
+
 def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     write(first, [10, 20]).close()
@@ -166,42 +176,45 @@ def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
     assert record.read(first).history().points == []  # nothing is known of it yet
     # Whoever continues it sees the stretch its checkpoint is from, if that is its attention.
     for name, step, seen in (("a/b", 30, [30]), ("stable_flash/none", 20, [10, 20])):
-        Writer(second, meta(name), start_step=step).close()
-        look_back(second, first, step=step, steps=100)
+        begin_from(first, second, step=step, steps=100, name=name)
         assert [p.step for p in record.read(second).history().points] == seen
         (second / "stability" / "meta.json").unlink()
-    Writer(second, meta("a/b"), start_step=20).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'a/b'"):
-        look_back(second, first, step=20, steps=100)
+        history_from_parent(first, meta("a/b"), step=20, steps=100)
 
 
 def test_looking_back_on_another_run(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     checkpoint = first / "checkpoints" / "step_00000040.attempt-1"
     checkpoint.mkdir(parents=True)
-    write(second, []).close()
     for source in (checkpoint, checkpoint.parent, first):
         with pytest.raises(FileNotFoundError, match="no telemetry beside it"):
-            look_back(second, source, step=40, steps=25)
+            history_from_parent(source, meta(), step=40, steps=25)
     write(first, [10, 20, 30, 40, 50]).close()
-    for source in (checkpoint, checkpoint.parent, first):
-        assert look_back(second, source, step=40, steps=25) == first
-    write(second, [50, 60], start=40).close()
+    write(second, [50, 60]).close()  # another story, of which nothing counts
+    for source in (checkpoint, checkpoint.parent, first):  # started again and again
+        assert begin_from(source, second, step=40, steps=25) == first
+        assert [p.step for p in record.read(second).history().points] == [20, 30, 40]
+    write(second, [50], start=40).close()
+    write(second, [60], start=50).close()
     found = record.read(second)
     assert found.steps.tolist() == [50, 60]
     assert [p.step for p in found.history().points] == [20, 30, 40, 50, 60]
     assert [p.step for p in found.points()] == [s for s, _ in found.verdicts()] == [50, 60]
     # A third one sees through to the first.
-    write(third, []).close()
-    look_back(third, second, step=50, steps=25)
+    begin_from(second, third, step=50, steps=25)
     assert [p.step for p in record.read(third).history().points] == [30, 40, 50]
     with pytest.raises(FileNotFoundError, match="no telemetry of the steps up to 5"):
-        look_back(third, first, step=5, steps=25)
-    # Another attempt, before the first record, with other attention: nothing is left of the first.
-    Writer(third, meta("sdpa_cudnn/compensated"), start_step=50).close()
+        history_from_parent(first, meta(), step=5, steps=25)
+    # Another attempt, before the first record, with other attention: nothing is known of it.
+    other = meta("sdpa_cudnn/compensated")
+    Writer(third, other, start_step=50).close()
     with pytest.raises(ValueError, match="attention 'stable_flash/none', this run has 'sdpa_cudnn"):
-        look_back(third, second, step=50, steps=25)
+        history_from_parent(second, other, step=50, steps=25)
     assert record.read(third).history().points == []
+    # From its beginning.
+    write(second, [10]).close()
+    assert (found := record.read(second)).steps.tolist() == [10] and found.before is None
 
 
 def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
@@ -215,18 +228,6 @@ def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
         replace(EVERY, head_signal=math.inf, danger_error=None)
     )
     assert verdicts[0][1].level == "ok" and verdicts[-1][1].level == "danger"
-
-
-def test_rules_of_earlier_versions_are_read_as_they_were(tmp_path: Path) -> None:
-    """They counted records, however short, and called a norm alone danger."""
-    Writer(tmp_path, meta(), start_step=0).close()
-    file = tmp_path / record.FOLDER / "meta.json"
-    told = json.loads(file.read_text())
-    later = ("smooth_steps", "confirm_steps", "norm_needs_head")
-    told["rule"] = {k: v for k, v in told["rule"].items() if k not in later}
-    file.write_text(json.dumps(told))
-    rule = record.read(tmp_path).rule
-    assert (rule.smooth_steps, rule.confirm_steps, rule.norm_needs_head) == (0, 0, False)
 
 
 GROWING = dict.fromkeys(("used_error_mean", "used_error_rms", "kappa", "max_logit"), QUIET)

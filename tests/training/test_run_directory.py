@@ -185,12 +185,10 @@ def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content: byte
     [
         ("train.log", "directory"),
         ("metrics.csv", "directory"),
-        ("metrics.abandoned.csv", "directory"),
         ("data.sha256", "directory"),
         ("stability", "file"),
         ("tensorboard", "file"),
         ("stability/records.bin", "directory"),
-        ("stability/layers.csv", "directory"),
         ("stability/meta.json", "directory"),
     ],
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
 import sys
 from pathlib import Path
+
+from megatron_patch.runtime.records import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLIT = ("parallel.pipeline_model_parallel_size=2", "parallel.expert_model_parallel_size=2")
@@ -32,8 +33,7 @@ def train(run_dir: Path, corpus: Path, *keys: str, ranks: int) -> list[tuple[str
         timeout=300,
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    with (run_dir / "metrics.csv").open() as rows:
-        return [(row["loss"], row["grad_norm"]) for row in csv.DictReader(rows)]
+    return [(row["loss"], row["grad_norm"]) for row in read_rows(run_dir / "metrics.csv")]
 
 
 def test_it_is_saved_and_resumes(tmp_path: Path, corpus: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import figures
 
 from megatron_patch.stability import record
-from megatron_patch.stability.series import Series
+from megatron_patch.stability.step_window import StepWindow
 
 WATCH = ["stability.interval=3", "training.train_steps=6", "training.deterministic=true"]
 STOP, SAVE = "training.exit_at_step=2", "checkpoint.interval=5"
@@ -54,14 +54,14 @@ def test_a_stop_between_two_records_changes_neither(runs: Path, name: str, other
         np.testing.assert_array_equal(values, two.scalars[key], err_msg=key)
 
 
-def series(interval: int, rank: int = 0) -> Series:
+def series(interval: int, rank: int = 0) -> StepWindow:
     layout: Any = SimpleNamespace(rank=rank, reports_loss=True, device=torch.device("cpu"))
-    return Series(interval, layout)
+    return StepWindow(interval, layout)
 
 
-def note(one: Series, loss: float) -> None:
+def note(one: StepWindow, loss: float) -> None:
     result: Any = SimpleNamespace(report=torch.tensor([loss, 2.0]), grad_norm=loss + 0.5)
-    one.note(result)
+    one.observe(result)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def test_another_interval_keeps_the_steps_of_its_next_record(
         one = series(interval, rank)
         one.restore(saved, step=8)
         note(one, 9.0)
-        losses, tokens, norms = one.take().T.tolist()
+        losses, tokens, norms = one.drain().T.tolist()
         # The first rank has the sums of all, and the norms are its alone.
         first = [2.0] * len(kept) if rank == 0 else [0.0] * len(kept)
         assert losses == [*(kept if rank == 0 else first), 9.0] and tokens == [*first, 2.0]
         assert norms == ([loss + 0.5 for loss in (*kept, 9.0)] if rank == 0 else [0.0] * len(norms))
-        assert len(one.take()) == 0
+        assert len(one.drain()) == 0
 
 
 def test_checkpoints_of_earlier_versions_have_nothing_to_restore() -> None:
     one = series(10)
     one.restore(None, step=8)
     note(one, 9.0)
-    assert one.take().tolist() == [[9.0, 2.0, 9.5]]
+    assert one.drain().tolist() == [[9.0, 2.0, 9.5]]
 
 
 class Nothing(TorchDispatchMode):
@@ -103,8 +103,8 @@ def test_a_step_between_two_records_launches_nothing() -> None:
     with Nothing():
         for report in reports:
             result: Any = SimpleNamespace(report=report, grad_norm=0.5)
-            one.note(result)
-    assert one.take().tolist() == [[0.0, 2.0, 0.5], [1.0, 2.0, 0.5], [2.0, 2.0, 0.5]]
+            one.observe(result)
+    assert one.drain().tolist() == [[0.0, 2.0, 0.5], [1.0, 2.0, 0.5], [2.0, 2.0, 0.5]]
 
 
 def test_a_rank_without_losses_adds_zeros() -> None:
@@ -113,5 +113,5 @@ def test_a_rank_without_losses_adds_zeros() -> None:
     one = series(10, rank=1)
     one.restore(saved, step=2)
     none: Any = SimpleNamespace(report=None, grad_norm=1.0)
-    one.note(none)
-    assert one.take().tolist() == [[0.0] * 3] * 3
+    one.observe(none)
+    assert one.drain().tolist() == [[0.0] * 3] * 3

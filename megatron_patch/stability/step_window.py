@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_patch.runtime.watcher import StepResult
 
 
-class Series:
+class StepWindow:
     """The steps since the last record, on this rank.
 
     Args:
@@ -33,9 +33,9 @@ class Series:
         self._norms: list[float] = []
         """Gradient norms: they are on the host already, and a copy of a single one to the device
         would wait for the update."""
-        self._settled: list[list[float]] = []
+        self._synchronized: list[list[float]] = []
 
-    def note(self, result: StepResult) -> None:
+    def observe(self, result: StepResult) -> None:
         """Loss of one step, which stays on the device, and its gradient norm."""
         if result.report is not None and self._layout.reports_loss:
             self._reports.append(result.report)
@@ -48,7 +48,7 @@ class Series:
         rest = self._before.new_zeros(len(self._norms) - len(self._before), 2)
         return torch.cat([self._before, rest])
 
-    def take(self) -> torch.Tensor:
+    def drain(self) -> torch.Tensor:
         """[n, 3] of this rank, to be added up over all of them; the next step is the first."""
         losses = self._losses()
         norms = losses.new_zeros(len(losses), 1)
@@ -58,16 +58,16 @@ class Series:
         self._before, self._reports, self._norms = self._before[:0], [], []
         return torch.cat([losses, norms], dim=1)
 
-    def settle(self) -> None:
-        """Before a save: add up what `state` tells. Collective; waits for the device."""
+    def synchronize(self) -> None:
+        """Before a save: add up what `state` returns. Collective; waits for the device."""
         sums = self._losses()
         if len(sums):
             torch.distributed.all_reduce(sums)
-        self._settled = sums.tolist()
+        self._synchronized = sums.tolist()
 
     def state(self) -> dict[str, Any]:
-        """Of all ranks, as of `settle`: plain data, the same on every rank and for any layout."""
-        return {"losses": self._settled, "grad_norms": list(self._norms)}
+        """Of all ranks, as of `synchronize`: plain data, the same on every rank, for any layout."""
+        return {"losses": self._synchronized, "grad_norms": list(self._norms)}
 
     def restore(self, saved: dict[str, Any] | None, step: int) -> None:
         """Go on after ``step`` with what its checkpoint has; None: an older version's has nothing.
