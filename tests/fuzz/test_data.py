@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from bounded import examples, fuzz, randoms
+from byte_corpus import byte_corpus
 
 from megatron_patch.data.errors import DataError
-from megatron_patch.data.prepare import PrepareOptions, prepare
 from megatron_patch.data.verify import verify_datasets
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.schema.model import ModelConfig
@@ -41,10 +41,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
             texts[name].append(" ".join(rng.choices(words, k=count)))
     texts["stale"] = texts["good"][:-3] + [text.upper() for text in texts["good"][-3:]]
     for name, documents in texts.items():
-        (root / f"{name}.txt").write_text("\n\n".join(documents))
-        options = PrepareOptions(inputs=[str(root / f"{name}.txt")], out=str(root / name),
-                                 document_separator="\n\n", workers=1, quiet=True)  # fmt: skip
-        prepare(options)
+        byte_corpus(root / name, documents)
     return root
 
 
