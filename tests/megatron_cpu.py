@@ -19,6 +19,11 @@ from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 SEQ, VOCAB = 16, 60
+# Keys of the section `parallel`.
+TP, CP, EP = "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
+PP, VP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+ETP, DIST = "expert_tensor_parallel_size", "use_distributed_optimizer"
+SP = {"sequence_parallel": True}
 
 
 @contextlib.contextmanager
@@ -41,17 +46,10 @@ def single_rank(seed: int = 1) -> Iterator[None]:
 
 def layout(**where: int) -> Layout:
     """Coordinates of one rank on the CPU, changed as asked."""
-    one = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1}
-    sizes = {f"{axis}_size": n for axis, n in one.items()}
-    ranks = {f"{axis}_rank": 0 for axis in one}
-    return Layout(
-        **(
-            {"rank": 0, "world_size": 1, "local_rank": 0, "device": torch.device("cpu")}
-            | sizes
-            | ranks
-            | where
-        )
-    )
+    axes = ("tp", "pp", "cp", "dp", "ep")
+    one = {f"{axis}_size": 1 for axis in axes} | {f"{axis}_rank": 0 for axis in axes}
+    one |= {"rank": 0, "world_size": 1, "local_rank": 0}
+    return Layout(**({"device": torch.device("cpu")} | one | where))
 
 
 def reseed(seed: int = 1) -> None:

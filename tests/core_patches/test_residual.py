@@ -80,6 +80,7 @@ def test_a_stream_that_nobody_reads(compiles):
 MLA = MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 MODELS = {
     "llama": {},
+    "squared relu": {"activation": "squared_relu"},
     "gpt2": {"normalization": "LayerNorm", "activation": "gelu", "fp32_residual_connection": True},
     "biases": {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True},
     "mla, mtp": {"mla": MLA, "qk_layernorm": True, "mtp": MTPConfig(num_layers=2)},
@@ -103,7 +104,10 @@ def passes(monkeypatch):
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_every_addition_is_made_by_the_next_norm(passes, model):
-    """Two layers: one norm behind the embedding, four additions with the norm behind each."""
+    """Two layers: one norm behind the embedding, four additions with the norm behind each.
+
+    With compiled loss, norms and activation the model trains as with core's own.
+    """
     chunk = fused(model, precision="fp32")
     for layer in chunk.decoder.layers:
         assert isinstance(layer.self_attn_bda, residual._Adder)

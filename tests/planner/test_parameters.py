@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import dry_run
 import pytest
-from megatron_cpu import tiny_run
+from megatron_cpu import CP, EP, ETP, PP, SP, TP, VP, tiny_run
 
 from megatron_patch.planner import parameters
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 VOCAB = 60
-TP, PP, VP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
-EP, ETP, CP = (
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "context_parallel_size",
-)
-SP = {"sequence_parallel": True}
-DIST = "use_distributed_optimizer"
 GPT2 = {
     "position_embedding": "learned_absolute",
     "normalization": "LayerNorm",

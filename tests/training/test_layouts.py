@@ -139,3 +139,25 @@ def test_expert_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> 
     })  # fmt: skip
     assert distance(found["ep2"], single["moe"], STEPS) < FP32
     assert distance(found["ep1_tp2"], single["moe"], STEPS) < FP32
+
+
+def test_a_stage_without_experts_is_saved_and_resumes(folder: Path, corpus: Path) -> None:
+    """It owns no parameters of the experts' optimizer.
+
+    To every digit on the same layout; and from one rank, which has all experts.
+    """
+    model = ["model.num_layers=2", "model.moe.num_experts=2", "model.moe.layer_freq=[0,1]"]
+    split = [*model, f"{PP}=2", f"{EP}=2"]
+    stop, moved = f"training.exit_at_step={START}", f"checkpoint.load_from=stage_one@{START}"
+    results = run_ranks(folder, corpus, 4, [
+        run("stage", *split),
+        run("stage_resumed", *split, stop),
+        run("stage_resumed", *split),
+        run("stage_one", *model, stop, ranks=1),
+        run("stage_moved", *split, moved),
+    ])  # fmt: skip
+    assert [rank["code"] for one in results for rank in one] == [0] * 17
+    whole, resumed, left = (
+        figures(folder / "runs" / name) for name in ("stage", "stage_resumed", "stage_moved")
+    )
+    assert resumed == whole and list(left) == STEPS
