@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from megatron_patch.core_patches import cpu_mode
 from megatron_patch.parallel.setup import Layout
 from megatron_patch.schema.attention import AttentionConfig
 from megatron_patch.schema.data import DataConfig
-from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.model import MLAConfig, ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 SEQ, VOCAB = 16, 60
+MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+QUERY_MLA = replace(MLA, q_lora_rank=16)
+"""Latent attention, and with a latent of the queries too."""
 # Keys of the section `parallel`.
 TP, CP, EP = "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
 PP, VP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from error_bound import check
 from megatron_cpu import fused, tiny_run
+from stream_cases import alone
 
 from megatron_patch.core_patches import activation
 from megatron_patch.schema.model import MoEConfig
@@ -20,14 +21,8 @@ def test_squared_relu_against_float64(compiles, dtype):
     ours, plain = activation.fused_squared_relu, activation.squared_relu
     x = torch.cat([torch.randn(500), torch.linspace(-12, 12, 400), torch.zeros(3)]).to(dtype)
     dout = torch.randn(x.shape).to(dtype)
-
-    def run(function, x, dout):
-        x = x.clone().requires_grad_()
-        out = function(x)
-        return out, *torch.autograd.grad(out, x, dout)
-
-    found, peer = run(ours, x, dout), run(plain, x, dout)
-    exact = run(plain, x.double(), dout.double())
+    found, peer = alone(ours, x, dout), alone(plain, x, dout)
+    exact = alone(plain, x.double(), dout.double())
     assert [f.dtype for f in found] == [dtype, dtype]
     check(found, peer, exact, floor=2 * torch.finfo(torch.float32).eps)
     for value in (float("inf"), float("nan")):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from error_bound import check
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_cpu import VOCAB, fused, loss_and_grads, tiny_run
+from stream_cases import alone
 
 from megatron_patch.core_patches import norms
 from megatron_patch.core_patches.cross_entropy import cross_entropy
@@ -121,16 +122,9 @@ def test_a_compiled_norm_is_as_exact(compiles, name, stream):
             one.copy_(other.normal_())
     x = (torch.randn(9, 2, 32) * 3 + 1).to(stream)
     dy = torch.randn(9, 2, 32)
-
-    def run(module, x, dy):
-        x = x.clone().requires_grad_()
-        out = module(x)
-        parameters = list(module.parameters())
-        return [out, *torch.autograd.grad(out, [x, *parameters], dy.to(out.dtype))]
-
-    found, eager = run(norm, x, dy), run(plain, x, dy)
+    found, eager = alone(norm, x, dy), alone(plain, x, dy)
     dy = dy.bfloat16()
-    check(found, eager, run(plain.double(), x.double(), dy.double()), floor=2.0**-9)
+    check(found, eager, alone(plain.double(), x.double(), dy.double()), floor=2.0**-9)
     assert [f.dtype for f in found] == [e.dtype for e in eager]
 
 

@@ -10,16 +10,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from megatron_cpu import CP, DIST, EP, PP, SP, TP, VP, tiny_run
+from megatron_cpu import CP, DIST, EP, MLA, PP, QUERY_MLA, SP, TP, VP, tiny_run
 
 from megatron_patch.config import checks
 from megatron_patch.config.checks.model import problems
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig, ffn_hidden_size
+from megatron_patch.schema.model import MoEConfig, MTPConfig, ffn_hidden_size
 from megatron_patch.schema.training import RecomputeConfig
 
 LEARNED = "learned_absolute"
 KIND, SIZES = "cp_comm_type", "hierarchical_context_parallel_sizes"
-MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 
 
 def paths(run) -> list[str]:
@@ -83,7 +82,7 @@ UNDIVIDED = [
     ({"mla": MLA}, {TP: 2}, None),
     ({"mla": replace(MLA, kv_lora_rank=15)}, {TP: 2}, f"parallel.{TP}"),
     ({"mla": replace(MLA, q_lora_rank=15)}, {TP: 2}, f"parallel.{TP}"),
-    ({"mla": replace(MLA, q_lora_rank=16), "qk_layernorm": True}, {TP: 2},
+    ({"mla": QUERY_MLA, "qk_layernorm": True}, {TP: 2},
      "parallel.sequence_parallel"),
     ({}, {PP: 3}, f"parallel.{PP}"),
     ({"num_layers": 6}, {PP: 2, VP: 2}, f"parallel.{VP}"),

@@ -11,10 +11,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from megatron_cpu import EP, ETP, PP, SEQ, SP, TP, VOCAB, VP, reseed, tiny_run
+from megatron_cpu import EP, ETP, PP, QUERY_MLA, SEQ, SP, TP, VOCAB, VP, reseed, tiny_run
 
 from megatron_patch.core_patches import cpu_mode
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 
 def groups(run):
@@ -36,9 +36,7 @@ DENSE = {"qk_layernorm": True, "normalization": "LayerNorm"}
 LATENT = {
     "qk_layernorm": True,
     "init_std": 0.2,  # large enough for the rotary key to matter
-    "mla": MLAConfig(
-        q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
-    ),
+    "mla": QUERY_MLA,
 }
 
 
