@@ -42,6 +42,7 @@ check: $(STAMP)  ## formatter, linters, types, order of the rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(if $(SCRIPTS),$(BIN)/shellcheck -S style $(SCRIPTS))
 	$(if $(SCRIPTS),$(BIN)/shfmt -d -i 2 -ci $(SCRIPTS))
 	$(if $(DOCKERFILES),$(BIN)/hadolint $(DOCKERFILES))

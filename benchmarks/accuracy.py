@@ -24,7 +24,6 @@ import argparse
 import functools
 import importlib
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -32,18 +31,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests", "kernels", ".")]
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-if "--device=cpu" in sys.argv or "cpu" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"
-    import interpreter_shim
+sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "kernels", ".")]
 
-    interpreter_shim.install_on_import()
-
+import attention  # chooses Triton's interpreter where there is no GPU
 import torch
-import torch.nn.functional as F
-from machine import RESULTS, describe_kernels, earlier, write_result
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from machine import describe_kernels, earlier, parser, write_result
+from torch.nn.attention import SDPBackend
 
 from stable_attention.probes import Backend, BackendResult, probe_results
 from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regime
@@ -66,19 +59,10 @@ def ours(stabilizer: str, residual: str = "bf16") -> Backend:
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out, lse, low = stable_attention(
-            q,
-            k,
-            v,
-            layout="bhsd",
-            causal=True,
-            stabilizer=stabilizer,
-            residual=residual,
-            deterministic=True,
-            allow_broken=stabilizer == "paper_bf16",
-            return_lse=True,
-            return_residual=True,
-        )
+        how: dict[str, Any] = {"stabilizer": stabilizer, "residual": residual}
+        how |= {"allow_broken": stabilizer == "paper_bf16", "deterministic": True}
+        how |= {"return_lse": True, "return_residual": True}
+        out, lse, low = stable_attention(q, k, v, layout="bhsd", causal=True, **how)
         dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
         return BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
 
@@ -108,40 +92,26 @@ def with_float32_output() -> Backend:
     return run
 
 
-def sdpa(backend: SDPBackend) -> Backend:
-    """PyTorch's scaled_dot_product_attention on one backend."""
+def vendor(call: Callable[[attention.Shape], attention.Call]) -> Backend:
+    """A peer of attention.py, which takes [b, s, h, d]."""
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
-        return BackendResult(out=out, dq=dq, dk=dk)
-
-    return run
-
-
-def _visible(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return i >= j
-
-
-@functools.cache
-def flex() -> Backend:
-    """FlexAttention, compiled once a length: made anew it would be recompiled for every regime."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.config.recompile_limit = 64
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        n = q.shape[2]
-        block_mask = create_block_mask(_visible, None, None, n, n, device=q.device)
-        out = compiled(q, k, v, block_mask=block_mask)
+        b, h, n, d = q.shape
+        attend = call(attention.Shape("accuracy", b, n, h, h, d, d, causal=True))
+        out = attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
         dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
         return BackendResult(out=out, dq=dq, dk=dk)
 
     return run
+
+
+# Compiled once a shape: made anew it would be compiled for every regime.
+flex = functools.cache(attention.flex)
+
+
+def sdpa(backend: SDPBackend) -> Backend:
+    return vendor(functools.partial(attention.sdpa, backend))
 
 
 def backends(device: str) -> dict[str, Callable[[], Backend]]:
@@ -160,7 +130,7 @@ def backends(device: str) -> dict[str, Callable[[], Backend]]:
     return table | {
         "SDPA-flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
         "SDPA-cuDNN": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
-        "FlexAttention": flex,
+        "FlexAttention": lambda: vendor(flex),
     }
 
 
@@ -201,14 +171,8 @@ def gates(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _gate(regime: str, n: str, what: str, value: float, limit: float) -> dict[str, Any]:
-    return {
-        "regime": regime,
-        "n": int(n),
-        "what": what,
-        "value": value,
-        "limit": limit,
-        "ok": value <= limit,
-    }
+    found = {"regime": regime, "n": int(n), "what": what, "value": value, "limit": limit}
+    return found | {"ok": value <= limit}
 
 
 def clean(figures: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +214,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.head = args, describe_kernels()
         self.regimes = args.regimes.split(",")
-        self.names = args.backends.split(",") if args.backends else list(backends(args.device))
+        self.names = list(backends(args.device))
         self.cells: dict[str, dict[str, dict[str, Any]]] = {r: {} for r in self.regimes}
         old = earlier("accuracy", "delta", self.head, (args.out, args.resume))
         if old and old["seed"] == args.seed:
@@ -382,30 +346,26 @@ def context_parallel(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--lengths", default="512,2048,8192,32768")
-    parser.add_argument("--regimes", help="NAME[/HEAD_DIM],...")
-    parser.add_argument("--backends", default="")
-    parser.add_argument(
+    found = parser(__doc__)
+    found.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
+    found.add_argument("--device", default="cuda")
+    found.add_argument("--lengths", default="512,2048,8192,32768")
+    found.add_argument("--regimes", help="NAME[/HEAD_DIM],...")
+    found.add_argument(
         "--heads", type=int, default=0, help="0: 48 at 512 ... 12 at 32k; 8 of ranks"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument(
-        "--context-parallel", action="store_true", help="over several ranks instead"
-    )
-    parser.add_argument("--tokens", type=int, default=8192, help="of --context-parallel")
-    parser.add_argument("--sizes", type=int, nargs="+", default=(1, 2, 4, 8), help="ranks")
-    args = parser.parse_args()
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--minutes", type=float, default=8.0)
+    found.add_argument("--context-parallel", action="store_true", help="over several ranks instead")
+    found.add_argument("--tokens", type=int, default=8192, help="of --context-parallel")
+    found.add_argument("--sizes", type=int, nargs="+", default=(1, 2, 4, 8), help="ranks")
+    args = found.parse_args()
     args.regimes = args.regimes or ",".join(RANK_REGIMES if args.context_parallel else DEFAULT)
     try:
         for regime in args.regimes.split(","):
             name_and_dim(regime)
     except ValueError as error:
-        parser.error(str(error))
+        found.error(str(error))
     return context_parallel(args) if args.context_parallel else delta(args)
 
 

@@ -24,9 +24,7 @@ the slower one.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -49,8 +47,8 @@ if DEVICE == "cpu":
 
 import torch
 import torch.nn.functional as F
-from machine import RESULTS, describe_kernels, earlier, write_result
-from tables import GRIDS, OURS, summary
+from machine import describe_kernels, earlier, in_workers, interval, parser, write_result
+from tables import GRIDS, OURS, kernel_speed, markdown
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import stable_attention
@@ -141,15 +139,8 @@ def ours(name: str, shape: Shape) -> Call:
     stabilizer, _, residual = name.partition(" ")
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = stable_attention(
-            q,
-            k,
-            v,
-            causal=shape.causal,
-            stabilizer=stabilizer,
-            residual=residual or "bf16",
-            deterministic=True,
-        )
+        how: dict[str, Any] = {"stabilizer": stabilizer, "residual": residual or "bf16"}
+        out = stable_attention(q, k, v, causal=shape.causal, deterministic=True, **how)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -177,22 +168,6 @@ def tensors(shape: Shape) -> list[torch.Tensor]:
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
-def interval(run: Callable[[], object], *, queued: bool = True) -> Callable[[], float]:
-    """Start one timed run; the returned function gives its milliseconds after a synchronize."""
-    if DEVICE == "cpu":
-        began = time.perf_counter()
-        run()
-        elapsed = (time.perf_counter() - began) * 1e3
-        return lambda: elapsed
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if queued:
-        torch.cuda._sleep(QUEUE_CYCLES)
-    start.record()
-    run()
-    end.record()
-    return lambda: start.elapsed_time(end)
-
-
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -203,10 +178,12 @@ def intervals(run: Callable[[], object], budget_ms: float) -> list[float]:
     if DEVICE == "cuda":
         run()
         run()
-    first = interval(run, queued=False)
+    first = interval(run, cuda=DEVICE == "cuda")
     synchronize()
     repeats = max(4, min(30, int(budget_ms / max(first(), 1e-3))))
-    pending = [interval(run) for _ in range(repeats if DEVICE == "cuda" else 1)]
+    if DEVICE == "cpu":
+        return [first()]
+    pending = [interval(run, queue=QUEUE_CYCLES) for _ in range(repeats)]
     synchronize()
     return [elapsed() for elapsed in pending]
 
@@ -216,7 +193,7 @@ def queued_ms() -> float:
     if DEVICE == "cpu":
         return 0.0
     torch.cuda._sleep(QUEUE_CYCLES)
-    found = interval(lambda: torch.cuda._sleep(QUEUE_CYCLES), queued=False)
+    found = interval(lambda: torch.cuda._sleep(QUEUE_CYCLES))
     torch.cuda.synchronize()
     return round(found(), 3)
 
@@ -294,19 +271,12 @@ def compile_all(wanted: list[Shape], *, with_flex: bool, workers: int, end: floa
     if workers < 1 or not wanted:
         return
     began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(wanted)), mp_context=context)
-    jobs = [pool.submit(compile_ahead, (shape, with_flex)) for shape in wanted]
-    done, late = concurrent.futures.wait(jobs, timeout=max(1.0, end - began))
-    for job in done:
-        fault = str(job.exception()) if job.exception() else job.result()
-        if fault:
-            print("compile ahead:", fault, flush=True)
-    for process in list((pool._processes or {}).values()) if late else []:
-        process.kill()
-    pool.shutdown(wait=True, cancel_futures=True)
-    seconds = time.monotonic() - began
-    print(f"compiled {len(done)} of {len(jobs)} shapes ahead in {seconds:.0f} s", flush=True)
+    jobs = [(shape, with_flex) for shape in wanted]
+    for fault in filter(
+        None, in_workers(compile_ahead, jobs, workers=workers, seconds=max(1.0, end - began))
+    ):
+        print("compile ahead:", fault, flush=True)
+    print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
 
 
 class Run:
@@ -320,11 +290,7 @@ class Run:
         self.rows: dict[Shape, dict[str, Any]] = {}
         old = earlier("attention", "speed", self.head, (args.out, args.resume))
         for row in (old or {"rows": []})["rows"]:
-            shape = Shape(**{k: v for k, v in row.items() if k != "peers"})
-            failed = {n for n, c in row["peers"].items() if args.retry and "error" in c}
-            # The two passes measure a shape's peers together.
-            if failed <= {FLEX}:
-                self.rows[shape] = {n: c for n, c in row["peers"].items() if n not in failed}
+            self.rows[Shape(**{k: v for k, v in row.items() if k != "peers"})] = row["peers"]
 
     def late(self) -> bool:
         return time.monotonic() > self.end
@@ -335,7 +301,6 @@ class Run:
             "rows": rows,
             "complete": all(self.has(s, "compensated") for s in self.wanted),
             "flex_complete": all(self.has(s, FLEX) for s in self.wanted),
-            "summary": summary(rows),
         }
         write_result("attention", figures, self.args.out, part="speed", head=self.head)
         return figures
@@ -386,7 +351,7 @@ def _queued(function: Callable[[], object], repeats: int) -> tuple[float, float]
     return queued / repeats, (time.perf_counter() - start) / repeats
 
 
-def host_times(table: dict[str, Call], rounds: int, repeats: int) -> dict[str, dict[str, float]]:
+def host_times(table: dict[str, Call], *, rounds: int, repeats: int) -> dict[str, dict[str, float]]:
     """Medians over rounds, in microseconds, of forward and of forward and backward ("both")."""
     rows, d = (HOST_SHAPE.b, HOST_SHAPE.s, HOST_SHAPE.h), HOST_SHAPE.d
     whole = torch.randn((*rows, 3 * d), device=DEVICE, dtype=torch.bfloat16)
@@ -412,7 +377,7 @@ def host_times(table: dict[str, Call], rounds: int, repeats: int) -> dict[str, d
 
 def host(args: argparse.Namespace) -> None:
     """The part ``host``."""
-    cells = host_times(peers(HOST_SHAPE), args.rounds, args.calls)
+    cells = host_times(peers(HOST_SHAPE), rounds=30, repeats=20)
     for name, cell in cells.items():
         print(f"{name:24}", {which: round(value) for which, value in cell.items()}, flush=True)
     shape = {name: getattr(HOST_SHAPE, name) for name in "bshd"}
@@ -422,7 +387,7 @@ def host(args: argparse.Namespace) -> None:
 
 def float32(args: argparse.Namespace) -> None:
     """The part ``float32``: `compensated` beside PyTorch's fused attention on float32 copies."""
-    b, s, h, d = args.shape
+    b, s, h, d = 64, 1024, 12, 64
     shape = Shape("float32", b, s, h, h, d, d, causal=True)
     exact = sdpa(SDPBackend.EFFICIENT_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH, shape)
     table: dict[str, Call] = {
@@ -431,38 +396,31 @@ def float32(args: argparse.Namespace) -> None:
     }
     cells = measure(table, tensors(shape), args.budget_ms)
     times = {n: {"both_ms": c["forward"] + c["backward"]} for n, c in cells.items()}
-    figures = {"shape": args.shape, "times": times}
+    figures = {"shape": [b, s, h, d], "times": times}
     print(json.dumps(figures, indent=1))
     print(write_result("attention", figures, args.out, part="float32", head=describe_kernels()))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
-    parser.add_argument("--device", default="cuda", help="cpu: tiny, in Triton's interpreter")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
-    parser.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
-    parser.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
-    parser.add_argument("--retry", action="store_true", help="measure what failed before again")
-    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
-    parser.add_argument("--host", action="store_true", help="host time of a call instead")
-    parser.add_argument("--rounds", type=int, default=30, help="--host: every name's turns")
-    parser.add_argument("--calls", type=int, default=20, help="--host: calls queued in a turn")
-    parser.add_argument("--float32", action="store_true", help="attention in float32 instead")
-    parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "S", "H", "D"),
-                        default=[64, 1024, 12, 64], help="--float32")  # fmt: skip
-    args = parser.parse_args()
+    found = parser(__doc__)
+    found.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
+    found.add_argument("--device", default="cuda", help="cpu: tiny, in Triton's interpreter")
+    found.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
+    found.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
+    found.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
+    found.add_argument("--host", action="store_true", help="host time of a call instead")
+    found.add_argument("--float32", action="store_true", help="attention in float32 instead")
+    args = found.parse_args()
     if DEVICE == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU here; --device=cpu tries the script in the interpreter")
+        found.error("no GPU here; --device=cpu tries the script in the interpreter")
     if args.host or args.float32:
         (host if args.host else float32)(args)
         return 0
     run = Run(args)
     run.first_pass()
-    if not args.no_flex:
-        run.flex_pass()
-    print(json.dumps(run.save()["summary"], indent=1))
+    run.flex_pass()
+    result = run.head | run.save()
+    print(markdown([result], kernel_speed({"speed": result})))
     return 0
 
 

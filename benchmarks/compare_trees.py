@@ -16,13 +16,12 @@ compare_trees.json.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import importlib
 import json
-import multiprocessing
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -32,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import attention
 import torch
 from attention import DEVICE, Shape, measure, sdpa, shapes, tensors
-from machine import sources_digest, write_result
-from tables import PASSES, Row, geometric_mean, speed, title
+from machine import in_workers, parser, sources_digest, write_result
+from tables import PASSES, Row, speed, title
 from torch.nn.attention import SDPBackend
 
 STABILIZERS = ("compensated", "none")
@@ -122,8 +120,9 @@ def calls(version: Version, folder: Path, shape: Shape) -> Iterator[tuple[str, a
         yield f"{version.name} {stabilizer}", call
 
 
-def compile_version(version: Version, folder: Path, wanted: list[Shape]) -> str:
+def compile_version(job: tuple[Version, Path, list[Shape]]) -> str:
     """Run every shape once in a process of its own, to fill Triton's cache; what went wrong."""
+    version, folder, wanted = job
     for shape in wanted:
         *qkv, dout = tensors(shape)
         for name, call in calls(version, folder, shape):
@@ -132,14 +131,6 @@ def compile_version(version: Version, folder: Path, wanted: list[Shape]) -> str:
             except Exception as error:
                 return f"{name}: {type(error).__name__}: {str(error)[:200]}"
     return ""
-
-
-def compile_all(versions: list[Version], folder: Path, wanted: list[Shape]) -> None:
-    """Compile all versions side by side, a process each."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(len(versions), mp_context=context) as pool:
-        jobs = [pool.submit(compile_version, version, folder, wanted) for version in versions]
-        print(*filter(None, (job.result() for job in jobs)), sep="\n", flush=True)
 
 
 def differences(table: dict[str, attention.Call], qkv: list[torch.Tensor]) -> dict[str, float]:
@@ -177,20 +168,15 @@ def selected(args: argparse.Namespace) -> list[Shape]:
     return wanted
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    found = parser(__doc__, Path("runs/compare_trees"))
     found.add_argument("versions", nargs="+", help="NAME=FOLDER[@PASS/HEAD_DIM=FIELDS ...]")
-    found.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     found.add_argument("--dims", type=int, nargs="*", default=[], help="head dims; all by default")
     found.add_argument("--lengths", type=int, nargs="*", default=[], help="all by default")
     found.add_argument("--budget-ms", type=float, default=15.0, help="per name, pass and round")
     found.add_argument("--minutes", type=float, default=8.0, help="start no shape after this long")
     found.add_argument("--device", default="cuda")
-    return found
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = found.parse_args(argv)
     try:
         versions = [Version.parse(text) for text in args.versions]
         if len({v.name for v in versions}) < len(versions):
@@ -213,7 +199,9 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"error: {version.name} cannot be imported: {error}", file=sys.stderr)
                 return 2
         if DEVICE == "cuda":
-            compile_all(versions, folder, wanted)
+            each = [(version, folder, wanted) for version in versions]
+            limit = {"workers": len(each), "seconds": args.minutes * 60}
+            print(*filter(None, in_workers(compile_version, each, **limit)), sep="\n", flush=True)
         for shape in wanted:
             if time.monotonic() - began > args.minutes * 60:
                 print(f"out of time: {len(rows)} of {len(wanted)} shapes", flush=True)
@@ -223,14 +211,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{len(rows)}/{len(wanted)}, about {left:.1f} min left: {title(rows[-1])}")
             for name, cell in rows[-1]["peers"].items():
                 print("  ", name, cell, flush=True)
-    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    means = {
-        name: {
-            p: round(geometric_mean(list(speed(rows, name, BASE, p).values())), 4) for p in PASSES
-        }
-        for name in names
-        if any(speed(rows, name, BASE, p) for p in PASSES)
-    }
+    means: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row["peers"]):
+        for which in PASSES:
+            if ratios := speed(rows, name, BASE, which):
+                mean = round(statistics.geometric_mean(ratios.values()), 4)
+                means.setdefault(name, {})[which] = mean
     figures = {
         "compared": {v.name: v.origin() for v in versions},
         "complete": len(rows) == len(wanted),

@@ -12,21 +12,19 @@ elsewhere, a result in docs/assets of the same sources, GPU and versions is cont
 says what is measured and in which order; what does not fit into the minutes that are left makes
 room for what does.
 
-TFLOP/s count 4 h s^2 d operations forward, half of that under a causal mask, and 2.5 times as many
-backward, divided by time and ranks. Beside them stands the same kernel on one GPU with the same
-work: one sequence of s / sqrt(ranks) tokens, once while the other GPUs are idle ("kernel"), and
-once while all of them do the same ("kernel, every GPU": no transfer, the slowest counts). Times are
-the slowest rank's median of CUDA-event intervals. ``no_transfer_ms`` is the time with transfers
-left out; what is computed on then is whatever memory held, which may take less power. Outputs and
-gradients of short sequences are compared with attention over the whole sequence before anything is
-timed.
+TFLOP/s count 2 h s^2 d operations forward (causal) and 2.5 times as many backward, divided by time
+and ranks. Beside them stands the same kernel on one GPU with the same work: one sequence of s /
+sqrt(ranks) tokens, once while the other GPUs are idle ("kernel"), and once while all of them do the
+same ("kernel, every GPU": no transfer, the slowest counts). Times are the slowest rank's median of
+CUDA-event intervals. ``no_transfer_ms`` is the time with transfers left out; what is computed on
+then is whatever memory held, which may take less power. Outputs and gradients of short sequences
+are compared with attention over the whole sequence before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -54,6 +52,8 @@ from megatron_patch.context_parallel.layout import positions, shard
 PASSES = 8  # of forward and backward, the one without transfers included
 SLOW = 350e12  # operations a second of a slow system, with compilation left out
 BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever holds them
+COMPARED_TOKENS = 8192  # longest sequence whose outputs are compared
+COLLECTIVE_MINUTES = 3.0
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 KERNEL, BUSY = "kernel", "kernel, every GPU"
 GATHER = "all-gather + SDPA"
@@ -83,37 +83,32 @@ class Cell:
     system: str
     ranks: int
     tokens: int
-    causal: bool
+    causal: bool = True
 
     @property
     def key(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{self.system}, {self.ranks} ranks, {self.tokens} tokens, {mask}"
+        return f"{self.system}, {self.ranks} ranks, {self.tokens} tokens, causal"
 
 
 def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
     """Everything to measure, without repeats: middle lengths first, all ranks before fewer."""
-    lengths = sorted(args.lengths, key=lambda s: abs(math.log2(s / 131072)))
     seen = set()
-    for mask in args.masks:
-        for tokens in lengths:
-            for ranks in sorted((n for n in args.ranks if n <= world), reverse=True):
-                systems = [KERNEL] if ranks == 1 else _systems(ranks, mask, args.problem)
-                causal = mask == "causal"
-                share = same_work(tokens, ranks, BLOCK)
-                wanted = [Cell(KERNEL, 1, share, causal)]
-                if ranks > 1 and not smoke(args.problem):
-                    wanted.append(Cell(BUSY, ranks, share, causal))
-                wanted += [Cell(name, ranks, tokens, causal) for name in systems]
-                for cell in wanted:
-                    if cell not in seen:
-                        seen.add(cell)
-                        yield cell
+    for tokens in sorted(args.lengths, key=lambda s: abs(math.log2(s / 131072))):
+        for ranks in sorted((n for n in args.ranks if n <= world), reverse=True):
+            systems = [KERNEL] if ranks == 1 else _systems(ranks, args.problem)
+            share = same_work(tokens, ranks, BLOCK)
+            wanted = [Cell(KERNEL, 1, share)]
+            if ranks > 1 and not smoke(args.problem):
+                wanted.append(Cell(BUSY, ranks, share))
+            wanted += [Cell(name, ranks, tokens) for name in systems]
+            for cell in wanted:
+                if cell not in seen:
+                    seen.add(cell)
+                    yield cell
 
 
-def _systems(ranks: int, mask: str, problem: Problem) -> list[str]:
-    # The prototype balances causal work only.
-    rings = list(RINGS) if mask == "causal" else []
+def _systems(ranks: int, problem: Problem) -> list[str]:
+    rings = list(RINGS)
     names = ["p2p", GATHER, *rings[:1], "all_gather", "a2a", "a2a+p2p", *rings[1:]]
     left_out = {"a2a+p2p"} if ranks < 4 else set()
     if problem.heads % ranks:
@@ -130,7 +125,7 @@ def seconds_needed(cell: Cell, problem: Problem) -> float:
     """What a cell takes at least, so that none is begun that cannot end in time."""
     if smoke(problem):
         return 0.0
-    work = context_flops(asdict(problem), cell.tokens, cell.causal)
+    work = context_flops(asdict(problem), cell.tokens)
     work /= 1 if cell.system == BUSY else cell.ranks
     return 8.0 + PASSES * work / SLOW
 
@@ -142,7 +137,7 @@ class Bench:
         self.args, self.problem, self.cuda = args, args.problem, not args.smoke
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else "cpu"
-        wait = timedelta(minutes=args.timeout_minutes)
+        wait = timedelta(minutes=COLLECTIVE_MINUTES)
         # Ranks without work wait on gloo: waiting in NCCL would occupy their GPU.
         self.everyone = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self.groups: dict[int, Any] = {}
@@ -160,8 +155,6 @@ class Bench:
         if self.cuda:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = wait
-            if self.args.max_ctas:
-                options.config.max_ctas = self.args.max_ctas
         return dist.new_group(list(ranks), timeout=wait, pg_options=options)
 
     def _two_levels(self, n: int, wait: timedelta) -> tuple[Any, Any]:
@@ -193,7 +186,7 @@ class Bench:
 
             def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-                out = stable_attention(q, k, v, causal=cell.causal)
+                out = stable_attention(q, k, v, causal=True)
                 assert isinstance(out, torch.Tensor)
                 return out.transpose(0, 1)
 
@@ -204,18 +197,16 @@ class Bench:
                 options["hierarchical"] = self.levels[cell.ranks]
             options |= {
                 "group": group,
-                "causal": cell.causal,
+                "causal": True,
                 "backend": "stable_flash" if self.cuda else "reference",
                 "transfers": transfers,
             }
             yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
         elif cell.system == GATHER:
-            block: Any = peers.CpuKernel
+            block: Any = peers.Repeated(peers.CpuKernel)
             if self.cuda:
                 block = peers.cudnn_kernel(self.device, self.problem.d)
-            yield peers.heads_first(
-                lambda q, k, v: peers.AllGather.apply(q, k, v, group, cell.causal, block)
-            )
+            yield peers.heads_first(lambda q, k, v: peers.AllGather.apply(q, k, v, group, block))
         else:
             rotate, grouped, kernel_of = RINGS[cell.system]
             ring = peers.torch_ring(
@@ -232,7 +223,7 @@ class Bench:
         found: dict[str, Any] = {}
         with self.system(cell) as attend:
             step = peers.Step(attend, (q, k, v), dout)
-            if cell.tokens <= self.args.check_up_to and not busy:
+            if cell.tokens <= COMPARED_TOKENS and not busy:
                 found |= self.errors(cell, step)
             if self.cuda:
                 torch.cuda.empty_cache()
@@ -254,7 +245,7 @@ class Bench:
 
         def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k, v = (peers.repeat_heads(x, q) for x in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         expected = peers.Step(peers.heads_first(whole), (q, k, v), dout).results()
         mine = [shard(x, rank=self.rank, size=cell.ranks, dim=0).float() for x in expected]
@@ -275,27 +266,10 @@ class Bench:
 
     def once(self, run: Callable[[], object]) -> float:
         """One pass in ms."""
-        if not self.cuda:
-            begin = time.perf_counter()
-            run()
-            return (time.perf_counter() - begin) * 1e3
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-
-# Figures of two runs belong into one file if these are equal.
-SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "sources": lambda r: r.get("sources"),
-    "GPU": lambda r: r["machine"].get("gpu"),
-    "torch": lambda r: r["versions"].get("torch"),
-    "triton": lambda r: r["versions"].get("triton"),
-    "problem": lambda r: r.get("problem"),
-    "max_ctas": lambda r: r.get("max_ctas"),
-}
+        elapsed = machine.interval(run, cuda=self.cuda)
+        if self.cuda:
+            torch.cuda.synchronize()
+        return elapsed()
 
 
 class Record:
@@ -303,31 +277,22 @@ class Record:
 
     def __init__(self, folder: Path | None, args: argparse.Namespace) -> None:
         self.folder, self.part = folder or machine.RESULTS, "smoke" if args.smoke else "speed"
-        origin = machine.describe() | {"sources": machine.context_digest()}
-        self.content: dict[str, Any] = {
-            **origin,
+        self.content: dict[str, Any] = machine.describe() | {
+            "sources": machine.context_digest(),
             "problem": asdict(args.problem) | {"dtype": str(args.problem.dtype)},
             "block": BLOCK,
-            "max_ctas": args.max_ctas,
             "complete": False,
             "cells": {},
         }
-        paths = [x / "context_parallel.json" for x in (self.folder, machine.RESULTS)]
-        found = [json.loads(path.read_text()) for path in paths if path.exists()]
-        old = next((parts[self.part] for parts in found if self.part in parts), None)
-        if old is not None:
-            other = [name for name, of in SAME.items() if of(old) != of(self.content)]
-            if other:
-                print(f"measuring everything anew: other {', '.join(other)}", flush=True)
-            else:
-                self.content["cells"] = old["cells"]
+        folders, keys = (self.folder, machine.RESULTS), ("sources", "problem")
+        old = machine.earlier("context_parallel", self.part, self.content, folders, keys=keys)
+        self.content["cells"] = old["cells"] if old else {}
         for cell in self.content["cells"].values():
             if cell.pop("running", False):
                 cell["error"] = "the run ended while it measured this"
 
-    def done(self, cell: Cell, *, retry: bool) -> bool:
-        found = self.content["cells"].get(cell.key)
-        return found is not None and not (retry and "error" in found)
+    def done(self, cell: Cell) -> bool:
+        return cell.key in self.content["cells"]
 
     def put(self, cell: Cell, figures: dict[str, Any]) -> None:
         self.content["cells"][cell.key] = {**asdict(cell), **figures}
@@ -354,7 +319,7 @@ def run(bench: Bench, record: Record | None) -> None:
     for cell in cells(args, bench.world):
         go: list[Any] = [None]
         if record is not None:
-            go = ["skip" if record.done(cell, retry=args.retry) else "go"]
+            go = ["skip" if record.done(cell) else "go"]
             left = end - time.monotonic()
             if go == ["go"] and left < seconds_needed(cell, args.problem):
                 complete = False
@@ -390,7 +355,7 @@ def start(args: argparse.Namespace) -> None:
     # As parallel/setup.py: no multicast, and kernels start in the order they were launched.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    wait = timedelta(minutes=args.timeout_minutes)
+    wait = timedelta(minutes=COLLECTIVE_MINUTES)
     if args.smoke:
         dist.init_process_group("gloo", timeout=wait)
         return
@@ -402,26 +367,20 @@ def start(args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = machine.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**i for i in range(13, 20)])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--masks", nargs="+", default=["causal"], choices=["causal", "full"])
     parser.add_argument("--minutes", type=float, default=25.0, help="stop after this long")
     parser.add_argument("--budget-ms", type=float, default=1000.0, help="per figure of a cell")
-    parser.add_argument("--check-up-to", type=int, default=8192, help="tokens of compared outputs")
-    parser.add_argument("--timeout-minutes", type=float, default=3.0, help="of a collective")
-    parser.add_argument("--max-ctas", type=int, help="thread blocks of a transfer, at most")
-    parser.add_argument("--retry", action="store_true", help="measure cells that failed again")
     parser.add_argument("--smoke", action="store_true", help="tiny, on CPUs: proves the script")
-    parser.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     args = parser.parse_args()
     args.began = time.monotonic()
     args.problem = Problem()
     if args.smoke:
         args.problem = Problem(heads=8, kv_heads=2, d=16, dtype=torch.float32)
-        args.lengths, args.masks, args.budget_ms = [512], ["causal", "full"], 1.0
+        args.lengths, args.budget_ms = [512], 1.0
         args.ranks = [1, 2, 4]
-        if args.out is None:
+        if args.out == machine.RESULTS:
             parser.error("--smoke: name a folder with --out; its figures mean nothing")
     for tokens in args.lengths:
         if tokens % (2 * BLOCK * max(args.ranks)):

@@ -45,33 +45,34 @@ class CudnnKernel:
         return aten._scaled_dot_product_cudnn_attention_backward(dout, *qkv, out, lse, *rest)
 
 
-class CudnnRepeated:
-    """The same with key/value heads repeated first, where cuDNN does not take them grouped."""
+class Repeated:
+    """A kernel for ungrouped heads, with key/value heads repeated first."""
 
-    @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Piece:
-        return CudnnKernel.forward(q, repeat_heads(k, q), repeat_heads(v, q), causal)
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
 
-    @staticmethod
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Piece:
+        return self.kernel.forward(q, repeat_heads(k, q), repeat_heads(v, q), causal)
+
     def backward(
-        dout: torch.Tensor, qkv: tuple[torch.Tensor, ...], piece: Piece, causal: bool
+        self, dout: torch.Tensor, qkv: tuple[torch.Tensor, ...], piece: Piece, causal: bool
     ) -> tuple[torch.Tensor, ...]:
         q, k, v = qkv
         wide = (q, repeat_heads(k, q), repeat_heads(v, q))
-        dq, dk, dv = CudnnKernel.backward(dout, wide, piece, causal)
+        dq, dk, dv = self.kernel.backward(dout, wide, piece, causal)
         return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
 
 
 @functools.cache
 def cudnn_kernel(device: torch.device, d: int) -> Any:
-    """`CudnnKernel`, or `CudnnRepeated` where grouped heads are refused: tried once."""
+    """`CudnnKernel`; with repeated heads where grouped ones are refused: tried once."""
     q, k = (torch.zeros(1, h, 128, d, dtype=torch.bfloat16, device=device) for h in (4, 2))
     try:
         piece = CudnnKernel.forward(q, k, k, True)
         CudnnKernel.backward(q, (q, k, k), piece, True)
     except RuntimeError as error:
         print(f"cuDNN takes no grouped heads ({str(error).splitlines()[0]}): repeated", flush=True)
-        return CudnnRepeated
+        return Repeated(CudnnKernel)
     return CudnnKernel
 
 
@@ -80,7 +81,6 @@ class CpuKernel:
 
     @staticmethod
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Piece:
-        k, v = (repeat_heads(x, q) for x in (k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, lse, None
 
@@ -88,13 +88,8 @@ class CpuKernel:
     def backward(
         dout: torch.Tensor, qkv: tuple[torch.Tensor, ...], piece: Piece, causal: bool
     ) -> tuple[torch.Tensor, ...]:
-        q, k, v = qkv
-        wide = (q, repeat_heads(k, q), repeat_heads(v, q))
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout.contiguous(), *wide, piece[0], piece[1], 0.0, causal
-        )
-        b, g, sk, d = k.shape
-        return dq, *(x.view(b, g, -1, sk, d).sum(2) for x in (dk, dv))
+        run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return run(dout.contiguous(), *qkv, piece[0], piece[1], 0.0, causal)
 
 
 def repeat_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -114,7 +109,7 @@ def merge(pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class AllGather(torch.autograd.Function):
-    """Causal or full attention of a rank's zigzag shard over gathered keys and values.
+    """Causal attention of a rank's zigzag shard over gathered keys and values.
 
     Keys and values travel in their own type, and so do the summed gradients on their way back.
     """
@@ -126,7 +121,6 @@ class AllGather(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         group: dist.ProcessGroup,
-        causal: bool,
         kernel: Any,
     ) -> torch.Tensor:
         n, rank = group.size(), group.rank()
@@ -135,24 +129,24 @@ class AllGather(torch.autograd.Function):
         dist.all_gather_into_tensor(parts.view(-1, *mine.shape[1:]), mine, group=group)
         keys, values = unshard(list(parts), dim=3)
         results = []
-        for rows, blocks in _plan(q.shape[2], rank, n, causal):
+        for rows, blocks in _plan(q.shape[2], rank, n):
             pieces = [
                 kernel.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], diagonal)
                 for columns, diagonal in blocks
             ]
             results.append((*merge(pieces), [piece[2] for piece in pieces]))
         ctx.save_for_backward(q, keys, values)
-        ctx.results, ctx.settings = results, (group, causal, kernel)
+        ctx.results, ctx.settings = results, (group, kernel)
         return torch.cat([out for out, _, _ in results], dim=2)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, keys, values = ctx.saved_tensors
-        group, causal, kernel = ctx.settings
+        group, kernel = ctx.settings
         n, rank = group.size(), group.rank()
         dq = torch.zeros_like(q, dtype=torch.float32)
         dkv = torch.zeros(2, *keys.shape, dtype=torch.float32, device=q.device)
-        plan = _plan(q.shape[2], rank, n, causal)
+        plan = _plan(q.shape[2], rank, n)
         for (out, lse, rests), (rows, blocks) in zip(ctx.results, plan, strict=True):
             for (columns, diagonal), rest in zip(blocks, rests, strict=True):
                 sides = (q[:, :, rows], keys[:, :, columns], values[:, :, columns])
@@ -165,23 +159,16 @@ class AllGather(torch.autograd.Function):
             [shard(dkv, rank=other, size=n, dim=3).to(q.dtype) for other in range(n)]
         )
         dk, dv = _reduce_scatter(everyone, group)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
-def _plan(
-    local: int, rank: int, n: int, causal: bool
-) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+def _plan(local: int, rank: int, n: int) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
     """(rows of the local queries, [(columns of the gathered keys, causal?)]) of every kernel."""
-    if not causal:
-        yield slice(0, local), [(slice(0, local * n), False)]
-        return
     c = local // 2
     for half, chunk in enumerate(chunks_of(rank, n)):
         before = [(slice(0, chunk * c), False)] if chunk else []
-        yield (
-            slice(half * c, (half + 1) * c),
-            [*before, (slice(chunk * c, (chunk + 1) * c), True)],
-        )
+        diagonal = (slice(chunk * c, (chunk + 1) * c), True)
+        yield slice(half * c, (half + 1) * c), [*before, diagonal]
 
 
 def _reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -16,7 +16,6 @@ it was cut within `SHORT` steps.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterable
@@ -24,7 +23,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 from megatron_patch.stability import record
@@ -99,11 +97,8 @@ def outcome(end: int, *, alarm: int | None, gone: int | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__, None)
     parser.add_argument("--judge", nargs="+", required=True, metavar="RUN", type=Path)
-    parser.add_argument("--out", type=Path, help="folder of early_warning.json")
     args = parser.parse_args()
     rows = [examine(run) for run in args.judge]
     for row in rows:

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 START, STEPS = 2, 6
@@ -176,29 +175,21 @@ def resume(runner: Runner, ranks: int, keys: dict[str, object]) -> dict[str, obj
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = machine.parser(__doc__)
     parser.add_argument("--config", default="configs/layouts.yaml", help="of the runs")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where to run")
     parser.add_argument("--backend", default="reference", help="attention backend")
     parser.add_argument("--gpus", type=int, default=2, help="largest number of ranks")
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], help="fp32, bf16")
     parser.add_argument("--jobs", type=int, default=1, help="layouts run at the same time")
     parser.add_argument("--only", default="", help="layouts whose name contains this, CP say")
-    parser.add_argument("--no-moe", action="store_true", help="leave the MoE layouts out")
-    parser.add_argument("--no-resume", action="store_true", help="leave the resume checks out")
     parser.add_argument("--work", default="runs/layouts", help="scratch folder")
-    parser.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     args = parser.parse_args()
     runner = Runner(args)
     rows: list[dict[str, object]] = []
-    for precision in args.precisions:
-        rows += compare(runner, precision, moe=False, gpus=args.gpus)
-    if not args.no_moe:
-        rows += compare(runner, "fp32", moe=True, gpus=args.gpus)
-    resumes: list[dict[str, object]] = []
-    if not args.no_resume:
-        cases = [(1, {}), (2, {}), (2, {TP: 2, SP: True}), (2, {PP: 2}), (2, {CP: 2})]
-        resumes = list(runner.pool.map(lambda case: resume(runner, *case), cases))
+    for precision, moe in (("fp32", False), ("bf16", False), ("fp32", True)):
+        rows += compare(runner, precision, moe=moe, gpus=args.gpus)
+    cases = [(1, {}), (2, {}), (2, {TP: 2, SP: True}), (2, {PP: 2}), (2, {CP: 2})]
+    resumes = list(runner.pool.map(lambda case: resume(runner, *case), cases))
     figures = {"layouts": rows, "resume": resumes, "backend": args.backend, "gpus": args.gpus}
     what = "GPUs" if args.device == "cuda" else "CPU ranks"
     part = f"{args.gpus} {what}" + f", {args.only}" * bool(args.only)

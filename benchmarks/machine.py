@@ -1,7 +1,6 @@
 """What every benchmark shares: where a result comes from, how it is stored, how a run is started.
 
-A result is figures with ``describe()`` beside them: machine, versions, commit, time. The commit is
-read from git, or from ``SOURCE_COMMIT`` where the tree travels without its history. Benchmarks of
+A result is figures with ``describe()`` beside them: machine, versions, commit, time. Benchmarks of
 the kernels add digests of their sources: figures of the same sources, GPU and versions may be
 joined (``same_origin``), and a page says when the tree's kernels have changed since.
 
@@ -14,18 +13,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
 import csv
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # not installed? fine
+from megatron_patch.runtime import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "assets"
@@ -34,25 +37,10 @@ ON_THE_DEVICE = (
     "triton/", "numerics.py", "philox.py", "stabilizers.py", "configs.py", "configs.json",
     "dispatch.py",
 )  # fmt: skip
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy")
-
-
-def commit() -> str:
-    """Commit of the source tree, with ``+changes`` when files differ from it."""
-    given = os.environ.get("SOURCE_COMMIT")
-    if given:
-        return given
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        head = git("rev-parse", "HEAD")
-        return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+VERSIONS = (
+    "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy", "cuda",
+    "cudnn", "nccl", "driver",
+)  # fmt: skip
 
 
 def sources_digest(root: Path = ROOT, *folders: str) -> str:
@@ -96,19 +84,16 @@ def _compiled(node: ast.stmt) -> str:
     return ""
 
 
-def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
+def same_origin(old: dict[str, Any], new: dict[str, Any], keys: Iterable[str]) -> str:
     """Why the figures of two results do not belong into one file; "" where they do.
 
-    Same kernel sources (`sources_digest`; without one, the same commit), GPU, torch and triton.
+    Same ``keys`` (digests of sources, settings), GPU, torch and triton.
     """
-    for what, pick in (
-        ("kernel sources", lambda r: r.get("kernels") or r.get("commit")),
-        ("GPU", lambda r: r["machine"].get("gpu")),
-        ("torch", lambda r: r["versions"].get("torch")),
-        ("triton", lambda r: r["versions"].get("triton")),
-    ):
-        if pick(old) != pick(new):
-            return f"other {what}: {pick(old)}, now {pick(new)}"
+    where = {"gpu": "machine", "torch": "versions", "triton": "versions"}
+    for key in (*keys, *where):
+        a, b = ((r[where[key]] if key in where else r).get(key) for r in (old, new))
+        if a != b:
+            return f"other {key}: {a}, now {b}"
     return ""
 
 
@@ -117,46 +102,16 @@ def describe_kernels() -> dict[str, Any]:
     return describe() | {"kernels": sources_digest(), "functions": functions_digest()}
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that matter, plus CUDA, cuDNN and driver if any."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    try:
-        import torch
-    except ImportError:
-        return found
-    found["torch"] = torch.__version__
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        if answer.strip():
-            found["driver"] = answer.split()[0]
-    return found
-
-
 def describe() -> dict[str, Any]:
     """Machine (GPU or CPU model class, never a host name), versions, commit and UTC time."""
+    found = environment.report()
     machine: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count()}
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            machine["gpu"] = torch.cuda.get_device_name(0)
-            machine["gpus"] = torch.cuda.device_count()
-    except ImportError:
-        pass
+    if found["gpu"]:
+        machine |= {"gpu": found["gpu"], "gpus": found["gpu_count"]}
     return {
         "machine": machine,
-        "versions": versions(),
-        "commit": commit(),
+        "versions": {name: found[name] for name in VERSIONS if found.get(name)},
+        "commit": found["commit"],
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -186,17 +141,73 @@ def write_result(
 
 
 def earlier(
-    name: str, part: str, head: dict[str, Any], folders: Iterable[Path | None]
+    name: str,
+    part: str,
+    head: dict[str, Any],
+    folders: Iterable[Path | None],
+    *,
+    keys: Iterable[str] = ("kernels",),
 ) -> dict[str, Any] | None:
     """The part of the first folder that has it, if its figures may stand beside new ones."""
     for folder in filter(None, folders):
         path = folder / f"{name}.json"
         old = json.loads(path.read_text()).get(part) if path.exists() else None
         if old is not None:
-            other = same_origin(old, head)
+            other = same_origin(old, head, keys)
             print(f"{path}: {f'not resumed: {other}' if other else 'resumed'}", flush=True)
             return None if other else old
     return None
+
+
+def parser(doc: str | None, out: Path | None = RESULTS) -> argparse.ArgumentParser:
+    """With a script's docstring as its description, and ``--out``."""
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--out", type=Path, default=out, help="folder of the result")
+    return found
+
+
+def interval(
+    run: Callable[[], object], *, cuda: bool = True, queue: int = 0
+) -> Callable[[], float]:
+    """Start one timed ``run``; the returned function gives its ms, on a GPU once it is over.
+
+    ``queue``: cycles of idle work given to the GPU first, so that launches are queued.
+    """
+    if not cuda:
+        began = time.perf_counter()
+        run()
+        elapsed = (time.perf_counter() - began) * 1e3
+        return lambda: elapsed
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if queue:
+        torch.cuda._sleep(queue)
+    start.record()
+    run()
+    end.record()
+    return lambda: start.elapsed_time(end)
+
+
+def in_workers(
+    function: Callable[[Any], str], jobs: Sequence[Any], *, workers: int, seconds: float
+) -> list[str]:
+    """``function`` of every job in processes: what went wrong, "" where nothing did.
+
+    Processes that take longer than ``seconds`` are killed.
+    """
+    workers, context = max(1, min(workers, len(jobs))), multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+    waiting = [pool.submit(function, job) for job in jobs]
+    late = concurrent.futures.wait(waiting, timeout=seconds).not_done
+    for process in list((pool._processes or {}).values()) if late else []:
+        process.kill()
+    pool.shutdown(wait=True, cancel_futures=True)
+    told = f"no answer in {seconds:.0f} s"
+    ended = [told if job in late else job.exception() or job.result() for job in waiting]
+    return [end if isinstance(end, str) else repr(end) for end in ended]
 
 
 def torchrun(
@@ -215,13 +226,13 @@ def torchrun(
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
     if devices is not None:
         from megatron_patch.runtime.devices import visible_devices
 
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(list(devices))
+        variables["CUDA_VISIBLE_DEVICES"] = visible_devices(list(devices))
     with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, env=environment, timeout=timeout)
+        done = subprocess.run(command, stdout=out, stderr=out, env=variables, timeout=timeout)
     return done.returncode
 
 
@@ -262,11 +273,12 @@ def why(log: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, help="NAME.json of the same topic")
-    for path in parser.parse_args().files:
+    found = parser(__doc__)
+    found.add_argument("files", nargs="+", type=Path, help="NAME.json of the same topic")
+    args = found.parse_args()
+    for path in args.files:
         for part, result in json.loads(path.read_text()).items():
-            print(f"{write_result(path.stem, result, part=part, head={})}: {part}")
+            print(f"{write_result(path.stem, result, args.out, part=part, head={})}: {part}")
     return 0
 
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import machine
 from tables import fullest
 
@@ -40,45 +39,25 @@ RECOMPUTE = "training.recompute.granularity"
 MEASURED = ("allocated", "reserved", "used")
 
 
-def _model(
-    layers: int,
-    hidden: int,
-    heads: int,
-    groups: int | None,
-    ffn: int,
-    seq: int,
-    vocab: int,
-    **more: object,
-) -> dict[str, object]:
-    keys = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    keys |= {"ffn_hidden_size": ffn, "seq_length": seq, "make_vocab_size_divisible_by": vocab}
-    named: dict[str, object] = {**keys, "num_query_groups": groups, **more}
-    return {f"model.{key}": value for key, value in named.items()} | ONE
+def _model(*sizes: int | None, **more: object) -> dict[str, object]:
+    """layers, hidden size, heads, query groups, FFN width, sequence length, vocabulary."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
+             "ffn_hidden_size", "seq_length", "make_vocab_size_divisible_by")  # fmt: skip
+    keys = dict(zip(names, sizes, strict=True)) | more
+    return {f"model.{key}": value for key, value in keys.items()} | ONE
 
 
 ONE: dict[str, object] = {"training.micro_batch_size": 1}
+GPT2 = {"position_embedding": "learned_absolute", "normalization": "LayerNorm",
+        "activation": "gelu", "add_bias_linear": True, "add_qkv_bias": True,
+        "tie_embeddings": True}  # fmt: skip
+EXPERTS = "{num_experts: 16, top_k: 2, ffn_hidden_size: 1408}"
 MODELS: dict[str, dict[str, object]] = {
-    "gpt2_124m": _model(
-        12,
-        768,
-        12,
-        None,
-        3072,
-        1024,
-        50304,
-        position_embedding="learned_absolute",
-        normalization="LayerNorm",
-        activation="gelu",
-        add_bias_linear=True,
-        add_qkv_bias=True,
-        tie_embeddings=True,
-    )
+    "gpt2_124m": _model(12, 768, 12, None, 3072, 1024, 50304, **GPT2)
     | {"training.micro_batch_size": 16},
     "llama_1b": _model(16, 2048, 16, 8, 8192, 4096, 128256),
     "llama_8b_8_layers": _model(8, 4096, 32, 8, 14336, 8192, 128256),
-    "moe": _model(
-        8, 2048, 16, 8, 2816, 4096, 32768, moe="{num_experts: 16, top_k: 2, ffn_hidden_size: 1408}"
-    ),
+    "moe": _model(8, 2048, 16, 8, 2816, 4096, 32768, moe=EXPERTS),
     "tiny": ONE,
 }
 
@@ -132,7 +111,7 @@ def overrides(case: Case, args: argparse.Namespace, run_dir: Path) -> list[str]:
         "run_dir": run_dir,
         "training.device": args.device,
         "training.precision": "fp32" if args.device == "cpu" else "bf16",
-        "attention.backend": "reference" if args.device == "cpu" else args.backend,
+        "attention.backend": "reference" if args.device == "cpu" else "stable_flash",
         "training.train_steps": STEPS,
         "training.eval_steps": 1,
         "logging.interval": 1,
@@ -161,22 +140,19 @@ def worker(sets: list[str], out: Path) -> int:
     """One rank: train, then write what torch saw."""
     from megatron_patch.config import load
     from megatron_patch.runtime.lifeline import die_with_launcher
-    from megatron_patch.training import loop, saver
+    from megatron_patch.training import saver, trainer
 
     # The checkpoint at a run's end takes minutes and 14 bytes a parameter of the disk, every case.
     saver.Saver.save_last = lambda *_: None  # type: ignore[method-assign]
     die_with_launcher()  # a case that takes too long is killed, and its GPUs are the next one's
-    code = loop.train(load(str(CONFIG), sets))
+    code = trainer.train(load(str(CONFIG), sets))
     import torch
 
     found: dict[str, int | None] = dict.fromkeys(MEASURED)
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        found = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-            "used": total - free,
-        }
+        peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        found = dict(zip(MEASURED, (*peaks, total - free), strict=True))
     (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
     return code
 
@@ -228,7 +204,7 @@ def off(rows: list[dict[str, Any]]) -> list[str]:
 
 def stored(args: argparse.Namespace) -> dict[str, Any]:
     """The result that --out or docs/assets has."""
-    path = (args.out or machine.RESULTS) / "plan.json"
+    path = args.out / "plan.json"
     try:
         return json.loads(path.read_text())[PART]
     except (OSError, ValueError, KeyError) as error:
@@ -259,7 +235,7 @@ def replan(args: argparse.Namespace) -> int:
             compare({key: old[key] for key in MEASURED}, stage)
             for old, stage in zip(row["by_rank"], stages, strict=True)
         ]
-    result |= {"off": off(result["cases"]), "planned_at": machine.commit()}
+    result |= {"off": off(result["cases"]), "planned_at": machine.environment.commit()}
     path = machine.write_result("plan", result, args.out, part=PART, head={})
     print(f"{path.name}: off: {', '.join(result['off']) or 'none'}")
     return 1 if result["off"] else 0
@@ -276,15 +252,13 @@ def prepare(dataset: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = machine.parser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="largest number of ranks")
     parser.add_argument("--gpu", default="h200", help="kind of GPU the plan assumes")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where to run")
-    parser.add_argument("--backend", default="stable_flash", help="attention backend")
     parser.add_argument("--only", nargs="+", choices=list(MODELS), help="models to run")
     parser.add_argument("--dataset", default="runs/plan/stdlib", help="dataset prefix")
     parser.add_argument("--work", default="runs/plan", help="scratch folder")
-    parser.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     parser.add_argument("--replan", action="store_true", help="plan the stored cases again")
     parser.add_argument("--worker", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)

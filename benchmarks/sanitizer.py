@@ -12,9 +12,7 @@ finds errors on this machine; where it does not run at all, the file says so and
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import glob
-import multiprocessing
 import os
 import re
 import shutil
@@ -26,9 +24,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from machine import describe_kernels, in_workers, parser, write_result
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests", "tests/kernels")]
+sys.path[:0] = [str(ROOT / p) for p in ("tests", "tests/kernels")]
 
 # Odd lengths, every mask and feature, every padded head dim, both paths of the loads.
 CASES = (
@@ -113,39 +112,14 @@ def planted() -> int:
     return 0
 
 
-def compile_ahead(cases: list[str], workers: int, minutes: float) -> list[str]:
-    """Run the cases without the tool, over processes; those that do not even run so."""
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
-    jobs = {pool.submit(run_case, line): line for line in cases}
-    done, late = concurrent.futures.wait(jobs, timeout=60 * minutes)
-    faults = [f"{jobs[j]}: {j.exception() or j.result()}" for j in done if _bad(j)]
-    faults += [f"{jobs[j]}: no answer in {minutes:.1f} min" for j in late]
-    for process in list((pool._processes or {}).values()) if late else []:
-        process.kill()
-    pool.shutdown(wait=True, cancel_futures=True)
-    return faults
-
-
-def _bad(job: Any) -> bool:
-    return bool(job.exception() or job.result())
-
-
 def check(tool: str, name: str, arguments: list[str], seconds: float) -> dict[str, Any]:
     """One run of one of the tool's checkers over this script's ``arguments``."""
     command = [tool, "--tool", name, "--print-limit", "20", sys.executable, __file__, *arguments]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            timeout=max(1.0, seconds),
-            check=False,
-        )
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env=environment, timeout=max(1.0, seconds), check=False)  # fmt: skip
         text, late = done.stdout, False
     except subprocess.TimeoutExpired as error:
         text, late = (error.stdout or b"").decode(errors="replace"), True
@@ -187,7 +161,10 @@ def measure(args: argparse.Namespace, tool: str) -> dict[str, Any]:
     }
     if control["unusable"]:
         return figures
-    figures["without_tool"] = [] if args.no_compile else compile_ahead(cases, args.workers, 3.0)
+    faults = in_workers(
+        run_case, [] if args.no_compile else cases, workers=args.workers, seconds=180
+    )
+    figures["without_tool"] = [f"{case}: {x}" for case, x in zip(cases, faults, strict=False) if x]
     print("compiled;", figures["without_tool"] or "every case runs", flush=True)
     for name in args.tools.split(","):
         found = check(tool, name, ["--child", *cases], left())
@@ -204,22 +181,19 @@ def clean(figures: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/sanitizer"), help="folder")
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--tools", default="memcheck", help="also racecheck, initcheck, synccheck")
-    parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 1)))
-    parser.add_argument("--limit", type=int, default=0, help="number of cases")
-    parser.add_argument("--no-compile", action="store_true", help="do not compile ahead")
-    parser.add_argument("--planted", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--child", nargs="*", default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    found = parser(__doc__, Path("runs/sanitizer"))
+    found.add_argument("--minutes", type=float, default=6.0)
+    found.add_argument("--tools", default="memcheck", help="also racecheck, initcheck, synccheck")
+    found.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 1)))
+    found.add_argument("--limit", type=int, default=0, help="number of cases")
+    found.add_argument("--no-compile", action="store_true", help="do not compile ahead")
+    found.add_argument("--planted", action="store_true", help=argparse.SUPPRESS)
+    found.add_argument("--child", nargs="*", default=None, help=argparse.SUPPRESS)
+    args = found.parse_args()
     if args.planted:
         return planted()
     if args.child is not None:
         return child(args.child)
-    from machine import describe_kernels, write_result
-
     tool = find_tool()
     if tool is None:
         print("compute-sanitizer is not on this machine")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
+from machine import describe, interval
 
 from stable_attention import aot, configs
 from stable_attention.configs import Tile
@@ -75,23 +75,11 @@ def make_problem(
 ) -> Problem:
     """4 x 4k tokens, hidden 2048 (or the most whole heads below)."""
     batch, s, heads = 4, 4096, 2048 // width
-    return Problem(
-        layout="bshd",
-        dtype=torch.bfloat16,
-        batch=batch,
-        sq=s,
-        sk=s,
-        heads=heads,
-        kv_heads=heads,
-        d=width,
-        dv=value_width(width),
-        tq=batch * s,
-        tk=batch * s,
-        scale=width**-0.5,
-        window_right=0 if banded else -1,
-        stabilizer=stabilizer,
-        dropout_p=dropout_p,
-    )
+    sizes = {"batch": batch, "sq": s, "sk": s, "tq": batch * s, "tk": batch * s}
+    sizes |= {"heads": heads, "kv_heads": heads, "d": width, "dv": value_width(width)}
+    how: dict[str, Any] = {"layout": "bshd", "dtype": torch.bfloat16, "scale": width**-0.5}
+    how |= {"stabilizer": stabilizer, "dropout_p": dropout_p}
+    return Problem(**sizes, **how, window_right=0 if banded else -1)
 
 
 class Bench:
@@ -124,15 +112,9 @@ class Bench:
         """Median milliseconds."""
         for _ in range(3):
             self.run(which, tile)
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self.run(which, tile)
-            end.record()
-            times.append((start, end))
+        times = [interval(lambda: self.run(which, tile)) for _ in range(repeats)]
         torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in times)
+        return statistics.median(elapsed() for elapsed in times)
 
 
 _BENCHES: dict[tuple[int, bool, str], Bench] = {}

@@ -1,18 +1,11 @@
 """SIGKILLs, automatic restart and resume, and the same bits as an unbroken run.
 
     python benchmarks/soak.py --state DIR [--kills 500] [--minutes 25] [--ranks 4] [--out DIR]
-    python benchmarks/soak.py --restart 8 [--device cpu] [--out DIR]
 
 A run is killed again and again until it reaches its end; then weights, optimizer, random streams,
 metrics and the data of every step are compared with those of an unbroken run, bit by bit. That is
 one episode; episodes follow until enough kills were survived or the time is over. A fifth of the
 kills happen inside a save. Started again with the same --state, the script goes on where it was.
-
-``--restart N``: a GPT-2 of 124M parameters is trained twice on N GPUs in deterministic mode by the
-shipped batch script, node script and torchrun, with shims in place of Slurm's commands: once
-undisturbed, once with SIGKILL to one rank inside the backward pass of a step between two
-checkpoints. The script restarts the ranks by itself, and every bit must be that of the undisturbed
-run.
 
 Writes ``soak.json`` into --out (default runs/soak); exit code 1 if anything differs.
 """
@@ -31,11 +24,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
 from fault_lab import hooks, lab
-from machine import commit, write_result
+from machine import environment, parser, write_result
 
 STEPS, INTERVAL = 30, 4
 SETS = (f"training.train_steps={STEPS}", f"checkpoint.interval={INTERVAL}")
@@ -43,19 +35,6 @@ VICTIMS = ("a rank", "a rank", "a rank", "all ranks", "the launcher")
 IN_SAVE = 0.25
 """Tries at a named place of a save; kills at random instants hit open saves besides."""
 OPEN_SAVE = "a save was open"
-RESTART_STEPS, RESTART_INTERVAL, KILLED = 40, 10, 27
-GPT2 = (
-    "training.device=cuda",
-    "training.precision=bf16",
-    "training.micro_batch_size=4",
-    "model.num_layers=12",
-    "model.hidden_size=768",
-    "model.num_attention_heads=12",
-    "model.ffn_hidden_size=3072",
-    "model.seq_length=1024",
-    "attention.backend=stable_flash",
-    "optimizer.lr=6.0e-4",
-)
 
 
 class Soak:
@@ -63,7 +42,7 @@ class Soak:
 
     def __init__(self, folder: Path, *, ranks: int, seed: int) -> None:
         self.folder, self.ranks, self.seed = folder, ranks, seed
-        self.commit = commit()[:12]
+        self.commit = environment.commit()[:12]
         self.mounts = lab.isolate()
         self.file = folder / f"soak-{ranks}.json"
         self.counts: dict[str, Any] = {"kills": 0, "episodes": 0, "different": [], "lost": {},
@@ -147,11 +126,8 @@ class Soak:
         victim = dice.choice(VICTIMS)
         early = dice.random() < 0.25
         per_step = (self.duration - self.startup) / STEPS
-        after = (
-            dice.uniform(0, self.startup)
-            if early
-            else self.startup + dice.uniform(0, 3 * INTERVAL * per_step)
-        )
+        late = self.startup + dice.uniform(0, 3 * INTERVAL * per_step)
+        after = dice.uniform(0, self.startup) if early else late
         attempt = run.start(*SETS)
         end = attempt.began + after
         while time.time() < end and not attempt.poll():
@@ -223,126 +199,35 @@ class Soak:
         }  # fmt: skip
 
 
-def soak(
-    folder: Path, *, ranks: int, kills: int, minutes: float, seed: int, show: bool = True
-) -> dict[str, Any]:
+def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Go on until ``kills`` were survived or ``minutes`` are over; the figures so far."""
+    folder = args.state.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    begin = time.time()
-    until = begin + 60 * minutes
-    state = Soak(folder, ranks=ranks, seed=seed)
+    begin, kills = time.time(), args.kills
+    until = begin + 60 * args.minutes
+    state = Soak(folder, ranks=args.ranks, seed=args.seed)
     before = state.counts["kills"]
     while state.counts["kills"] < kills and time.time() < until:
         state.episode(until, kills)
         c = state.counts
         rate = (c["kills"] - before) / (time.time() - begin)
         left = min((kills - c["kills"]) / rate if rate else 0.0, max(until - time.time(), 0))
-        if show:
-            print(
-                f"{c['kills']}/{kills} kills, {c['in_save']} in a save, {c['episodes']} episodes, "
-                f"{len(c['different'])} different, {len(c['wrong'])} wrong, left "
-                f"{left / 60:.1f} min",
-                flush=True,
-            )
+        print(f"{c['kills']}/{kills} kills, {c['in_save']} in a save, {c['episodes']} episodes, "
+              f"{len(c['different'])} different, {len(c['wrong'])} wrong, left {left / 60:.1f} min",
+              flush=True)  # fmt: skip
     return state.figures()
 
 
-def job(folder: Path, fault: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One job to its end: what it came to, and how it went."""
-    from fault_lab import job as script
-
-    shutil.rmtree(folder, ignore_errors=True)
-    run = lab.Lab(folder, ranks=args.restart)
-    gpu = args.device == "cuda"
-    batch = f"training.global_batch_size={(8 if gpu else 2) * args.restart}"
-    steps = (f"training.train_steps={RESTART_STEPS}", f"checkpoint.interval={RESTART_INTERVAL}")
-    started = script.Job(run, fault, (*steps, *(GPT2 if gpu else ()), batch), gpu=gpu)
-    outcome = started.drive(None, step=0, limit=args.limit)
-    found = run.result()
-    starts = sorted(p.name for p in run.run_dir.glob("logs/*.*"))
-    print(f"{folder.name}: exit code {outcome.code} after {outcome.seconds:.0f} s, {len(starts)} "
-          f"start(s), finished: {found['finished']}", flush=True)  # fmt: skip
-    if outcome.code or not found["finished"]:
-        print(outcome.output[-3000:])
-    told = outcome.line(r"they left no exit code") if fault != "none" else None
-    facts = {
-        "code": outcome.code,
-        "seconds": outcome.seconds,
-        "starts": len(starts),
-        "orphans": outcome.orphans,
-        "seconds_after_the_kill": outcome.after_fault,
-        "told": told,
-        "timed_out": outcome.timed_out,
-    }
-    return found | {"job": facts}
-
-
-def restart(args: argparse.Namespace) -> int:
-    """Two jobs, one of them killed once, and what differs."""
-    work = args.work.resolve()
-    began = time.monotonic()
-    lab.isolate()
-    whole = job(work / "unbroken", "none", args)
-    victim = args.restart - 1
-    broken = job(work / "killed", f"backward:{KILLED}:{victim}:1", args)
-    different = list(lab.compare(whole, broken))
-    restarted = broken["job"]["starts"] == 2 and whole["job"]["starts"] == 1
-    result = {
-        "gpus": args.restart,
-        "device": args.device,
-        "steps": RESTART_STEPS,
-        "checkpoint_interval": RESTART_INTERVAL,
-        "killed": {"rank": victim, "step": KILLED, "place": "backward pass"},
-        "different": different,
-        "restarted": restarted,
-        "steps_compared": len(whole["metrics"]),
-        "ranks_compared": len(whole["ranks"]),
-        "loss": {step: values[0] for step, values in broken["metrics"].items()},
-        "unbroken": whole["job"],
-        "after_the_kill": broken["job"],
-        "seconds": time.monotonic() - began,
-    }
-    good = (
-        not different
-        and restarted
-        and len(whole["metrics"]) == RESTART_STEPS
-        and len(whole["ranks"]) == args.restart
-        and not broken["job"]["orphans"]
-    )
-    part = f"restart, {args.restart} {'GPUs' if args.device == 'cuda' else 'CPU ranks'}"
-    path = write_result("soak", result | {"good": good}, args.out, part=part)
-    told = {k: result[k] for k in ("different", "restarted", "after_the_kill")}
-    print(json.dumps(told, indent=1))
-    print(f"{'the same in every bit' if good else 'NOT the same'}; wrote {path}")
-    return 0 if good else 1
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--state", type=Path, help="folder of kills; survives restarts")
-    what.add_argument("--restart", type=int, metavar="N", help="ranks, each with a GPU")
-    parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=20261121)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of --restart")
-    parser.add_argument("--work", type=Path, default=Path("runs/soak"), help="of --restart")
-    parser.add_argument("--limit", type=float, default=280, help="seconds a job may take")
-    parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="folder of soak.json")
-    args = parser.parse_args()
-    if args.restart:
-        return restart(args)
+    found = parser(__doc__, Path("runs/soak"))
+    found.add_argument("--state", type=Path, required=True, help="folder; survives restarts")
+    found.add_argument("--kills", type=int, default=500)
+    found.add_argument("--minutes", type=float, default=25.0)
+    found.add_argument("--ranks", type=int, default=4)
+    found.add_argument("--seed", type=int, default=20261121)
+    args = found.parse_args()
     lab.preimport()
-    figures = soak(
-        args.state.resolve(),
-        ranks=args.ranks,
-        kills=args.kills,
-        minutes=args.minutes,
-        seed=args.seed,
-    )
+    figures = soak(args)
     print(json.dumps(figures, indent=1))
     print(write_result("soak", figures, args.out, part=f"{args.ranks} ranks"))
     return 1 if figures["different"] or figures["wrong"] else 0

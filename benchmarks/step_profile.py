@@ -13,13 +13,11 @@ counted whole. Writes docs/assets/step_profile.json, a part a label;
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import json
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -27,7 +25,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 PARTS: tuple[tuple[str, str], ...] = (
@@ -132,10 +129,10 @@ class Profiled:
 def profile(config: str, settings: list[str], *, settle: int, steps: int, trace: Path) -> float:
     """Train and write the trace; seconds of a step before it."""
     from megatron_patch.cli import app
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
-    profiled = Profiled(loop.train_step, settle=settle, steps=steps, trace=trace)
-    loop.train_step = profiled  # type: ignore[assignment]
+    profiled = Profiled(trainer.train_step, settle=settle, steps=steps, trace=trace)
+    trainer.train_step = profiled  # type: ignore[assignment]
     ends = ["--set", f"training.exit_at_step={settle + steps}"]
     flags = [part for setting in settings for part in ("--set", setting)]
     code = app.run(["train", "--config", config, *flags, *ends])
@@ -152,18 +149,13 @@ def named(config: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--label", required=True, help="name of this profile in the result")
     parser.add_argument("--config", required=True, help="configuration of the run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as train's"
-    )
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, as train's")
     parser.add_argument("--settle", type=int, default=40, help="steps before the profile")
     parser.add_argument("--steps", type=int, default=5, help="steps that are profiled")
     parser.add_argument("--trace", type=Path, help="keep the trace there (.json or .json.gz)")
-    parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         trace = args.trace or Path(scratch) / "trace.json"

@@ -4,7 +4,7 @@
 
 A page marks a place with ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; NAME is a key of
 `TABLES`, other names are not this script's. ``--check`` changes nothing and exits with 1 where a
-page differs from its results. ``--plots`` draws the plots of docs/assets anew.
+page differs from its results. ``--plots`` draws the plot of docs/assets anew.
 
 Arithmetic that benchmarks need too (speeds of rows, equal work, the fullest rank) is here, because
 this module needs no torch.
@@ -13,7 +13,7 @@ this module needs no torch.
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import json
 import math
 import statistics
@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from machine import RESULTS, ROOT, context_digest, functions_digest
 
 from megatron_patch.runtime.environment import short_commit
@@ -31,17 +29,16 @@ from megatron_patch.runtime.environment import short_commit
 Row = dict[str, Any]
 Parts = dict[str, dict[str, Any]]
 """A file of docs/assets: results by name."""
+Table = tuple[list[str], list[list[str]], list[str]]
+"""Head, rows and the notes below; an empty note is left out."""
 GRIDS = ("hidden 2048", "MLA", "GQA 64/8")
 PASSES = ("forward", "backward")
 OURS = ("none", "compensated", "compensated int8")
 PEERS = ("SDPA-cuDNN", "SDPA-flash", "FlexAttention")
 DEFAULT = "compensated"
 README_SHAPE = {"grid": GRIDS[0], "s": 4096, "d": 128, "causal": True}
-REGIMES = ("tie2s", "tie2", "tie3", "near2", "near8w", "one", "diffuse", "kbias", "gauss")
-BACKENDS = (
-    "compensated", "compensated, int8", "none", "SDPA-flash", "SDPA-cuDNN", "FlexAttention",
-    "float32 O",
-)  # fmt: skip
+REGIMES = ("tie2s", "near2", "one", "diffuse", "gauss")
+BACKENDS = ("compensated", "none", "SDPA-cuDNN", "float32 O")
 SYSTEMS = (
     "p2p", "all_gather", "a2a", "a2a+p2p", "all-gather + SDPA", "torch, allgather",
     "torch, alltoall", "torch, allgather, heads repeated", "torch, allgather, flash",
@@ -52,14 +49,9 @@ SHOWN_TOKENS = (8192, 32768, 524288, 131072)
 """Lengths of the table of context parallelism; the last one also on fewer GPUs than all."""
 SMALL_MS = 1.5
 """Kinds of kernels below this are one row of a step's profile."""
-GIB = 2**30
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Markdown; the first column left-aligned, the others right-aligned."""
-    names = list(head)
-    lines = ["| " + " | ".join(names) + " |", "| --- |" + " ---: |" * (len(names) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+KINDS = {"PP": "pipeline", "EP": "experts", "CP": "context", "TP": "tensor", "DP": "data"}
+"""Axis -> column of the planned memory; a layout of several axes counts in the first."""
+CHANGED = "**The {} changed since**: these are the figures of the commit named."
 
 
 def gpu_of(result: dict[str, Any]) -> str:
@@ -68,12 +60,15 @@ def gpu_of(result: dict[str, Any]) -> str:
     return name.removesuffix(" 80GB HBM3")
 
 
-def page_table(results: Iterable[dict[str, Any]], body: str, *notes: str) -> str:
-    """A table with machine, day and commit of its results above and its notes below."""
+def markdown(results: Iterable[dict[str, Any]], made: Table) -> str:
+    """Machine, day and commit of the results; the table, first column left-aligned; its notes."""
+    head, rows, notes = made
     told = [f"{gpu_of(r)}, {r['utc'][:10]}, {short_commit(r['commit'])}" for r in results]
-    above = f"Measured: {'; '.join(dict.fromkeys(told))}."
+    lines = [f"Measured: {'; '.join(dict.fromkeys(told))}.", ""]
+    lines += ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
     below = [note for note in notes if note]
-    return "\n".join([above, "", body, *(["", *below] if below else [])])
+    return "\n".join([*lines, *(["", *below] if below else [])])
 
 
 def versions(files: Iterable[Path]) -> str:
@@ -81,22 +76,22 @@ def versions(files: Iterable[Path]) -> str:
     found: dict[str, set[str]] = {}
     for path in files:
         for result in json.loads(path.read_text()).values():
-            if "gpu" in result["machine"]:
-                for name, version in result["versions"].items():
-                    found.setdefault(name, set()).add(version)
-    told = [
-        f"{name} {' or '.join(sorted(found[name]))}"
-        for name in ("torch", "triton", "cudnn", "nccl", "megatron-core")
-        if name in found
-    ]
-    return f"Software of all GPU measurements: {', '.join(told)}."
+            for name, version in result["versions"].items() if "gpu" in result["machine"] else ():
+                found.setdefault(name, set()).add(version)
+    names = [x for x in ("torch", "triton", "cudnn", "nccl", "megatron-core") if x in found]
+    told = ", ".join(f"{name} {' or '.join(sorted(found[name]))}" for name in names)
+    return f"Software of all GPU measurements: {told}."
 
 
-# Attention
+def cell(value: float | None, form: str) -> str:
+    """A figure, or "-" where there is none."""
+    return "-" if value is None else form.format(value)
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
+def span(values: list[float], form: str) -> str:
+    """A value, or the lowest and highest of several."""
+    ends = dict.fromkeys(form.format(x) for x in (min(values), max(values))) if values else ["-"]
+    return "–".join(ends)
 
 
 def title(row: Row) -> str:
@@ -115,45 +110,18 @@ def speed(rows: list[Row], ours: str, peer: str, which: str) -> dict[str, float]
     return {name: b[which] / a[which] for name, a, b in pairs if which in a and which in b}
 
 
-def summary(rows: list[Row]) -> dict[str, list[float]]:
-    """Geometric mean and worst shape of our speed over each peer, and of the stabilizer's cost."""
-    found: dict[str, list[float]] = {}
-    for which in PASSES:
-        for ours in OURS:
-            for peer in PEERS:
-                if values := list(speed(rows, ours, peer, which).values()):
-                    found[f"{which}: {ours} speed / {peer}"] = [geometric_mean(values), min(values)]
-        for ours in OURS[1:]:
-            if values := list(speed(rows, "none", ours, which).values()):
-                found[f"{which}: {ours} time / none"] = [geometric_mean(values), max(values)]
-    return {name: [round(x, 3) for x in pair] for name, pair in found.items()}
-
-
-@functools.cache
-def _this_tree() -> str:
-    return functions_digest()
-
-
 def _changed(result: dict[str, Any]) -> str:
-    if result.get("functions") == _this_tree():
-        return ""
-    return "**The kernels have changed since**: these are the figures of the commit named."
-
-
-def _queueing(rows: list[Row], limit: float) -> str:
-    """How many intervals contain host time: calls that took the host longer than ``limit`` ms."""
-    host = [cell.get("host", 0.0) for r in rows for cell in r["peers"].values()]
-    slow = sum(ms > limit for ms in host)
-    return f"{slow} of {len(host)} intervals may contain host time." if slow else ""
+    same = result.get("functions") == functions_digest()
+    return "" if same else CHANGED.format("kernels have")
 
 
 def _both(rows: list[Row], ours: str, peer: str) -> str:
-    """Geometric means of ``peer``'s time over ``ours``, "forward / backward"."""
+    """Geometric means of ``peer``'s time over ``ours``, "forward, backward"."""
     found = [list(speed(rows, ours, peer, which).values()) for which in PASSES]
-    return ", ".join(f"{geometric_mean(x):.2f}" for x in found) if all(found) else "-"
+    return ", ".join(f"{statistics.geometric_mean(x):.2f}" for x in found) if all(found) else "-"
 
 
-def kernel_speed(parts: Parts) -> str:
+def kernel_speed(parts: Parts) -> Table:
     """Speed beside each peer and cost of the stabilizer, a row a head dim."""
     result = parts["speed"]
     kinds: dict[str, list[Row]] = {}
@@ -166,119 +134,88 @@ def kernel_speed(parts: Parts) -> str:
         + [_both(rows, "none", DEFAULT)]
         for kind, rows in kinds.items()
     ]
-    head = ["forward, backward", "shapes", *(f"speed / {peer}" for peer in PEERS)]
-    head.append("time / `none`")
-    notes = [_queueing(result["rows"], result["queued_ms"]), _changed(result)]
-    notes += [] if result["complete"] else ["The run was stopped before its end."]
-    return page_table([result], table(head, body), *notes)
+    head = ["forward, backward", "shapes", *(f"speed / {peer}" for peer in PEERS), "time / `none`"]
+    # Calls that took the host longer than the idle work before them.
+    host = [found.get("host", 0.0) for r in result["rows"] for found in r["peers"].values()]
+    slow = sum(ms > result["queued_ms"] for ms in host)
+    queued = f"{slow} of {len(host)} intervals may contain host time." if slow else ""
+    stopped = "" if result["complete"] else "The run was stopped before its end."
+    return head, body, [queued, _changed(result), stopped]
 
 
-def readme_cost(parts: Parts) -> str:
+def readme_cost(parts: Parts) -> Table:
     """Time and memory of the stabilizer at one shape."""
     result = parts["speed"]
     (row,) = (r for r in result["rows"] if README_SHAPE.items() <= r.items())
-    cells = row["peers"]
-    body = []
-    for name in ("SDPA-cuDNN", "none", DEFAULT):
-        extra = _stabilizers()[name].saved_bytes(128) - 260 if name in OURS else 0
-        label = f"`stable_flash`, `{name}`" if name in OURS else "cuDNN (SDPA)"
-        body.append([label, *(f"{cells[name][p]:.2f} ms" for p in PASSES), f"{extra / 128:g}"])
-    head = [f"{row['b']} x {row['s']} tokens, {row['h']} heads, d {row['d']}, causal", *PASSES]
-    head.append("bytes kept per element of O, beyond O and LSE")
-    return page_table([result], table(head, body), _changed(result))
-
-
-def _stabilizers() -> Any:
     sys.path.append(str(ROOT / "kernels"))
     from stable_attention.stabilizers import STABILIZERS
 
-    return STABILIZERS
+    body = []
+    for name in ("SDPA-cuDNN", "none", DEFAULT):
+        extra = STABILIZERS[name].saved_bytes(128) - 260 if name in OURS else 0
+        label = f"`stable_flash`, `{name}`" if name in OURS else "cuDNN (SDPA)"
+        times = [f"{row['peers'][name][which]:.2f} ms" for which in PASSES]
+        body.append([label, *times, f"{extra / 128:g}"])
+    head = [f"{row['b']} x {row['s']} tokens, {row['h']} heads, d {row['d']}, causal", *PASSES]
+    return [*head, "bytes kept per element of O, beyond O and LSE"], body, [_changed(result)]
 
 
-def saved_bytes(_: Parts) -> str:
-    """Bytes each stabilizer keeps for the backward, from the table the kernels read."""
-    rows = []
-    for s in _stabilizers().values():
-        for residual in ("bf16", "int8") if s.keeps_residual else ("bf16",):
-            name = f"`{s.name}`" + (f", {residual}" if s.keeps_residual else "")
-            own = s.saved_bytes(128, residual) - (2 * 128 + 4)
-            per = "0" if own == 0 else f"{own // 128} x d_v"
-            rows.append([name, per, str(own), str(s.saved_bytes(128, residual))])
-    head = ["stabilizer", "extra bytes per token and head", "at d_v = 128", "with O and LSE"]
-    return table(head, rows)
-
-
-def kernel_host(parts: Parts) -> str:
+def kernel_host(parts: Parts) -> Table:
     """Microseconds that the host needs to launch a call; of compared checkouts the newest."""
     result = parts["host"]
-    cells = {n.removeprefix("new "): c for n, c in result["microseconds"].items()}
     body = [
-        [name, *(f"{cell[which]:,.0f}" for which in ("forward", "both"))]
-        for name, cell in cells.items()
+        [name.removeprefix("new "), f"{found['forward']:,.0f}", f"{found['both']:,.0f}"]
+        for name, found in result["microseconds"].items()
         if not name.startswith("old ")
     ]
     b, s, h, d = (result["shape"][x] for x in "bshd")
     head = [f"microseconds; b {b}, s {s}, {h} heads, d {d}", "forward", "forward and backward"]
-    return page_table([result], table(head, body))
+    return head, body, []
 
 
-def kernel_float32(parts: Parts) -> str:
+def kernel_float32(parts: Parts) -> Table:
     """What attention in float32 takes beside `compensated`."""
     result = parts["float32"]
     told = {"split": "float32, split products (research)", "torch": "float32, PyTorch"}
     b, s, h, d = result["shape"]
     rows = [[told.get(n, f"`{n}`"), f"{t['both_ms']:.2f}"] for n, t in result["times"].items()]
-    head = [f"b {b}, s {s}, {h} heads, d {d}", "forward and backward, ms"]
-    return page_table([result], table(head, rows))
+    return [f"b {b}, s {s}, {h} heads, d {d}", "forward and backward, ms"], rows, []
 
 
-# Accuracy
-
-
-def accuracy_delta(parts: Parts, n: str = "2048") -> str:
+def accuracy_delta(parts: Parts, n: str = "2048") -> Table:
     """RMS error of delta over that of delta, a row a regime."""
     result = parts["delta"]
     rows = [
-        [regime, *(_rms(result["cells"][regime][n].get(name, {})) for name in BACKENDS)]
+        [regime]
+        + [cell(result["cells"][regime][n].get(b, {}).get("rms"), "{:.1e}") for b in BACKENDS]
         for regime in REGIMES
         if n in result["cells"].get(regime, {})
     ]
     gates = result["gates"]
     held = f"{sum(g['ok'] for g in gates)} of {len(gates)} gates hold, at 512 to 32,768 keys."
-    head = [f"{int(n):,} keys, d 64", *BACKENDS]
-    return page_table([result], table(head, rows), held, _changed(result))
+    return [f"{int(n):,} keys, d 64", *BACKENDS], rows, [held, _changed(result)]
 
 
-def _rms(cell: dict[str, Any]) -> str:
-    return f"{cell['rms']:.1e}" if "rms" in cell else "-"
-
-
-def accuracy_context(parts: Parts) -> str:
+def accuracy_context(parts: Parts) -> Table:
     """Error on several ranks over that on one: the largest over regimes and numbers of ranks."""
-    result = parts["context_parallel"]
-    one = {c["regime"]: c for c in result["cells"].values() if c["ranks"] == 1}
+    cells = parts["context_parallel"]["cells"].values()
+    one = {c["regime"]: c for c in cells if c["ranks"] == 1}
     many: dict[str, list[dict[str, Any]]] = {}
-    for cell in result["cells"].values():
-        if cell["ranks"] > 1:
-            many.setdefault(cell["mode"], []).append(cell)
+    for found in (c for c in cells if c["ranks"] > 1):
+        many.setdefault(found["mode"], []).append(found)
     names = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV", "delta": "delta"}
-    rows = [
-        [mode]
-        + [f"{max(c[x]['rms'] / one[c['regime']][x]['rms'] for c in cells):.3f}" for x in names]
-        for mode, cells in many.items()
-    ]
-    ranks = sorted({c["ranks"] for cells in many.values() for c in cells})
-    head = [f"{', '.join(map(str, ranks))} ranks over one", *names.values()]
-    return page_table([result], table(head, rows))
+    rows: dict[tuple[str, ...], list[str]] = {}  # modes of equal figures are one row
+    for mode, found in many.items():
+        ratios = (max(c[x]["rms"] / one[c["regime"]][x]["rms"] for c in found) for x in names)
+        rows.setdefault(tuple(f"{ratio:.3f}" for ratio in ratios), []).append(mode)
+    body = [[", ".join(modes), *figures] for figures, modes in rows.items()]
+    ranks = sorted({c["ranks"] for found in many.values() for c in found})
+    return [f"{', '.join(map(str, ranks))} ranks over one", *names.values()], body, []
 
 
-# Context parallelism
-
-
-def context_flops(problem: dict[str, Any], tokens: int, causal: bool) -> float:
-    """Operations of forward and backward over a whole sequence."""
-    full = 3.5 * 4.0 * problem["heads"] * tokens * tokens * problem["d"]
-    return full / 2 if causal else full
+def context_flops(problem: dict[str, Any], tokens: int) -> float:
+    """Operations of forward and backward over a whole causal sequence."""
+    return 3.5 * 2.0 * problem["heads"] * tokens * tokens * problem["d"]
 
 
 def same_work(tokens: int, ranks: int, block: int) -> int:
@@ -286,166 +223,107 @@ def same_work(tokens: int, ranks: int, block: int) -> int:
     return max(block, round(tokens / math.sqrt(ranks) / block) * block)
 
 
-class Speeds:
-    """TFLOP/s per GPU of the cells of one result."""
-
-    def __init__(self, result: dict[str, Any]) -> None:
-        self.problem, self.block = result["problem"], result["block"]
-        self.cells = {
-            (c["system"], c["ranks"], c["tokens"], c["causal"]): c for c in result["cells"].values()
-        }
-        measured = {c["system"] for c in result["cells"].values() if "total_ms" in c}
-        self.systems = [system for system in SYSTEMS if system in measured]
-
-    def cell(self, system: str, ranks: int, tokens: int) -> dict[str, Any]:
-        return self.cells.get((system, ranks, tokens, True), {})
-
-    def speed(self, system: str, ranks: int, tokens: int) -> float | None:
-        """TFLOP/s per GPU of forward and backward, causal; None where it was not measured."""
-        ms = self.cell(system, ranks, tokens).get("total_ms")
-        return None if ms is None else context_flops(self.problem, tokens, True) / ranks / ms / 1e9
-
-    def alone(self, ranks: int, tokens: int) -> float | None:
-        """The same of the kernel on one GPU with a rank's share of the work."""
-        return self.speed("kernel", 1, same_work(tokens, ranks, self.block))
-
-    def places(self) -> list[tuple[int, int]]:
-        """(ranks, tokens) at which anything parallel was measured, in order."""
-        found = {(n, s) for x, n, s, causal in self.cells if n > 1 and causal and x in SYSTEMS}
-        return sorted(found, key=lambda p: (-p[0], p[1]))
-
-    def wrong(self) -> dict[str, float]:
-        """Systems whose output is not that of attention, with the largest relative error of O."""
-        errors: dict[str, float] = {}
-        for (system, *_), cell in self.cells.items():
-            if cell.get("error_out", 0.0) > WRONG:
-                errors[system] = max(errors.get(system, 0.0), cell["error_out"])
-        return errors
-
-
 def thousand(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
-def context_speed(parts: Parts) -> str:
-    """TFLOP/s per GPU beside the kernel alone; peak memory at one length."""
+def context_speed(parts: Parts) -> Table:
+    """TFLOP/s per GPU beside the kernel alone, on the most GPUs and fewer; peak memory."""
     result = parts["speed"]
-    speeds = Speeds(result)
-    wrong, most = speeds.wrong(), max(ranks for ranks, _ in speeds.places())
-    systems = [system for system in speeds.systems if system not in wrong]
+    cells = {(c["system"], c["ranks"], c["tokens"]): c for c in result["cells"].values()}
+    parallel = [c for c in cells.values() if c["ranks"] > 1 and c["system"] in SYSTEMS]
+    wrong: dict[str, float] = {}
+    for name, error in ((c["system"], c.get("error_out", 0.0)) for c in parallel):
+        if error > WRONG:
+            wrong[name] = max(wrong.get(name, 0.0), error)
+    measured = {c["system"] for c in parallel if "total_ms" in c} - wrong.keys()
+    systems = [system for system in SYSTEMS if system in measured]
+
+    def rate(system: str, ranks: int, tokens: int) -> str:
+        ms = cells.get((system, ranks, tokens), {}).get("total_ms")
+        flops = context_flops(result["problem"], tokens) / ranks
+        return "-" if ms is None else f"{flops / ms / 1e9:.0f}"
+
+    most = max(c["ranks"] for c in parallel)
     rows = []
-    for ranks, tokens in speeds.places():
-        if tokens in (SHOWN_TOKENS if ranks == most else SHOWN_TOKENS[-1:]):
-            rates = [speeds.alone(ranks, tokens)]
-            rates += [speeds.speed(system, ranks, tokens) for system in systems]
-            cells = ["-" if rate is None else f"{rate:.0f}" for rate in rates]
-            rows.append([f"{thousand(tokens)}, {ranks} GPUs", *cells])
+    for n, tokens in sorted({(-c["ranks"], c["tokens"]) for c in parallel}):
+        if tokens in (SHOWN_TOKENS if -n == most else SHOWN_TOKENS[-1:]):
+            alone = rate("kernel", 1, same_work(tokens, -n, result["block"]))
+            rates = [rate(system, -n, tokens) for system in systems]
+            rows.append([f"{thousand(tokens)}, {-n} GPUs", alone, *rates])
     named = SHOWN_TOKENS[-1]
-    memory = [speeds.cell(system, most, named).get("peak_mib") for system in systems]
-    cells = ["-" if mib is None else f"{mib:,.0f}" for mib in memory]
-    rows.append([f"MiB, {thousand(named)}, {most} GPUs", "", *cells])
+    memory = [cells.get((x, most, named), {}).get("peak_mib") for x in systems]
+    rows.append([f"MiB, {thousand(named)}, {most} GPUs", "", *(cell(x, "{:,.0f}") for x in memory)])
     note = "; ".join(f"{name} ({error:.2f})" for name, error in wrong.items())
     note = note and f"Left out, wrong output (relative error of O): {note}."
-    changed = result["sources"] != context_digest()
-    since = "**The code has changed since**: these are the figures of the commit named." * changed
-    head = ["TFLOP/s per GPU", "one GPU, same work", *systems]
-    return page_table([result], table(head, rows), note, since)
+    since = "" if result["sources"] == context_digest() else CHANGED.format("code has")
+    return ["TFLOP/s per GPU", "one GPU, same work", *systems], rows, [note, since]
 
 
-# Training
-
-
-def _beginning(parts: Parts, start: str) -> Parts:
-    return {name: result for name, result in parts.items() if name.startswith(start)}
-
-
-def training_speed(parts: Parts) -> str:
+def training_speed(parts: Parts) -> Table:
     """Tokens/s and MFU of GPT-2 124M, the trainer beside plain PyTorch, a column a GPU count."""
-    results = _beginning(parts, "gpt2_124m")
-    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for name, result in results.items():
-        for run in (run for run in result["runs"] if "error" not in run):
-            cells.setdefault(run["system"], {}).setdefault(name, []).append(run)
+    runs = [(name, run) for name, result in parts.items() for run in result["runs"]]
     rows = []
-    for system, by_result in cells.items():
-        row = [system]
-        for name in results:
-            runs = by_result.get(name, [])
-            row.append(_span([r["tokens_per_s"] for r in runs], "{:,.0f}"))
-            row.append(_span([100 * r["mfu"] for r in runs], "{:.1f}"))
-        rows.append(row)
+    for system in dict.fromkeys(run["system"] for _, run in runs if "error" not in run):
+        rows.append([system])
+        for name in parts:
+            found = [r for n, r in runs if (n, r["system"]) == (name, system) and "error" not in r]
+            rows[-1].append(span([r["tokens_per_s"] for r in found], "{:,.0f}"))
+            rows[-1].append(span([100 * r["mfu"] for r in found], "{:.1f}"))
     head = ["medians"]
-    for name in results:
+    for name in parts:
         head += [f"{name.split(', ')[1]}: tokens/s", "MFU, %"]
-    first = next(iter(results.values()))
-    note = (
-        f"{first['global_batch']} sequences of 1,024 tokens a step, {first['micro_batch']} at once."
-    )
-    return page_table(results.values(), table(head, rows), note)
+    first = next(iter(parts.values()))
+    sequences = f"{first['global_batch']} sequences of 1,024 tokens a step"
+    return head, rows, [f"{sequences}, {first['micro_batch']} at once."]
 
 
-def _span(values: list[float], form: str) -> str:
-    """A value, or the lowest and highest of several."""
-    ends = dict.fromkeys(form.format(x) for x in (min(values), max(values))) if values else ["-"]
-    return "–".join(ends)
-
-
-def training_long(parts: Parts) -> str:
+def training_long(parts: Parts) -> Table:
     """Tokens/s, MFU and memory of training at long context."""
-    results = _beginning(parts, "long context")
-    rows = []
-    for result in results.values():
-        for run in (run for run in result["runs"] if "error" not in run):
-            rows.append(
-                [
-                    f"`{result['config']}`, {thousand(result['seq_length'])}, {run['mode']}",
-                    f"{run['gpus']}",
-                    f"{run['tokens_per_s']:,.0f} ({run['planned_tokens_per_s']:,.0f})",
-                    "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %",
-                    f"{run['memory_gib']:.2f} ({run['planned_memory_gib']:.2f})",
-                ]
-            )
-    head = ["measured (planned)", "GPUs", "tokens/s", "MFU", "GiB a GPU"]
-    return page_table(results.values(), table(head, rows))
+    rows = [
+        [
+            f"`{result['config']}`, {thousand(result['seq_length'])}, {run['mode']}",
+            f"{run['gpus']}",
+            f"{run['tokens_per_s']:,.0f} ({run['planned_tokens_per_s']:,.0f})",
+            "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %",
+            f"{run['memory_gib']:.2f} ({run['planned_memory_gib']:.2f})",
+        ]
+        for result in parts.values()
+        for run in result["runs"]
+        if "error" not in run
+    ]
+    return ["measured (planned)", "GPUs", "tokens/s", "MFU", "GiB a GPU"], rows, []
 
 
-def training_backends(parts: Parts) -> str:
-    """Distance of loss curves to `sdpa_cudnn`, beside that of two runs of `sdpa_cudnn`."""
+def training_backends(parts: Parts) -> Table:
+    """Mean distance of loss curves to `sdpa_cudnn`, and the signed one of the last quarter."""
     result = parts["first steps"]
-    counts = sorted(name for name in result if name.endswith("_gpu"))
-    distances = {n: result[n]["distance_to_sdpa_cudnn"] for n in counts}
+    gaps = {n: x["distance_to_sdpa_cudnn"] for n, x in result.items() if n.endswith("_gpu")}
     rows = [
         [name]
-        + [
-            form.format(distances[n][name][what])
-            for n in counts
-            for what, form in (("mean", "{:.4f}"), ("last_quarter_signed", "{:+.4f}"))
-        ]
-        for name in distances[counts[0]]
+        + [f"{x[name]['mean']:.4f} ({x[name]['last_quarter_signed']:+.4f})" for x in gaps.values()]
+        for name in next(iter(gaps.values()))
     ]
-    head = [f"loss against `sdpa_cudnn`, {result['steps']} steps"]
-    for n in counts:
-        head += [f"{n[0]} GPU{'s' * (n[0] != '1')}: mean distance", "signed, last quarter"]
-    return page_table([result], table(head, rows))
+    head = [f"mean of {result['steps']} steps (signed, last quarter)"]
+    return head + [f"{n[0]} GPU{'s' * (n[0] != '1')}" for n in gaps], rows, []
 
 
-def step_parts(parts: Parts) -> str:
+def step_parts(parts: Parts) -> Table:
     """Milliseconds of a step by kind of kernel, a column a profile."""
     profiles = list(parts.values())
-    kinds = sorted(
-        {kind for p in profiles for kind in p["parts_ms"]},
-        key=lambda kind: -max(p["parts_ms"].get(kind, 0.0) for p in profiles),
-    )
-    large = [k for k in kinds if max(p["parts_ms"].get(k, 0.0) for p in profiles) >= SMALL_MS]
+    most = {k: max(p["parts_ms"].get(k, 0.0) for p in profiles) for p in profiles
+            for k in p["parts_ms"]}  # fmt: skip
+    large = sorted((k for k, ms in most.items() if ms >= SMALL_MS), key=lambda k: -most[k])
     rows = [[kind, *(f"{p['parts_ms'].get(kind, 0.0):.1f}" for p in profiles)] for kind in large]
     rest = [sum(ms for k, ms in p["parts_ms"].items() if k not in large) for p in profiles]
-    rows.append(["other kernels", *(f"{ms:.1f}" for ms in rest)])
-    rows.append(["no kernel runs", *(f"{p['step_ms'] - p['busy_ms']:.1f}" for p in profiles)])
-    rows.append(["**step**, not profiled", *(f"**{p['step_ms']:.1f}**" for p in profiles)])
-    return page_table(profiles, table(["ms a step", *parts], rows))
+    idle = [p["step_ms"] - p["busy_ms"] for p in profiles]
+    rows += [["other kernels", *(f"{ms:.1f}" for ms in rest)]]
+    rows += [["no kernel runs", *(f"{ms:.1f}" for ms in idle)]]
+    rows += [["**step**, not profiled", *(f"**{p['step_ms']:.1f}**" for p in profiles)]]
+    return ["ms a step", *parts], rows, []
 
 
-def telemetry(parts: Parts) -> str:
+def telemetry(parts: Parts) -> Table:
     """Cost of an observation in runs as they were made, a row a kind and number of GPUs."""
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in parts["runs"]["attempts"]:
@@ -453,35 +331,29 @@ def telemetry(parts: Parts) -> str:
         groups.setdefault((row["world_size"], gpu), []).append(row)
     rows = []
     for (count, gpu), found in sorted(groups.items()):
-        times = [_span([1e3 * f[f"{x}_seconds"] for f in found], "{:.1f}") for x in _TIMES]
-        share = _span([100 * row["share"] for row in found], "{:.2f}")
-        rows.append([f"{count} x {gpu}", str(len(found)), *times, share])
+        steps = span([1e3 * f["step_seconds"] for f in found], "{:.1f}")
+        extra = span([1e3 * f["observation_seconds"] for f in found], "{:.1f}")
+        share = span([100 * f["share"] for f in found], "{:.2f}")
+        rows.append([f"{count} x {gpu}", str(len(found)), steps, extra, share])
     head = ["observed every 50 steps", "runs", "step, ms", "observation, ms", "% of a step"]
-    return page_table([parts["runs"]], table(head, rows))
+    return head, rows, []
 
 
-_TIMES = ("step", "observation")
-
-
-def layouts_agree(parts: Parts) -> str:
+def layouts_agree(parts: Parts) -> Table:
     """Largest relative difference of each model to one process, and the bitwise resumes."""
     rows, notes = [], []
     for name, result in parts.items():
-        by_model: dict[str, list[dict[str, Any]]] = {}
-        for row in result["layouts"]:
-            by_model.setdefault(row["model"], []).append(row)
-        for model, found in by_model.items():
+        for model in dict.fromkeys(row["model"] for row in result["layouts"]):
+            found = [row for row in result["layouts"] if row["model"] == model]
             good = sum(bool(row["agrees"]) for row in found)
             worst = [f"{max(row[x] for row in found):.1e}" for x in ("loss", "grad_norm")]
             rows.append([f"{model}, up to {name}", *worst, f"{good} of {len(found)}"])
-        names = ", ".join(dict.fromkeys(row["layout"] for row in result["layouts"]))
+        notes.append(
+            f"Layouts: {', '.join(dict.fromkeys(x['layout'] for x in result['layouts']))}."
+        )
         same = sum(bool(row["bitwise"]) for row in result["resume"])
-        notes += [f"Layouts: {names}.", f"Bitwise resumes: {same} of {len(result['resume'])}."]
-    head = ["model", "loss", "gradient norm", "agree"]
-    return page_table(parts.values(), table(head, rows), *notes)
-
-
-# Planning
+        notes.append(f"Bitwise resumes: {same} of {len(result['resume'])}.")
+    return ["model", "loss", "gradient norm", "agree"], rows, notes
 
 
 def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -497,35 +369,38 @@ def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def plan_memory(parts: Parts) -> str:
-    """A row a case: of its stages' fullest ranks the one that the plan misses most."""
+def plan_memory(parts: Parts) -> Table:
+    """Planned over measured peak by model and kind of layout: the worst ratio, number of cases."""
+
+    def worst(ratios: list[float]) -> float:
+        return max(ratios, key=lambda ratio: abs(ratio - 1))
+
     result = parts["memory"]
-    rows = []
+    found: dict[str, dict[str, list[float]]] = {}
     for case in result["cases"]:
-        name = [f"{case['model']} {case['layout']}", str(case["ranks"])]
-        ranks = fullest(case.get("by_rank", []))
-        if "error" in case or any(r["ratio"] is None for r in ranks):
-            rows.append([*name, "-", "did not run" if "error" in case else "not measured", "-"])
-            continue
-        worst = max(ranks, key=lambda r: abs(r["ratio"] - 1))
-        cells = [f"{worst[key] / GIB:.2f}" for key in ("planned", "allocated")]
-        rows.append([*name, *cells, f"{worst['ratio']:.3f}"])
+        kind = next((of for axis, of in KINDS.items() if axis in case["layout"]), "1 GPU")
+        ratios = [r["ratio"] for r in fullest(case.get("by_rank", [])) if r["ratio"] is not None]
+        cases = found.setdefault(case["model"], {}).setdefault(kind, [])
+        cases.append(worst(ratios) if ratios else math.inf)  # inf: it did not run
+    kinds = ["1 GPU", *reversed(KINDS.values())]
+    rows = [
+        [model, *(f"{worst(x[kind]):.3f} ({len(x[kind])})" if kind in x else "-" for kind in kinds)]
+        for model, x in found.items()
+    ]
     good = len(result["cases"]) - len(result["off"])
     held = f"{good} of {len(result['cases'])} cases within {result['tolerance']:.0%}."
     if "planned_at" in result:
         held += f" Planned at {short_commit(result['planned_at'])}."
-    head = ["model and layout", "GPUs", "planned GiB", "measured GiB", "ratio"]
-    return page_table([result], table(head, rows), held)
+    return ["planned / measured (cases)", *kinds], rows, [held]
 
 
-# Marker -> (file of docs/assets, named as the script that writes it, or ""; how the name of the
-# part begins that must be there; renderer).
-TABLES: dict[str, tuple[str, str, Callable[[Parts], str]]] = {
+# Marker -> (file of docs/assets, named as the script that writes it; how the names of the parts
+# begin that are rendered and must be there; renderer).
+TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "cost": ("attention", "speed", readme_cost),
     "kernel-speed": ("attention", "speed", kernel_speed),
     "kernel-host": ("attention", "host", kernel_host),
     "kernel-float32": ("attention", "float32", kernel_float32),
-    "stabilizer-bytes": ("", "", saved_bytes),
     "accuracy-delta": ("accuracy", "delta", accuracy_delta),
     "accuracy-context": ("accuracy", "context_parallel", accuracy_context),
     "context-speed": ("context_parallel", "speed", context_speed),
@@ -545,10 +420,11 @@ def content(name: str, results: Path) -> str:
         return versions(sorted(results.glob("*.json")))
     file, part, render = TABLES[name]
     path = results / f"{file}.json"
-    parts = json.loads(path.read_text()) if path.is_file() else {}
-    if file and not _beginning(parts, part):
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    parts = {key: result for key, result in stored.items() if key.startswith(part)}
+    if not parts:
         return f"Not measured yet: `python benchmarks/{file}.py --help` says how."
-    return render(parts)
+    return markdown(parts.values(), render(parts))
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
@@ -564,84 +440,52 @@ def fill(text: str, results: Path = RESULTS) -> str:
     return text
 
 
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-Lines = dict[str, list[tuple[float, float]]]
-
-
-def attention_panels(result: dict[str, Any]) -> dict[str, Lines]:
-    """TFLOP/s by sequence length, a panel a head dim and pass, causal."""
-    rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
-    rows.sort(key=lambda r: r["s"])
-    panels: dict[str, Lines] = {}
-    for which, factor in (("forward", 1.0), ("backward", 2.5)):
-        for r in sorted(rows, key=lambda r: r["d"]):
-            lines = panels.setdefault(f"d {r['d']}, causal, {which}", {})
-            flops = factor * 2 * r["b"] * r["h"] * r["s"] ** 2 * r["d"]
-            for name in (*PEERS, "none", DEFAULT):
-                if ms := r["peers"].get(name, {}).get(which):
-                    lines.setdefault(name, []).append((r["s"], flops / ms / 1e9))
-    return panels
-
-
-def context_panels(result: dict[str, Any]) -> dict[str, Lines]:
-    """TFLOP/s per GPU by sequence length, a panel a number of GPUs."""
-    speeds, panels = Speeds(result), {}
-    for ranks, tokens in speeds.places():
-        lines: Lines = panels.setdefault(f"{ranks} GPUs, causal", {})
-        rates = {"kernel, one GPU, same work": speeds.alone(ranks, tokens)}
-        rates |= {name: speeds.speed(name, ranks, tokens) for name in speeds.systems}
-        for name, rate in rates.items():
-            if rate is not None:
-                lines.setdefault(name, []).append((tokens, rate))
-    return panels
-
-
-def plot(panels: dict[str, Lines], rows: int, path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
+    """TFLOP/s of attention by sequence length, causal: a panel a head dim and pass."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = len(panels) // rows
-    size = (4.5 * columns, 3.5 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
-    for axis, (name, lines) in zip(axes.flat, panels.items(), strict=True):
-        for label, points in lines.items():
-            axis.plot(*zip(*points, strict=True), "k--" if "kernel" in label else "o-", label=label)
-        axis.set(
-            xscale="log", ylim=(0, None), title=name, xlabel="tokens", ylabel="TFLOP/s per GPU"
-        )
-        ticks = sorted({x for points in lines.values() for x, _ in points})[::2]
-        axis.set_xticks(ticks, [thousand(int(x)) for x in ticks], minor=False)
+    rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
+    rows.sort(key=lambda r: r["s"])
+    dims = sorted({r["d"] for r in rows})
+    size = (4.5 * len(dims), 7.0)
+    figure, axes = pyplot.subplots(2, len(dims), figsize=size, squeeze=False)
+    for axis, (i, d) in zip(axes.flat, itertools.product((0, 1), dims), strict=True):
+        for name in (*PEERS, "none", DEFAULT):
+            found = [
+                (r["s"], (1.0, 2.5)[i] * 2 * r["b"] * r["h"] * r["s"] ** 2 * d / ms / 1e9)
+                for r in rows
+                if r["d"] == d and (ms := r["peers"].get(name, {}).get(PASSES[i]))
+            ]
+            axis.plot([x for x, _ in found], [y for _, y in found], "o-", label=name)
+        axis.set(xscale="log", ylim=(0, None), title=f"d {d}, causal, {PASSES[i]}")
+        axis.set(xlabel="tokens", ylabel="TFLOP/s per GPU")
+        ticks = sorted({r["s"] for r in rows})[::2]
+        axis.set_xticks(ticks, [thousand(x) for x in ticks], minor=False)
     axes.flat[-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-PLOTS = {"attention": (attention_panels, 2), "context_parallel": (context_panels, 1)}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
-    parser.add_argument("--plots", action="store_true", help="draw the plots of docs/assets, too")
+    parser.add_argument("--plots", action="store_true", help="draw the plot of docs/assets, too")
     args = parser.parse_args(arguments)
     stale = []
-    for page in pages():
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         old = page.read_text()
         new = fill(old)
         if new != old:
-            stale.append(page.relative_to(ROOT))
+            print(f"{'differs' if args.check else 'wrote'}: {page.relative_to(ROOT)}")
+            stale.append(page)
             if not args.check:
                 page.write_text(new)
-    for page in stale:
-        print(f"{'differs' if args.check else 'wrote'}: {page}")
-    for name, (panels, rows) in PLOTS.items() if args.plots else ():
-        result = json.loads((RESULTS / f"{name}.json").read_text())["speed"]
-        plot(panels(result), rows, RESULTS / f"{name}.png")
+    if args.plots:
+        result = json.loads((RESULTS / "attention.json").read_text())["speed"]
+        plot(result, RESULTS / "attention.png")
     return 1 if args.check and stale else 0
 
 

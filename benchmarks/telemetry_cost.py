@@ -14,7 +14,6 @@ unless ``--fresh`` is given: their records may be gone. No GPU, no torch.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -23,7 +22,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import machine
 
 from megatron_patch.stability import record
@@ -123,12 +121,9 @@ def stored(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--fresh", action="store_true", help="forget the stored attempts")
-    parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     args = parser.parse_args()
     rows = from_runs(args.runs, known=[] if args.fresh else stored(args.out))
     print(machine.write_result("telemetry_cost", {"attempts": rows}, args.out, part="runs"))

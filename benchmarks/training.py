@@ -1,18 +1,14 @@
-"""Training runs, timed: tokens/s and MFU beside plain PyTorch, at long context, and loss curves.
+"""Training runs, timed: tokens/s and MFU beside plain PyTorch and at long context.
 
     python benchmarks/training.py speed --tokens FILE --dataset PREFIX --tokenizer FILE --gpus 1
     python benchmarks/training.py long --dataset PREFIX --tokenizer FILE --gpus 8
-    python benchmarks/training.py backends --dataset PREFIX --tokenizer FILE --gpus 4
 
-Every command starts the trainer as a user would and writes parts of docs/assets/training.json.
+Both commands start the trainer as a user would and write parts of docs/assets/training.json.
 
 ``speed``: GPT-2 124M, one run after the other on the same GPUs: plain PyTorch under torch.compile,
 the trainer with every backend named, and plain PyTorch again (its two figures bound the machine's
 drift). ``long``: ``configs/long_context_3b_128k.yaml`` with one sequence a step, beside what the
-planner says; with fewer GPUs than 8, shorten ``--seq-length``; ``--replan`` plans the runs of the
-stored result anew, without a GPU. ``backends``: the same model from the same seed on the same
-batches with every backend, side by side. ``sdpa_cudnn`` runs twice: its backward is not repeatable,
-so the distance between its two runs is the noise that differences are judged by.
+planner says; with fewer GPUs than 8, shorten ``--seq-length``.
 
 Shapes of the plain model: x [b, s] token ids, h [b, s, c], q/k/v [b, heads, s, d], logits
 [b*s, vocab].
@@ -28,12 +24,9 @@ import shutil
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import machine
 import numpy as np
 import torch
@@ -41,13 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-CONTEXT = 1024
-BACKENDS = (
-    ("sdpa_cudnn", "sdpa_cudnn"),
-    ("sdpa_cudnn again", "sdpa_cudnn"),
-    ("stable_flash", "stable_flash"),
-    ("sdpa_flash", "sdpa_flash"),
-)
+CONTEXT, LEARNING_RATE = 1024, 6e-4
 COLUMNS = ("tokens_per_s", "mfu", "tflops_per_device", "memory_gib")
 
 
@@ -91,15 +78,14 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), y.view(-1))
 
 
-def batches(path: str, *, micro_batch: int, context: int, device: torch.device, seed: int):
+def batches(path: str, micro_batch: int, *, device: torch.device, seed: int):
     """Endless (x, y) pairs at random offsets of a file of uint16 token ids, kept on the device."""
     data = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int16)).to(device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    window = torch.arange(context + 1, device=device)
+    window = torch.arange(CONTEXT + 1, device=device)
     while True:
-        start = torch.randint(
-            len(data) - context - 1, (micro_batch, 1), device=device, generator=generator
-        )
+        size, last = (micro_batch, 1), len(data) - CONTEXT - 1
+        start = torch.randint(last, size, device=device, generator=generator)
         ids = data[start + window].long() & 0xFFFF
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -115,27 +101,15 @@ def plain(args: argparse.Namespace) -> int:
     if world > 1:
         dist.init_process_group("nccl")
     torch.manual_seed(1234)
-    model = GPT(
-        layers=args.layers,
-        width=args.width,
-        heads=args.heads,
-        vocab=args.vocab,
-        context=args.context,
-    ).to(device)
+    model = GPT(layers=12, width=768, heads=12, vocab=32768, context=CONTEXT).to(device)
     run = torch.compile(model)
     if world > 1:
         run = nn.parallel.DistributedDataParallel(run, gradient_as_bucket_view=True)
     decay = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    stream = batches(
-        args.tokens,
-        micro_batch=args.micro_batch,
-        context=args.context,
-        device=device,
-        seed=1000 + rank,
-    )
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    stream = batches(args.tokens, args.micro_batch, device=device, seed=1000 + rank)
     accumulate = args.global_batch // (args.micro_batch * world)
     times, losses = [], []
     for step in range(args.steps):
@@ -152,7 +126,7 @@ def plain(args: argparse.Namespace) -> int:
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (step + 1) / 100)
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 100)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(total))
@@ -160,7 +134,7 @@ def plain(args: argparse.Namespace) -> int:
     if rank == 0:
         median = statistics.median(times[args.warmup :])
         figures = {
-            "tokens_per_s": args.global_batch * args.context / median,
+            "tokens_per_s": args.global_batch * CONTEXT / median,
             "step_seconds": median,
             "loss_last": losses[-1],
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -174,6 +148,16 @@ def plain(args: argparse.Namespace) -> int:
     return 0
 
 
+def common(args: argparse.Namespace) -> dict[str, object]:
+    """Keys of every run of the trainer."""
+    return {
+        "training.train_steps": args.steps,
+        "checkpoint.interval": None,
+        "data.blend": f"[{{path: {args.dataset}}}]",
+        "data.tokenizer.path": args.tokenizer,
+    }
+
+
 def train(
     args: argparse.Namespace, name: str, devices: list[int], keys: dict[str, object]
 ) -> tuple[Path, dict[str, Any]]:
@@ -182,15 +166,8 @@ def train(
     work.mkdir(parents=True, exist_ok=True)
     run_dir, log = work / name, work / f"{name}.log"
     shutil.rmtree(run_dir, ignore_errors=True)
-    common: dict[str, object] = {
-        "run_dir": run_dir,
-        "training.train_steps": args.steps,
-        "training.eval_steps": 1,
-        "checkpoint.interval": None,
-        "data.blend": f"[{{path: {args.dataset}}}]",
-        "data.tokenizer.path": args.tokenizer,
-    }
-    command = machine.train_command(args.config, common | keys, args.set)
+    more = common(args) | {"run_dir": run_dir, "training.eval_steps": 1}
+    command = machine.train_command(args.config, more | keys, args.set)
     code = machine.torchrun(command, processes=len(devices), log=log, devices=devices, threads=4)
     return run_dir, {"exit": code} | ({"error": machine.why(log.read_text())} if code else {})
 
@@ -215,7 +192,7 @@ def run_plain(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
     command = [__file__, "plain", "--tokens", args.tokens, "--out", str(out)]
     for name in ("steps", "warmup", "micro_batch", "global_batch"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    devices = [args.first_device + i for i in range(gpus)]
+    devices = list(range(gpus))
     code = machine.torchrun(command, processes=gpus, log=log, devices=devices, threads=4)
     row: dict[str, Any] = {"system": "plain PyTorch, torch.compile", "gpus": gpus, "exit": code}
     return row | ({"error": machine.why(log.read_text())} if code else json.loads(out.read_text()))
@@ -231,7 +208,7 @@ def run_trainer(args: argparse.Namespace, gpus: int, backend: str, fused: bool) 
         "training.compile_fusions": fused,
     }
     name = f"trainer_{backend}{'_fused' * fused}_{gpus}"
-    devices = [args.first_device + i for i in range(gpus)]
+    devices = list(range(gpus))
     run_dir, row = train(args, name, devices, keys)
     row |= {"system": f"trainer, {backend}{', compile_fusions' * fused}", "gpus": gpus}
     if row["exit"] == 0:
@@ -291,12 +268,7 @@ def long_keys(args: argparse.Namespace, mode: str) -> dict[str, object]:
 
 def planned(args: argparse.Namespace, mode: str) -> dict[str, float]:
     """Tokens/s and memory of a GPU that the planner expects of a run."""
-    keys = long_keys(args, mode) | {
-        "training.train_steps": args.steps,
-        "checkpoint.interval": None,
-        "data.blend": f"[{{path: {args.dataset}}}]",
-        "data.tokenizer.path": args.tokenizer,
-    }
+    keys = long_keys(args, mode) | common(args)
     sets = [f"{key}={machine.text_of(value)}" for key, value in keys.items()]
     plan = machine.plan_of(args.config, [*sets, *args.set], gpu=args.gpu, gpus=args.gpus)
     return {
@@ -306,16 +278,6 @@ def planned(args: argparse.Namespace, mode: str) -> dict[str, float]:
 
 
 def long(args: argparse.Namespace) -> int:
-    part = f"long context, {args.gpus} GPUs"
-    if args.replan:
-        path = (args.out or machine.RESULTS) / "training.json"
-        result = json.loads(path.read_text())[part]
-        args.seq_length = result["seq_length"]
-        for row in (row for row in result["runs"] if "error" not in row):
-            row |= planned(args, row["mode"])
-        result["planned_at"] = machine.commit()
-        machine.write_result("training", result, args.out, part=part, head={})
-        return 0
     rows: list[dict[str, Any]] = []
     for mode in args.modes:
         name = f"long_context_{mode}".replace("+", "_")
@@ -327,110 +289,45 @@ def long(args: argparse.Namespace) -> int:
         print(row, flush=True)
         config = Path(args.config).stem
         figures = {"runs": rows, "seq_length": args.seq_length, "config": config}
-        machine.write_result("training", figures, args.out, part=part)
+        machine.write_result("training", figures, args.out, part=f"long context, {args.gpus} GPUs")
     return int(any(row["exit"] for row in rows))
 
 
-# backends
+def command(
+    commands: Any, name: str, run: Any, steps: int, *, config: str = "", warmup: int = 10
+) -> argparse.ArgumentParser:
+    one = commands.add_parser(name)
+    one.set_defaults(run=run)
+    one.add_argument("--steps", type=int, default=steps, help="optimizer steps of every run")
+    one.add_argument("--warmup", type=int, default=warmup, help="steps that are not timed")
+    if name != "long":
+        one.add_argument("--micro-batch", type=int, default=32, help="sequences at once")
+        one.add_argument("--global-batch", type=int, default=256, help="sequences a step")
+    one.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
+    if config:
+        one.add_argument("--dataset", required=True, help="prefix of a prepared dataset")
+        one.add_argument("--tokenizer", required=True, help="its tokenizer.json")
+        one.add_argument("--config", default=config)
+        one.add_argument("--set", action="append", default=[], help="more keys of the trainer")
+        one.add_argument("--work", default=f"runs/training_{name}", help="scratch folder")
+    return one
 
 
-def curve(args: argparse.Namespace, label: str, backend: str, devices: list[int]) -> list[float]:
-    """Loss of every step."""
-    keys: dict[str, object] = {
-        "attention.backend": backend,
-        "training.global_batch_size": args.global_batch,
-        "training.micro_batch_size": args.micro_batch,
-        "optimizer.warmup_steps": args.steps // 2,
-        "optimizer.schedule": "constant",
-        "logging.interval": 1,
-    }
-    name = f"{label.replace(' ', '_')}_{len(devices)}"
-    run_dir, row = train(args, name, devices, keys)
-    if row["exit"]:
-        raise RuntimeError(f"{label} ended with exit code {row['exit']}:\n{row['error']}")
-    return [float(found["loss"]) for _, found in sorted(machine.metrics(run_dir).items())]
-
-
-def distance(a: list[float], b: list[float]) -> dict[str, float]:
-    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    tail = len(gaps) // 4
-    signed = sum(x - y for x, y in zip(a[-tail:], b[-tail:], strict=True)) / tail
-    return {"max": max(gaps), "mean": sum(gaps) / len(gaps), "last_quarter_signed": signed}
-
-
-def backends(args: argparse.Namespace) -> int:
-    results: dict[str, Any] = {"steps": args.steps, "global_batch": args.global_batch}
-    for per_run in args.per_run:
-        slots = max(1, args.gpus // per_run)
-        free = [[s * per_run + i for i in range(per_run)] for s in range(slots)]
-
-        def one(run: tuple[str, str], free: list[list[int]] = free) -> list[float]:
-            devices = free.pop()
-            try:
-                return curve(args, *run, devices)
-            finally:
-                free.append(devices)
-
-        with ThreadPoolExecutor(slots) as pool:
-            losses = list(pool.map(one, BACKENDS))
-        curves = {label: values for (label, _), values in zip(BACKENDS, losses, strict=True)}
-        base = curves["sdpa_cudnn"]
-        gaps = {label: distance(values, base) for label, values in curves.items() if values != base}
-        results[f"{per_run}_gpu"] = {"losses": curves, "distance_to_sdpa_cudnn": gaps}
-        print(per_run, "GPU:", gaps, flush=True)
-    machine.write_result("training", results, args.out, part="first steps")
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    commands = found.add_subparsers(required=True, metavar="speed | long | backends")
-
-    def command(name: str, run: Any, steps: int, config: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name)
-        one.set_defaults(run=run)
-        one.add_argument("--steps", type=int, default=steps, help="optimizer steps of every run")
-        if name != "plain":
-            one.add_argument("--dataset", required=True, help="prefix of a prepared dataset")
-            one.add_argument("--tokenizer", required=True, help="its tokenizer.json")
-            one.add_argument("--config", default=config)
-            one.add_argument("--set", action="append", default=[], help="more keys of the trainer")
-            one.add_argument("--work", default=f"runs/training_{name}", help="scratch folder")
-            one.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
-        if name != "long":
-            one.add_argument("--micro-batch", type=int, default=32, help="sequences at once")
-            batch = 64 if name == "backends" else 256
-            one.add_argument("--global-batch", type=int, default=batch, help="sequences a step")
-        if name != "backends":
-            one.add_argument("--warmup", type=int, default=3 if name == "long" else 10)
-        return one
-
-    one = command("speed", speed, 30, "configs/gpt2_124m.yaml")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="speed | long")
+    one = command(commands, "speed", speed, 30, config="configs/gpt2_124m.yaml")
     one.add_argument("--tokens", required=True, help="uint16 token file of the same text")
     one.add_argument("--gpus", type=int, nargs="+", default=[1], help="GPU counts to time")
-    one.add_argument("--first-device", type=int, default=0, help="index of the first GPU used")
     one.add_argument("--backends", nargs="+", default=["sdpa_cudnn", "sdpa_flash", "stable_flash"])
-    one = command("long", long, 8, "configs/long_context_3b_128k.yaml")
+    one = command(commands, "long", long, 8, config="configs/long_context_3b_128k.yaml", warmup=3)
     one.add_argument("--gpus", type=int, default=8)
     one.add_argument("--gpu", default="h200", help="kind of GPU the plan assumes")
     one.add_argument("--seq-length", type=int, default=131072)
     one.add_argument("--modes", nargs="+", default=["p2p", "all_gather", "a2a"])
-    one.add_argument("--replan", action="store_true", help="plan the stored runs again")
-    one = command("backends", backends, 200, "configs/gpt2_124m.yaml")
-    one.add_argument("--gpus", type=int, default=4, help="GPUs of this machine to use")
-    one.add_argument("--per-run", type=int, nargs="+", default=[1, 2], help="GPUs of one run")
-    one = command("plain", plain, 60, "")  # a rank of `speed`
+    one = command(commands, "plain", plain, 60)  # a rank of `speed`; --out is a file
     one.add_argument("--tokens", required=True)
-    one.add_argument("--out", required=True, help="JSON file to write")
-    for name, value in (("context", 1024), ("vocab", 32768), ("layers", 12), ("width", 768),
-                        ("heads", 12)):  # fmt: skip
-        one.add_argument(f"--{name}", type=int, default=value)
-    one.add_argument("--lr", type=float, default=6e-4, help="peak learning rate")
-    return found
-
-
-def main() -> int:
-    args = parser().parse_args()
+    args = parser.parse_args()
     return args.run(args)
 
 

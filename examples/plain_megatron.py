@@ -112,7 +112,7 @@ def train(args: argparse.Namespace) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="reference", help="see: megatron-patch backends list")
+    parser.add_argument("--backend", default="reference", help="see: megatron-patch doctor")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cpu", action="store_true", help="run without a GPU")

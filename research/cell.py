@@ -44,9 +44,9 @@ def train(args: argparse.Namespace) -> int:
     """Install the variant and train; the only place of research/ that calls the trainer."""
     loaded = load(args.config, args.overrides)
     variants.install(args.variant, loaded.config)
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
-    return loop.train(loaded)
+    return trainer.train(loaded)
 
 
 if __name__ == "__main__":

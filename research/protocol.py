@@ -100,7 +100,7 @@ class Protocol:
     cells: list[CellConfig]
     """The cells, in the order in which they are started."""
 
-    def problems(self, whole: Protocol) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Everything that can be said before the trainer configuration is read."""
         if not NAME.fullmatch(self.name):
             yield Problem("name", f"{self.name[:60]!r}: use at most 48 of a-z 0-9 _")

@@ -42,8 +42,8 @@ say "2/4 train to step 100 and stop"
 say "3/4 resume from the checkpoint and finish"
 "$bin/megatron-patch" train --config "$config" "${settings[@]}"
 
-say "4/4 plot"
-"$bin/megatron-patch" plot "$run_dir" --out "$run_dir/quickstart.png"
+say "4/4 draw the run"
+"$bin/megatron-patch" report "$run_dir" --png "$run_dir/quickstart.png"
 
 "$bin/python" scripts/quickstart_verdict.py "$run_dir"
 printf 'took %d s without installing\n' "$((SECONDS - started))"

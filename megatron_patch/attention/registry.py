@@ -194,7 +194,7 @@ def layer_window(run: RunConfig, number: int) -> tuple[int, int] | None:
 
 
 def table() -> str:
-    """The capability table as text, for ``megatron-patch backends list``."""
+    """The capability table as text, for ``megatron-patch doctor``."""
     machine = probe()
     columns = [
         ("dtypes", lambda r: "/".join(r.dtypes)),

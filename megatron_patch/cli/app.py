@@ -15,21 +15,19 @@ import sys
 
 import megatron_patch
 from megatron_patch.cli import (
-    backends,
     checkpoint,
     config,
     doctor,
-    experiment,
     launch,
+    moved,
     plan,
-    plot,
     preflight,
     prepare_data,
     probe,
     report,
     train,
 )
-from megatron_patch.cli.common import Formatter, tell
+from megatron_patch.cli.common import Parser, tell
 
 COMMANDS = (
     train,
@@ -39,12 +37,10 @@ COMMANDS = (
     prepare_data,
     config,
     doctor,
-    plot,
-    experiment,
-    probe,
     report,
-    backends,
+    probe,
     checkpoint,
+    moved,
 )
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
@@ -54,15 +50,13 @@ READER_GONE = 141
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-patch",
         description="Stable BF16 GPT pretraining on Megatron-Core from one YAML file.",
         epilog="Exit codes: 0 finished or stopped gracefully, 2 configuration or data error, "
         "3 non-finite loss or gradient, 4 no good checkpoint, 5 stability guard, 6 hang,\n"
         "7 loss spikes, 8 the same step crashed every attempt, 1 anything else.\n"
         "Several GPUs: torchrun --nproc-per-node 8 -m megatron_patch train --config run.yaml",
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
     version = f"megatron-patch {megatron_patch.__version__}"
     parser.add_argument("--version", action="version", version=version)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_patch.config import Loaded
+    from megatron_patch.schema.run import Loaded
 
 # What argparse calls the object that add_parser() is a method of.
 Subparsers = argparse._SubParsersAction
@@ -23,15 +23,23 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     """Descriptions keep their lines; options show their defaults in their own words."""
 
 
+class Parser(argparse.ArgumentParser):
+    """The parser of the program, and (argparse takes its class) of every command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": Formatter, "allow_abbrev": False, **options})
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """``--config FILE`` and ``--set a.b=c``."""
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add_overrides(parser)
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """``--set a.b=c``."""
     parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help=SET_HELP,
+        "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help=SET_HELP
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load, tell
+from megatron_patch.cli.common import Subparsers, add_overrides, load, tell
 
 DESCRIPTION = """\
 Look at a configuration without starting anything. Nothing here needs a GPU or imports torch.
@@ -20,11 +20,7 @@ Look at a configuration without starting anything. Nothing here needs a GPU or i
 def add_parser(commands: Subparsers) -> None:
     """Register the command and its four parts."""
     parser = commands.add_parser(
-        "config",
-        help="check, show and explain a configuration",
-        description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        "config", help="check, show and explain a configuration", description=DESCRIPTION
     )
     parser.set_defaults(only_prints=True)
     parts = parser.add_subparsers(title="what to do", metavar="show|check|help|docs", required=True)
@@ -73,11 +69,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def _part(parts: Subparsers, name: str, summary: str, more: str) -> argparse.ArgumentParser:
     return parts.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.\n{more}",
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.\n{more}"
     )
 
 

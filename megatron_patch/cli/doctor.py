@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_patch.cli.common import Formatter, Subparsers
+from megatron_patch.cli.common import Subparsers
 
 DESCRIPTION = """\
 Say what this machine has and whether it works: versions and pins of Python, torch, triton,
 megatron-core, Transformer Engine and Apex, GPU, driver, cuDNN and NCCL; then use them: a matrix
-product on the GPU, the attention kernel forward and backward. List every change that is made to
-Megatron-Core. Exit code 0: everything required works; 1: something required does not.
+product on the GPU, the attention kernel forward and backward. List the attention backends with what
+each can do and what it lacks here, and every change that is made to Megatron-Core. Exit code 0:
+everything required works; 1: something required does not.
 """
 
 
 def add_parser(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "doctor",
-        help="say what this machine has and whether it works",
-        description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        "doctor", help="say what this machine has and whether it works", description=DESCRIPTION
     )
     parser.add_argument(
         "--json", action="store_true", help="print the environment report as JSON and stop"

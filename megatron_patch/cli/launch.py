@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+from megatron_patch.cli.common import Subparsers, add_config, load
 
 DESCRIPTION = """\
 Render the batch script of a run and submit it to Slurm: every check of the configuration, then the
@@ -22,14 +22,8 @@ Everything about the cluster is in the section cluster: 'megatron-patch config h
 
 def add_parser(commands: Subparsers) -> None:
     """Register the command."""
-    parser = commands.add_parser(
-        "launch",
-        help="submit a run to Slurm",
-        description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    parser = commands.add_parser("launch", help="submit a run to Slurm", description=DESCRIPTION)
+    add_config(parser)
     parser.add_argument("--nodes", metavar="N", type=int, required=True, help="number of nodes")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script; write and submit nothing"
@@ -37,7 +31,6 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--no-plan", action="store_true", help="submit what the planner says does not fit"
     )
-    add_overrides(parser)
     parser.set_defaults(run=run)
 
 

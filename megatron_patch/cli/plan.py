@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+from megatron_patch.cli.common import Subparsers, add_config, load
 
 if TYPE_CHECKING:
     from megatron_patch.planner.plan import Machine, Plan, Vocabulary
@@ -38,10 +38,8 @@ def add_parser(commands: Subparsers) -> None:
         "plan",
         help="memory, communication and time of a run, without a GPU",
         description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add_config(parser)
     parser.add_argument("--nodes", metavar="N", type=int, default=1, help="nodes (default: 1)")
     parser.add_argument(
         "--gpus-per-node", metavar="N", type=int, help="default: cluster.gpus_per_node, else 8"
@@ -57,7 +55,6 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of every stage into a PNG")
-    add_overrides(parser)
     parser.set_defaults(run=run, only_prints=True)
 
 

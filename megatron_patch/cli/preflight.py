@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+from megatron_patch.cli.common import Subparsers, add_config, load
 
 DESCRIPTION = """\
 Ask a node whether it can train: number and health of its GPUs, their matrix rate and the bandwidth
@@ -21,10 +21,8 @@ def add_parser(commands: Subparsers) -> None:
         "preflight",
         help="ask nodes whether they can train, before training",
         description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add_config(parser)
     parser.add_argument("--out", metavar="DIR", required=True, help="shared directory for answers")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--node", action="store_true", help="only measure this node")
@@ -36,7 +34,6 @@ def add_parser(commands: Subparsers) -> None:
         default=[],
         help="a node that must have answered",
     )
-    add_overrides(parser)
     parser.set_defaults(run=run)
 
 

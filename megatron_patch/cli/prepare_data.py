@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any, Literal, get_origin
 
-from megatron_patch.cli.common import Formatter, Subparsers
+from megatron_patch.cli.common import Subparsers
 
 DESCRIPTION = """\
 Turn text, JSON lines (plain, .gz, .zst) or raw token files into a Megatron indexed dataset:
@@ -17,26 +18,66 @@ OUT.bin, OUT.idx and OUT.manifest.json, which training verifies before it reads 
 
 An interrupted run continues where it was when the same command is given again.
 """
+ADOPT = (
+    "--adopt has been removed: prepare the .bin of another tool again, as a token file: "
+    "megatron-patch prepare-data OLD.bin --format uint16 (or int32) --out NEW, with the options of "
+    "its tokenizer"
+)
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Register the command; its options belong to the data room."""
-    from megatron_patch.data.options import add_arguments
+    """Register the command: one argument per field of ``PrepareOptions``."""
+    from megatron_patch.config import fields
+    from megatron_patch.data.options import PrepareOptions
 
     parser = commands.add_parser(
         "prepare-data",
         help="turn text into token files that training verifies",
         description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
-    add_arguments(parser)
+    for item in fields.fields(PrepareOptions).values():
+        text = fields.help_of(PrepareOptions, item.name).replace("%", "%%")
+        if item.name == "inputs":
+            parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
+            continue
+        flag = "--" + item.name.replace("_", "-")
+        (kind,), _ = fields.alternatives(item.type)
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        extra: dict[str, Any] = {"required": item.required}
+        if not item.required:
+            extra["default"] = item.default
+            if item.default is not None and item.name != "workers":
+                text += f" [{item.default!r}]".replace("%", "%%")
+        if get_origin(kind) is Literal:
+            extra["choices"] = kind.__args__
+        else:
+            extra["type"] = kind
+        parser.add_argument(flag, help=text, **extra)
+    # For one release: told what replaces it.
+    parser.add_argument("--adopt", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
+
+
+def options(args: argparse.Namespace) -> Any:
+    """``PrepareOptions`` of arguments; ``\\n`` and ``\\t`` in the separator are unescaped."""
+    from megatron_patch.config import fields
+    from megatron_patch.data.options import PrepareOptions
+
+    values = {name: getattr(args, name) for name in fields.fields(PrepareOptions)}
+    separator = values["document_separator"]
+    if separator is not None:
+        values["document_separator"] = separator.replace("\\n", "\n").replace("\\t", "\t")
+    return PrepareOptions(**values)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the dataset."""
-    from megatron_patch.data import options, prepare
+    from megatron_patch.data.errors import DataError
+    from megatron_patch.data.prepare import prepare
 
-    prepare.prepare(options.from_args(args))
+    if args.adopt:
+        raise DataError(ADOPT)
+    prepare(options(args))
     return 0

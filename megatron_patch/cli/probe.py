@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_patch.cli.common import Formatter, Subparsers
+from megatron_patch.cli.common import Subparsers
 
 DESCRIPTION = """\
 Run every attention backend on tensors that a training run captured (stability.capture_steps) and
@@ -33,11 +33,7 @@ NO_CUDA_RUNTIME = "No CUDA runtime is found, using CUDA_HOME="
 def add_parser(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "probe",
-        help="judge attention backends on captured tensors",
-        description=DESCRIPTION,
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        "probe", help="judge attention backends on captured tensors", description=DESCRIPTION
     )
     parser.add_argument(
         "captures", metavar="CAPTURE", nargs="+", help="capture file, or a run directory"

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from megatron_patch.cli.common import Formatter, Subparsers, add_overrides, load
+from megatron_patch.cli.common import Subparsers, add_config, load
 from megatron_patch.runtime.lifeline import die_with_launcher
 
 DESCRIPTION = """\
@@ -32,15 +32,9 @@ loss spikes and no rewind left, 8 the same step crashed every attempt, 1 anythin
 def add_parser(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "train",
-        help="train a GPT as one YAML file says",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        "train", help="train a GPT as one YAML file says", description=DESCRIPTION, epilog=EPILOG
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
-    add_overrides(parser)
+    add_config(parser)
     parser.set_defaults(run=run)
 
 
@@ -49,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     die_with_launcher()
     loaded = load(args.config, args.overrides)
     # Megatron is imported only for a configuration that passed.
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
-    code = loop.train(loaded)
+    code = trainer.train(loaded)
     _flush_console()
     return code
 

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -82,13 +81,16 @@ class Encoder:
         return header
 
     def _encode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int]:
+        """Lengths and tokens of a batch's documents, and how many were left out."""
         texts, skipped = [], 0
         for raw, place in zip(batch.documents, batch.places, strict=True):
-            for text in self._text(raw, place, batch.kind):
-                if text.strip():
-                    texts.append(text)
-                else:
-                    skipped += 1
+            if batch.kind == "jsonl" and not raw.strip():
+                continue  # blank lines between records are no documents
+            text = self._text(raw, place, batch.kind)
+            if text.strip():
+                texts.append(text)
+            else:
+                skipped += 1
         eod = self._tokenizer.eod_id
         assert eod is not None, "checked when preparing starts"
         pieces = []
@@ -100,23 +102,29 @@ class Encoder:
         tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=self._dtype)
         return lengths, tokens, skipped
 
-    def _text(self, raw: bytes, place: str, kind: str) -> Iterator[str]:
+    def _text(self, raw: bytes, place: str, kind: str) -> str:
         """The text of one raw document; an empty one stands for "left out"."""
-        if kind == "jsonl":
-            if not raw.strip():
-                return  # blank lines between records are no documents
-            text = self._json_text(raw, place)
-        else:
-            try:
+        try:
+            if kind == "jsonl":
+                text = self._json_text(raw, place)
+                text.encode("utf-8")
+            else:
                 text = raw.decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                text = self._invalid(
-                    f"{place}: not UTF-8 text ({error.reason} at byte {error.start:,})",
-                    lambda: raw.decode("utf-8-sig", errors="replace"),
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
+            if self._options.invalid_text == "error":
+                problem = (
+                    f"not UTF-8 text ({error.reason} at byte {error.start:,})"
+                    if isinstance(error, UnicodeDecodeError)
+                    else f"half a surrogate pair at character {error.start:,}, which is no text"
                 )
-        if kind == "separated":
-            text = text.strip("\n")
-        yield text
+                raise DataError(f"{place}: {problem}; see --invalid-text") from error
+            if self._options.invalid_text == "skip":
+                return ""
+            if kind == "jsonl":
+                text = text.encode("utf-8", errors="replace").decode("utf-8")
+            else:
+                text = raw.decode("utf-8-sig", errors="replace")
+        return text.strip("\n") if kind == "separated" else text
 
     def _json_text(self, raw: bytes, place: str) -> str:
         key = self._options.json_key
@@ -129,29 +137,14 @@ class Encoder:
             raise DataError(
                 f"{place}: no text under --json-key {key!r}; the line has {str(found)[:200]}"
             )
-        text = record[key]
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            return self._invalid(
-                f"{place}: half a surrogate pair at character {error.start:,}, which is no text",
-                lambda: text.encode("utf-8", errors="replace").decode("utf-8"),
-            )
-        return text
-
-    def _invalid(self, problem: str, replaced: Callable[[], str]) -> str:
-        how = self._options.invalid_text
-        if how == "error":
-            raise DataError(f"{problem}; see --invalid-text")
-        return "" if how == "skip" else replaced()
+        return record[key]
 
     def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int, bool]:
-        """Token bytes to documents that end at the end-of-document id."""
+        """Lengths and tokens of documents that end at the end-of-document id; 0; an open end."""
         raw, place = b"".join(batch.documents), batch.places[0]
-        dtype = DTYPES[self._options.format][1]
-        tokens = np.frombuffer(raw, dtype=dtype)
+        tokens = np.frombuffer(raw, dtype=DTYPES[self._options.format][1])
         vocab = self._tokenizer.vocab_size
-        wrong = (tokens >= vocab) | (tokens < 0) if dtype.kind == "i" else tokens >= vocab
+        wrong = (tokens >= vocab) | (tokens < 0)
         if wrong.any():
             at = int(np.argmax(wrong))
             raise DataError(

@@ -20,10 +20,10 @@ import torch
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.data.errors import DataError
+from megatron_patch.data.indexed import TokenFile
 from megatron_patch.data.order import Blend, Ring, derive
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
-from megatron_patch.data.tokenfile import TokenFile
 
 if TYPE_CHECKING:
     from megatron_patch.schema.data import DatasetConfig

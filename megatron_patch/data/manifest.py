@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron_patch.data.errors import DataError, unread
 from megatron_patch.runtime.files import sync_directory, write_whole
 
 FORMAT = "megatron-patch dataset 1"
+REMEDY = "prepare the dataset again, or copy its three files again from a good place"
 SAMPLE_PAGES = 256
 SAMPLE_PAGE_BYTES = 65_536
 MAX_CHUNKS = 4_096
@@ -104,28 +104,27 @@ def read_manifest(prefix: str | Path) -> Manifest:
         DataError: it is missing, unreadable, changed since it was written, or of another format.
     """
     path = manifest_path(prefix)
-    remedy = "prepare the dataset again, or copy its three files again from a good place"
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise DataError(
             f"{path}: there is no manifest; an interrupted prepare-data leaves none (run it again "
-            "to finish), and a dataset of another tool gets one with prepare-data --adopt"
+            "to finish), and the .bin of another tool is prepared again, as a token file (--format)"
         ) from None
     except OSError as error:
-        raise DataError(unread(path, error, remedy)) from error
+        raise DataError(unread(path, error, REMEDY)) from error
     try:
         tree = json.loads(content)
         stated, found = tree.pop("sha256"), tree.pop("format")
         if found != FORMAT:
-            raise DataError(f"{path}: format {found!r}, this version reads {FORMAT!r}; {remedy}")
+            raise DataError(f"{path}: format {found!r}, this version reads {FORMAT!r}; {REMEDY}")
         manifest = _manifest(tree)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: not a manifest ({error}); {remedy}") from error
+        raise DataError(f"{path}: not a manifest ({error}); {REMEDY}") from error
     if manifest.sha256 != stated or render(manifest) != content:
-        raise DataError(f"{path}: changed since it was written (own hash differs); {remedy}")
+        raise DataError(f"{path}: changed since it was written (own hash differs); {REMEDY}")
     return manifest
 
 
@@ -159,8 +158,8 @@ def sample_hash(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def record_file(path: Path, advance: Callable[[int], None] = lambda _: None) -> FileRecord:
-    """Read a file once and hash it whole and in pieces; ``advance`` gets the bytes of each."""
+def record_file(path: Path) -> FileRecord:
+    """Read a file once and hash it whole and in pieces."""
     size = path.stat().st_size
     chunk_bytes = chunk_bytes_for(size)
     whole, chunks, read = hashlib.sha256(), [], 0
@@ -169,46 +168,27 @@ def record_file(path: Path, advance: Callable[[int], None] = lambda _: None) -> 
             whole.update(piece)
             chunks.append(hashlib.sha256(piece).hexdigest())
             read += len(piece)
-            advance(len(piece))
     if read != size:
         raise DataError(f"{path}: {size:,} bytes became {read:,} while it was read")
     return FileRecord(size, whole.hexdigest(), chunk_bytes, chunks, sample_hash(path, size))
 
 
 def _manifest(tree: dict[str, Any]) -> Manifest:
-    parts = dict(tree)
-    parts["tokenizer"] = _record(TokenizerRecord, parts["tokenizer"])
-    parts["bin"] = _record(FileRecord, parts["bin"])
-    parts["idx"] = _record(FileRecord, parts["idx"])
-    for record in (parts["bin"], parts["idx"]):
+    """The manifest of a JSON tree; ValueError or TypeError for one that is none."""
+    files = {name: FileRecord(**tree[name]) for name in ("bin", "idx")}
+    for record in files.values():
+        # What is counted on before a byte of the files is read.
         if record.chunk_bytes < 1 or len(record.chunks) != -(-record.size // record.chunk_bytes):
             raise ValueError(f"{len(record.chunks)} hashed pieces do not make {record.size} bytes")
-    parts["sources"] = [_record(SourceRecord, item) for item in parts["sources"]]
-    return _record(Manifest, parts)
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "str": (str,),
-    "list[str]": (list,),
-    "list[SourceRecord]": (list,),
-    "dict[str, Any]": (dict,),
-    "dict[str, str]": (dict,),
-    "TokenizerRecord": (TokenizerRecord,),
-    "FileRecord": (FileRecord,),
-}
-
-
-def _record[T](kind: type[T], tree: dict[str, Any]) -> T:
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if set(tree) != names:
-        raise ValueError(f"fields {sorted(set(tree) ^ names)} are missing or unknown")
-    for f in fields(kind):  # type: ignore[arg-type]
-        allowed = _TYPES[str(f.type)]
-        if not isinstance(tree[f.name], allowed) or isinstance(tree[f.name], bool):
-            raise ValueError(f"{f.name} is {tree[f.name]!r:.80}, not {f.type}")
-    return kind(**tree)
+    tokenizer = TokenizerRecord(**tree["tokenizer"])
+    sources = [SourceRecord(**item) for item in tree["sources"]]
+    manifest = Manifest(**{**tree, **files, "tokenizer": tokenizer, "sources": sources})
+    for name in ("documents", "sequences", "tokens", "max_token_id"):
+        if type(getattr(manifest, name)) is not int:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r:.80}, not a number")
+    if type(tokenizer.vocab_size) is not int or not isinstance(manifest.dtype, str):
+        raise ValueError("the tokenizer's vocab_size is no number, or dtype no text")
+    return manifest
 
 
 def _dump(tree: dict[str, Any]) -> bytes:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import ast
-import inspect
 import os
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_patch.schema.data import TokenizerConfig
 
@@ -55,10 +52,13 @@ class PrepareOptions:
     """Text handed to a worker at a time: the unit that is not done twice after an interruption."""
     restart: bool = False
     """Throw an interrupted attempt away instead of continuing it."""
-    adopt: bool = False
-    """Write only OUT.manifest.json, for the OUT.bin and OUT.idx of another Megatron tool."""
     quiet: bool = False
     """No progress."""
+
+    @property
+    def token_files(self) -> bool:
+        """Whether the inputs are token ids already."""
+        return self.format in ("uint16", "int32")
 
     def tokenizer_config(self) -> TokenizerConfig:
         """The same tokenizer, as the ``data.tokenizer`` section names it."""
@@ -68,68 +68,3 @@ class PrepareOptions:
             vocab_size=self.vocab_size,
             eod_id=self.eod_id,
         )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one argument per field of ``PrepareOptions``; ``inputs`` are positional."""
-    hints, helps = get_type_hints(PrepareOptions), _field_help(PrepareOptions)
-    for item in fields(PrepareOptions):
-        hint, text = hints[item.name], helps[item.name].replace("%", "%%")
-        if item.name == "inputs":
-            parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
-            continue
-        flag = "--" + item.name.replace("_", "-")
-        if hint is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-            continue
-        extra: dict[str, Any] = {"default": _default(item), "help": text}
-        if item.default is MISSING and item.default_factory is MISSING:
-            extra["required"] = True
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
-        choices = _literals(hint)
-        if choices:
-            extra["choices"] = choices
-        elif int in kinds:
-            extra["type"] = int
-        if extra["default"] is not None and item.name != "workers":
-            extra["help"] += f" [{extra['default']!r}]".replace("%", "%%")
-        parser.add_argument(flag, **extra)
-
-
-def from_args(args: argparse.Namespace) -> PrepareOptions:
-    """Options from parsed arguments; ``\\n`` and ``\\t`` in the separator are unescaped."""
-    values = {item.name: getattr(args, item.name) for item in fields(PrepareOptions)}
-    separator = values["document_separator"]
-    if separator is not None:
-        values["document_separator"] = separator.replace("\\n", "\n").replace("\\t", "\t")
-    return PrepareOptions(**values)
-
-
-def _default(item: Any) -> Any:
-    if item.default is not MISSING:
-        return item.default
-    return item.default_factory() if item.default_factory is not MISSING else None
-
-
-def _literals(hint: Any) -> list[str]:
-    """The strings of a Literal, also inside a union."""
-    found: list[str] = []
-    for value in get_args(hint):
-        found += [value] if isinstance(value, str) else _literals(value)
-    return found
-
-
-def _field_help(kind: type) -> dict[str, str]:
-    """Field name -> the docstring under it, on one line."""
-    body = ast.parse(inspect.getsource(kind)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    helps = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-        ):
-            helps[statement.target.id] = " ".join(str(following.value.value).split())
-    return helps

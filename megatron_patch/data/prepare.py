@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import platform
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 from megatron_patch.data import tokenizers
 from megatron_patch.data.encode import Encoder, PartHeader, part_path, read_part, start_worker, work
 from megatron_patch.data.errors import DataError
-from megatron_patch.data.indexed import DTYPES, dtype_for, index_problems, open_index, write_index
+from megatron_patch.data.indexed import dtype_for, write_index
 from megatron_patch.data.manifest import (
     Manifest,
     SourceRecord,
@@ -39,12 +38,12 @@ from megatron_patch.data.manifest import (
     render,
     write_file,
 )
-from megatron_patch.data.options import PrepareOptions, add_arguments, from_args
+from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.progress import Progress, human
 from megatron_patch.data.sources import Batch, Source, find_sources, kind_of, read_batches
-from megatron_patch.runtime.files import sync_directory
+from megatron_patch.runtime.files import replacing, sync_directory
 
-__all__ = ["PrepareOptions", "add_arguments", "adopt", "from_args", "prepare"]
+__all__ = ["PrepareOptions", "prepare"]
 
 
 def prepare(options: PrepareOptions) -> Manifest:
@@ -63,8 +62,6 @@ def prepare(options: PrepareOptions) -> Manifest:
             "(.bin, .idx and .manifest.json are appended): write e.g. "
             f"{options.out.rstrip('/')}/books"
         )
-    if options.adopt:
-        return adopt(options)
     if options.corpus is not None:
         options = replace(options, invalid_text="skip", document_separator=None, format="text")
     sources = find_sources(options)
@@ -80,17 +77,19 @@ def prepare(options: PrepareOptions) -> Manifest:
     with _errors_of_disk(options.out), _locked(parts):
         _continue_or_begin(parts, plan, restart=options.restart)
         headers = _encode_all(options, sources, parts)
-        joined = _join(headers, sources, parts, dtype_for(tokenizer.vocab_size))
+        dtype = dtype_for(tokenizer.vocab_size)
+        records = _join(headers, sources, parts, dtype)
+        documents = sum(record.documents for record in records)
         manifest = Manifest(
-            dtype=joined.dtype,
-            documents=joined.documents,
-            sequences=joined.documents,
-            tokens=joined.tokens,
-            max_token_id=joined.max_token_id,
+            dtype=dtype,
+            documents=documents,
+            sequences=documents,
+            tokens=sum(record.tokens for record in records),
+            max_token_id=max(header.max_token_id for header in headers),
             tokenizer=_tokenizer_record(tokenizer),
             bin=record_file(parts / "joined.bin"),
             idx=record_file(parts / "joined.idx"),
-            sources=joined.sources,
+            sources=records,
             options=plan["options"],
             software=plan["software"],
         )
@@ -106,79 +105,16 @@ def prepare(options: PrepareOptions) -> Manifest:
     return manifest
 
 
-def adopt(options: PrepareOptions) -> Manifest:
-    """Write the manifest of ``<out>.bin`` and ``.idx`` that another Megatron tool wrote.
-
-    The files are checked for consistency and every id against the vocabulary; that the tokenizer
-    is the right one is the caller's word.
-
-    Raises:
-        DataError: files missing, inconsistent or out of the vocabulary; or a manifest exists.
-    """
-    tokenizer = tokenizers.build(options.tokenizer_config())
-    out = Path(options.out)
-    target = manifest_path(out)
-    if options.inputs or options.corpus:
-        raise DataError("--adopt takes the files named by --out; give no inputs with it")
-    if target.exists():
-        raise DataError(f"{target} exists already; remove it to adopt the files again")
-    bin_path, idx_path = Path(f"{out}.bin"), Path(f"{out}.idx")
-    try:
-        size = bin_path.stat().st_size
-        index = open_index(idx_path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{out}: no dataset to adopt ({error})") from error
-    problems = [f"{idx_path}: {problem}" for problem in index_problems(index, size)]
-    if problems:
-        raise DataError(problems)
-    largest = _largest_id(bin_path, index.dtype, show=not options.quiet)
-    if largest >= tokenizer.vocab_size:
-        raise DataError(
-            f"{bin_path}: holds token id {largest}, but the tokenizer has "
-            f"{tokenizer.vocab_size} ids; name the tokenizer it was prepared with"
-        )
-    manifest = Manifest(
-        dtype=index.dtype,
-        documents=len(index.boundaries) - 1,
-        sequences=len(index.lengths),
-        tokens=size // index.itemsize,
-        max_token_id=largest,
-        tokenizer=_tokenizer_record(tokenizer),
-        bin=record_file(bin_path),
-        idx=record_file(idx_path),
-        sources=[],
-        options={"adopted": True},
-        software=_software(),
-    )
-    write_file(target, render(manifest))
-    if not options.quiet:
-        print(f"{target}: {human(manifest.tokens)} tokens in {manifest.documents:,} documents")
-    return manifest
-
-
-@dataclass(slots=True)
-class _Joined:
-    """Counts of the joined files."""
-
-    dtype: str
-    sources: list[SourceRecord]
-    documents: int = 0
-    tokens: int = 0
-    max_token_id: int = -1
-    lengths: list[np.ndarray] = field(default_factory=list)
-
-
 def _check_options(options: PrepareOptions, tokenizer: tokenizers.Tokenizer) -> None:
     problems = []
-    tokens = options.format in ("uint16", "int32")
     if tokenizer.eod_id is None:
         problems.append("--eod-id: documents end at an id; tokenizer none needs to be told which")
-    if options.tokenizer == "none" and not tokens:
+    if options.tokenizer == "none" and not options.token_files:
         problems.append(
             "--tokenizer none has no text: choose another tokenizer, or name the format of token "
             "files (--format uint16 or int32)"
         )
-    if tokens and options.document_separator is not None:
+    if options.token_files and options.document_separator is not None:
         problems.append("--document-separator: token files are cut at the end-of-document id")
     if options.workers < 1:
         problems.append(f"--workers {options.workers}: use 1 or more")
@@ -239,7 +175,7 @@ def _refuse_to_overwrite(options: PrepareOptions, parts: Path, plan: dict) -> Ma
         if Path(out + ending).exists() and not (parts / "committing").exists():
             raise DataError(
                 f"{out}{ending} exists and was not written by an interrupted prepare-data; remove "
-                "it, choose another --out, or give it a manifest with --adopt"
+                "it, or choose another --out"
             )
     return None
 
@@ -297,33 +233,30 @@ def _locked(parts: Path) -> Iterator[None]:
 def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> list[PartHeader]:
     """Make every part that is not there yet; the headers of all, in order."""
     headers: list[PartHeader] = []
-    pending: deque[tuple[Future[PartHeader] | PartHeader, int]] = deque()
-    total = sum(source.bytes for source in sources)
-    tokens = 0
+    pending: deque[tuple[Future[PartHeader], int]] = deque()
+    ahead = 2 * options.workers if options.workers > 1 else 1
+    tokens, total = 0, sum(source.bytes for source in sources)
     with (
-        _Workers(options, parts) as workers,
+        _workers(options, parts) as submit,
         Progress("prepare", total, show=not options.quiet) as progress,
     ):
 
         def take() -> None:
             nonlocal tokens
-            result, position = pending.popleft()
-            done = isinstance(result, PartHeader)
-            header = result if isinstance(result, PartHeader) else result.result()
-            headers.append(header)
-            tokens += header.tokens
-            if done:
-                progress.skip(position)
+            future, position = pending.popleft()
+            headers.append(future.result())
+            tokens += headers[-1].tokens
             progress.set(position, f"{human(tokens)} tokens")
 
         try:
             for number, batch in enumerate(read_batches(sources, options)):
                 found = read_part(parts, number)
                 if found is not None and found[0].raw_sha256 == batch.sha256:
-                    pending.append((found[0], batch.position))
+                    future = _finished(found[0])
                 else:
-                    pending.append((workers.submit(number, batch), batch.position))
-                if len(pending) >= workers.ahead:
+                    future = submit(number, batch)
+                pending.append((future, batch.position))
+                if len(pending) >= ahead:
                     take()
             while pending:
                 take()
@@ -335,45 +268,45 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
     return headers
 
 
-class _Workers:
-    """A pool of encoders, or one encoder in this process."""
-
-    def __init__(self, options: PrepareOptions, parts: Path) -> None:
-        self.ahead = 2 * options.workers if options.workers > 1 else 1
-        self._options, self._parts = options, parts
-        self._pool: ProcessPoolExecutor | None = None
-        self._encoder: Encoder | None = None
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def submit(self, number: int, batch: Batch) -> Future[PartHeader]:
-        if self._options.workers == 1:
-            self._encoder = self._encoder or Encoder(self._options, self._parts)
-            future: Future[PartHeader] = Future()
-            future.set_result(self._encoder.write(number, batch))
-            return future
-        if self._pool is None:
-            # spawn: a fork would copy threads' locks (tokenizers, torch) in whatever state.
-            self._pool = ProcessPoolExecutor(
-                self._options.workers,
-                mp_context=get_context("spawn"),
-                initializer=start_worker,
-                initargs=(self._options, self._parts),
-            )
-        return self._pool.submit(work, number, batch)
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+@contextmanager
+def _workers(
+    options: PrepareOptions, parts: Path
+) -> Iterator[Callable[[int, Batch], Future[PartHeader]]]:
+    """What turns a batch into a part: a pool of processes, or this process for one worker."""
+    if options.workers == 1:
+        encoder = Encoder(options, parts)
+        yield lambda number, batch: _finished(encoder.write(number, batch))
+        return
+    # spawn: a fork would copy threads' locks (tokenizers, torch) in whatever state.
+    pool = ProcessPoolExecutor(
+        options.workers,
+        mp_context=get_context("spawn"),
+        initializer=start_worker,
+        initargs=(options, parts),
+    )
+    try:
+        yield lambda number, batch: pool.submit(work, number, batch)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _join(headers: list[PartHeader], sources: list[Source], parts: Path, dtype: str) -> _Joined:
-    """Write ``joined.bin`` and ``joined.idx`` from the parts, in order."""
-    counts = [SourceRecord(s.name, len(s.files), s.bytes, 0, 0, 0) for s in sources]
-    joined = _Joined(dtype, counts)
+def _finished(header: PartHeader) -> Future[PartHeader]:
+    future: Future[PartHeader] = Future()
+    future.set_result(header)
+    return future
+
+
+def _join(
+    headers: list[PartHeader], sources: list[Source], parts: Path, dtype: str
+) -> list[SourceRecord]:
+    """Write ``joined.bin`` and ``joined.idx`` from the parts, in order; what each source gave."""
+    if not any(header.tokens for header in headers):
+        shutil.rmtree(parts)  # or the corrected command would be told to finish this one
+        raise DataError("the inputs hold no documents (all are empty or were left out)")
+    counts = np.zeros((len(sources), 3), dtype=np.int64)  # documents, tokens, skipped
+    pieces: list[np.ndarray] = []
     open_end = False
-    with (parts / "joined.bin").open("wb") as stream:
+    with replacing(parts / "joined.bin", "wb") as stream:
         for number, header in enumerate(headers):
             part = read_part(parts, number)
             if part is None or part[0] != header:
@@ -384,39 +317,25 @@ def _join(headers: list[PartHeader], sources: list[Source], parts: Path, dtype: 
             split = 4 * header.documents
             lengths = np.frombuffer(part[1][:split], dtype="<i4").astype(np.int64)
             stream.write(part[1][split:])
-            documents = header.documents
-            if open_end and documents:
-                joined.lengths[-1][-1] += lengths[0]
-                lengths, documents = lengths[1:], documents - 1
+            if open_end and len(lengths):
+                pieces[-1][-1] += lengths[0]
+                lengths = lengths[1:]
             if len(lengths):
-                joined.lengths.append(lengths)
+                pieces.append(lengths)
             open_end = header.open_end if header.documents else open_end
-            joined.documents += documents
-            joined.tokens += header.tokens
-            joined.max_token_id = max(joined.max_token_id, header.max_token_id)
-            record = counts[header.source]
-            counts[header.source] = replace(
-                record,
-                documents=record.documents + documents,
-                tokens=record.tokens + header.tokens,
-                skipped=record.skipped + header.skipped,
-            )
-        stream.flush()
-        os.fsync(stream.fileno())
-    if not joined.tokens:
-        shutil.rmtree(parts)  # or the corrected command would be told to finish this one
-        raise DataError("the inputs hold no documents (all are empty or were left out)")
-    lengths = np.concatenate(joined.lengths)
+            counts[header.source] += (len(lengths), header.tokens, header.skipped)
+    lengths = np.concatenate(pieces)
     if lengths.max() > np.iinfo(np.int32).max:
         raise DataError(
             f"a document of {int(lengths.max()):,} tokens does not fit an index, whose lengths are "
             "32-bit; cut it (--document-separator), or check the end-of-document id"
         )
-    with (parts / "joined.idx").open("wb") as stream:
+    with replacing(parts / "joined.idx", "wb") as stream:
         write_index(stream, lengths, dtype)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return joined
+    return [
+        SourceRecord(s.name, len(s.files), s.bytes, *map(int, row))
+        for s, row in zip(sources, counts, strict=True)
+    ]
 
 
 def _commit(out: str, parts: Path, manifest: Manifest) -> None:
@@ -426,23 +345,6 @@ def _commit(out: str, parts: Path, manifest: Manifest) -> None:
     (parts / "joined.idx").replace(f"{out}.idx")
     sync_directory(Path(out).resolve().parent)
     write_file(manifest_path(out), render(manifest))
-
-
-def _largest_id(path: Path, dtype: str, *, show: bool) -> int:
-    """Largest id of a ``.bin``; a negative one is reported as out of any vocabulary."""
-    item, largest, smallest, done = DTYPES[dtype][1], -1, 0, 0
-    with (
-        path.open("rb") as stream,
-        Progress("adopt", path.stat().st_size, show=show) as progress,
-    ):
-        while data := stream.read(1 << 24):
-            tokens = np.frombuffer(data, dtype=item)
-            largest, smallest = max(largest, int(tokens.max())), min(smallest, int(tokens.min()))
-            done += len(data)
-            progress.set(done)
-    if smallest < 0:
-        raise DataError(f"{path}: holds the negative id {smallest}: not a file of token ids")
-    return largest
 
 
 def _tokenizer_record(tokenizer: tokenizers.Tokenizer) -> TokenizerRecord:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,48 +22,35 @@ class Progress:
     """Counts bytes towards ``total``; use as a context manager."""
 
     def __init__(self, what: str, total: int, *, show: bool = True) -> None:
-        self._what, self._total, self._show = what, max(total, 1), show
-        self._bar = (
-            tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True)
-            if show and sys.stderr.isatty()
-            else None
-        )
-        self._start = self._last = time.monotonic()
-        self._first = self._done = 0
+        plain: dict[str, Any] = {} if sys.stderr.isatty() else {
+            "file": _Lines(),
+            "bar_format": "{desc}: {percentage:.0f}% of {total_fmt}B, {rate_fmt}, {remaining} left"
+            "{postfix}",
+            # Nothing of work that is done before the first line is due.
+            "delay": LINE_SECONDS, "mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS,
+        }  # fmt: skip
+        options: dict[str, Any] = {"unit": "B", "unit_scale": True, "dynamic_ncols": not plain}
+        self._bar = tqdm(desc=what, total=total, disable=not show, **options, **plain)
 
     def set(self, done: int, note: str = "") -> None:
         """``done`` bytes of the total are behind us; ``note`` follows the figures."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update(done - self._done)
-        self._done = done
-        now = time.monotonic()
-        if self._show and self._bar is None and now - self._last >= LINE_SECONDS:
-            self._last = now
-            rate = (done - self._first) / (now - self._start)
-            left = f"{(self._total - done) / rate:.0f} s left" if rate > 0 else "time left unknown"
-            print(
-                f"{self._what}: {done / self._total:.0%} of {human(self._total, 'B')}, "
-                f"{human(rate, 'B/s')}, {left}{', ' + note if note else ''}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def skip(self, done: int) -> None:
-        """Bytes that took no time (work of an earlier attempt): no part of the rate."""
-        self._first += done - self._done
-        if self._bar is not None:
-            self._bar.initial += done - self._done
-        self.set(done)
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """Standard error, where each state of a bar is a line of its own."""
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line:
+            print(line, file=sys.stderr)
+
+    def flush(self) -> None:
+        sys.stderr.flush()

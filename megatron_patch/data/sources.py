@@ -13,11 +13,11 @@ import hashlib
 import io
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import DTYPES
@@ -27,18 +27,21 @@ Kind = Literal["file", "separated", "jsonl", "tokens"]
 """One document a file; documents between separators; a document a line; token ids."""
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
-PACKED_ENDINGS = (".gz", ".zst")
 _READ = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Source:
     """One input as named by the user."""
 
     name: str
     """For the manifest: no directory of this machine."""
     files: list[Path]
-    bytes: int
+    bytes: int = field(init=False)
+    """On disk, compressed where the files are."""
+
+    def __post_init__(self) -> None:
+        self.bytes = sum(path.stat().st_size for path in self.files)
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ def find_sources(options: PrepareOptions) -> list[Source]:
         if options.inputs:
             raise DataError(f"--corpus {options.corpus} and inputs {options.inputs}: choose one")
         files = stdlib_files()
-        return [Source(options.corpus, files, _size(files))]
+        return [Source(options.corpus, files)]
     if not options.inputs:
         raise DataError("no inputs: name files, directories or globs, or use --corpus")
     sources, problems = [], []
@@ -91,7 +94,7 @@ def find_sources(options: PrepareOptions) -> list[Source]:
             problems.append(
                 f"{text}: no such file, and no directory or glob with files to read in it"
             )
-        sources.append(Source(path.name or path.resolve().name, found, _size(found)))
+        sources.append(Source(path.name or path.resolve().name, found))
     if problems:
         raise DataError(problems)
     return sources
@@ -109,8 +112,8 @@ def read_batches(sources: list[Source], options: PrepareOptions) -> Iterator[Bat
         for path in source.files:
             kind = kind_of(path, options)
             size = path.stat().st_size
-            with _errors_of(path), _Opened(path) as opened:
-                for document, place in _documents(opened.stream, path, kind, options):
+            with _opened(path) as (stream, position):
+                for document, place in _documents(stream, path, kind, options):
                     if batch is not None and (
                         batch.kind != kind or batch.size + len(document) > options.batch_bytes
                     ):
@@ -122,7 +125,7 @@ def read_batches(sources: list[Source], options: PrepareOptions) -> Iterator[Bat
                     batch.places.append(place)
                     # A small constant for each document keeps batches of empty lines finite.
                     batch.size += len(document) + 16
-                    batch.position = before + opened.position()
+                    batch.position = before + position()
             before += size
         if batch is not None:
             batch.position = before
@@ -131,62 +134,58 @@ def read_batches(sources: list[Source], options: PrepareOptions) -> Iterator[Bat
 
 def kind_of(path: Path, options: PrepareOptions) -> Kind:
     """How a file is cut into documents."""
-    if options.format in ("uint16", "int32"):
+    if options.token_files:
         return "tokens"
-    name = path.name
-    for ending in PACKED_ENDINGS:
-        name = name.removesuffix(ending)
-    if options.format == "jsonl" or (options.format == "auto" and name.endswith(JSONL_ENDINGS)):
+    jsonl = options.format == "auto" and _plain_name(path).endswith(JSONL_ENDINGS)
+    if options.format == "jsonl" or jsonl:
         return "jsonl"
     return "file" if options.document_separator is None else "separated"
 
 
 def _wanted(path: Path, options: PrepareOptions) -> bool:
     """Whether a file found in a directory is read."""
-    name = path.name
-    for ending in PACKED_ENDINGS:
-        name = name.removesuffix(ending)
-    if options.format in ("uint16", "int32"):
-        return True
     endings = {"text": TEXT_ENDINGS, "jsonl": JSONL_ENDINGS}.get(
         options.format, TEXT_ENDINGS + JSONL_ENDINGS
     )
-    return not name.startswith(".") and name.endswith(endings)
+    name = _plain_name(path)
+    return options.token_files or (not name.startswith(".") and name.endswith(endings))
+
+
+def _plain_name(path: Path) -> str:
+    """The file's name without the ending of its compression."""
+    return path.name.removesuffix(".gz").removesuffix(".zst")
 
 
 def _documents(
     stream: BinaryIO, path: Path, kind: Kind, options: PrepareOptions
 ) -> Iterator[tuple[bytes, str]]:
-    name = str(path)
+    """Raw documents with their places."""
     if kind == "file":
-        yield stream.read(), name
+        yield stream.read(), str(path)
     elif kind == "jsonl":
         for number, line in enumerate(stream, 1):
-            yield line, f"{name}, line {number}"
-    elif kind == "tokens":
+            yield line, f"{path}, line {number}"
+    elif kind == "separated":
+        assert options.document_separator is not None
+        for number, part in enumerate(_split(stream, options.document_separator.encode()), 1):
+            yield part, f"{path}, document {number}"
+    else:
         # Cut anywhere on an item boundary: ``encode`` finds the documents, merging joins them.
         step = max(4, options.batch_bytes // 4 * 4)
-        item = DTYPES[options.format][1].itemsize
-        at = 0
-        while piece := _read_exactly(stream, step):
+        item, at = DTYPES[options.format][1].itemsize, 0
+        while piece := stream.read(step):
             # Of this file, not of the batch: two odd files would make an even batch, out of step.
             if len(piece) % item:
                 raise DataError(
-                    f"{name}: {at + len(piece):,} bytes are not a whole number of "
+                    f"{path}: {at + len(piece):,} bytes are not a whole number of "
                     f"{options.format}, {item} bytes each; it is cut off or of another format"
                 )
-            yield piece, f"{name}, byte {at:,}"
+            yield piece, f"{path}, byte {at:,}"
             at += len(piece)
-    else:
-        assert options.document_separator is not None
-        for number, part in enumerate(_split(stream, options.document_separator.encode()), 1):
-            yield part, f"{name}, document {number}"
 
 
 def _split(stream: BinaryIO, separator: bytes) -> Iterator[bytes]:
     """Split at a separator without holding the file; CRLF line ends count as LF."""
-    if not separator:
-        raise DataError("--document-separator is empty; leave it out for one document a file")
     rest = b""
     while data := stream.read(_READ):
         if data.endswith(b"\r"):  # its LF may be in the next read
@@ -196,83 +195,62 @@ def _split(stream: BinaryIO, separator: bytes) -> Iterator[bytes]:
     yield rest
 
 
-def _read_exactly(stream: BinaryIO, size: int) -> bytes:
-    pieces = []
-    while size and (piece := stream.read(size)):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
-
-
-class _Opened:
-    """A file's content, decompressed by its ending, and how much of the file has been read."""
-
-    def __init__(self, path: Path) -> None:
-        self._raw = path.open("rb")
-        self.stream: BinaryIO = self._raw
-        if path.name.endswith(".gz"):
-            self.stream = gzip.GzipFile(fileobj=self._raw)  # type: ignore[assignment]
-        elif path.name.endswith(".zst"):
-            self.stream = io.BufferedReader(_Zstd(self._raw), _READ)
-
-    def position(self) -> int:
-        return self._raw.tell()
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
-
-
-class _Zstd(io.RawIOBase):
-    """All frames of a zstd file; zstandard's own reader takes a cut-off frame for its end."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard
-
-        self._raw, self._frames = raw, zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame = self._frames.decompressobj()
-        self._inside = False
-        self._left = self._ready = b""
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while self._at == len(self._ready):
-            data = self._left or self._raw.read(_READ)
-            if not data:
-                if self._inside:
-                    raise EOFError("the last frame is incomplete")
-                return 0
-            self._inside, self._left = True, b""
-            self._ready, self._at = self._frame.decompress(data), 0
-            if self._frame.eof:
-                self._left = self._frame.unused_data
-                self._frame, self._inside = self._frames.decompressobj(), False
-        count = min(len(buffer), len(self._ready) - self._at)
-        buffer[:count] = self._ready[self._at : self._at + count]
-        self._at += count
-        return count
-
-
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """Turn what can go wrong while a file is read into a ``DataError`` that names it."""
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """A file's content, decompressed by its ending, and how many of its bytes have been read.
+
+    Raises:
+        DataError: it cannot be read, or the compressed data is damaged or cut off.
+    """
     import zstandard
 
     try:
-        yield
+        with path.open("rb") as raw:
+            stream: Any = raw
+            if path.name.endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=raw)
+            elif path.name.endswith(".zst"):
+                stream = io.BufferedReader(_Zstd(raw), _READ)
+            yield stream, raw.tell
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise DataError(f"{path}: the compressed data is damaged or cut off ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _size(files: list[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
+class _Zstd(io.RawIOBase):
+    """All frames of a zstd file; zstandard's own reader takes a cut-off frame for its end."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._pieces, self._ready = self._decompressed(raw), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._ready:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._ready = memoryview(piece)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    @staticmethod
+    def _decompressed(raw: BinaryIO) -> Iterator[bytes]:
+        import zstandard
+
+        frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        frame, inside, data = frames.decompressobj(), False, b""
+        while data := data or raw.read(_READ):
+            yield frame.decompress(data)
+            inside, data = not frame.eof, frame.unused_data
+            if frame.eof:
+                frame = frames.decompressobj()
+        if inside:
+            raise EOFError("the last frame is incomplete")
 
 
 def stdlib_files() -> list[Path]:

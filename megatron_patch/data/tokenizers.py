@@ -10,9 +10,10 @@ import base64
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 """Names an end-of-document token is recognized by, when ``eod_id`` is not configured."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What the other rooms may use of a tokenizer."""
 
     kind: str
@@ -37,10 +38,13 @@ class Tokenizer(Protocol):
     sha256: str
     """Hash of everything that determines the ids: two tokenizers with equal hashes agree."""
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -57,12 +61,12 @@ def build(config: TokenizerConfig) -> Tokenizer:
     return _KINDS[config.kind](config)
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
 
     kind = "bytes"
     vocab_size = 257
-    eod_id: int | None = 256
+    eod_id = 256
     sha256 = hashlib.sha256(b"bytes: utf-8 values, 256 = end of document").hexdigest()
 
     def __init__(self, config: TokenizerConfig | None = None) -> None:
@@ -78,7 +82,7 @@ class BytesTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-class NoTokenizer:
+class NoTokenizer(Tokenizer):
     """Datasets of bare ids: there is no text, only a vocabulary size."""
 
     kind = "none"
@@ -92,14 +96,11 @@ class NoTokenizer:
     def encode(self, text: str) -> list[int]:
         raise DataError("tokenizer kind 'none' has no text; choose another kind to encode")
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json`` of the ``tokenizers`` package."""
 
     kind = "huggingface"
@@ -121,7 +122,7 @@ class HuggingFaceTokenizer:
         self._native.encode_special_tokens = True
         vocab = self._native.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.eod_id: int | None = _eod(config, self.vocab_size, vocab.get, path)
+        self.eod_id = _eod(config, self.vocab_size, vocab.get, path)
         # Padding and truncation do not reach the ids (switched off above), so they do not count.
         content.pop("truncation", None)
         content.pop("padding", None)
@@ -138,7 +139,7 @@ class HuggingFaceTokenizer:
         return self._native.decode(list(ids), skip_special_tokens=False)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model``."""
 
     kind = "sentencepiece"
@@ -155,7 +156,7 @@ class SentencePieceTokenizer:
             raise DataError(f"{path}: not a SentencePiece model ({error})") from error
         self.vocab_size = int(self._native.GetPieceSize())
         eos = int(self._native.eos_id())
-        self.eod_id: int | None = _eod(
+        self.eod_id = _eod(
             config, self.vocab_size, lambda name: eos if name == "</s>" and eos >= 0 else None, path
         )
         self.sha256 = _hash(self.kind, [hashlib.sha256(content).hexdigest(), self.eod_id])
@@ -163,14 +164,11 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._native.EncodeAsIds(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         return self._native.DecodeIds([int(i) for i in ids])
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """An encoding of ``tiktoken``, from files on this machine only."""
 
     kind = "tiktoken"
@@ -186,7 +184,7 @@ class TiktokenTokenizer:
             raise DataError(f"{config.path}: not a usable tiktoken encoding ({error})") from error
         special = dict(fields["special_tokens"])
         self.vocab_size = self._native.max_token_value + 1
-        self.eod_id: int | None = _eod(config, self.vocab_size, special.get, Path(config.path))
+        self.eod_id = _eod(config, self.vocab_size, special.get, Path(config.path))
         ranks = sorted((rank, token.hex()) for token, rank in fields["mergeable_ranks"].items())
         self.sha256 = _hash(
             self.kind, [fields["pat_str"], ranks, sorted(special.items()), self.eod_id]
@@ -194,9 +192,6 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._native.encode_ordinary(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._native.decode(list(ids))
@@ -299,22 +294,19 @@ def _tiktoken_fields(path: str) -> dict[str, Any]:
     import tiktoken.load
     from tiktoken_ext import openai_public  # type: ignore[import-untyped]
 
-    known = openai_public.ENCODING_CONSTRUCTORS
-    if file.suffix == ".tiktoken":
+    known, ranks_given = openai_public.ENCODING_CONSTRUCTORS, file.suffix == ".tiktoken"
+    name = file.stem if ranks_given else path
+    if ranks_given:
         _existing(path, "ranks")
-        if file.stem not in known:
-            raise DataError(
-                f"{path}: the pattern of {file.stem!r} is not known (known: "
-                f"{', '.join(sorted(known))}); describe the encoding in a .json file instead"
-            )
-    elif path not in known:
-        raise DataError(
-            f"tokenizer.path: {path!r} is neither a .tiktoken or .json file nor a known encoding "
-            f"({', '.join(sorted(known))})"
+    if name not in known:
+        problem = (
+            f"{path}: the pattern of {name!r} is not known (known: {', '.join(sorted(known))}); "
+            "describe the encoding in a .json file instead"
+            if ranks_given
+            else f"tokenizer.path: {path!r} is neither a .tiktoken or .json file nor a known "
+            f"encoding ({', '.join(sorted(known))})"
         )
-
-    def local_ranks(_url: str, expected_hash: str | None = None) -> dict[bytes, int]:
-        return _tiktoken_ranks(file, expected_hash)
+        raise DataError(problem)
 
     def refuse(url: str) -> bytes:
         raise DataError(
@@ -323,17 +315,16 @@ def _tiktoken_fields(path: str) -> dict[str, Any]:
             "it into the directory named by TIKTOKEN_CACHE_DIR"
         )
 
-    load_ranks = openai_public.load_tiktoken_bpe
-    read_file = tiktoken.load.read_file
+    before = openai_public.load_tiktoken_bpe, tiktoken.load.read_file
     try:
         tiktoken.load.read_file = refuse
-        if file.suffix == ".tiktoken":
-            openai_public.load_tiktoken_bpe = local_ranks
-            return known[file.stem]()
-        return known[path]()
+        if ranks_given:
+            openai_public.load_tiktoken_bpe = lambda _url, expected_hash=None: _tiktoken_ranks(
+                file, expected_hash
+            )
+        return known[name]()
     finally:
-        openai_public.load_tiktoken_bpe = load_ranks
-        tiktoken.load.read_file = read_file
+        openai_public.load_tiktoken_bpe, tiktoken.load.read_file = before
 
 
 def _tiktoken_ranks(path: Path, expected_sha256: str | None = None) -> dict[bytes, int]:

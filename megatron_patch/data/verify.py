@@ -14,7 +14,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Literal
 from megatron_patch.data import tokenizers
 from megatron_patch.data.errors import DataError, unread
 from megatron_patch.data.indexed import DTYPES, index_problems, open_index
-from megatron_patch.data.manifest import FileRecord, Manifest, read_manifest, sample_hash
+from megatron_patch.data.manifest import REMEDY, FileRecord, Manifest, read_manifest, sample_hash
 from megatron_patch.data.progress import Progress, human
 from megatron_patch.runtime.heartbeat import PULSE
 
 if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
 
-REMEDY = "prepare the dataset again, or copy its three files again from a good place"
 _ROUND_SECONDS = 20.0
 """Ranks that have nothing to hash hear from the others this often: below every group timeout."""
 
@@ -66,12 +65,13 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Findings:
-    """What one rank knows after the quick checks."""
+class Findings:
+    """What one process knows of a dataset after the quick checks."""
 
     problems: list[str] = field(default_factory=list)
     pieces: list[_Piece] = field(default_factory=list)
-    manifests: dict[str, Manifest] = field(default_factory=dict)
+    """Whose hashes are still to be checked."""
+    manifest: Manifest | None = None
 
 
 def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
@@ -92,26 +92,22 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
         DataError: all problems found, each with file, difference and remedy.
     """
     began = time.monotonic()
-    paths = dataset_paths(run)
-    findings = _Findings()
+    problems: list[str] = []
     try:
         tokenizer: tokenizers.Tokenizer | None = tokenizers.build(run.data.tokenizer)
     except DataError as error:
-        tokenizer = None
-        findings.problems += error.problems
-    for path in paths:
-        quick = check_quickly(path, tokenizer, mode=run.data.verify)
-        findings.problems += quick.problems
-        findings.pieces += quick.pieces
-        findings.manifests |= quick.manifests
-    identity = {path: manifest.sha256 for path, manifest in findings.manifests.items()}
-    verdicts = _gather((findings.problems, identity))
+        tokenizer, problems = None, error.problems
+    found = {p: check_quickly(p, tokenizer, mode=run.data.verify) for p in dataset_paths(run)}
+    problems = problems + [problem for item in found.values() for problem in item.problems]
+    manifests = {path: item.manifest for path, item in found.items() if item.manifest}
+    verdicts = _gather((problems, {path: m.sha256 for path, m in manifests.items()}))
     _raise_if_any(verdicts)
+    pieces = [piece for item in found.values() for piece in item.pieces]
     local_rank, local_size = _local_place()
-    mine = findings.pieces[local_rank::local_size]
-    _check_pieces(mine, show=show and _rank() == 0)
+    first = os.environ.get("RANK", "0") == "0"
+    _check_pieces(pieces[local_rank::local_size], show=show and first)
     seconds = time.monotonic() - began
-    return [_line(run, path, findings.manifests[path], seconds) for path in paths]
+    return [_line(run, path, manifest, seconds) for path, manifest in manifests.items()]
 
 
 def dataset_paths(run: RunConfig) -> list[str]:
@@ -121,69 +117,54 @@ def dataset_paths(run: RunConfig) -> list[str]:
     return list(dict.fromkeys(dataset.path for dataset in every))
 
 
-def check_dataset(
-    prefix: str | Path,
-    tokenizer: tokenizers.Tokenizer | None = None,
-    *,
-    mode: Literal["full", "sampled"] = "full",
-) -> list[str]:
-    """All problems of one dataset, hashes included, on this process alone."""
-    findings = check_quickly(prefix, tokenizer, mode=mode)
-    if not findings.problems:
-        findings.problems += [p for piece in findings.pieces if (p := piece.check())]
-    return findings.problems
-
-
 def check_quickly(
     prefix: str | Path,
     tokenizer: tokenizers.Tokenizer | None,
     *,
     mode: Literal["full", "sampled"] = "full",
-) -> _Findings:
+) -> Findings:
     """Everything but the piecewise hashes, which are returned as ``pieces`` still to be checked."""
-    findings = _Findings()
+    findings = Findings()
     try:
-        manifest = read_manifest(prefix)
+        manifest = findings.manifest = read_manifest(prefix)
     except DataError as error:
         findings.problems += error.problems
         return findings
-    findings.manifests[str(prefix)] = manifest
-    say = findings.problems.append
+    findings.problems += _contradictions(prefix, manifest, tokenizer)
     if manifest.dtype not in DTYPES:
-        say(f"{prefix}: dtype {manifest.dtype!r}; token files use {' or '.join(DTYPES)}")
         return findings
-    if tokenizer is not None:
-        findings.problems += _tokenizer_problems(str(prefix), manifest, tokenizer)
-    if manifest.max_token_id >= manifest.tokenizer.vocab_size:
-        say(
-            f"{prefix}: holds token id {manifest.max_token_id}, but its tokenizer has "
-            f"{manifest.tokenizer.vocab_size} ids; {REMEDY}"
-        )
-    files = {".bin": manifest.bin, ".idx": manifest.idx}
-    sizes_agree = True
-    for ending, record in files.items():
+    for ending, record in ((".bin", manifest.bin), (".idx", manifest.idx)):
         path = Path(f"{prefix}{ending}")
-        problem = _size_problem(path, record)
-        if problem:
-            say(problem)
-            sizes_agree = False
-        elif ending == ".bin" and mode == "sampled":
-            try:
-                if sample_hash(path, record.size) != record.sample:
-                    say(f"{path}: sampled pages differ from its manifest; {REMEDY}")
-            except OSError as error:
-                say(unread(path, error, REMEDY))
-        else:
+        try:
+            findings.problems += _file_problems(path, record, manifest, mode)
+        except FileNotFoundError:
+            findings.problems.append(f"{path}: missing, though its manifest is there; {REMEDY}")
+        except OSError as error:
+            findings.problems.append(unread(path, error, REMEDY))
+        except ValueError as error:
+            findings.problems.append(f"{path}: {error}; {REMEDY}")
+        if ending == ".idx" or mode == "full":
             findings.pieces += _pieces(path, record)
-    if sizes_agree:
-        findings.problems += _index_problems(Path(f"{prefix}.idx"), manifest)
     return findings
 
 
-def _tokenizer_problems(
-    prefix: str, manifest: Manifest, tokenizer: tokenizers.Tokenizer
-) -> Iterable[str]:
-    made = manifest.tokenizer
+def _contradictions(
+    prefix: str | Path, manifest: Manifest, tokenizer: tokenizers.Tokenizer | None
+) -> Iterator[str]:
+    """What is wrong with a manifest by itself, or beside the configured tokenizer."""
+    made, largest = manifest.tokenizer, manifest.max_token_id
+    if manifest.dtype not in DTYPES:
+        yield f"{prefix}: dtype {manifest.dtype!r}; token files use {' or '.join(DTYPES)}"
+        return
+    if manifest.tokens * DTYPES[manifest.dtype][1].itemsize != manifest.bin.size:
+        yield f"{prefix}: {manifest.tokens:,} tokens do not take {manifest.bin.size:,} bytes"
+    if largest >= made.vocab_size:
+        yield (
+            f"{prefix}: holds token id {largest}, but its tokenizer has {made.vocab_size} ids; "
+            f"{REMEDY}"
+        )
+    if tokenizer is None:
+        return
     if made.sha256 != tokenizer.sha256:
         yield (
             f"{prefix}: prepared with another tokenizer ({made.kind}, {made.vocab_size} ids, "
@@ -191,48 +172,34 @@ def _tokenizer_problems(
             f"ids, {tokenizer.sha256[:12]}); configure the tokenizer it was prepared with, or "
             "prepare it again"
         )
-    if manifest.max_token_id >= tokenizer.vocab_size:
+    if largest >= tokenizer.vocab_size:
         yield (
-            f"{prefix}: holds token id {manifest.max_token_id}, but data.tokenizer has only "
+            f"{prefix}: holds token id {largest}, but data.tokenizer has only "
             f"{tokenizer.vocab_size} ids (0 to {tokenizer.vocab_size - 1})"
         )
 
 
-def _size_problem(path: Path, record: FileRecord) -> str | None:
-    try:
-        size = path.stat().st_size
-        with path.open("rb"):
-            pass
-    except FileNotFoundError:
-        return f"{path}: missing, though its manifest is there; {REMEDY}"
-    except OSError as error:
-        return unread(path, error, REMEDY)
+def _file_problems(path: Path, record: FileRecord, manifest: Manifest, mode: str) -> Iterator[str]:
+    """Size of a file, sampled pages of a ``.bin``, content of an ``.idx``."""
+    with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
     if size != record.size:
         how = "truncated" if size < record.size else "longer than it was"
-        return f"{path}: {size:,} bytes, its manifest says {record.size:,} ({how}); {REMEDY}"
-    return None
-
-
-def _index_problems(path: Path, manifest: Manifest) -> Iterable[str]:
-    try:
+        yield f"{path}: {size:,} bytes, its manifest says {record.size:,} ({how}); {REMEDY}"
+    elif path.suffix == ".bin":
+        if mode == "sampled" and sample_hash(path, size) != record.sample:
+            yield f"{path}: sampled pages differ from its manifest; {REMEDY}"
+    else:
         index = open_index(path)
-    except ValueError as error:
-        yield f"{path}: {error}; {REMEDY}"
-        return
-    except OSError as error:
-        yield unread(path, error, REMEDY)
-        return
-    for what, found, stated in (
-        ("dtype", index.dtype, manifest.dtype),
-        ("sequences", len(index.lengths), manifest.sequences),
-        ("documents", len(index.boundaries) - 1, manifest.documents),
-    ):
-        if found != stated:
-            yield f"{path}: {what} {found}, its manifest says {stated}; {REMEDY}"
-    for problem in index_problems(index, manifest.bin.size):
-        yield f"{path}: {problem}; {REMEDY}"
-    if manifest.tokens * DTYPES[manifest.dtype][1].itemsize != manifest.bin.size:
-        yield f"{path}: {manifest.tokens:,} tokens do not take {manifest.bin.size:,} bytes"
+        for what, found, stated in (
+            ("dtype", index.dtype, manifest.dtype),
+            ("sequences", len(index.lengths), manifest.sequences),
+            ("documents", len(index.boundaries) - 1, manifest.documents),
+        ):
+            if found != stated:
+                yield f"{path}: {what} {found}, its manifest says {stated}; {REMEDY}"
+        for problem in index_problems(index, manifest.bin.size):
+            yield f"{path}: {problem}; {REMEDY}"
 
 
 def _pieces(path: Path, record: FileRecord) -> list[_Piece]:
@@ -264,7 +231,7 @@ def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
                     progress.set(done)
                 if time.monotonic() >= until:
                     break
-            PULSE.enter("start")  # a long check that goes on is no hang
+            PULSE.refresh()  # a long check that goes on is no hang
             verdicts = _gather((found, len(todo)))
             _raise_if_any([(problems, {}) for problems, _ in verdicts])
             if not any(left for _, left in verdicts):
@@ -301,10 +268,6 @@ def _local_place() -> tuple[int, int]:
     except (KeyError, ValueError):
         return 0, 1
     return (rank, size) if 0 <= rank < size else (0, 1)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _gather[T](value: T) -> list[T]:

@@ -34,12 +34,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.faults import ledger, stacks
 from megatron_patch.faults.stacks import Witness
+from megatron_patch.runtime import lifeline
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.heartbeat import PAUSES, PHASES, PULSE, Beat, Pulse
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
+    from megatron_patch.schema.faults import FaultsConfig
 
 EXIT_CODE = 6
 FOLDER = "hangs"
@@ -232,9 +233,7 @@ class HangWatcher:
             self.folder.parent, rank=self.rank, exit_code=EXIT_CODE, error=f"Hang: {reason}"
         )
         with contextlib.suppress(Exception):
-            from megatron_patch.launcher import rank
-
-            rank.leave(self.rank, EXIT_CODE, reason)
+            lifeline.leave_exit_code(self.rank, EXIT_CODE, reason)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -295,13 +294,12 @@ def _how_far(w: Witness) -> tuple[int, bool, int, float]:
     return w.step, bool(w.collective), place, -w.seconds
 
 
-def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
+def start(options: FaultsConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
     """Watch this attempt; None where ``faults.hang_seconds`` is null. Collective."""
     PULSE.reset()
-    f = run.faults
     if layout.device.type == "cuda":
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # torch's own dumps go there, too
-    if f.hang_seconds is None:
+    if options.hang_seconds is None:
         return None
     import torch
 
@@ -309,7 +307,7 @@ def start(run: RunConfig, layout: Layout, run_dir: Path) -> HangWatcher | None:
     facts: list[Any] = [None] * layout.world_size
     stacks.listen()
     torch.distributed.all_gather_object(facts, (token, ledger.node(), os.getpid()))
-    limits = Limits(f.hang_seconds, f.hang_startup_seconds, f.hang_pause_seconds)
+    limits = Limits(options.hang_seconds, options.hang_startup_seconds, options.hang_pause_seconds)
     watcher = HangWatcher(
         limits,
         run_dir / FOLDER,

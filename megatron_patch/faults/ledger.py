@@ -40,11 +40,9 @@ def job() -> str:
 
 
 def attempt() -> str:
-    """This attempt, alike on all ranks: the launcher's directory and the agent's restart count."""
-    folder = os.environ.get(ATTEMPT_DIR, "")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    agent = os.environ.get("MASTER_PORT", "") if not folder else Path(folder).name
-    return f"{agent}.{restart}"
+    """``FOLDER.RESTART``, alike on all ranks: the launcher's directory, the agent's restarts."""
+    folder = Path(os.environ.get(ATTEMPT_DIR, "")).name or os.environ.get("MASTER_PORT", "")
+    return f"{folder}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def node() -> str:
@@ -62,13 +60,12 @@ def record(run_dir: Path, *, rank: int, exit_code: int, error: str, trace: str =
         error: one line.
         trace: traceback or stacks; its end is kept.
     """
-    beat = PULSE.now
     entry = {
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "job": job(),
         "attempt": attempt(),
-        "step": beat.step,
-        "phase": beat.phase,
+        "step": PULSE.now.step,
+        "phase": PULSE.now.phase,
         "rank": rank,
         "host": node(),
         "exit_code": exit_code,
@@ -99,18 +96,15 @@ def record_error(run_dir: Path, rank: int, error: BaseException) -> None:
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """Every whole line, oldest first; lines that a crash tore are left out."""
-    file = run_dir / FILE
-    if not file.exists():
+    try:
+        lines = (run_dir / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return []
     found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
-            entry["step"] = int(entry["step"])
-            entry["attempt"] = str(entry["attempt"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        found.append(entry)
+            found.append(entry | {"step": int(entry["step"]), "attempt": str(entry["attempt"])})
     return found
 
 
@@ -120,22 +114,20 @@ def repeated(entries: list[dict[str, Any]], *, limit: int, job_id: str, folder: 
     Ranks of one attempt can be a step apart: its step is the largest.
     """
     steps: dict[str, int] = {}
-    entries = [e for e in entries if e.get("job") == job_id and _folder(e["attempt"]) == folder]
-    for entry in entries:
-        key = entry["attempt"]
-        steps[key] = max(steps.get(key, -1), entry["step"])
-    last = list(steps.items())[-limit:]
-    if len(last) < limit or len({step for _, step in last}) != 1:
+    mine = [e for e in entries if e.get("job") == job_id and _folder(e["attempt"]) == folder]
+    for entry in mine:
+        steps[entry["attempt"]] = max(steps.get(entry["attempt"], -1), entry["step"])
+    last = dict(list(steps.items())[-limit:])
+    if len(last) < limit or len(set(last.values())) != 1:
         return None
-    names = [name for name, _ in last]
-    lines = [f"step {last[0][1]} crashed {limit} times in a row; the run stops here:"]
-    for entry in entries:
-        if entry["attempt"] in names:
-            lines.append(
-                f"  {entry.get('utc')} attempt {entry['attempt']} rank {entry.get('rank')} on "
-                f"{entry.get('host')}, {entry.get('phase')}, exit code {entry.get('exit_code')}: "
-                f"{entry.get('error')}"
-            )
+    step = next(iter(last.values()))
+    lines = [f"step {step} crashed {limit} times in a row; the run stops here:"]
+    lines += [
+        f"  {e.get('utc')} attempt {e['attempt']} rank {e.get('rank')} on {e.get('host')}, "
+        f"{e.get('phase')}, exit code {e.get('exit_code')}: {e.get('error')}"
+        for e in mine
+        if e["attempt"] in last
+    ]
     return "\n".join(lines)
 
 

@@ -20,44 +20,32 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatron_patch.faults.windows import Skips
+from megatron_patch.faults import skips
+from megatron_patch.faults.skips import Skips
 from megatron_patch.runtime.appending import Appended
-from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.heartbeat import phase
+from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
 from megatron_patch.schema.faults import SpikeConfig
-from megatron_patch.training.finite import unwrap
 
 if TYPE_CHECKING:
-    from megatron_patch.data.loader import Loaders
-    from megatron_patch.monitor.hub import Monitor
-    from megatron_patch.training.step import Session
+    from megatron_patch.parallel.setup import Layout
 
 FILE = "spikes.jsonl"
 FLOOR = 0.01
 """Smallest deviation, as a share of the median."""
 TO_SIGMA = 1.4826
-
-
-class UpdateDropped(Exception):
-    """The update of this step is not taken; raised on all ranks out of the optimizer's step."""
-
-    def __init__(self, grad_norm: float) -> None:
-        super().__init__("spike: the update is dropped")
-        self.grad_norm = grad_norm
-
-
-class RewindWanted(Exception):
-    """The run is to go back; raised on all ranks, before the update."""
-
-    def __init__(self, spike: Spike) -> None:
-        super().__init__(spike.line())
-        self.spike = spike
+_DONE = {
+    "record": "recorded, the update is taken",
+    "skip": "the update is dropped",
+    "rewind": "going back",
+}
 
 
 class RewindsUsedUp(RuntimeError):
@@ -66,13 +54,20 @@ class RewindsUsedUp(RuntimeError):
     exit_code = 7
 
 
+class Judged(Protocol):
+    """What asks the policy about every update: `training.finite.StepGuard`."""
+
+    judge: Callable[[float, float], None] | None
+    may_drop: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Spike:
     """One step that the rule calls a spike."""
 
     step: int
     batch: int
-    """Global batch, see `windows`."""
+    """Global batch, see `skips`."""
     loss: float
     grad_norm: float
     loss_z: float
@@ -121,44 +116,51 @@ def robust_score(x: float, values: tuple[float, ...]) -> float:
     return (x - middle) / scale if scale > 0 else 0.0
 
 
-class SpikePolicy:
-    """Watches the steps of one attempt.
+class SpikePolicy(Watcher):
+    """Judges every update, and keeps the list of batches that rewinds left out.
 
     Args:
-        session: what is trained; its guard calls `decide`.
-        loaders: name the samples of a batch.
-        monitor: where lines go.
-        run_dir: ``spikes.jsonl`` goes here.
-        telemetry: the last attention telemetry on disk, where the model keeps no maxima itself.
+        options: ``faults.spike``.
+        guard: asks `decide` about every update, unless ``action`` is ``off``.
+        layout: coordinates of this rank.
+        roots: the GPTModels of this rank, whose attention may keep its largest logits.
+        run_dir: ``spikes.jsonl`` and ``skipped_batches.json`` go here.
+        log: takes a line for people.
+        samples: names the samples of a global batch.
+        last_maxima: the last largest logits that telemetry measured, where the model keeps none.
     """
 
     def __init__(
         self,
-        session: Session,
-        loaders: Loaders,
-        monitor: Monitor,
-        run_dir: Path,
+        options: SpikeConfig,
+        guard: Judged,
+        layout: Layout,
         *,
-        telemetry: Callable[[], dict[str, Any] | None] = lambda: None,
+        roots: Iterable[torch.nn.Module],
+        run_dir: Path,
+        log: Callable[[str], None],
+        samples: Callable[[int], Any],
+        last_maxima: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        self.options = session.run.faults.spike
-        self.detector = Detector(self.options)
+        self.options, self.detector = options, Detector(options)
         self.skips = Skips()
         self.found = 0
-        self._session, self._loaders, self._monitor = session, loaders, monitor
-        self._file, self._telemetry = Appended(run_dir / FILE), telemetry
+        self._layout, self._run_dir, self._log = layout, run_dir, log
+        self._samples, self._last_maxima = samples, last_maxima
+        self._file = Appended(run_dir / FILE)
         self._step = 0
-        self._modules = _attention_modules(session.chunks)
+        self._spike: Spike | None = None  # the one that `plan_rewind` is about
+        self._modules = _attention_modules(roots)
         self.can_rewind: Callable[[int], bool] = lambda step: True
         """Whether there is a good checkpoint of at most this step to go back to. Collective."""
-        if self.options.action != "off":
-            session.guard.judge = self.decide
-            session.guard.may_drop = self.options.action != "record"
+        if options.action != "off":
+            guard.judge = self.decide
+            guard.may_drop = options.action != "record"
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, step: int) -> None:
-        """``step`` (1-based) begins."""
+    def before_step(self, step: int) -> None:
+        """See `Watcher`."""
         self._step = step
         for _, module in self._modules:
             if module.want_max_logits:
@@ -181,18 +183,18 @@ class SpikePolicy:
         action = self.options.action
         used_up = action == "rewind" and self.skips.rewinds >= self.options.max_rewinds
         done = "stopped, no rewind left" if used_up else _DONE[action]
-        oldest = spike.step - 1 - self.options.rewind_margin
-        stuck = action == "rewind" and not used_up and not self._can_go_back(oldest)
+        newest = spike.step - 1 - self.options.rewind_margin
+        stuck = action == "rewind" and not used_up and not self._can_go_back(newest)
         if stuck:
             done = (
-                f"there is no good checkpoint of step {max(0, oldest):,} or before to go back to: "
+                f"there is no good checkpoint of step {max(0, newest):,} or before to go back to: "
                 "the update is dropped instead"
             )
         self.found += 1
         attention = self._attention()
-        if self._session.layout.print_rank:
+        if self._layout.print_rank:
             self._record(spike, done, attention)
-        self._monitor.say(f"{spike.line()}: {done}; samples in {FILE}")
+        self._log(f"{spike.line()}: {done}; samples in {FILE}")
         if used_up:
             raise RewindsUsedUp(
                 f"{spike.line()}; stopped before the update: faults.spike.max_rewinds "
@@ -202,21 +204,17 @@ class SpikePolicy:
         if action == "skip" or stuck:
             raise UpdateDropped(spike.grad_norm)
         if action == "rewind":
-            raise RewindWanted(spike)
+            self._spike = spike
+            raise RewindWanted(spike.line(), newest=newest)
 
-    def _can_go_back(self, oldest: int) -> bool:
-        """A pause for the hang watch: a checkpoint is verified, whatever its size."""
-        phase = PULSE.now.phase
-        PULSE.enter("save")
-        try:
-            return self.can_rewind(oldest)
-        finally:
-            PULSE.enter(phase)
+    def _can_go_back(self, newest: int) -> bool:
+        # A pause for the hang watch: a checkpoint is verified, whatever its size.
+        with phase("save"):
+            return self.can_rewind(newest)
 
     # --------------------------------------------------------------- recording
 
     def _record(self, spike: Spike, done: str, attention: dict[str, Any]) -> None:
-        samples = self._loaders.samples("train", spike.batch)
         entry = {
             "step": spike.step,
             "loss": spike.loss,
@@ -225,20 +223,19 @@ class SpikePolicy:
             "grad_norm_z": spike.grad_norm_z,
             "action": done,
             "global_batch": spike.batch,
-            "samples": samples,
+            "samples": self._samples(spike.batch),
             "attention": attention,
         }
         self._file.append((json.dumps(entry) + "\n").encode())
 
     def _attention(self) -> dict[str, Any]:
         """Largest logit per layer and head of this step, or why there is none. Collective."""
-        layout = self._session.layout
         mine = {}
         for layer, module in self._modules:
             maxima = module.current_max_attn_logits if module.want_max_logits else None
             if maxima is not None:
-                mine[layer, layout.tp_rank] = [float(x) for x in maxima.flatten()]
-        every: list[Any] = [None] * layout.world_size
+                mine[layer, self._layout.tp_rank] = [float(x) for x in maxima.flatten()]
+        every: list[Any] = [None] * self._layout.world_size
         torch.distributed.all_gather_object(every, mine)
         heads: dict[tuple[int, int], list[float]] = {}
         for part in every:
@@ -250,42 +247,77 @@ class SpikePolicy:
             for layer, tp in sorted(heads):
                 layers.setdefault(str(layer), []).extend(heads[layer, tp])
             return {"step": self._step, "max_logit": layers}
-        last = self._telemetry() if layout.print_rank else None
+        last = self._last_maxima() if self._layout.print_rank else None
         return last or {
             "max_logit": "not available: the model keeps no maxima, and stability telemetry has "
             "no record yet"
         }
 
-    def close(self) -> None:
-        """The attempt ends: release the file."""
-        self._file.close()
-
     # -------------------------------------------------------------- checkpoint
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: history and windows, plain data."""
-        return {"history": [list(h) for h in self.detector.history], "skips": self.skips.as_dict()}
+        """History and windows."""
+        history = [list(h) for h in self.detector.history]
+        return {"faults": {"history": history, "skips": self.skips.as_dict()}}
 
-    def restore(self, values: Any) -> None:
-        """Take over the history of a checkpoint; None (an older version's): start without one."""
+    def load_state(self, at: ResumePoint) -> None:
+        """Take over history and windows. Collective.
+
+        The file of the run directory wins over the checkpoint's copy: a rewind writes it before
+        it goes on, so it knows of rewinds that no checkpoint has seen yet.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        saved = at.extra.get("faults")
         self.detector.history.clear()
-        if values is not None:
-            self.detector.history.extend((float(a), float(b)) for a, b in values["history"])
+        if saved is not None:
+            self.detector.history.extend((float(a), float(b)) for a, b in saved["history"])
+        if at.rewound:  # the windows are those that `plan_rewind` made
+            return
+        found: list[Any] = [None, None]
+        if self._layout.print_rank:
+            try:
+                found[0] = skips.read(self._run_dir)
+            except ValueError as error:
+                found[1] = error
+        torch.distributed.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            raise found[1]
+        if found[0] is not None:
+            self.skips = found[0]
+        elif saved is not None:
+            self.skips = Skips.from_dict(saved["skips"])
+            if self.skips.windows and self._layout.print_rank:
+                skips.write(self._run_dir, self.skips)
+        if self.skips.windows:
+            left = ", ".join(f"{f}-{f + n - 1}" for f, n in self.skips.windows)
+            self._log(f"global batches left out of this run: {left} ({skips.FILE})")
+
+    def plan_rewind(self, back_to: int) -> None:
+        """Leave the batches from ``back_to`` to the spike out from now on."""
+        assert self._spike is not None, "a rewind is wanted"
+        first, batch = self.skips.batch(back_to + 1), self._spike.batch
+        if self.options.rewind_skip is not None:
+            first = max(first, batch - self.options.rewind_skip + 1)
+        self.skips = self.skips.add(first, batch - first + 1)
+        if self._layout.print_rank:
+            skips.write(self._run_dir, self.skips)
+        self._log(
+            f"going back to step {back_to:,}; global batches {first:,}-{batch:,} are left "
+            f"out (rewind {self.skips.rewinds} of {self.options.max_rewinds})"
+        )
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
 
 
-_DONE = {
-    "record": "recorded, the update is taken",
-    "skip": "the update is dropped",
-    "rewind": "going back",
-}
-
-
-def _attention_modules(chunks: list[Any]) -> list[tuple[int, Any]]:
-    """(0-based layer, module) of this rank's core attention that can keep its largest logits."""
-    found: list[tuple[int, Any]] = []
-    module: Any
-    for chunk in chunks:
-        for module in unwrap(chunk).modules():
-            if hasattr(module, "want_max_logits") and hasattr(module, "current_max_attn_logits"):
-                found.append((module.layer_number - 1, module))
-    return found
+def _attention_modules(roots: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
+    """(0-based layer, module) of the core attention that can keep its largest logits."""
+    modules: list[Any] = [module for root in roots for module in root.modules()]
+    return [
+        (m.layer_number - 1, m)
+        for m in modules
+        if hasattr(m, "want_max_logits") and hasattr(m, "current_max_attn_logits")
+    ]

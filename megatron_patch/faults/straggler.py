@@ -6,16 +6,20 @@ reduction (host time on CPUs; on GPUs the time between two events on the stream,
 for the device). Under tensor or pipeline parallelism those passes contain waiting for the group, so
 a slow GPU shows as a slow group.
 
-The exchange is one asynchronous gather of four numbers over the CPU backend; its result is looked
+The exchange is one asynchronous gather of two numbers over the CPU backend; its result is looked
 at between later steps, when it has arrived.
 
 Rule: with median m and median absolute deviation d of all ranks' times (low medians, so that with
-few ranks the faster half decides), a rank is slow above max(m + k 1.4826 d, ratio m).
+few ranks the faster half decides), a rank is slow above max(m + k 1.4826 d, ratio m, m + 1 ms).
+
+Megatron-Core's StragglerDetector has no such rule (it prints the extremes, whatever they are),
+needs CUDA, waits for the device and listens on a TCP port.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +28,10 @@ import torch
 
 from megatron_patch.faults.spike import TO_SIGMA
 from megatron_patch.runtime.appending import Table
-from megatron_patch.runtime.heartbeat import PULSE, Pulse
+from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.watcher import Action, ResumePoint, StepResult, Watcher
 
 if TYPE_CHECKING:
-    from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.faults import FaultsConfig
 
@@ -83,14 +87,14 @@ def judge(what: str, seconds: list[float], *, mads: float, ratio: float) -> Verd
     return Verdict(what, median, mad, threshold, list(seconds))
 
 
-class Stragglers:
+class Stragglers(Watcher):
     """Collects this rank's times and compares them with the others'.
 
     Args:
-        options: configuration.
-        layout: coordinates.
-        monitor: where lines go.
-        run_dir: ``stragglers.csv`` goes here, written by the first rank; `resume` opens it.
+        options: ``faults``.
+        layout: coordinates of this rank.
+        run_dir: ``stragglers.csv`` goes here, written by the first rank.
+        log: takes a line for people.
         hosts: node of every rank.
     """
 
@@ -98,62 +102,69 @@ class Stragglers:
         self,
         options: FaultsConfig,
         layout: Layout,
-        monitor: Monitor,
-        run_dir: Path,
         *,
+        run_dir: Path,
+        log: Callable[[str], None],
         hosts: list[str],
-        pulse: Pulse = PULSE,
     ) -> None:
-        self.options, self.layout, self.monitor = options, layout, monitor
-        self.file, self.hosts, self.pulse = run_dir / FILE, hosts, pulse
+        self._options, self._layout, self._log, self._hosts = options, layout, log, hosts
+        self._file = run_dir / FILE
         self._table: Table | None = None
-        self.active = options.straggler_interval is not None and layout.world_size > 1
-        self._clock = _DeviceClock() if layout.device.type == "cuda" else None
+        self._active = options.straggler_interval is not None and layout.world_size > 1
+        on_gpu = self._active and layout.device.type == "cuda"
+        self._clock = _DeviceClock() if on_gpu else None
         self._steps, self._first = 0, True
         self._before = self._taken()
         self._pending: tuple[int, Any, list[torch.Tensor]] | None = None
 
-    def resume(self, step: int) -> None:
-        """Go on after ``step``; rows of later steps are moved to ``stragglers.abandoned.csv``.
+    def load_state(self, at: ResumePoint) -> None:
+        """Rows of later steps move to ``stragglers.abandoned.csv``. Collective.
 
-        Collects what is under way: it is of a later step. Collective.
+        A comparison under way is of a later step, and is collected first.
         """
+        self._collect(wait=True)
         self.close()
-        if self.active and self.layout.print_rank:
-            aside = self.file.with_name("stragglers.abandoned.csv")
-            self._table = Table(self.file, COLUMNS, start_step=step, aside=aside)
+        if self._active and self._layout.print_rank:
+            aside = self._file.with_name("stragglers.abandoned.csv")
+            self._table = Table(self._file, COLUMNS, start_step=at.step, aside=aside)
 
-    def passes_begin(self) -> None:
-        """The forward pass of a step is about to start."""
-        if self.active and self._clock is not None:
+    def before_forward(self) -> None:
+        """See `Watcher`."""
+        if self._clock is not None:
             self._clock.begin()
 
-    def passes_end(self) -> None:
-        """Local gradients are complete, their reduction is about to start."""
-        if self.active and self._clock is not None:
+    def before_reduction(self) -> None:
+        """See `Watcher`."""
+        if self._clock is not None:
             self._clock.end()
 
-    def stepped(self, step: int) -> None:
-        """``step`` is over. Starts a comparison when due, tells one that has arrived."""
-        if not self.active:
-            return
+    def after_step(self, step: int, result: StepResult | None = None) -> list[Action]:
+        """Start a comparison when due, log one that has arrived. Collective."""
+        if not self._active:
+            return []
         self._steps += 1
-        self._tell(wait=False)
+        self._collect(wait=False)
         if self._first:  # compiles and connects: says nothing about the rank
             self._first, self._steps, self._before = False, 0, self._taken()
-        elif step % (self.options.straggler_interval or 1) == 0:
-            self._tell(wait=True)  # an interval ago: it has long arrived
+        elif step % (self._options.straggler_interval or 1) == 0:
+            self._collect(wait=True)  # an interval ago: it has long arrived
             self._send(step)
+        return []
+
+    def finish(self, step: int) -> list[Action]:
+        """Collect a comparison under way. Collective."""
+        self._collect(wait=True)
+        return []
 
     def close(self) -> None:
-        """Collect what is under way, and release the file."""
-        self._tell(wait=True)
+        """Release the file."""
         if self._table is not None:
             self._table.close()
             self._table = None
 
     def _taken(self) -> tuple[float, float]:
-        s = self.pulse.seconds
+        """Seconds so far: reading data, computing."""
+        s = PULSE.seconds
         if self._clock is not None:
             return s["data"], self._clock.seconds()
         return s["data"], s["forward"] + s["backward"]
@@ -165,11 +176,11 @@ class Stragglers:
             dtype=torch.float64,
         )
         self._steps, self._before = 0, now
-        every = [torch.zeros_like(mine) for _ in range(self.layout.world_size)]
+        every = [torch.zeros_like(mine) for _ in range(self._layout.world_size)]
         work = torch.distributed.all_gather(every, mine, async_op=True)
         self._pending = step, work, every
 
-    def _tell(self, *, wait: bool) -> None:
+    def _collect(self, *, wait: bool) -> None:
         if self._pending is None:
             return
         step, work, every = self._pending
@@ -177,10 +188,9 @@ class Stragglers:
             return
         work.wait()
         self._pending = None
-        if not self.layout.print_rank:
+        if not self._layout.print_rank:
             return
-        table = torch.stack(every)
-        o = self.options
+        table, o = torch.stack(every), self._options
         found = [
             judge(what, table[:, i].tolist(), mads=o.straggler_mads, ratio=o.straggler_ratio)
             for i, what in enumerate(WHAT)
@@ -189,7 +199,7 @@ class Stragglers:
             self._table.rows([verdict.row(step) for verdict in found])
         for verdict in found:
             if verdict.slow:
-                self.monitor.say(verdict.line(step, self.hosts))
+                self._log(verdict.line(step, self._hosts))
 
 
 class _DeviceClock:

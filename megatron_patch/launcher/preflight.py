@@ -13,6 +13,7 @@ import platform
 import shutil
 import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,25 +66,24 @@ def measure(run: RunConfig, out: Path) -> dict[str, Any]:
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        facts_of_clock = _clock(out)
+        clock = _clock(out)
     report = environment.report()
     facts: dict[str, Any] = {
         "node": node_name(),
         "index": int(os.environ.get("SLURM_NODEID", "0")),
         "versions": {name: report.get(name) for name in VERSIONS},
         "platform": platform.platform(),
-        "gpus": [],
+        "gpus": list(_gpus()) if run.training.device == "cuda" else [],
         "free": {
             "local_dir": _free_gb(Path(run.cluster.local_dir).expanduser()),
             "run_dir": _free_gb(out),
             "shm": _free_gb(Path("/dev/shm")),
         },
+        **clock,
     }
-    if run.training.device == "cuda":
-        facts["gpus"] = list(_gpus())
-    facts |= facts_of_clock
     with writing(out):
-        _write(out / f"{facts['node']}.json", facts)
+        content = json.dumps(facts, indent=1) + "\n"
+        write_whole(out / f"{facts['node']}.json", content, durable=False)
     return facts
 
 
@@ -151,21 +151,15 @@ def _matrix_rate(index: int) -> float:
 
 def _uncorrected_errors() -> dict[int, int | None]:
     """Uncorrected ECC errors since the driver was loaded; empty when nvidia-smi does not say."""
-    import subprocess
-
     query = "index,ecc.errors.uncorrected.volatile.total"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found: dict[int, int | None] = {}
-    for line in answer.stdout.splitlines():
-        index, _, errors = line.partition(",")
-        if index.strip().isdigit():
-            found[int(index)] = int(errors) if errors.strip().isdigit() else None
-    return found
-
-
-def _write(path: Path, value: object) -> None:
-    write_whole(path, json.dumps(value, indent=1) + "\n", durable=False)
+    rows = [line.partition(",") for line in answer.stdout.splitlines()]
+    return {
+        int(index): int(errors) if errors.strip().isdigit() else None
+        for index, _, errors in rows
+        if index.strip().isdigit()
+    }

@@ -24,7 +24,12 @@ import traceback
 from pathlib import Path
 
 from megatron_patch.runtime.files import write_whole
-from megatron_patch.runtime.lifeline import ATTEMPT_DIR, die_with_parent
+from megatron_patch.runtime.lifeline import (
+    ATTEMPT_DIR,
+    die_with_parent,
+    first_line,
+    leave_exit_code,
+)
 
 SECRETS_FILE = "MEGATRON_PATCH_SECRETS_FILE"
 FATAL = (2, 3, 4, 5, 7, 8)
@@ -61,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(rank, code, reason)
+    leave_exit_code(rank, code, reason)
     return code
 
 
@@ -80,13 +85,13 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         if isinstance(error.code, int):
             return error.code, _told() or "ended"
         print(error.code, file=sys.stderr)
-        return 1, _first_line(str(error.code))
+        return 1, first_line(str(error.code))
     except SecretsError as error:
         print(f"megatron-patch: {error}", file=sys.stderr)
-        return error.exit_code, _first_line(str(error))
+        return error.exit_code, first_line(str(error))
     except BaseException as error:
         traceback.print_exc()
-        return 1, _first_line(f"{type(error).__name__}: {error}")
+        return 1, first_line(f"{type(error).__name__}: {error}")
     return 0, "ended"
 
 
@@ -135,19 +140,6 @@ def _settled(folder: Path) -> tuple[int, str] | None:
             print(f"not started again: rank {file.name} ended with {words[0]}", file=sys.stderr)
             return int(words[0]), words[-1].strip()
     return None
-
-
-def leave(rank: int, code: int, reason: str) -> None:
-    """Leave the exit code where the batch script looks for it; nothing without a launcher."""
-    folder = os.environ.get(ATTEMPT_DIR, "")
-    if folder:
-        path = Path(folder) / "exit" / f"{rank:05d}"
-        _leave(path, f"{code} {time.time():.3f} {_first_line(reason)}\n")
-
-
-def _first_line(text: str) -> str:
-    line = text.splitlines()[0] if text else ""
-    return "".join(c if c.isprintable() else " " for c in line)[:200]
 
 
 def _redirect(path: Path) -> None:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from megatron_patch.launcher import render
 from megatron_patch.launcher.render import Job
 from megatron_patch.runtime.files import write_whole
-from megatron_patch.training.rundir import run_directory
 
 if TYPE_CHECKING:
-    from megatron_patch.config import Loaded
+    from megatron_patch.schema.run import Loaded
 
 JOB_ID = re.compile(r"([0-9]+)(;[A-Za-z0-9._-]+)?")
 TIMEOUT = 120  # seconds Slurm's controller may take to answer
@@ -36,7 +35,7 @@ def build_job(loaded: Loaded, nodes: int, *, work_dir: Path | None = None) -> Jo
         LaunchError: the run directory is no place on the disk.
     """
     here = (work_dir or Path.cwd()).resolve()
-    run_dir = here / run_directory(loaded.config)
+    run_dir = here / loaded.config.directory
     try:
         run_dir = run_dir.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links

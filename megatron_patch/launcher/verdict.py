@@ -27,7 +27,6 @@ MAY_BE_UNKNOWN = {"commit": ("unknown", None), "driver": (None,)}
 LINKS = "links.json"  # probe.py's
 EVERY_NODE = "every_node_failed"  # the batch script stops for good where it exists
 NOBODY = "-"  # a failure that names no node
-SHOWN = 5  # slow links in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,16 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     rows, nodes = _read_reports(out, expected)
-    checks = (_check_gpus, _check_speed, _check_versions, _check_agent, _check_clock, _check_disk)
+    checks = (_check_gpus, _check_gemm, _check_versions, _check_agent, _check_clock, _check_disk)
     for check in checks:
         rows += check(run, nodes)
     rows += _check_links(run, nodes, out / LINKS)
-    print(render_table(rows), file=stream or sys.stdout, flush=True)
-    failed = [row for row in rows if not row.passed]
-    bad = list(dict.fromkeys(row.node for row in failed if row.node != NOBODY))
+    stream = stream or sys.stdout
+    print(render_table(rows), file=stream, flush=True)
+    failed = [row.node for row in rows if not row.passed]
     if not failed:
         return 0
+    bad = [node for node in dict.fromkeys(failed) if node != NOBODY]
     measured = {node["node"] for node in nodes}
     if not bad or len(bad) == len({*bad, *expected, *measured}) > 1:
         # Excluding every node would leave the job waiting for ever.
@@ -73,38 +73,36 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
             # By what they measured, not by their silence: a retry would find the same.
             (out / EVERY_NODE).write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
         text = "every node failed" if bad else "failed, on no node in particular"
-        print(f"preflight: {text}; no node is excluded", file=stream or sys.stdout, flush=True)
+        print(f"preflight: {text}; no node is excluded", file=stream, flush=True)
         return 1
     with writing(out):
         (out / "bad_nodes").write_text("".join(f"{node}\n" for node in bad), encoding="utf-8")
-    print(f"preflight: bad node(s): {', '.join(bad)}", file=stream or sys.stdout, flush=True)
+    print(f"preflight: bad node(s): {', '.join(bad)}", file=stream, flush=True)
     return 1
 
 
 def _read_reports(out: Path, expected: list[str]) -> tuple[list[Row], list[dict[str, Any]]]:
     """Failures of nodes without a report that can be read; the other reports, in order of nodes."""
-    rows, reports, damaged = [], {}, set()
+    failures: dict[str, str] = {}
+    reports: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in out.glob("*.json") if p.name != LINKS):
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
             missing = REPORTED - set(report)
+            reason = f"no {', '.join(sorted(missing))} in it" if missing else ""
         except (OSError, ValueError, TypeError) as error:
-            missing, reason = REPORTED, f"{type(error).__name__}: {error}"
-        else:
-            reason = f"no {', '.join(sorted(missing))} in it"
-        if missing:
-            damaged.add(path.stem)
-            text = f"its report cannot be read ({path.name}, {' '.join(reason.split())[:120]})"
-            rows.append(Row(path.stem, "report", False, text))
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            reason = " ".join(reason.split())[:120]
+            failures[path.stem] = f"its report cannot be read ({path.name}, {reason})"
         else:
             reports[report["node"]] = report
-    rows += [
-        Row(node, "report", False, "wrote no report into the shared directory")
-        for node in expected
-        if node not in reports and node not in damaged
-    ]
-    if not rows and not reports:
-        rows.append(Row(NOBODY, "report", False, f"no node wrote a report into {out}"))
+    for node in expected:
+        if node not in reports:
+            failures.setdefault(node, "wrote no report into the shared directory")
+    if not failures and not reports:
+        failures[NOBODY] = f"no node wrote a report into {out}"
+    rows = [Row(node, "report", False, text) for node, text in failures.items()]
     return rows, sorted(reports.values(), key=lambda report: report["index"])
 
 
@@ -126,113 +124,57 @@ def render_table(rows: list[Row]) -> str:
 def _check_gpus(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
     wanted = run.cluster.gpus_per_node
     for node in nodes:
-        name, gpus = node["node"], node["gpus"]
+        gpus, passed = node["gpus"], False
+        ill = [f"GPU {g['index']}: {g['uncorrected']}" for g in gpus if g["uncorrected"]]
+        used = [
+            f"GPU {g['index']}: {g['free_gb']:.0f} GB free"
+            for g in gpus
+            if g["free_gb"] < 0.9 * g["total_gb"]
+        ]
         if run.training.device == "cpu":
-            yield Row(name, "gpus", True, "CPU run (training.device: cpu): not looked at")
-            continue
-        ill = [g for g in gpus if g["uncorrected"]]
-        used = [g for g in gpus if g["free_gb"] < 0.9 * g["total_gb"]]
-        if len(gpus) != wanted:
-            yield Row(
-                name, "gpus", False, f"{len(gpus)} visible, cluster.gpus_per_node is {wanted}"
-            )
+            passed, text = True, "CPU run (training.device: cpu): not looked at"
+        elif len(gpus) != wanted:
+            text = f"{len(gpus)} visible, cluster.gpus_per_node is {wanted}"
         elif ill:
-            text = ", ".join(f"GPU {g['index']}: {g['uncorrected']}" for g in ill)
-            yield Row(name, "gpus", False, f"uncorrected memory errors: {text}")
+            text = f"uncorrected memory errors: {', '.join(ill)}"
         elif used:
-            text = ", ".join(f"GPU {g['index']}: {g['free_gb']:.0f} GB free" for g in used)
-            yield Row(name, "gpus", False, f"memory is in use by somebody else: {text}")
+            text = f"memory is in use by somebody else: {', '.join(used)}"
         else:
-            yield Row(name, "gpus", True, f"{wanted} x {gpus[0]['name'] if gpus else '?'}")
+            passed, text = True, f"{wanted} x {gpus[0]['name'] if gpus else '?'}"
+        yield Row(node["node"], "gpus", passed, text)
 
 
-def _check_speed(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
-    yield from _outliers(
-        run,
-        nodes,
-        check="gemm",
-        unit="TFLOP/s BF16",
-        values=lambda node: [(f"GPU {g['index']}", g["tflops"]) for g in node["gpus"]],
-    )
+def _check_gemm(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
+    rates = {n["node"]: [(f"GPU {g['index']}", g["tflops"]) for g in n["gpus"]] for n in nodes}
+    yield from _outliers(run, rates, check="gemm", unit="TFLOP/s BF16")
 
 
 def _check_links(run: RunConfig, nodes: list[dict[str, Any]], file: Path) -> Iterator[Row]:
+    """All-reduce inside nodes, each against the median; over all nodes, as it is.
+
+    Every node takes part in the second, so a slow one cannot be singled out.
+    """
     if run.training.device == "cuda" and run.cluster.preflight.communication and not file.exists():
         text = "the collectives did not end; see the rank logs beside the reports"
         yield Row(NOBODY, "bandwidth", False, text)
         return
     try:
-        rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        measured = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     except (OSError, ValueError) as error:
         text = f"{file.name} cannot be read ({type(error).__name__}); the probe was interrupted"
         yield Row(NOBODY, "bandwidth", False, text)
         return
-    inside = [row for row in rows if row["kind"] == "node"]
-    network = [row for row in rows if row["kind"] == "network"]
-    if inside or not rows:  # not: one GPU a node
+    rates: dict[str, list[tuple[str, float]]] = {node["node"]: [] for node in nodes}
+    for row in measured:
+        if row["kind"] == "node" and row["node"] in rates:
+            rates[row["node"]].append((row["what"], row["gb_per_s"]))
+        elif row["kind"] == "network":
+            text = f"{_figure(row['gb_per_s'])} GB/s all-reduce over {row['what']}"
+            yield Row(NOBODY, "bandwidth network", True, text)
+    if any(rates.values()) or not measured:  # not: one GPU a node
         yield from _outliers(
-            run,
-            nodes,
-            check="bandwidth node" if inside else "bandwidth",
-            unit="GB/s all-reduce inside a node",
-            values=lambda node: [
-                (row["what"], row["gb_per_s"]) for row in inside if row["node"] == node["node"]
-            ],
+            run, rates, check="bandwidth node", unit="GB/s all-reduce inside a node"
         )
-    if network:
-        yield from _check_network(run, nodes, network)
-
-
-def _check_network(
-    run: RunConfig, nodes: list[dict[str, Any]], rows: list[dict[str, Any]]
-) -> Iterator[Row]:
-    """Blames the node that is slow with every partner: a pair is as slow as the slower of its two.
-
-    Its rate is therefore that of its best pair.
-    """
-    check, known = "bandwidth network", {node["node"] for node in nodes}
-    rows = [row for row in rows if row["node"] in known]
-    best: dict[tuple[str, str], float] = {}
-    for row in rows:
-        key = row["node"], row["what"]
-        best[key] = max(best.get(key, 0.0), row["gb_per_s"])
-    found = list(
-        _outliers(
-            run,
-            nodes,
-            check=check,
-            unit="GB/s with the best of its partners",
-            values=lambda node: [
-                (what, rate) for (name, what), rate in best.items() if name == node["node"]
-            ],
-        )
-    )
-    bad = {row.node for row in found if not row.passed}
-    if not best:
-        return
-    median, least = _limits(run, list(best.values()))
-    slow = _slow_links(rows, least)
-    if bad and len({frozenset((row["node"], row["peer"])) for row in rows}) == 1:
-        text = f"link between {'; '.join(slow)} GB/s slow; the median is {_figure(median)}"
-        yield Row(NOBODY, check, False, f"{text}; of two nodes, neither can be singled out")
-        return
-    yield from found
-    slow = _slow_links([row for row in rows if not bad & {row["node"], row["peer"]}], least)
-    if slow:
-        more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
-        text = f"link between {'; '.join(slow[:SHOWN])}{more} GB/s slow; the median is "
-        text += f"{_figure(median)}; each is fast with another node"
-        yield Row(NOBODY, check, True, text, note=True)
-
-
-def _slow_links(rows: list[dict[str, Any]], least: float) -> list[str]:
-    """The pairs slower than ``least``, the slowest first, each once with its GPUs."""
-    links: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: row["gb_per_s"]):
-        if row["gb_per_s"] < least:
-            gpus = links.setdefault(tuple(sorted((row["node"], row["peer"]))), {})
-            gpus.setdefault(row["what"], f"{row['what']}: {_figure(row['gb_per_s'])}")
-    return [f"{one} and {other} ({', '.join(g.values())})" for (one, other), g in links.items()]
 
 
 def _figure(value: float) -> str:
@@ -240,30 +182,28 @@ def _figure(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _limits(run: RunConfig, values: list[float]) -> tuple[float, float]:
-    """The median, and what is still fast enough."""
-    median = statistics.median(values)
-    return median, median * (1 - run.cluster.preflight.tolerance)
-
-
 def _outliers(
-    run: RunConfig, nodes: list[dict[str, Any]], *, check: str, unit: str, values: Any
+    run: RunConfig, rates: dict[str, list[tuple[str, float]]], *, check: str, unit: str
 ) -> Iterator[Row]:
-    """A value more than ``tolerance`` below the median of all nodes fails its node."""
-    everything = [value for node in nodes for _, value in values(node)]
+    """A rate more than ``tolerance`` below the median of all fails its node.
+
+    Args:
+        rates: node -> (part of it, rate).
+    """
+    everything = [rate for parts in rates.values() for _, rate in parts]
     if not everything:
         reason = "no GPU: not measured" if run.training.device == "cpu" else "nothing to measure"
-        for node in nodes:
-            yield Row(node["node"], check, True, reason)
+        yield from (Row(node, check, True, reason) for node in rates)
         return
-    median, least = _limits(run, everything)
-    for node in nodes:
-        slow = [(what, value) for what, value in values(node) if value < least]
+    median = statistics.median(everything)
+    least = median * (1 - run.cluster.preflight.tolerance)
+    for node, parts in rates.items():
+        slow = [f"{part}: {_figure(rate)}" for part, rate in parts if rate < least]
         if slow:
-            text = ", ".join(f"{what}: {_figure(value)}" for what, value in slow)
-            yield Row(node["node"], check, False, f"{text} {unit}; the median is {_figure(median)}")
+            text = f"{', '.join(slow)} {unit}; the median is {_figure(median)}"
+            yield Row(node, check, False, text)
         else:
-            yield Row(node["node"], check, True, f"median {_figure(median)} {unit}")
+            yield Row(node, check, True, f"median {_figure(median)} {unit}")
 
 
 def _check_versions(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
@@ -326,24 +266,21 @@ def _check_clock(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def _check_disk(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
-    least = run.cluster.preflight.min_free_gb
+    least, local = run.cluster.preflight.min_free_gb, run.cluster.local_dir
     for node in nodes:
-        free = node["free"]
-        said = {n: "missing or not writable" if f is None else f"{f:.1f} GB free"
-                for n, f in free.items()}  # fmt: skip
-        short = [
-            f"{name}: {said[name]}"
-            for name in ("local_dir", "run_dir")
-            if free[name] is None or free[name] < least
-        ]
+        short = []
+        for name in ("local_dir", "run_dir"):
+            free = node["free"][name]
+            if free is None:
+                short.append(f"{name}: missing or not writable")
+            elif free < least:
+                short.append(f"{name}: {free:.1f} GB free")
+        text = f"at least {least:g} GB free; shared directory writable"
         if short:
             text = f"{', '.join(short)}; {least:g} GB are required"
-            if free["local_dir"] is None:
-                text += (
-                    f"; make {run.cluster.local_dir} there, writable for the job's user, or set "
-                )
-                text += "cluster.local_dir to a directory that every node has"
-            yield Row(node["node"], "disk", False, text)
-        else:
-            yield Row(node["node"], "disk", True, f"at least {least:g} GB free; shared directory "
-                      "writable")  # fmt: skip
+        if node["free"]["local_dir"] is None:
+            text += (
+                f"; make {local} there, writable for the job's user, or set cluster.local_dir to a "
+                "directory that every node has"
+            )
+        yield Row(node["node"], "disk", not short, text)

@@ -14,7 +14,6 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_patch.checkpoint import last
 from megatron_patch.monitor.metrics import StepMetrics, console_line
 from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
 from megatron_patch.runtime.appending import Appended, Spared
@@ -69,8 +68,17 @@ class Monitor:
         if self.active and self.run.logging.wandb.enabled:
             require_wandb()
 
-    def start(self, start_step: int, *, settings: dict[str, Any] | None = None) -> None:
-        """Open the sinks. Rows of steps after ``start_step`` are taken over as abandoned."""
+    def start(
+        self, start_step: int, *, has_saved: bool = False, settings: dict[str, Any] | None = None
+    ) -> None:
+        """Open the sinks. Rows of steps after ``start_step`` are taken over as abandoned.
+
+        Args:
+            start_step: steps done.
+            has_saved: whether the run has checkpoints of its own; without them a table that ends
+                before ``start_step`` is another run's beginning, and no gap.
+            settings: of the run, for Weights & Biases.
+        """
         self._settings = settings
         if not self.active:
             return
@@ -85,7 +93,7 @@ class Monitor:
             )
         if table.new_columns is not None:
             self.say(table.new_columns)
-        if table.ends_early is not None and (table.ends_early or last.has_saved(self.run_dir)):
+        if table.ends_early is not None and (table.ends_early or has_saved):
             self.say(gap("metrics.csv", table.ends_early, start_step))
         if table.zeros_after is not None:
             self.say(
@@ -121,10 +129,10 @@ class Monitor:
         else:
             self._sinks.append(sink)
 
-    def restart(self, start_step: int) -> None:
+    def restart(self, start_step: int, *, has_saved: bool = False) -> None:
         """The run went back to ``start_step``: open the sinks again; later rows are abandoned."""
         self._close_sinks()
-        self.start(start_step, settings=self._settings)
+        self.start(start_step, has_saved=has_saved, settings=self._settings)
 
     def _open_bar(self, start_step: int) -> None:
         wanted = self.run.logging.progress

@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_patch.stability.names import level_name
-
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class StepMetrics:
@@ -47,21 +45,20 @@ class StepMetrics:
     """Wall time of this process since training began."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further scalars by name; they reach TensorBoard, W&B and one JSON column of the CSV."""
+    status: tuple[str, ...] = ()
+    """Words for the console line alone."""
 
     def scalars(self) -> dict[str, float]:
         """Every number that was measured, by name, extras included."""
-        known = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        known = {name: getattr(self, name) for name in CSV_COLUMNS if name != "extra"}
         return {k: v for k, v in known.items() if v is not None and k != "step"} | self.extra
 
     def csv_row(self) -> dict[str, str]:
         """Text of every CSV column; floats in full, so equal text means equal bits."""
-        row = {}
-        for f in fields(self):
-            row[f.name] = _csv_text(getattr(self, f.name))
-        return row
+        return {name: _csv_text(getattr(self, name)) for name in CSV_COLUMNS}
 
 
-CSV_COLUMNS = [f.name for f in fields(StepMetrics)]
+CSV_COLUMNS = [f.name for f in fields(StepMetrics) if f.name != "status"]
 
 
 def _csv_text(value: Any) -> str:
@@ -104,8 +101,7 @@ def console_line(m: StepMetrics, *, train_steps: int, seconds_left: float | None
         parts.append(f"MFU {100 * m.mfu:.1f}%")
     if m.memory_gib is not None:
         parts.append(f"mem {m.memory_gib:.1f} GiB")
-    if "stability/level" in m.extra:
-        parts.append(f"attention {level_name(m.extra['stability/level'])}")
+    parts += m.status
     parts.append(f"skipped {m.skipped}")
     parts.append(f"nan {m.nonfinite}")
     if seconds_left is not None:

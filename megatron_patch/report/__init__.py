@@ -1,1 +1,1 @@
-"""One run directory -> one self-contained HTML page."""
+"""One HTML page about a run, and curves of several runs in one PNG."""

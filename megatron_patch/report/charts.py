@@ -1,29 +1,38 @@
-"""Line charts and heat maps as inline SVG: no script, no request, readable in light, dark, print.
-
-Every drawing has a title and a description in words for those who cannot see it, and its figures
-stand in a table or in the run's metrics.csv.
-"""
+"""Line charts and heat maps as PNG, drawn by matplotlib: data URIs for the page, or a file."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_patch.report.markup import Child, Markup, tag
+import numpy as np
 
-WIDTH, HEIGHT = 760, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
-MAX_POINTS = 700
-TITLED_CELLS = 1600
-"""Heat maps with more cells have no tooltip in each."""
+from megatron_patch.report.collect import ReportError, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 130
+SMALL = 8
+"""Points: the size of text in charts."""
 LARGEST = 1e100
-"""A figure beyond it is drawn as infinite: no float32 is, and distances between such overflow."""
+"""Values beyond it are left out: no float32 is, and distances between such values overflow."""
+PANELS = (
+    ("loss", "loss (nats/token)"),
+    ("grad_norm", "gradient norm"),
+    ("tokens_per_s", "tokens/s"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line. Values that are not finite interrupt it."""
+class Series(NamedTuple):
+    """One line over steps, or dots. Values that are not finite interrupt a line."""
 
     label: str
     steps: Sequence[float]
@@ -31,274 +40,194 @@ class Series:
     dots: bool = False
 
 
-def thin(series: Series, most: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most about ``most`` points: the lowest and the highest of each bucket, so spikes stay."""
-    points = list(zip(series.steps, series.values, strict=True))
-    if len(points) <= most:
-        return points
-    size = math.ceil(2 * len(points) / most)
-    kept: list[tuple[float, float]] = []
-    for at in range(0, len(points), size):
-        bucket = points[at : at + size]
-        broken = [p for p in bucket if not math.isfinite(p[1])]
-        finite = [p for p in bucket if math.isfinite(p[1])]
-        chosen = {min(finite, key=_value), max(finite, key=_value)} if finite else set()
-        chosen |= set(broken[:1])
-        kept += sorted(chosen, key=lambda p: p[0])
-    return kept
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture with what it shows in words."""
 
-
-def _value(point: tuple[float, float]) -> float:
-    return point[1]
-
-
-def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list[float]:
-    """Round positions in [low, high]."""
-    if log:
-        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-        step = max(1, math.ceil((last - first + 1) / (count + 1)))
-        found = [10.0**e for e in range(first, last + 1, step)]
-        return found if len(found) > 1 else [low, high]
-    if high <= low:
-        return [low]
-    raw = (high - low) / count
-    base = 10.0 ** math.floor(math.log10(raw))
-    step_size = base * next((m for m in (1, 2, 2.5, 5, 10) if m * base >= raw), 10)
-    first_tick = math.ceil(low / step_size - 1e-9)
-    return [i * step_size for i in range(first_tick, math.floor(high / step_size + 1e-9) + 1)]
+    title: str
+    words: str
+    """The alternative text, or why there is no picture."""
+    image: str = ""
+    """A data URI; empty where nothing could be drawn."""
 
 
 def number(x: float) -> str:
-    """A figure short enough for an axis."""
-    if not math.isfinite(x):
-        return str(x)
-    if x == 0:
-        return "0"
+    """A value in few characters."""
+    if not math.isfinite(x) or x == 0:
+        return f"{x:g}"
     if abs(x) >= 1e7 or abs(x) < 1e-3:
-        return f"{x:.1e}".replace("e+0", "e").replace("e-0", "e-").replace(".0e", "e")
+        return f"{x:.1e}"
     return f"{x:,.4g}" if abs(x) < 1000 else f"{x:,.0f}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    low: float
-    high: float
-    log: bool
-    start: float
-    length: float
+def line_chart(series: Sequence[Series], *, title: str, unit: str, log: bool = False) -> Chart:
+    """A chart over steps; on a logarithmic scale values that are not positive are left out."""
+    drawable = [s._replace(values=_drawable(s.values, log)) for s in series]
+    found = np.concatenate([s.values for s in drawable])
+    found = found[np.isfinite(found)]
+    if not found.size:
+        return Chart(title, "nothing was recorded")
+    figure, axes = _figure(6.6, 1.6, left=0.85, right=0.15, top=0.25, bottom=0.45)
+    for i, s in enumerate(drawable):
+        _line(axes, s, color=f"C{i}")
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("step", fontsize=SMALL)
+    axes.set_ylabel(unit, fontsize=SMALL)
+    if log and found.max() > 10 * found.min():  # less than a decade has no labelled tick
+        form = axes.yaxis.get_major_formatter()
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(form)
+        axes.yaxis.set_minor_formatter(lambda x, _: "")
+    if len(series) > 1:
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4, fontsize=SMALL, frameon=False
+        )
+    return Chart(title, "; ".join(map(_words, drawable)), _uri(figure))
 
-    def __call__(self, x: float) -> float:
-        low, high = self.low, self.high
-        if self.log:
-            x, low, high = math.log10(x), math.log10(low), math.log10(high)
-        share = (x - low) / (high - low) if high > low else 0.5
-        return self.start + self.length * min(1.0, max(0.0, share))
 
+def heat_map(
+    values: np.ndarray, *, title: str, log: bool = False, steps: Sequence[int] | None = None
+) -> Chart:
+    """A colored cell a value of [layers, heads], gray where nothing was measured.
 
-def line_chart(
-    name: str, series: Sequence[Series], *, title: str, unit: str, log: bool = False
-) -> Markup:
-    """A chart over steps; ``name`` is unique on the page. Says so where there is nothing to draw.
-
-    With ``log`` values that are not positive are left out.
+    With ``steps`` values are [layers, steps].
     """
-    usable = [_usable(s, log) for s in series]
-    finite = [v for s in usable for v in s.values if math.isfinite(v)]
-    steps = [x for s in usable for x in s.steps]
-    if not finite:
-        return tag("p", f"{title}: nothing was recorded.", class_="none")
-    x = _Scale(min(steps), max(steps), False, LEFT, WIDTH - LEFT - RIGHT)
-    low, high = min(finite), max(finite)
-    if not log:
-        pad = 0.04 * (high - low) or max(abs(high), 1e-9) * 0.05
-        low, high = low - pad, high + pad
-    elif high <= low * 1.001:
-        low, high = low / 2, high * 2
-    y = _Scale(low, high, log, HEIGHT - BOTTOM, -(HEIGHT - TOP - BOTTOM))
-    parts: list[Child] = [_frame(x, y, unit)]
-    for index, one in enumerate(usable):
-        parts.append(_line(one, index, x, y))
-    said = "; ".join(_describe(s) for s in usable)
-    drawing = _svg(name, title, said, WIDTH, HEIGHT, parts)
-    legend = _legend(usable) if len(usable) > 1 else None
-    return tag("figure", tag("figcaption", title), drawing, legend)
+    from matplotlib.colors import LogNorm, Normalize
+
+    shown = np.ma.masked_invalid(np.where((values > 0) | (not log), values, math.nan))
+    if not shown.count():
+        return Chart(title, "nothing was measured")
+    rows, count = values.shape
+    low, high = float(shown.min()), float(shown.max())
+    # A scale needs two ends.
+    ends = (low, high) if low < high else (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
+    width, height = max(1.6, min(0.24 * count, 6.0)), max(1.0, min(0.18 * rows, 4.2))
+    figure, axes = _figure(width, height, left=0.55, right=1.05, top=0.1, bottom=0.45)
+    picture = axes.imshow(
+        shown, cmap="viridis", norm=(LogNorm if log else Normalize)(*ends), aspect="auto",
+        interpolation="nearest",
+    )  # fmt: skip
+    axes.set_facecolor("#d0d0d0")
+    axes.set_ylabel("layer", fontsize=SMALL)
+    axes.set_xlabel("head" if steps is None else "step", fontsize=SMALL)
+    axes.set_yticks(range(0, rows, math.ceil(rows / 9)))
+    places = range(0, count, math.ceil(count / (2 + 3 * width if steps is None else 8)))
+    axes.set_xticks(places, [str(i) if steps is None else f"{steps[i]:,}" for i in places])
+    bar = axes.inset_axes((1 + 0.1 / width, 0, 0.12 / width, 1))
+    ticks = {low, math.sqrt(low * high) if log else (low + high) / 2, high}
+    figure.colorbar(picture, cax=bar, ticks=sorted(ticks), format=lambda x, _: number(x))
+    bar.minorticks_off()
+    bar.tick_params(labelsize=SMALL)
+    row, column = divmod(int(shown.argmax()), count)
+    at = f"head {column}" if steps is None else f"step {steps[column]:,}"
+    words = f"{rows} x {count} values from {number(low)} to {number(high)}; the largest is at "
+    return Chart(title, f"{words}layer {row}, {at}", _uri(figure))
 
 
-def _usable(series: Series, log: bool) -> Series:
-    values = [v if abs(v) < LARGEST and (v > 0 or not log) else math.nan for v in series.values]
-    return Series(series.label, series.steps, values, series.dots)
+def draw_png(runs: Sequence[Path], out: Path) -> None:
+    """Draw loss, gradient norm and tokens/s of run directories or metrics.csv files, overlaid.
+
+    Dotted verticals mark restarts. The directory of ``out`` is made.
+
+    Raises:
+        ReportError: one of the runs has nothing to draw, or ``out`` cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    if out.is_dir():  # matplotlib would write a file beside it
+        raise ReportError(f"{out}: is a directory; name a PNG file, e.g. {out / 'runs.png'}")
+    if not out.suffix:
+        raise ReportError(f"{out}: has no ending; name a PNG file, e.g. {out}.png")
+    tables = [_table(run) for run in runs]
+    names = [(run if run.is_dir() else run.parent).resolve().name for run in runs]
+    names = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
+    figure = Figure(figsize=(9, 9), layout="tight")
+    panels = figure.subplots(len(PANELS), 1, sharex=True)
+    for axes, (column, title) in zip(panels, PANELS, strict=True):
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+        for i, (table, name) in enumerate(zip(tables, names, strict=True)):
+            missing = [math.nan] * len(table["step"])
+            series = [Series(name, table["step"], table.get(column, missing))]
+            if column == "loss" and any(map(math.isfinite, table.get("eval_loss", ()))):
+                label = f"{name} (validation)"
+                series.append(Series(label, table["step"], table["eval_loss"], dots=True))
+            for s in series:
+                _line(axes, s._replace(values=_drawable(s.values)), color=f"C{i % 10}")
+            for step in restarts(table):
+                axes.axvline(step, color=f"C{i % 10}", linestyle=":", linewidth=0.8, alpha=0.6)
+    panels[-1].set_xlabel("step")
+    for text in panels[0].legend(fontsize="small").get_texts():
+        text.set_parse_math(False)  # a name may hold dollar signs
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=DPI)
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"{out}: cannot be written ({reason}); name a PNG file where you can write"
+        raise ReportError(text) from None
 
 
-def _frame(x: _Scale, y: _Scale, unit: str) -> list[Child]:
-    parts: list[Child] = []
-    for value in ticks(y.low, y.high, log=y.log):
-        at = f"{y(value):.1f}"
-        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
-        parts.append(tag("text", number(value), x=LEFT - 6, y=at, dy="0.35em", class_="end"))
-    for value in ticks(x.low, x.high, count=8):
-        at = f"{x(value):.1f}"
-        bottom = HEIGHT - BOTTOM
-        parts.append(tag("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
-        parts.append(tag("text", number(value), x=at, y=bottom + 16, class_="middle"))
-    bottom = HEIGHT - BOTTOM
-    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
-    parts.append(tag("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end"))
-    middle = (TOP + bottom) / 2
-    turn = f"rotate(-90 12 {middle:.0f})"
-    parts.append(tag("text", unit, x=12, y=f"{middle:.0f}", transform=turn, class_="middle"))
-    return parts
+def restarts(table: dict[str, list[float]]) -> list[float]:
+    """Steps at which a new process took over: where the elapsed time of an attempt begins anew."""
+    elapsed = table.get("elapsed_seconds", [])
+    known = [(s, e) for s, e in zip(table["step"], elapsed, strict=False) if e == e]
+    return [s for (_, before), (s, e) in pairwise(known) if e < before]
 
 
-def _line(series: Series, index: int, x: _Scale, y: _Scale) -> list[Child]:
-    color = f"c{index % 8}"
-    points = thin(series)
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for step, value in points:
-        if math.isfinite(value):
-            pieces[-1].append((x(step), y(value)))
-        elif pieces[-1]:
-            pieces.append([])
-    parts: list[Child] = []
-    for piece in pieces:
-        if len(piece) > 1 and not series.dots:
-            path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in piece)
-            parts.append(tag("path", d=path, class_=f"line {color}"))
-        else:
-            parts += [
-                tag("circle", cx=f"{a:.1f}", cy=f"{b:.1f}", r=2.5, class_=f"dot {color}")
-                for a, b in piece
-            ]
-    return parts
+def _table(run: Path) -> dict[str, list[float]]:
+    path = run if run.suffix == ".csv" else run / "metrics.csv"
+    if not path.is_file():
+        raise ReportError(f"no metrics.csv in {run}: give the directory of a run")
+    table = read_metrics(path)
+    if not table:
+        raise ReportError(f"{path} has no row with a step: give the metrics.csv of a run")
+    return table
 
 
-def _describe(series: Series) -> str:
+def _figure(
+    width: float, height: float, *, left: float, right: float, top: float, bottom: float
+) -> tuple[Figure, Axes]:
+    """A figure of one chart, ``width`` x ``height`` inches inside of margins."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    w, h = width + left + right, height + top + bottom
+    figure = Figure(figsize=(w, h))
+    axes = figure.add_axes((left / w, bottom / h, width / w, height / h))
+    axes.tick_params(labelsize=SMALL)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.yaxis.set_major_formatter(lambda x, _: number(x))
+    return figure, axes
+
+
+def _line(axes: Axes, series: Series, *, color: str) -> None:
+    steps, values = np.asarray(series.steps), np.asarray(series.values)
+    if not series.dots:
+        axes.plot(steps, values, color=color, linewidth=1.1, label=series.label)
+        # A value between two that are missing is in no line.
+        missing = ~np.isfinite(np.concatenate([[math.nan], values, [math.nan]]))
+        steps, values = (x[missing[:-2] & missing[2:]] for x in (steps, values))
+    label, size = (series.label, 5) if series.dots else (None, 2.5)
+    axes.plot(steps, values, "o", markersize=size, color=color, label=label, markeredgecolor="w")
+
+
+def _drawable(values: Sequence[float], log: bool = False) -> list[float]:
+    return [v if abs(v) < LARGEST and (v > 0 or not log) else math.nan for v in values]
+
+
+def _words(series: Series) -> str:
     """The line in words."""
-    pairs = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
-    if not pairs:
+    known = [(v, s) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+    if not known:
         return f"{series.label}: no finite value"
-    low, high = min(pairs, key=_value), max(pairs, key=_value)
-    return (
-        f"{series.label}: {number(pairs[0][1])} at step {number(pairs[0][0])}, lowest "
-        f"{number(low[1])} at {number(low[0])}, highest {number(high[1])} at {number(high[0])}, "
-        f"{number(pairs[-1][1])} at {number(pairs[-1][0])}"
-    )
+    ends = (("", known[0]), ("lowest ", min(known)), ("highest ", max(known)), ("last ", known[-1]))
+    said = ", ".join(f"{what}{number(v)} at step {s:,.0f}" for what, (v, s) in ends)
+    return f"{series.label}: {said}"
 
 
-def _legend(series: Sequence[Series]) -> Markup:
-    return tag(
-        "ul",
-        [
-            tag("li", tag("span", "", class_=f"swatch b{i % 8}", aria_hidden="true"), s.label)
-            for i, s in enumerate(series)
-        ],
-        class_="legend",
-    )
-
-
-def _svg(name: str, title: str, said: str, width: int, height: int, parts: Child) -> Markup:
-    labels = f"{name}-title {name}-desc"
-    return tag(
-        "svg",
-        tag("title", title, id=f"{name}-title"),
-        tag("desc", said, id=f"{name}-desc"),
-        parts,
-        viewbox=f"0 0 {width} {height}",
-        # Charts fill the page; maps keep the size their cells were given.
-        class_="wide" if width == WIDTH else None,
-        width=None if width == WIDTH else width,
-        role="img",
-        aria_labelledby=labels,
-    )
-
-
-# Viridis at five places: even steps of lightness, readable in gray and with any color vision.
-_STOPS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-
-
-def color(share: float) -> str:
-    """Color of a value at ``share`` (0..1) of the scale."""
-    at = min(1.0, max(0.0, share)) * (len(_STOPS) - 1)
-    i = min(int(at), len(_STOPS) - 2)
-    mixed = (a + (b - a) * (at - i) for a, b in zip(_STOPS[i], _STOPS[i + 1], strict=True))
-    return "#" + "".join(f"{round(c):02x}" for c in mixed)
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """What a heat map shows: rows x columns, None where nothing was measured."""
-
-    values: Sequence[Sequence[float | None]]
-    row_name: str
-    column_name: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-
-
-def heat_map(name: str, grid: Grid, *, title: str, log: bool = False) -> Markup:
-    """A grid of colored cells with its scale; says so where nothing was measured."""
-    places = [
-        (value, i, j)
-        for i, row in enumerate(grid.values)
-        for j, value in enumerate(row)
-        if value is not None and math.isfinite(value) and (value > 0 or not log)
-    ]
-    if not places:
-        return tag("p", f"{title}: nothing was measured.", class_="none")
-    low, (high, row, column) = min(places)[0], max(places)
-    said = (
-        f"{len(grid.rows)} x {len(grid.columns)} values from {number(low)} to {number(high)}; the "
-        f"largest is at {grid.row_name} {grid.rows[row]}, {grid.column_name} {grid.columns[column]}"
-    )
-    side = max(4.0, min(24.0, (WIDTH - LEFT - RIGHT) / len(grid.columns)))
-    tall = max(4.0, min(18.0, 420 / len(grid.rows)))
-    parts = [
-        *_cells(grid, _Scale(low, high, log, 0.0, 1.0), side, tall),
-        *_labels(grid, side, tall),
-    ]
-    width = round(max(LEFT + len(grid.columns) * side + RIGHT, 240))
-    height = round(TOP + len(grid.rows) * tall + 34)
-    drawing = _svg(name, title, said, width, height, parts)
-    return tag("figure", tag("figcaption", title), drawing, _key(low, high))
-
-
-def _cells(grid: Grid, scale: _Scale, side: float, tall: float) -> Iterator[Markup]:
-    """One rectangle a value, with its figure as a tooltip unless there are too many."""
-    titled = len(grid.rows) * len(grid.columns) <= TITLED_CELLS
-    for i, row in enumerate(grid.values):
-        for j, value in enumerate(row):
-            shown, fill = "not measured", None
-            if value is not None and math.isfinite(value):
-                shown = number(value)
-                fill = color(scale(value)) if value > 0 or not scale.log else None
-            where = f"{grid.row_name} {grid.rows[i]}, {grid.column_name} {grid.columns[j]}: {shown}"
-            yield tag(
-                "rect",
-                *((tag("title", where),) if titled else ()),
-                x=f"{LEFT + j * side:.1f}",
-                y=f"{TOP + i * tall:.1f}",
-                width=f"{side:.1f}",
-                height=f"{tall:.1f}",
-                fill=fill,
-                class_="cell",
-            )
-
-
-def _labels(grid: Grid, side: float, tall: float) -> Iterator[Markup]:
-    """Names of rows and columns, as many as there is room for."""
-    for i in range(0, len(grid.rows), max(1, math.ceil(9 / tall))):
-        y = f"{TOP + (i + 0.5) * tall:.1f}"
-        yield tag("text", grid.rows[i], x=LEFT - 6, y=y, dy="0.35em", class_="end")
-    bottom = TOP + len(grid.rows) * tall
-    longest = max(len(label) for label in grid.columns)
-    for j in range(0, len(grid.columns), max(1, math.ceil((7 * longest + 8) / side))):
-        x = f"{LEFT + (j + 0.5) * side:.1f}"
-        yield tag("text", grid.columns[j], x=x, y=f"{bottom + 14:.1f}", class_="middle")
-    yield tag("text", grid.column_name, x=LEFT, y=f"{bottom + 28:.1f}")
-    yield tag("text", grid.row_name, x=2, y=TOP - 2)
-
-
-def _key(low: float, high: float) -> Markup:
-    """The color scale in words and colors; squares without a border of their own print too."""
-    squares = [tag("rect", x=i * 8, y=0, width=8, height=10, fill=color(i / 19)) for i in range(20)]
-    strip = tag("svg", squares, viewbox="0 0 160 10", class_="key", aria_hidden="true")
-    return tag("p", number(low), " ", strip, " ", number(high), class_="scale")
+def _uri(figure: Figure) -> str:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=DPI)
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()

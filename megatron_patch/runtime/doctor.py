@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import textwrap
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
@@ -281,9 +282,10 @@ def kernel() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
-    """The backend registry loads (``megatron-patch backends list`` prints it)."""
-    importlib.import_module("megatron_patch.attention.registry")
-    yield Finding(State.OK, "registry", "see 'megatron-patch backends list'")
+    """The attention backends: what each can do, and what it lacks on this machine."""
+    registry = importlib.import_module("megatron_patch.attention.registry")
+    table = textwrap.indent(registry.table(), "    ")
+    yield Finding(State.OK, "attention.backend", f"serves, by its value:\n{table}")
 
 
 def core_patches() -> Iterator[Finding]:

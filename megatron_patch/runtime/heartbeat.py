@@ -4,15 +4,18 @@ The launcher names a file in ``MEGATRON_PATCH_HEARTBEAT``; the first rank keeps 
 begun in it. A crash at the same step again and again is told apart from bad luck by it. Without the
 variable nothing is written.
 
-`PULSE` is this process's own: step, phase and since when. The training code announces the phases it
-enters, `faults.hang` watches that they end, `faults.straggler` adds up how long they take. Only the
-thread that trains writes it; a reader sees the state before or after a change, never a mixture.
+`PULSE` is this process's own: step, phase and since when. The training code wraps what it does in
+``with phase("save"):``, `faults.hang` watches that phases end, `faults.straggler` adds up how long
+they take. Only the thread that trains writes it; a reader sees the state before or after a change,
+never a mixture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 VARIABLE = "MEGATRON_PATCH_HEARTBEAT"
@@ -20,8 +23,7 @@ VARIABLE = "MEGATRON_PATCH_HEARTBEAT"
 PHASES = ("start", "data", "forward", "backward", "reduction", "optimizer", "record", "evaluation",
           "save", "end")  # fmt: skip
 """In the order of a step. ``start`` lasts until the first step begins; ``backward`` includes what a
-pipeline stage waits between two micro-batches; ``record`` reads values for a log line."""
-
+pipeline stage waits between two micro-batches; ``record`` is what follows the update."""
 
 PAUSES = ("evaluation", "save", "end")
 """Phases that are no part of a step's work and may take much longer."""
@@ -73,6 +75,10 @@ class Pulse:
             self._away += spent
         self.now = Beat(before.step if step is None else step, phase, moment)
 
+    def refresh(self) -> None:
+        """The current phase is alive: its time counts anew."""
+        self.enter(self.now.phase)
+
     def stepped(self) -> None:
         """The step is over."""
         self.finished += 1
@@ -83,6 +89,18 @@ class Pulse:
 
 
 PULSE = Pulse()
+
+
+@contextlib.contextmanager
+def phase(name: str, *, then: str | None = None) -> Iterator[None]:
+    """The block is phase ``name``; afterwards the phase before it goes on, or ``then`` begins.
+
+    An error leaves the phase as it is: the crash ledger names the one that failed.
+    """
+    before = PULSE.now.phase
+    PULSE.enter(name)
+    yield
+    PULSE.enter(before if then is None else then)
 
 
 class Heartbeat:
@@ -97,8 +115,9 @@ class Heartbeat:
         self._file = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644) if name else None
         self._length = 0
 
-    def beat(self, step: int) -> None:
-        """``step`` (counted from 1) begins."""
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The block is ``step`` (counted from 1), beginning with its data."""
         PULSE.step(step)
         if self._file is not None:
             text = b"%d\n" % step
@@ -106,6 +125,8 @@ class Heartbeat:
             if len(text) < self._length:  # a rewind took a digit away
                 os.ftruncate(self._file, len(text))
             self._length = len(text)
+        yield
+        PULSE.stepped()
 
     def close(self) -> None:
         """No more steps."""

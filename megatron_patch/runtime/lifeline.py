@@ -11,13 +11,33 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
+
+from megatron_patch.runtime.files import write_whole
 
 PR_SET_PDEATHSIG = 1
 LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Set by torchrun (and ft_launcher) in every rank."""
 ATTEMPT_DIR = "MEGATRON_PATCH_ATTEMPT_DIR"
 """Set by ``launch/``: where this attempt leaves its logs and exit codes."""
+
+
+def leave_exit_code(rank: int, code: int, reason: str) -> None:
+    """Leave ``exit/00003`` where the batch script looks for it; nothing without a launcher."""
+    folder = os.environ.get(ATTEMPT_DIR, "")
+    if folder:
+        path = Path(folder) / "exit" / f"{rank:05d}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = f"{code} {time.time():.3f} {first_line(reason)}\n"
+        write_whole(path, text, durable=False)  # a reader sees all of it or nothing
+
+
+def first_line(text: str) -> str:
+    """Printable, at most 200 characters."""
+    line = text.splitlines()[0] if text else ""
+    return "".join(c if c.isprintable() else " " for c in line)[:200]
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -13,7 +13,7 @@ class AttentionConfig:
     """Backend and numerics of core attention. Switching ``backend`` changes nothing else."""
 
     backend: BackendName = "stable_flash"
-    """Kernel that serves core attention; see ``megatron-patch backends list``."""
+    """Kernel that serves core attention; see ``megatron-patch doctor``."""
     stabilizer: Literal["compensated", "dynamic_max", "none", "paper_bf16"] = "compensated"
     """Numerics of ``stable_flash``; other backends accept only their own (leave the default)."""
     residual: Literal["default", "bf16", "int8"] = "default"

@@ -139,7 +139,7 @@ class PreflightConfig:
     """A GPU or node slower than the median by more than this share fails (GEMM and bandwidth);
     0.01 to 0.9."""
     communication: bool = True
-    """Measure all-reduce and bandwidth between nodes with one process per GPU as well."""
+    """Measure all-reduce inside nodes and over all of them, with one process per GPU, as well."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -26,6 +26,15 @@ class StabilityStop(RuntimeError):
 
     exit_code = 5
 
+    @classmethod
+    def of(cls, reason: str, step: int) -> StabilityStop:
+        """The stop after ``step``."""
+        return cls(
+            f"stability.guard stopped the run after step {step:,}, saved: {reason}; change "
+            "attention.stabilizer or optimizer.lr, or set stability.guard: warn, and give the same "
+            "command again"
+        )
+
 
 TARGET = "stable_flash", {"stabilizer": "compensated"}
 ADVICE = (

@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.training.step import StepResult
+    from megatron_patch.runtime.watcher import StepResult
 
 
 class Series:

@@ -1,6 +1,6 @@
-"""One object per run that watches attention: `Stability`, called by the training loop.
+"""The watcher of attention, `Stability`: telemetry, early warning, guard and captures of a run.
 
-    begin(step) -> the step -> reduced() inside it, between reduction and update -> finish(step)
+    before_step -> the step -> grads_reduced inside it, between reduction and update -> after_step
 
 Values are summed on the device. Every `interval` steps one SUM and one MAX over all ranks make them
 right for the whole model, and a copy to pinned memory is started; it is read after the *next* step,
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_patch.checkpoint import last
+from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, StepResult, Stop, Watcher
 from megatron_patch.stability import guard, lost, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.lookback import look_back
-from megatron_patch.stability.names import COMPENSATED, LEVELS
+from megatron_patch.stability.names import COMPENSATED, LEVELS, level_name
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.series import Series
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
@@ -35,12 +35,11 @@ from megatron_patch.stability.weights import SpectralNorms
 from megatron_patch.stability.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from megatron_patch.monitor.hub import Monitor
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.run import RunConfig
-    from megatron_patch.training.step import StepResult
 
 RECENT = 20  # records the spike score compares with
 
@@ -57,8 +56,8 @@ class _Pending:
     event: Any
 
 
-class Stability:
-    """Telemetry, early warning, guard and captures of one attempt.
+class Stability(Watcher):
+    """Telemetry, early warning, guard and captures; begins anew at `load_state`.
 
     Args:
         run: configuration.
@@ -66,7 +65,6 @@ class Stability:
         chunks: wrapped model chunks; roots: the GPTModels inside them.
         monitor: where lines and scalars go.
         run_dir: directory of the run.
-        at_danger: told the step of every record at `danger`, unless the guard is off; local.
     """
 
     def __init__(
@@ -78,17 +76,23 @@ class Stability:
         *,
         monitor: Monitor,
         run_dir: Path,
-        at_danger: Callable[[int], None],
     ) -> None:
-        self._at_danger = at_danger
         self.run, self.layout, self.monitor, self.run_dir = run, layout, monitor, run_dir
         self.options = run.stability
         self.rule = Rule.of(run.stability, warmup_steps=run.optimizer.warmup_steps)
+        self._model = chunks, roots
+        self._began = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing was observed, judged or captured yet."""
+        run, layout = self.run, self.layout
+        chunks, roots = self._model
         decoder, layers = run.model.num_layers, run.model.attention_layers
         heads = run.model.num_attention_heads
         cp = parallel_state.get_context_parallel_group() if layout.cp_size > 1 else None
         self.observer = Observer(find_sites(roots, decoder_layers=decoder), cp_group=cp)
-        self.capturer = Capturer(run, layout, run_dir / "captures")
+        self.capturer = Capturer(run, layout, self.run_dir / "captures")
         self.heads = HeadSums(
             layers=layers,
             heads=heads,
@@ -109,25 +113,28 @@ class Stability:
         self.switched_at = 0
         self.history = record.History(self.rule, compensated=self._compensated)
         self._switch_due = False
-        self.stop_reason: str | None = None
+        self._stopped = False
+        self._actions: list[Action] = []
         self._triggered: set[str] = set()
         self.verdict: Verdict | None = None
         self.latest: dict[str, float] = {}
+        self._maxima: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ start
 
-    def start(self, step: int, *, switched_at: int, saved: dict[str, Any] | None = None) -> None:
-        """Go on after ``step``: records, history, and a switch that the run has made. Collective.
+    def load_state(self, at: ResumePoint) -> None:
+        """Go on after a step: records, history, and a switch that the run has made. Collective.
 
-        Args:
-            step: steps done.
-            switched_at: what the checkpoint says; files in the run directory may say more.
-            saved: what `state` said at that checkpoint; None: nothing is known of it.
+        Files in the run directory may say more of the switch than the checkpoint does.
 
         Raises:
             BackendError: the switch cannot be repeated in this configuration.
             ConfigError: switched.json is damaged.
         """
+        if self._began:  # a rewind
+            self._reset()
+        self._began = True
+        step, switched_at = at.step, at.switched_at
         first = self.layout.print_rank
         told = guard.told(self.run_dir, step, first=first, say=self.monitor.say)
         self.switched_at = guard.in_force_from(switched_at, told, step=step)
@@ -137,26 +144,18 @@ class Stability:
                 f"{guard.FILE} tells of (a start without that file goes on as the checkpoint says)"
             )
         if self.options.enabled:
-            self.series.restore(saved, step)
+            self.series.restore(at.extra.get("stability"), step)
             found: list[Any] = [None]
             if self.layout.print_rank:
-                history = self._open(step)  # and `switched_at`, for the other ranks as well
+                # And `switched_at`, for the other ranks as well.
+                history = self._open(step, own=at.has_saved)
                 found = [(history, self.switched_at, triggers_in(self.run_dir / "captures"))]
             torch.distributed.broadcast_object_list(found, src=0)
             self.history, self.switched_at, self._triggered = found[0]
         if self.switched_at > step:
-            self._switch_due = True  # decided at the record of this step, one ahead: see `last`
+            self._switch_due = True  # decided at the record of this step, one ahead: see `finish`
         elif self.switched_at:
             self._switch_again()
-
-    def remember_switch(self, back_to: int) -> None:
-        """Before a rewind: file first, so that a crash cannot forget that the guard switched.
-
-        From ``back_to`` on it is in force: numerics that were exchanged stay exchanged. Local; what
-        follows is to be collective.
-        """
-        if self.switched_at and self.layout.print_rank:
-            guard.remember(self.run_dir, min(self.switched_at, max(1, back_to)))
 
     def _switch_again(self) -> None:
         """What the guard did before the resume; another guard setting is the user's wish."""
@@ -167,7 +166,7 @@ class Stability:
             how = f"stability.guard is {self.options.guard} now: attention is as configured"
         self.monitor.say(f"stability guard: it switched after step {self.switched_at:,}; {how}")
 
-    def _open(self, step: int) -> record.History:
+    def _open(self, step: int, *, own: bool) -> record.History:
         """First rank: the files, and what they say about the steps before."""
         meta = record.make_meta(
             layers=self.run.model.attention_layers,
@@ -182,7 +181,6 @@ class Stability:
                 f"early warning: begins anew at step {step:,}; the records before it are of "
                 f"another version or model and kept as stability/{self._writer.set_aside}"
             )
-        own = last.has_saved(self.run_dir)
         for line in self._writer.notes(own=own):
             self.monitor.say(line)
         self._say_of_loss(step, own=own)
@@ -207,6 +205,8 @@ class Stability:
         found = record.read(self.run_dir).until(step)
         if step and not len(found.records) and self._look_back(step):
             found = record.read(self.run_dir).until(step)
+        if len(found.records):
+            self._maxima = _maxima(int(found.steps[-1]), found.heads["max_logit"][-1])
         told = found.switched_at or 0
         if told > step and not self.switched_at:
             # A checkpoint of the very step whose record made the guard switch, one step later.
@@ -264,8 +264,8 @@ class Stability:
 
     # ------------------------------------------------------------------- step
 
-    def begin(self, step: int) -> None:
-        """Before ``step`` (1-based)."""
+    def before_step(self, step: int) -> None:
+        """See `Watcher`."""
         self._observing = self.options.enabled and step % self.options.interval == 0
         requests = []
         if self._observing:
@@ -277,13 +277,13 @@ class Stability:
             requests.append(capture)
         self.observer.arm(requests)
 
-    def reduced(self) -> None:
-        """Inside the step: gradients are reduced and not clipped yet."""
+    def grads_reduced(self) -> None:
+        """See `Watcher`."""
         if self._observing:
             self.norms.measure()
 
-    def finish(self, step: int, result: StepResult) -> None:
-        """After ``step``. Reads what the step before left, sends off what is due. Collective."""
+    def after_step(self, step: int, result: StepResult) -> list[Action]:
+        """Read what the step before left, send off what is due. Collective."""
         self.observer.disarm()
         for path in self.capturer.saved:
             self.monitor.say(f"captured {path.name}")
@@ -292,12 +292,13 @@ class Stability:
             self._switch_due = False
             self._switch_again()
         if not self.options.enabled:
-            return
+            return []
         self.series.note(result)
-        self.flush(step)
+        actions = self.flush(step)
         if self._observing:
             self._send(step, result.lr)
         self._observing = False
+        return actions
 
     def _send(self, step: int, lr: float) -> None:
         """Reduce over all ranks and start the copy to the host."""
@@ -338,30 +339,37 @@ class Stability:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, beside the switch: plain data."""
-        return self.series.state()
+        return {"stability": self.series.state()}
 
     # ------------------------------------------------------------------- read
 
-    def last(self, step: int) -> None:
-        """The attempt ends after ``step``: take in what is on its way, as the step after would.
+    def finish(self, step: int) -> list[Action]:
+        """Take in what is on its way, as the step after ``step`` would. Collective.
 
         So a switch comes after the same step whether the run was stopped here or not.
         """
-        self.flush(step + 1)
+        return self.flush(step + 1)
 
-    def leave(self, back_to: int | None) -> None:
-        """The run goes back to step ``back_to``: take in what is on its way of a step that stays.
+    def before_rewind(self, back_to: int) -> list[Action]:
+        """Take in what is on its way of a step that stays; release hooks and files. Collective.
 
-        No later step would: the one it was measured in is not repeated.
+        No later step would take it in: the one it was measured in is not repeated. A switch is in
+        force from ``back_to`` on: numerics that were exchanged stay exchanged. A file says so
+        before anything is given up, so that a crash cannot forget it.
         """
-        if self._pending is not None and back_to is not None and self._pending.step <= back_to:
-            self.last(self._pending.step)
+        pending, actions = self._pending, []
+        if pending is not None and pending.step <= back_to:
+            actions = self.finish(pending.step)
+        if self.switched_at and self.layout.print_rank:
+            guard.remember(self.run_dir, min(self.switched_at, max(1, back_to)))
+        self.close()
+        return actions
 
-    def flush(self, now: int) -> None:
+    def flush(self, now: int) -> list[Action]:
         """Take in the record on its way, if there is one, after step ``now``; on all ranks."""
         pending, self._pending = self._pending, None
         if pending is None:
-            return
+            return []
         if pending.event is not None:
             pending.event.synchronize()
         layers, heads = pending.maxima.shape[1:]
@@ -383,6 +391,8 @@ class Stability:
         self._trigger(point, verdict, by_head)
         scalars["level"], scalars["switched"] = float(verdict.code), float(self._in_force)
         self._publish(pending.step, scalars, by_layer, by_head)
+        actions, self._actions = self._actions, []
+        return actions
 
     def _trigger(self, point: Point, verdict: Verdict, by_head: dict[str, np.ndarray]) -> None:
         """Ask for a capture of the next step at the first sign of each kind; all ranks alike."""
@@ -437,9 +447,10 @@ class Stability:
         if mode == "warn" and attention and not self._compensated and verdict_is_new:
             self.monitor.say(guard.ADVICE)
         if mode != "off":
-            self._at_danger(point.step)
-        if mode == "stop" and self.stop_reason is None:
-            self.stop_reason = verdict.reason
+            self._actions.append(Pin(point.step))
+        if mode == "stop" and not self._stopped:
+            self._stopped = True
+            self._actions.append(Stop(verdict.reason, guard.StabilityStop.of(verdict.reason, now)))
         elif mode == "switch" and not self.switched_at:
             self._switch(now)
         return verdict
@@ -468,6 +479,7 @@ class Stability:
         if self._writer is None:
             return
         self._writer.write(step, scalars=scalars, layers=by_layer, heads=by_head)
+        self._maxima = _maxima(step, by_head["max_logit"])
         shown = {f"stability/{n}": v for n, v in scalars.items() if math.isfinite(v)}
         worst = {name: record.worst(name, values) for name, values in by_head.items()}
         for name, values in {**by_layer, **worst}.items():
@@ -488,6 +500,19 @@ class Stability:
             if np.isfinite(values).any():
                 self.latest[f"stability/{name}"] = float(np.nanmax(values))
 
+    def scalars(self) -> dict[str, float]:
+        """What the last record says, for the next log line; first rank only."""
+        return self.latest
+
+    def status(self) -> list[str]:
+        """Verdict of the last record."""
+        level = self.latest.get("stability/level")
+        return [] if level is None else [f"attention {level_name(level)}"]
+
+    def last_maxima(self) -> dict[str, Any] | None:
+        """Largest logits by layer and head of the newest record, if any; first rank only."""
+        return self._maxima
+
     def close(self) -> None:
         """Take hooks off and close files."""
         self.observer.disarm()
@@ -495,3 +520,12 @@ class Stability:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _maxima(step: int, table: np.ndarray) -> dict[str, Any]:
+    """As ``spikes.jsonl`` has it. ``table``: [L, H] largest logits."""
+    return {
+        "step": step,
+        "from": "stability telemetry, the last record before the spike",
+        "max_logit": {str(n): [round(float(x), 4) for x in row] for n, row in enumerate(table)},
+    }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_patch.training.step import Session
+    from megatron_patch.training.session import Session
 
 _BALANCING = {
     "aux_loss": "load_balancing_loss",

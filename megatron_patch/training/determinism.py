@@ -53,3 +53,15 @@ def enforce(run: RunConfig) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+def line(run: RunConfig) -> str:
+    """The start-up line about it."""
+    if run.training.deterministic:
+        return "deterministic: yes; a resume on the same layout and software repeats every bit"
+    if run.training.device == "cpu":
+        return "deterministic: not enforced (training.deterministic: false)"
+    return (
+        "deterministic: no; a resume agrees to rounding, not bitwise "
+        "(training.deterministic: true does)"
+    )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_patch.training import auxiliary
-from megatron_patch.training.step import Session, fetch, global_loss, run_schedule
+from megatron_patch.training.session import Session
+from megatron_patch.training.step import fetch, global_loss, run_schedule
 
 if TYPE_CHECKING:
     from megatron_patch.data.loader import Loaders

@@ -12,8 +12,9 @@ import torch
 from megatron_patch.monitor.flops import flops_per_token
 from megatron_patch.monitor.metrics import StepMetrics
 from megatron_patch.monitor.peaks import peak_tflops
+from megatron_patch.runtime.watcher import StepResult
 from megatron_patch.training import auxiliary
-from megatron_patch.training.step import Session, StepResult
+from megatron_patch.training.session import Session
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout

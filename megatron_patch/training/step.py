@@ -10,55 +10,21 @@ Legend: b micro-batch, s sequence (of this context-parallel rank).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patch.faults.spike import UpdateDropped
-from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.heartbeat import phase
+from megatron_patch.runtime.watcher import StepResult, UpdateDropped
 from megatron_patch.training import auxiliary
 from megatron_patch.training.batch import Batch, place
-from megatron_patch.training.finite import StepGuard
 
 if TYPE_CHECKING:
-    from megatron_patch.faults.watch import FaultWatch
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
-    from megatron_patch.stability.telemetry import Stability
+    from megatron_patch.training.session import Session
 
 REPORT = "loss"  # key of the per-micro-batch report: [sum of token losses, tokens]
-
-
-@dataclass(slots=True)
-class Session:
-    """Everything a step needs, built once."""
-
-    run: RunConfig
-    layout: Layout
-    chunks: list[Any]
-    config: Any
-    optimizer: Any
-    schedule: Any
-    guard: StepGuard
-    micro_batches: int
-    reads_data: bool
-    skipped: int = 0
-    hooks_enabled: bool = field(default=True)
-    stability: Stability | None = None
-    faults: FaultWatch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Figures of one step, still on the device where they were computed there."""
-
-    report: torch.Tensor | None
-    """[sum of token losses, tokens] of this rank's micro-batches; None off the last stage."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    lr: float
-    """Learning rate of the update."""
 
 
 def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
@@ -79,11 +45,11 @@ def forward_step(layout: Layout, *, training: bool = True) -> Any:
     """The function Megatron's schedules call for every micro-batch and chunk."""
 
     def forward(iterator: Iterator[Batch | None], model: Any) -> tuple[Any, Any]:
-        PULSE.enter("forward" if training else "evaluation")
-        batch = next(iterator)
-        if batch is None:  # a middle pipeline stage: its input comes from the stage before
-            output, loss = model(None, None, None), lambda output: token_loss(output, output)
-        else:
+        # What follows until the next micro-batch is the backward pass, or waiting for one.
+        with phase("forward", then="backward") if training else nullcontext():
+            batch = next(iterator)
+            if batch is None:  # a middle pipeline stage: its input comes from the stage before
+                return model(None, None, None), lambda output: token_loss(output, output)
             here = place(batch, layout)
             output = model(
                 here["tokens"],
@@ -92,10 +58,7 @@ def forward_step(layout: Layout, *, training: bool = True) -> Any:
                 labels=here["labels"],
                 loss_mask=here["loss_mask"],
             )
-            loss = lambda losses: token_loss(here["loss_mask"], losses)  # noqa: E731
-        if training:
-            PULSE.enter("backward")
-        return output, loss
+            return output, lambda losses: token_loss(here["loss_mask"], losses)
 
     return forward
 
@@ -152,21 +115,24 @@ def train_step(
         chunk.zero_grad_buffer()
     session.optimizer.zero_grad()
     session.guard.begin(step, session.chunks, meanwhile=meanwhile)
-    if session.faults is not None:
-        session.faults.stragglers.passes_begin()
-    PULSE.enter("forward")  # a later pipeline stage waits for its input before `forward_step`
-    report = run_schedule(session, batches, forward_only=False)
-    if session.stability is not None:
-        session.stability.reduced()
-    session.guard.loss(report)
+    for watcher in session.watchers:
+        watcher.before_forward()
+    with phase("forward"):  # a later pipeline stage waits for its input before `forward_step`
+        # Collective: pipeline sends and receives, and the reduction of the gradients at its end.
+        report = run_schedule(session, batches, forward_only=False)
+    with phase("reduction"):
+        for watcher in session.watchers:
+            watcher.grads_reduced()
+        session.guard.loss(report)
     session.schedule.step(increment=1)
     lr = learning_rate(session)
-    PULSE.enter("optimizer")
-    try:
-        updated, _, _ = session.optimizer.step()
-        grad_norm = session.guard.settle()
-    except UpdateDropped as dropped:
-        updated, grad_norm = False, dropped.grad_norm
+    with phase("optimizer"):
+        try:
+            # Collective: gradient norm, then the agreement of all ranks, then the update.
+            updated, _, _ = session.optimizer.step()
+            grad_norm = session.guard.settle()
+        except UpdateDropped as dropped:  # on all ranks
+            updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated
     return StepResult(report, grad_norm, lr)
 

@@ -173,23 +173,24 @@ def opened(run: Any) -> Iterator[tuple[Any, Any]]:
     """The trainer's own session with the weights of ``checkpoint.load_from``, and its data."""
     from megatron_patch.data.verify import verify_datasets
     from megatron_patch.parallel import setup
-    from megatron_patch.training import startup
+    from megatron_patch.training.process import prepare_process
     from megatron_patch.training.signals import StopFlags
 
-    startup.prepare_process(run)
+    prepare_process(run)
     with contextlib.ExitStack() as stack:
         layout = setup.initialize(run)
         stack.callback(setup.destroy)
         # Imports Megatron, which must find CPU mode installed.
         from megatron_patch.checkpoint.megatron import Checkpointer
         from megatron_patch.data.loader import build_loaders
+        from megatron_patch.training.session import build_session
 
         monitor: Any = types.SimpleNamespace(say=lambda text: print(text, file=sys.stderr))
         for text in verify_datasets(run):
             monitor.say(text)
         loaders = build_loaders(run, layout)
         stack.callback(loaders.close)
-        session, _ = startup.build_session(run, layout, loaders, stop=StopFlags(), monitor=monitor)
+        session, _ = build_session(run, layout, loaders, stop=StopFlags(), monitor=monitor)
         Checkpointer(run, layout, session.chunks, session.optimizer, session.schedule).load()
         yield session, loaders
 

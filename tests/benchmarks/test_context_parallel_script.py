@@ -22,9 +22,7 @@ def bench() -> Any:
 
 
 def test_the_plan(bench: Any) -> None:
-    args = Namespace(
-        lengths=[8192, 131072], masks=["causal"], ranks=[1, 2, 4, 8], problem=bench.Problem()
-    )
+    args = Namespace(lengths=[8192, 131072], ranks=[1, 2, 4, 8], problem=bench.Problem())
     plan = list(bench.cells(args, 4))
     assert len({cell.key for cell in plan}) == len(plan)
     assert [plan[0].system, plan[1].system] == ["kernel", "kernel, every GPU"]
@@ -40,11 +38,11 @@ def test_the_plan(bench: Any) -> None:
         work = cell.tokens**2 / cell.ranks
         assert abs(alone**2 - work) / work < 0.02
     odd = bench.Problem(heads=6)
-    assert "a2a" not in bench._systems(4, "causal", odd)
+    assert "a2a" not in bench._systems(4, odd)
 
 
 def record(bench: Any, folder: Path) -> Any:
-    args = Namespace(problem=bench.Problem(), retry=False, max_ctas=None, smoke=False)
+    args = Namespace(problem=bench.Problem(), smoke=False)
     return bench.Record(folder, args)
 
 
@@ -56,23 +54,22 @@ def no_stored_result(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again(
     bench: Any, tmp_path: Path
 ) -> None:
-    first, second, third = (bench.Cell("p2p", 2, tokens, True) for tokens in (1, 2, 3))
+    first, second, third = (bench.Cell("p2p", 2, tokens) for tokens in (1, 2, 3))
     old = record(bench, tmp_path)
     old.put(first, {"total_ms": 1.0})
     old.put(second, {"running": True})  # and then the run was killed
     new = record(bench, tmp_path)
-    assert [new.done(cell, retry=False) for cell in (first, second, third)] == [True, True, False]
+    assert [new.done(cell) for cell in (first, second, third)] == [True, True, False]
     assert "error" in new.content["cells"][second.key]
-    assert [new.done(cell, retry=True) for cell in (first, second)] == [True, False]
     path = tmp_path / "context_parallel.json"
     stored = json.loads(path.read_text())["speed"]
     for changes, continued in (
-        ({"max_ctas": 4}, False),
+        ({"problem": {}}, False),
         ({"commit": "another"}, True),  # of the same sources
         ({"sources": "others"}, False),
     ):
         path.write_text(json.dumps({"speed": stored | changes}))
-        assert record(bench, tmp_path).done(first, retry=False) == continued
+        assert record(bench, tmp_path).done(first) == continued
 
 
 def test_of_several_ranks_the_slowest_counts(bench: Any) -> None:
@@ -82,10 +79,10 @@ def test_of_several_ranks_the_slowest_counts(bench: Any) -> None:
 
 
 def test_a_run_elsewhere_continues_the_result_in_the_repository(bench: Any, tmp_path: Path) -> None:
-    first, second = (bench.Cell("p2p", 2, tokens, True) for tokens in (1, 2))
+    first, second = (bench.Cell("p2p", 2, tokens) for tokens in (1, 2))
     record(bench, tmp_path / "docs").put(first, {"total_ms": 1.0})
     away = record(bench, tmp_path / "away")
-    assert away.done(first, retry=False)
+    assert away.done(first)
     away.put(second, {"total_ms": 2.0})
     both = json.loads((tmp_path / "away" / "context_parallel.json").read_text())["speed"]["cells"]
     assert set(both) == {first.key, second.key}
@@ -93,10 +90,10 @@ def test_a_run_elsewhere_continues_the_result_in_the_repository(bench: Any, tmp_
 
 def test_no_cell_is_begun_that_cannot_end_in_time(bench: Any) -> None:
     problem = bench.Problem()
-    short, long = (bench.Cell("p2p", 4, tokens, True) for tokens in (8192, 524288))
+    short, long = (bench.Cell("p2p", 4, tokens) for tokens in (8192, 524288))
     assert bench.seconds_needed(short, problem) < 10
     assert 40 < bench.seconds_needed(long, problem) < 90
-    more = bench.Cell("p2p", 2, 524288, True)
+    more = bench.Cell("p2p", 2, 524288)
     assert bench.seconds_needed(more, problem) > 1.8 * bench.seconds_needed(long, problem)
 
 

@@ -58,8 +58,8 @@ def test_preflight_compare_makes_its_directory(
 
 
 @pytest.mark.parametrize("out", ["file/x.png", "/proc/x.png", "x.nosuch", "loop/x.png", "folder"])
-def test_plot_out(place: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
-    line = refusal(["plot", "run", "--out", out], capsys)
+def test_png_out(place: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    line = refusal(["report", "run", "--png", out], capsys)
     assert f"{out}: " in line and "name a PNG file" in line
     assert not Path("folder.png").exists()
 
@@ -152,7 +152,10 @@ def test_report_to_standard_output(place: Path, mode: str) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["plot", "run", "-o"], ["plan", "--config", "run.yaml", "--gpus-per-node", "1", "--plot"]],
+    [
+        ["report", "run", "--png"],
+        ["plan", "--config", "run.yaml", "--gpus-per-node", "1", "--plot"],
+    ],
 )
 @pytest.mark.parametrize("out", ["new", "folder"])
 def test_pictures_have_an_ending(

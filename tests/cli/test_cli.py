@@ -17,7 +17,11 @@ from minimal_config import MINIMAL
 from megatron_patch import config
 from megatron_patch.cli import app
 
-COMMANDS = ["train", "prepare-data", "config", "doctor", "plot", "backends"]
+COMMANDS = [
+    "train", "launch", "plan", "config", "prepare-data", "checkpoint", "report", "doctor", "probe",
+    "preflight",
+]  # fmt: skip
+MOVED = ["plot", "backends", "experiment"]
 
 
 @pytest.fixture
@@ -41,7 +45,9 @@ def test_every_command_exists() -> None:
     action = next(
         a for a in app.build_parser()._actions if isinstance(a, argparse._SubParsersAction)
     )
-    assert set(COMMANDS) <= set(action.choices)
+    assert sorted(action.choices) == sorted(COMMANDS + MOVED)
+    listed = {choice.dest for choice in action._choices_actions}
+    assert listed == set(COMMANDS)
 
 
 def test_help_is_complete() -> None:
@@ -110,10 +116,10 @@ def fake_loop(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> 
 
     import megatron_patch.training as room
 
-    module = types.ModuleType("megatron_patch.training.loop")
+    module = types.ModuleType("megatron_patch.training.trainer")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_patch.training.loop", module)
-    monkeypatch.setattr(room, "loop", module, raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_patch.training.trainer", module)
+    monkeypatch.setattr(room, "trainer", module, raising=False)
     return calls
 
 
@@ -229,41 +235,58 @@ def test_a_closed_pipe_ends_quietly(run_yaml: Path) -> None:
     assert done.stdout.startswith("Sections")
 
 
-def test_plot_names_its_output(
+def test_plot_is_report_png_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_patch.monitor import plot
+    from megatron_patch.report import charts
 
     calls: list[tuple[list[Path], Path]] = []
-
-    def plot_runs(runs: list[Path], out: Path) -> Path:
-        calls.append((runs, out))
-        return out
-
-    monkeypatch.setattr(plot, "plot_runs", plot_runs)
+    monkeypatch.setattr(charts, "draw_png", lambda runs, out: calls.append((runs, out)))
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "demo"
     run.mkdir()
+    assert app.run(["report", str(run), str(tmp_path), "--png", "y.png"]) == 0
+    assert capsys.readouterr() == ("y.png\n", "")
     assert app.run(["plot", str(run)]) == 0
     assert app.run(["plot", str(run), str(tmp_path)]) == 0
     assert app.run(["plot", str(run), "--out", "x.png"]) == 0
     outputs = [out for _, out in calls]
-    assert outputs == [run / "demo.png", Path("runs.png"), Path("x.png")]
-    assert capsys.readouterr().out.splitlines() == [str(out) for out in outputs]
+    assert outputs == [Path("y.png"), run / "demo.png", Path("runs.png"), Path("x.png")]
+    assert calls[0][0] == calls[2][0] == [run, tmp_path]
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [str(out) for out in outputs[1:]]
+    (line, *others) = err.splitlines()
+    assert "'plot' is now 'report RUN... --png FILE'" in line and others == [line, line]
 
 
-def test_plot_of_nothing_is_refused_in_words(
+def test_one_page_is_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["a", "b"], ["a", "--out", "x.html", "--png", "x.png"]):
+        with pytest.raises(SystemExit) as caught:
+            app.run(["report", *argv])
+        assert caught.value.code == 2
+        assert "--png" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_drawing_nothing_is_refused_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["plot", str(tmp_path)]) == 2
+    assert app.run(["report", str(tmp_path), "--png", "x.png"]) == 2
     assert "no metrics.csv" in capsys.readouterr().err
 
 
-def test_backends_list_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_backends_and_the_old_name_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron_patch.runtime import doctor
+
+    (finding,) = doctor.backends()
     assert app.run(["backends", "list"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [err.rstrip()] and "'backends list' is now 'doctor'" in err
     for name in ("stable_flash", "sdpa_cudnn", "sdpa_flash", "te", "mcore_local", "reference"):
         assert name in out
+    for line in filter(None, out.splitlines()):
+        assert f"\n    {line}" in finding.text
 
 
 def test_prepare_data_on_a_small_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

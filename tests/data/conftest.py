@@ -20,23 +20,9 @@ from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 sys.path.append(str(Path(__file__).resolve().parent))
 
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "und",
-    "läuft",
-    "weiter",
-    "漢字",
-    "🙂",
-    "return",
-    "self",
-]
+    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "und", "läuft", "weiter",
+    "漢字", "🙂", "return", "self",
+]  # fmt: skip
 
 
 def documents(count: int, seed: int, words: int = 40) -> list[str]:

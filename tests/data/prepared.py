@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+
+from megatron_patch.data.verify import check_quickly
 
 ENDINGS = (".bin", ".idx", ".manifest.json")
 
@@ -25,3 +28,11 @@ def tokens_of(prefix: Path) -> list[bytes]:
 def lines(texts: list[str]) -> bytes:
     records = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts)]
     return "\n".join(records).encode() + b"\n"
+
+
+def check_dataset(prefix: Path, *, mode: Literal["full", "sampled"] = "full") -> list[str]:
+    """All problems of one dataset, hashes included."""
+    findings = check_quickly(prefix, None, mode=mode)
+    if not findings.problems:
+        findings.problems += [p for piece in findings.pieces if (p := piece.check())]
+    return findings.problems

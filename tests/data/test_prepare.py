@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zstandard
-from prepared import ENDINGS, content, lines, tokens_of
+from prepared import ENDINGS, check_dataset, content, lines, tokens_of
 
+from megatron_patch.cli import prepare_data
 from megatron_patch.data import manifest as manifests
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.manifest import read_manifest
-from megatron_patch.data.options import PrepareOptions, add_arguments, from_args
+from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.prepare import prepare
-from megatron_patch.data.verify import check_dataset
 
 # Named in the tests that take them: bytes that differ in each process would name a test anew in
 # each of pytest-xdist's workers.
@@ -267,41 +267,36 @@ def test_the_standard_library_is_a_corpus(tmp_path: Path, kit: SimpleNamespace) 
     assert tokenizer.read_bytes() == before
 
 
-def test_a_dataset_of_another_tool_is_adopted(
+def test_the_bin_of_another_tool_is_a_token_file(
     tmp_path: Path, corpora: list[Path], kit: SimpleNamespace
 ) -> None:
     for ending in (".bin", ".idx"):
         (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
-    assert "prepare-data --adopt" in check_dataset(tmp_path / "c")[0]
-    with pytest.raises(DataError, match="holds token id 256, but the tokenizer has 100 ids"):
-        prepare(kit.options(tmp_path / "c", adopt=True, tokenizer="none", vocab_size=100))
-    made = prepare(kit.options(tmp_path / "c", adopt=True))
-    assert check_dataset(tmp_path / "c") == []
+    assert "prepared again, as a token file" in check_dataset(tmp_path / "c")[0]
+    made = prepare(kit.options(tmp_path / "new", tmp_path / "c.bin", format="uint16"))
     ours = read_manifest(corpora[0])
-    assert (made.tokens, made.documents, made.bin) == (ours.tokens, ours.documents, ours.bin)
-    with pytest.raises(DataError, match="exists already"):
-        prepare(kit.options(tmp_path / "c", adopt=True))
-    (tmp_path / "c.manifest.json").unlink()
-    with (tmp_path / "c.bin").open("ab") as stream:
-        stream.write(b"\0\0")
-    with pytest.raises(DataError, match=r"the lengths add up to"):
-        prepare(kit.options(tmp_path / "c", adopt=True))
+    assert (made.documents, made.bin, made.idx) == (ours.documents, ours.bin, ours.idx)
 
 
-def test_every_option_is_an_argument_with_help() -> None:
-    parser = argparse.ArgumentParser(prog="prepare-data")
-    add_arguments(parser)
-    text = " ".join(parser.format_help().split())
-    for field in ("--out", "--corpus", "--json-key", "--batch-bytes", "--restart", "--adopt"):
-        assert field in text
-    assert "the sources of this Python's standard library" in text
-    arguments = ["a", "b", "--out", "o", "--document-separator", r"\n\n", "--eod-id", "3"]
-    options = from_args(parser.parse_args([*arguments, "--quiet"]))
-    assert options == PrepareOptions(
+def test_every_option_is_an_argument_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    prepare_data.add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["prepare-data", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in ("--out", "--corpus {python-stdlib}", "--json-key", "--batch-bytes", "--restart"):
+        assert flag in text
+    assert "the sources of this Python's standard library" in text and "--adopt" not in text
+    arguments = ["prepare-data", "a", "b", "--out", "o", "--document-separator", r"\n\n", "--quiet"]
+    args = parser.parse_args([*arguments, "--eod-id", "3"])
+    assert prepare_data.options(args) == PrepareOptions(
         inputs=["a", "b"], out="o", document_separator="\n\n", eod_id=3, quiet=True
     )
     with pytest.raises(SystemExit):
-        parser.parse_args(["a"])
+        parser.parse_args(["prepare-data", "a"])
+    with pytest.raises(DataError, match=r"--adopt has been removed.*--format uint16") as caught:
+        prepare_data.run(parser.parse_args([*arguments, "--adopt"]))
+    assert caught.value.exit_code == 2
 
 
 def test_progress_without_a_terminal_is_plain_lines(
@@ -311,11 +306,10 @@ def test_progress_without_a_terminal_is_plain_lines(
 
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     with progress.Progress("prepare", 2_000_000) as bar:
-        bar.skip(500_000)
         time.sleep(0.01)
         bar.set(1_000_000, "3 tokens")
     output = capsys.readouterr().err
-    assert "prepare: 50% of 2MB" in output and "s left, 3 tokens" in output
+    assert "prepare: 50% of 2.00MB" in output and " left, 3 tokens\n" in output
     assert "\r" not in output
 
 

@@ -14,13 +14,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from prepared import ENDINGS, content, lines, tokens_of
+from prepared import ENDINGS, check_dataset, content, lines, tokens_of
 
 from megatron_patch.data import prepare as prepare_module
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.prepare import prepare
-from megatron_patch.data.verify import check_dataset
 
 PREPARE = """
 import os, sys, time

@@ -14,17 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prepared import ENDINGS, check_dataset
 
 from megatron_patch.data import manifest, verify
 from megatron_patch.data.errors import DataError
+from megatron_patch.data.indexed import TokenFile
 from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
 from megatron_patch.data.prepare import prepare
-from megatron_patch.data.tokenfile import TokenFile
-from megatron_patch.data.verify import check_dataset, verify_datasets
+from megatron_patch.data.verify import verify_datasets
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.schema.data import TokenizerConfig
-
-ENDINGS = (".bin", ".idx", ".manifest.json")
 
 
 @pytest.fixture
@@ -75,15 +74,6 @@ def test_a_forged_manifest_is_an_error_not_a_traceback(
     assert check_dataset(copy)
 
 
-def test_the_place_of_a_difference_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = bytearray(Path(f"{copy}.bin").read_bytes())
-    content[100] ^= 4
-    Path(f"{copy}.bin").write_bytes(content)
-    (problem,) = check_dataset(copy)
-    assert f"{copy}.bin: the bytes 0 to {len(content):,} are not what" in problem
-    assert "prepare the dataset again, or copy" in problem
-
-
 def test_all_problems_of_all_datasets_are_reported_at_once(
     kit: SimpleNamespace, copy: Path, corpora: list[Path], tmp_path: Path
 ) -> None:
@@ -104,16 +94,9 @@ def test_all_problems_of_all_datasets_are_reported_at_once(
     ):
         assert expected in text
     assert len(caught.value.problems) >= 6
-
-
-def test_an_unusable_tokenizer_is_one_more_problem(
-    kit: SimpleNamespace, copy: Path, tmp_path: Path
-) -> None:
-    Path(f"{copy}.idx").unlink()
     missing = TokenizerConfig(kind="huggingface", path=str(tmp_path / "none.json"))
-    with pytest.raises(DataError) as caught:
-        verify_datasets(kit.run_config(copy, tokenizer=missing))
-    assert len(caught.value.problems) == 2
+    with pytest.raises(DataError, match=r"2 problems[\s\S]*no tokenizer\.json file") as caught:
+        verify_datasets(kit.run_config(tmp_path / "absent", tokenizer=missing))
 
 
 def big_dataset(kit: SimpleNamespace, root: Path) -> Path:
@@ -141,7 +124,8 @@ def test_what_sampling_finds_and_what_it_misses(kit: SimpleNamespace, tmp_path: 
         assert bool(check_dataset(prefix, mode="sampled")) == seen
         (problem,) = check_dataset(prefix, mode="full")
         piece = at >> 20
-        assert f"bytes {piece << 20:,} to {(piece + 1) << 20:,}" in problem
+        place = f"{path}: the bytes {piece << 20:,} to {(piece + 1) << 20:,} are not what"
+        assert place in problem and "prepare the dataset again, or copy" in problem
     path.write_bytes(content[:-2])
     assert check_dataset(prefix, mode="sampled")
     path.write_bytes(content)

@@ -45,10 +45,10 @@ def plant_stuck(step: int, rank: int, where: str) -> None:
 
 
 def plant_slow(rank: int, seconds: float) -> None:
-    from megatron_patch.training import loop, step
+    from megatron_patch.training import step, trainer
 
     place, names = step.place, [""]
-    train = loop.train
+    train = trainer.train
 
     def named(loaded: Any) -> int:
         names[0] = loaded.config.name
@@ -59,7 +59,7 @@ def plant_slow(rank: int, seconds: float) -> None:
             time.sleep(seconds)
         return place(batch, layout)
 
-    loop.train, step.place = named, late
+    trainer.train, step.place = named, late
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from run_config import run_config
 
 from megatron_patch.config import checks
-from megatron_patch.faults import ledger, straggler, windows
+from megatron_patch.faults import ledger, skips, straggler
+from megatron_patch.faults.skips import Skips, merged
 from megatron_patch.faults.spike import FILE, Detector, Spike, SpikePolicy, robust_score
-from megatron_patch.faults.windows import Skips, merged
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.watcher import ResumePoint
 from megatron_patch.schema.faults import FaultsConfig, SpikeConfig
 from megatron_patch.schema.problem import ConfigError
 
@@ -94,10 +95,10 @@ WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=6)
 
 @given(WINDOWS)
 def test_steps_walk_over_the_batches_that_are_left_in_order(found: list[tuple[int, int]]) -> None:
-    skips = Skips(merged(found))
+    left = Skips(merged(found))
     out = {n for first, count in found for n in range(first, first + count)}
     expected = [n for n in range(200) if n not in out]
-    assert [skips.batch(step) for step in range(1, 101)] == expected[:100]
+    assert [left.batch(step) for step in range(1, 101)] == expected[:100]
 
 
 @given(WINDOWS)
@@ -114,16 +115,16 @@ def test_merged_windows_are_apart_and_say_the_same(found: list[tuple[int, int]])
     {"windows": [[True, 1]], "rewinds": 0}, {"windows": [7], "rewinds": 0},
 ])  # fmt: skip
 def test_a_damaged_list_is_refused(tmp_path: Path, bad: Any) -> None:
-    (tmp_path / windows.FILE).write_text(json.dumps(bad))
+    (tmp_path / skips.FILE).write_text(json.dumps(bad))
     with pytest.raises(ConfigError, match="decides which data is trained on"):
-        windows.read(tmp_path)
+        skips.read(tmp_path)
 
 
 def test_a_list_survives_the_file(tmp_path: Path) -> None:
-    assert windows.read(tmp_path) is None
-    skips = Skips().add(10, 3).add(13, 2)
-    windows.write(tmp_path, skips)
-    assert windows.read(tmp_path) == skips == Skips(((10, 5),), 2)
+    assert skips.read(tmp_path) is None
+    left = Skips().add(10, 3).add(13, 2)
+    skips.write(tmp_path, left)
+    assert skips.read(tmp_path) == left == Skips(((10, 5),), 2)
 
 
 # ------------------------------------------------------------------------------------ stragglers
@@ -171,15 +172,20 @@ def compared(folder: Path, step: int, *told: int, leave: int | None = None) -> N
     """
     layout: Any = SimpleNamespace(world_size=2, print_rank=True, device=torch.device("cpu"))
     watch = straggler.Stragglers(
-        FaultsConfig(straggler_interval=1), layout, MagicMock(), folder, hosts=["a", "b"]
-    )
-    watch.resume(step)
+        FaultsConfig(straggler_interval=1), layout, run_dir=folder, log=MagicMock(),
+        hosts=["a", "b"],
+    )  # fmt: skip
+
+    def resume(at: int) -> None:
+        watch.load_state(ResumePoint(step=at, switched_at=0, extra={}, has_saved=True))
+
+    resume(step)
     for number in told:
         seconds = torch.tensor([[0.01, 1.0], [0.01, 2.0]], dtype=torch.float64)
         watch._pending = number, MagicMock(), list(seconds)
         if number != leave:
-            watch._tell(wait=True)
-    watch.resume(told[-1] if leave is None else step)
+            watch._collect(wait=True)
+    resume(told[-1] if leave is None else step)
     watch.close()
 
 
@@ -326,11 +332,11 @@ def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path: Path) -> None:
     """And where the disk is full half a line is left to nobody."""
     file = tmp_path / FILE
     file.write_text('{"step": 3, "lo')
-    session: Any = SimpleNamespace(
-        run=run_config(), layout=SimpleNamespace(print_rank=True, world_size=1), chunks=[],
-        guard=SimpleNamespace(),
+    layout: Any = SimpleNamespace(print_rank=True, world_size=1)
+    policy = SpikePolicy(
+        SpikeConfig(), MagicMock(), layout, roots=[], run_dir=tmp_path, log=MagicMock(),
+        samples=lambda batch: [],
     )  # fmt: skip
-    policy = SpikePolicy(session, MagicMock(**{"samples.return_value": []}), MagicMock(), tmp_path)
     policy._record(Spike(5, 4, 9.0, 9.0, 9.0, 9.0), "recorded", {})
     with room_for(file, 20):
         policy._record(Spike(6, 5, 9.0, 9.0, 9.0, 9.0), "recorded", {})

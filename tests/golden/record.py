@@ -165,7 +165,7 @@ def numbers(run_dir: Path) -> dict[str, dict[str, str]]:
 
 def lines(console: str) -> list[str]:
     """Console lines but those of steps, without what does not change them: versions, times, ..."""
-    console = re.sub(r"(commit|python|megatron-patch-stable) [\w.]+", r"\1 *", console)
+    console = re.sub(r"(commit|python|megatron-patch-stable) [\w.]+(\+changes)?", r"\1 *", console)
     console = re.sub(r"[\d.]+ (s|GiB)\b", r"* \1", console)
     console = re.sub(r"(?m)^optional: .*", "optional: *", console)
     return [line for line in console.splitlines() if not line.startswith("step ")]

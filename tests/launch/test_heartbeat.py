@@ -9,7 +9,8 @@ def test_first_rank_writes_the_step(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "step"))
     heartbeat = Heartbeat(0)
     for step in (8, 9, 10, 1000):
-        heartbeat.beat(step)
+        with heartbeat.step(step):
+            pass
         assert (tmp_path / "step").read_text() == f"{step}\n"
     heartbeat.close()
     heartbeat.close()
@@ -17,7 +18,9 @@ def test_first_rank_writes_the_step(tmp_path, monkeypatch):
 
 def test_others_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "step"))
-    Heartbeat(1).beat(5)
+    with Heartbeat(1).step(5):
+        pass
     assert not (tmp_path / "step").exists()
     monkeypatch.delenv(VARIABLE)
-    Heartbeat(0).beat(5)
+    with Heartbeat(0).step(5):
+        pass

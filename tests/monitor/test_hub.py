@@ -1,4 +1,4 @@
-"""Console lines, metrics.csv over a resume, TensorBoard, the optional W&B, plots."""
+"""Console lines, metrics.csv over a resume, TensorBoard, the optional W&B."""
 
 import csv
 import io
@@ -13,10 +13,8 @@ import pytest
 from full_disk import KINDS, disk
 from run_config import run_config
 
-from megatron_patch.checkpoint import last
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics, console_line, duration
-from megatron_patch.monitor.plot import PlotError, plot_runs, read_curves
 from megatron_patch.monitor.sinks import CsvSink, MissingPackageError
 
 
@@ -111,10 +109,9 @@ def test_what_a_resume_does_not_find_is_told_in_one_line(
     sink.close()
     text = damage(path.read_text())
     path.unlink() if text is None else path.write_text(text)
-    (tmp_path / last.FILE).touch()
     quiet = {"interval": 1, "tensorboard": False}
     monitor = Monitor(run_config(logging=quiet), tmp_path, stream=out)
-    monitor.start(4)
+    monitor.start(4, has_saved=True)
     monitor.log(metrics(5))
     monitor.close()
     said = [x for x in out.getvalue().splitlines() if not x.startswith("step ")]
@@ -274,57 +271,6 @@ def test_logging_section_problems() -> None:
         "logging.interval",
         "logging.peak_tflops",
     ]
-
-
-def write_run(folder: Path, steps: list[int], **values: object) -> Path:
-    folder.mkdir()
-    sink = CsvSink(folder / "metrics.csv", start_step=0)
-    for step in steps:
-        sink.log(metrics(step, tokens_per_s=100.0, elapsed_seconds=float(step), **values))
-    sink.close()
-    return folder
-
-
-def test_plot_overlays_runs_and_tolerates_one_row(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", [1, 2, 3], eval_loss=4.0)
-    b = write_run(tmp_path / "b", [1], loss=None)
-    out = plot_runs([a, b / "metrics.csv"], tmp_path / "new" / "plot.png")
-    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and out.stat().st_size > 5000
-
-
-def test_plot_marks_restarts(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [1, 2])
-    sink = CsvSink(folder / "metrics.csv", start_step=2)
-    sink.log(metrics(3, elapsed_seconds=0.5))
-    sink.close()
-    curves = read_curves(folder)
-    assert curves.restarts() == [3.0]
-    assert curves.points("loss")[0] == [1.0, 2.0, 3.0]
-
-
-def test_plot_skips_values_that_are_not_numbers(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [1, 2, 3])
-    text = (folder / "metrics.csv").read_text().replace("2.5", "nan")
-    (folder / "metrics.csv").write_text(text + "4,half a ro")
-    assert read_curves(folder).points("loss") == ([1.0, 3.0], [5.0, 5.0 / 3])
-
-
-def test_plot_of_damaged_and_of_other_tables(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [1, 2, 3])
-    table = folder / "metrics.csv"
-    table.write_bytes(table.read_bytes().replace(b"2.5", b"2.\xff"))
-    assert read_curves(folder).points("loss") == ([1.0, 3.0], [5.0, 5.0 / 3])
-    table.write_text("time,value\n1,2\n")
-    with pytest.raises(PlotError, match="has no column step, but time, value"):
-        read_curves(folder)
-
-
-@pytest.mark.parametrize("content", [None, "", "step,loss\n"])
-def test_plot_says_what_is_missing(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "metrics.csv").write_text(content)
-    with pytest.raises(PlotError, match=r"metrics\.csv"):
-        plot_runs([tmp_path], tmp_path / "out.png")
 
 
 def test_a_server_of_wandb_that_is_away_stops_no_restart(

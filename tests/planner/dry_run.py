@@ -268,7 +268,8 @@ def _step(run: RunConfig, rank: int, world: int, *, vocab: int, storages: Storag
     from megatron_patch.model.build import build_model
     from megatron_patch.parallel import setup
     from megatron_patch.training import optimizer
-    from megatron_patch.training.step import Session, run_schedule
+    from megatron_patch.training.session import Session
+    from megatron_patch.training.step import run_schedule
 
     built = build_model(run, vocab_size=vocab)
     chunks = optimizer.wrap_chunks(run, built.chunks)

@@ -60,7 +60,7 @@ def test_an_accepted_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) 
 def test_the_loop_can_be_imported_before_cpu_mode() -> None:
     """Importing Megatron first would leave its fused functions under torch.compile."""
     code = (
-        "import sys; from megatron_patch.training import loop; "
+        "import sys; from megatron_patch.training import trainer; "
         "sys.exit(any(name.startswith('megatron.core') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

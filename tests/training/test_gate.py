@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron_cpu import VOCAB, layout, single_rank, tiny_run
 
-from megatron_patch.faults.spike import RewindWanted, SpikePolicy, UpdateDropped
+from megatron_patch.faults.spike import SpikePolicy
 from megatron_patch.model.build import build_model
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.watcher import RewindWanted, UpdateDropped
 from megatron_patch.schema.faults import FaultsConfig, SpikeConfig
 from megatron_patch.schema.model import MoEConfig
 from megatron_patch.training import finite
@@ -174,14 +174,14 @@ def test_a_host_that_reads_first_makes_the_same_update(rank: None) -> None:
 def watched(run: Trained, action: Any, folder: Path, say: Callable[[str], None]) -> SpikePolicy:
     """The rule about spikes, with five calm steps behind it."""
     spikes = FaultsConfig(spike=SpikeConfig(action=action, min_history=4, window=8))
-    session = SimpleNamespace(
-        run=SimpleNamespace(faults=spikes), guard=run.guard, chunks=[], layout=layout()
-    )
     policy = SpikePolicy(
-        session,  # type: ignore[arg-type]
-        SimpleNamespace(samples=lambda split, batch: []),  # type: ignore[arg-type]
-        SimpleNamespace(say=say),  # type: ignore[arg-type]
-        folder,
+        spikes.spike,
+        run.guard,
+        layout(),
+        roots=[],
+        run_dir=folder,
+        log=say,
+        samples=lambda batch: [],
     )
     for _ in range(5):
         run.step()

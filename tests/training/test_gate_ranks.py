@@ -16,8 +16,8 @@ cpu_mode.install()
 """
 GATED = """
 from megatron_patch.__main__ import main
-from megatron_patch.training import optimizer, startup
-build, gate_of = optimizer.build_optimizer, startup.gate_of
+from megatron_patch.training import optimizer, session
+build, gate_of = optimizer.build_optimizer, session.gate_of
 
 def fused(run, chunks):  # as on a GPU
     made, line = build(run, chunks)
@@ -29,7 +29,7 @@ def gated(made):
     assert gate is not None
     return gate
 
-optimizer.build_optimizer, startup.gate_of = fused, gated
+optimizer.build_optimizer, session.gate_of = fused, gated
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -115,12 +115,12 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
     from megatron_patch.cli.app import exit_code
     from megatron_patch.config import load
     from megatron_patch.parallel import setup
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
     result: dict[str, Any] = {}
     install_faults(run)
     undo_variant = VARIANTS[run["variant"]]() if "variant" in run else None
-    original = loop._Training.run_to_end
+    original = trainer.Trainer.run_to_end
 
     def run_to_end(self: Any) -> None:
         try:
@@ -130,9 +130,9 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
             result["step"] = self.position.step
             result["frozen"] = gc.get_freeze_count()
 
-    loop._Training.run_to_end = run_to_end  # type: ignore[method-assign]
+    trainer.Trainer.run_to_end = run_to_end  # type: ignore[method-assign]
     try:
-        result["code"] = loop.train(load(config, run["set"]))
+        result["code"] = trainer.train(load(config, run["set"]))
         if "frozen" in result:  # it trained
             result["frozen_after"] = gc.get_freeze_count()
     except Exception as error:
@@ -141,7 +141,7 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
             raise
         setup.destroy()  # the plan makes all ranks fail together
     finally:
-        loop._Training.run_to_end = original  # type: ignore[method-assign]
+        trainer.Trainer.run_to_end = original  # type: ignore[method-assign]
         run["_undo"]()
         if undo_variant is not None:
             undo_variant()

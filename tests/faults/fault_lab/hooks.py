@@ -58,7 +58,7 @@ def wrap(
 
 def record(folder: Path, rank: int) -> None:
     """Leave in ``folder``: pid, steps done, hashes of the data by step, a digest at the end."""
-    from megatron_patch.training import loop
+    from megatron_patch.training import trainer
 
     _State.folder, _State.rank, _State.step = folder, rank, 0
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
@@ -82,9 +82,9 @@ def record(folder: Path, rank: int) -> None:
         found = digest(training.session) | {"random": streams(), "step": training.position.step}
         (folder / f"digest.{rank}").write_text(json.dumps(found))
 
-    wrap(loop, "train_step", before=begun, after=done)
-    wrap(loop._Training, "_resume", after=resumed)
-    wrap(loop._Training, "run_to_end", after=ended)
+    wrap(trainer, "train_step", before=begun, after=done)
+    wrap(trainer.Trainer, "_resume", after=resumed)
+    wrap(trainer.Trainer, "run_to_end", after=ended)
 
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -194,10 +194,10 @@ def _deleting(fire: Callable[[], None]) -> None:
     wrap(*_owner("shutil", "rmtree"), before=seen)
 
 
-_LOOP, _STORE = "megatron_patch.training.loop", "megatron_patch.checkpoint.store"
+_LOOP, _STORE = "megatron_patch.training.trainer", "megatron_patch.checkpoint.store"
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "rendezvous": _before("megatron_patch.parallel.setup", "initialize"),
-    "model": _before("megatron_patch.training.startup", "build_session"),
+    "model": _before("megatron_patch.training.trainer", "build_session"),
     "load": _before("megatron_patch.checkpoint.megatron", "Checkpointer._put"),
     "data": _before(_LOOP, "fetch"),
     "forward": _before("megatron_patch.training.step", "place"),
@@ -211,9 +211,9 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "save hash": _before(_STORE, "CheckpointStore.hash_files"),
     "save index": _before("megatron_patch.checkpoint.writer", "Plan.finish"),
     "save manifest": _sealed,
-    "save pointer": _before("megatron_patch.checkpoint.shelf", "Shelf.write_latest"),
+    "save pointer": _before("megatron_patch.checkpoint.directory", "CheckpointDirectory.publish"),
     "save retire": _deleting,
-    "finish": _before(_LOOP, "mark_finished"),
+    "finish": _before("megatron_patch.training.run_directory", "mark_finished"),
     "shutdown": _before("megatron_patch.parallel.setup", "destroy"),
 }
 SAVE_PLACES = ("save begin", "save write", "save hash", "save index", "save manifest",

@@ -74,7 +74,7 @@ def preimport() -> None:
     import megatron_patch.cli.app
     import megatron_patch.data.prepare
     import megatron_patch.launcher.rank
-    import megatron_patch.training.loop
+    import megatron_patch.training.trainer
 
     end = time.monotonic() + 5
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:

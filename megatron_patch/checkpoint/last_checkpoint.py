@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from megatron_patch.checkpoint.errors import CheckpointError, is_passing, no_checkpoint
-from megatron_patch.checkpoint.files import describe
+from megatron_patch.checkpoint.errors import CheckpointError, describe, is_passing, no_checkpoint
 from megatron_patch.runtime.files import sync_directory, write_whole
 
 FILE = "last_checkpoint.json"
@@ -23,10 +21,10 @@ FILE = "last_checkpoint.json"
 log = logging.getLogger(__name__)
 
 
-def remember(run_dir: Path, path: Path, *, step: int, store: Callable[[], str]) -> None:
+def remember(run_dir: Path, path: Path, *, step: int) -> None:
     """Note a complete checkpoint. A failure is logged: the checkpoint counts without it."""
     try:
-        facts = {"step": step, "store": store(), "path": os.path.abspath(path)}
+        facts = {"step": step, "path": os.path.abspath(path)}
         write_whole(run_dir / FILE, json.dumps(facts) + "\n")
         sync_directory(run_dir)
     except OSError as error:

@@ -89,15 +89,11 @@ def read(run_dir: Path) -> Skips | None:
     try:
         return Skips.from_dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            [
-                Problem(
-                    "run_dir",
-                    f"{file}: {error}; it decides which data is trained on: put the right one "
-                    'back, e.g. {"windows": [[100, 5]], "rewinds": 1}',
-                )
-            ]
-        ) from None
+        text = (
+            f"{file}: {error}; it decides which data is trained on: put the right one back, e.g. "
+            '{"windows": [[100, 5]], "rewinds": 1}'
+        )
+        raise ConfigError([Problem("run_dir", text)]) from None
 
 
 def write(run_dir: Path, skips: Skips) -> None:

@@ -1,4 +1,4 @@
-"""Links between the pages: files are there, and so are the headings they name."""
+"""The manual: its links lead somewhere, and it stays short enough to be read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, ROOT / "research" / "report.md"]
+GENERATED = "configuration.md"
+IN_ALL, IN_README, IN_A_PAGE = 21_500, 700, 2_000
+"""Words at most; a word has a letter or a digit."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -22,7 +26,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     broken = []
     for link in LINK.findall(FENCE.sub("", page.read_text("utf-8"))):
@@ -36,5 +40,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_what_would_be_broken() -> None:
-    assert "the-guard" in anchors(ROOT / "docs" / "telemetry.md")
+    assert "the-guard" in anchors(ROOT / "docs" / "stability.md")
     assert LINK.findall("[a](b.md#c) and ![d](e.png)") == ["b.md#c", "e.png"]
+
+
+def words(page: Path) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in page.read_text("utf-8").split())
+
+
+def test_the_manual_is_short() -> None:
+    """A page that grows takes the words from another one."""
+    assert words(ROOT / "README.md") <= IN_README
+    assert sum(map(words, DOCS)) <= IN_ALL
+    long = {page.name: words(page) for page in DOCS if page.name != GENERATED}
+    assert max(long.values()) <= IN_A_PAGE, long

@@ -1,4 +1,4 @@
-"""At a danger the trainer keeps the checkpoint to go back to: real runs of two ranks, and parts."""
+"""At a danger the trainer pins the checkpoint to go back to: real runs of two ranks, and parts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 import telemetry_records
 import training_ranks
 
-from megatron_patch.checkpoint import keeping
+from megatron_patch.checkpoint import inspect, pinned
 from megatron_patch.checkpoint.store import CheckpointStore
 from megatron_patch.stability import record
-from megatron_patch.training.rundir import run_directory
 from megatron_patch.training.saver import Saver
 
 # One small layer, whose gradient norm grows by half a step: `watch` at step 6, `danger` at 7, read
@@ -28,7 +27,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.norm_needs_head=false",
          "checkpoint.interval=2", "checkpoint.keep_last=2"]  # fmt: skip
 DANGER = 7
-KEPT = {"step_00000004.attempt-1": keeping.Kept(danger=7, since=6)}
+PINNED = {"step_00000004.attempt-1": "danger at step 7, signs since step 6"}
 BACK = "attention.stabilizer=compensated"
 
 
@@ -59,7 +58,7 @@ def log_of(folder: Path, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(own_worker: None, folder: Path, corpus: Path) -> dict[str, Any]:
-    """The last of them goes back to the kept one by ``latest``, and takes the remedy."""
+    """The last of them goes back to the pinned one, and takes the remedy."""
     plan = {
         "first": run("warn", "stability.guard=warn", at(9)),
         "resumed": run("warn", "stability.guard=warn", at(13)),
@@ -70,7 +69,7 @@ def runs(own_worker: None, folder: Path, corpus: Path) -> dict[str, Any]:
     }
     found = training_ranks.run_ranks(folder, corpus, 2, list(plan.values()))
     left = steps(folder, "warn")
-    (root(folder, "warn") / "latest").write_text(f"{next(iter(KEPT))}\n")
+    inspect.roll_back(root(folder, "warn"), "4")
     back = training_ranks.run_ranks(folder, corpus, 2, [run("warn", BACK, at(11))])
     return {**dict(zip(plan, found, strict=True)), "left": left, "back": back[0]}
 
@@ -79,8 +78,8 @@ def runs(own_worker: None, folder: Path, corpus: Path) -> dict[str, Any]:
 def test_it_is_there_at_the_end_and_after_a_resume(runs: Any, folder: Path) -> None:
     assert [rank["code"] for name in ("first", "resumed") for rank in runs[name]] == [0] * 4
     assert runs["left"] == [4, 12, 13]
-    assert keeping.read(root(folder, "warn")) == KEPT
-    told = "step_00000004.attempt-1 is kept: the newest from before the signs that led to danger"
+    assert pinned.read(root(folder, "warn")) == PINNED
+    told = "step_00000004.attempt-1 is pinned: the newest from before the signs that led to danger"
     assert log_of(folder, "warn").count(f"{told} at step {DANGER}; to go back to it") == 1
 
 
@@ -89,8 +88,8 @@ def test_going_back_to_it_works_and_keeps_it(runs: Any, folder: Path) -> None:
     assert [rank["code"] for rank in runs["back"]] == [0, 0]
     assert "resuming after step 4 " in log_of(folder, "warn")
     assert record.read(folder / "runs" / "warn").meta["attention"] == "stable_flash/compensated"
-    assert steps(folder, "warn") == [4, 10, 11, 12, 13]
-    assert keeping.read(root(folder, "warn")) == KEPT
+    assert steps(folder, "warn") == [4, 10, 11]
+    assert pinned.read(root(folder, "warn")) == PINNED
 
 
 @pytest.mark.multiprocess
@@ -102,13 +101,13 @@ def test_whatever_the_guard_does_and_however_it_saves(
     runs: Any, folder: Path, name: str, code: int, left: list[int]
 ) -> None:
     assert [rank["code"] for rank in runs[name]] == [code] * 2
-    assert steps(folder, name) == left and keeping.read(root(folder, name)) == KEPT
+    assert steps(folder, name) == left and pinned.read(root(folder, name)) == PINNED
 
 
 @pytest.mark.multiprocess
 def test_without_a_guard_nobody_judges(runs: Any, folder: Path) -> None:
     assert steps(folder, "off") == [12, 13]
-    assert not (root(folder, "off") / keeping.FILE).exists()
+    assert not (root(folder, "off") / pinned.FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -159,19 +158,18 @@ def saver(tmp_path: Path) -> Any:
         attempt = store.begin(step)
         (attempt.path / "__0_0.distcp").write_bytes(b"shard")
         store.commit(attempt, store.hash_files(attempt, ["__0_0.distcp"]), {})
-    config = SimpleNamespace(name="a", run_dir=str(tmp_path))
+    config = SimpleNamespace(name="a", run_dir=str(tmp_path), directory=tmp_path)
     made = Saver(
         SimpleNamespace(store=store, run=config),  # type: ignore[arg-type]
         SimpleNamespace(say=said.append),  # type: ignore[arg-type]
     )
-    assert run_directory(config) == tmp_path  # type: ignore[arg-type]
     return SimpleNamespace(saver=made, store=store, said=said)
 
 
 def test_without_records_it_is_one_from_before_the_danger(saver: Any) -> None:
     saver.saver.keep_before_danger(10)
-    kept = keeping.Kept(danger=10, since=10)
-    assert keeping.read(saver.store.root) == {"step_00000005.attempt-1": kept}
+    kept = "danger at step 10, signs since step 10"
+    assert pinned.read(saver.store.root) == {"step_00000005.attempt-1": kept}
 
 
 def at_danger(saver: Any, monkeypatch: pytest.MonkeyPatch, step: int, began: int) -> list[str]:
@@ -179,12 +177,12 @@ def at_danger(saver: Any, monkeypatch: pytest.MonkeyPatch, step: int, began: int
     found = SimpleNamespace(signs_began=lambda danger, until: max(began, min(danger, until)))
     monkeypatch.setattr(record, "read", lambda path: found)
     saver.saver.keep_before_danger(step)
-    return sorted(keeping.read(saver.store.root))
+    return sorted(pinned.read(saver.store.root))
 
 
 def test_a_release_holds_until_the_next_start(saver: Any, monkeypatch: Any) -> None:
     assert at_danger(saver, monkeypatch, 12, 11) == ["step_00000010.attempt-1"]
-    (saver.store.root / keeping.FILE).unlink()
+    (saver.store.root / pinned.FILE).unlink()
     assert at_danger(saver, monkeypatch, 13, 11) == []
 
 
@@ -193,11 +191,12 @@ def test_one_danger_after_another(saver: Any, monkeypatch: Any) -> None:
     first, second = "step_00000005.attempt-1", "step_00000010.attempt-1"
     assert at_danger(saver, monkeypatch, 12, 8) == [first]
     asked: list[int] = []
-    monkeypatch.setattr(saver.store, "trained", lambda: asked.append(1) or [second, first])
+    names = lambda: asked.append(1) or [second, first]  # noqa: E731
+    monkeypatch.setattr(saver.store.directory, "complete_names", names)
     assert at_danger(saver, monkeypatch, 13, 8) == [first] and not asked
     assert at_danger(saver, monkeypatch, 40, 39) == [first, second] and asked == [1]
     assert at_danger(saver, monkeypatch, 41, 39) == [first, second] and asked == [1]
-    reload = SimpleNamespace(step=10, as_dict=lambda: {"step": 10})
+    reload = SimpleNamespace(step=10)
     for name in ("abandon_after", "reload"):
         setattr(saver.saver._checkpointer, name, lambda *_: reload)
     saver.saver.back_to = 10
@@ -210,22 +209,22 @@ def test_a_failure_is_told_and_tried_again(saver: Any, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeping, "write", full)
+        patch.setattr(pinned, "write", full)
         saver.saver.keep_before_danger(10)
     (line,) = saver.said
-    assert line.startswith("warning: no checkpoint from before the danger is kept: [Errno 28]")
-    (saver.store.root / keeping.FILE).write_text("{")
+    assert line.startswith("warning: no checkpoint from before the danger is pinned: [Errno 28]")
+    (saver.store.root / pinned.FILE).write_text("step_0")
     for _ in range(3):  # once, not at every record
         saver.saver.keep_before_danger(10)
-    assert len(saver.said) == 2 and "kept.json" in saver.said[1]
-    (saver.store.root / keeping.FILE).write_text("{}")
+    assert len(saver.said) == 2 and "pinned: " in saver.said[1]
+    (saver.store.root / pinned.FILE).write_text("")
     saver.saver.keep_before_danger(11)
-    assert json.loads((saver.store.root / keeping.FILE).read_text()) == {
-        "step_00000010.attempt-1": {"danger": 11, "signs_since": 11}
+    assert pinned.read(saver.store.root) == {
+        "step_00000010.attempt-1": "danger at step 11, signs since step 11"
     }
 
 
 def test_only_the_first_rank_keeps(saver: Any) -> None:
     saver.store.ranks.rank = 1
     saver.saver.keep_before_danger(10)
-    assert not (saver.store.root / keeping.FILE).exists()
+    assert not (saver.store.root / pinned.FILE).exists()

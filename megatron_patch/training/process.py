@@ -1,0 +1,83 @@
+"""The process that trains: prepared before Megatron is imported, announced once it is laid out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_patch.core_patches import quiet
+from megatron_patch.parallel import setup
+from megatron_patch.runtime import environment
+from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.training import determinism
+from megatron_patch.training.recorder import tokens_per_step
+
+if TYPE_CHECKING:
+    from megatron_patch.monitor.hub import Monitor
+    from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
+
+
+def prepare_process(run: RunConfig) -> None:
+    """Everything that must precede Megatron's import or CUDA's start.
+
+    Raises:
+        ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
+    """
+    setup.check_world_size(run, setup.launched_world_size())
+    determinism.enforce(run)
+    quiet.install()
+    environment.hide_old_nvrx()
+    if run.training.device == "cpu":
+        from megatron_patch.core_patches import cpu_mode
+
+        cpu_mode.install()
+    elif not torch.cuda.is_available():
+        text = (
+            "cuda, but PyTorch sees no GPU here; set training.device: cpu to train on the CPU, or "
+            "run 'megatron-patch doctor'"
+        )
+        raise ConfigError([Problem("training.device", text)])
+
+
+def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
+    """Start-up lines: versions, device, layout, batch."""
+    found = environment.report() if layout.print_rank else {}
+    names = ("megatron-patch-stable", "python", "torch", "triton", "megatron-core")
+    versions = ", ".join(f"{n} {found.get(n)}" for n in names)
+    commit = environment.short_commit(str(found.get("commit")))
+    monitor.say(f"run {run.name}: {versions}, commit {commit}")
+    optional = [
+        f"{n} {found.get(n) or 'not installed'}" for n in ("transformer-engine", "apex", "cuda")
+    ]
+    monitor.say(f"optional: {', '.join(optional)}")
+    t, p = run.training, run.parallel
+    if t.device == "cpu":
+        threads = torch.get_num_threads()
+        monitor.say(f"device: CPU mode, gloo and PyTorch's CPU kernels, {threads} thread(s) a rank")
+    else:
+        monitor.say(
+            f"device: {found.get('gpu')}, CUDA {found.get('cuda')}, driver {found.get('driver')}, "
+            f"NCCL {found.get('nccl')}"
+        )
+    axes = " x ".join(
+        f"{axis.upper()}{getattr(layout, axis + '_size')}" for axis in ("tp", "cp", "pp", "dp")
+    )
+    extras = [f"EP{layout.ep_size}"] if layout.ep_size > 1 else []
+    extras += ["sequence parallel"] if p.sequence_parallel else []
+    if kinds := p.cp_comm_types:
+        sizes = p.hierarchical_context_parallel_sizes
+        extras.append("context parallel by " + " and ".join(kinds) + (f" {sizes}" if sizes else ""))
+    if p.virtual_pipeline_model_parallel_size:
+        extras.append(f"{p.virtual_pipeline_model_parallel_size} virtual stages")
+    monitor.say(f"layout: {layout.world_size} rank(s), {', '.join([axes, *extras])}")
+    accumulate = t.global_batch_size // (t.micro_batch_size * layout.dp_size)
+    monitor.say(
+        f"batch: {t.global_batch_size} sequences of {run.model.seq_length} = "
+        f"{tokens_per_step(run):,} tokens a step; micro-batch {t.micro_batch_size}, "
+        f"{accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
+    )
+    monitor.say(determinism.line(run))
+    for path in environment.other_copies():
+        monitor.say(f"warning: another package named megatron_patch is on sys.path: {path}")
