@@ -5,37 +5,24 @@ Nothing here imports torch or Triton while tests are collected.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import sys
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Helpers of the tests are plain modules beside this file (importmode=importlib adds no path).
-sys.path.append(str(Path(__file__).resolve().parent))
+# Helpers of the tests are plain modules beside them (importmode=importlib adds no path).
+sys.path += [
+    str(Path(__file__).resolve().parent / room)
+    for room in ("", "context_parallel", "faults", "fuzz", "kernels", "planner", "slurm")
+]
 
 import interpreter_shim
+from cuda_devices import cuda_devices
 
 NO_GPU = "needs a CUDA device; none here"
-
-
-@cache
-def cuda_devices() -> int:
-    """Number of CUDA devices according to the driver, without importing torch."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return 0
-    try:
-        # NVML and not the CUDA driver: cuInit here would break CUDA in forked children.
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
 
 
 if cuda_devices() == 0:
@@ -86,3 +73,12 @@ def poisoned_memory():
     with PoisonedMemory() as memory:
         yield memory
     memory.check()
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[None]:
+    """One Megatron-Core rank on the CPU."""
+    from megatron_cpu import single_rank
+
+    with single_rank():
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,20 @@ from megatron_patch.core_patches import cpu_mode
 from megatron_patch.parallel.setup import Layout
 from megatron_patch.schema.attention import AttentionConfig
 from megatron_patch.schema.data import DataConfig
-from megatron_patch.schema.model import ModelConfig
+from megatron_patch.schema.model import MLAConfig, ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
 SEQ, VOCAB = 16, 60
+MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+QUERY_MLA = replace(MLA, q_lora_rank=16)
+"""Latent attention, and with a latent of the queries too."""
+# Keys of the section `parallel`.
+TP, CP, EP = "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
+PP, VP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+ETP, DIST = "expert_tensor_parallel_size", "use_distributed_optimizer"
+SP = {"sequence_parallel": True}
 
 
 @contextlib.contextmanager
@@ -41,17 +50,10 @@ def single_rank(seed: int = 1) -> Iterator[None]:
 
 def layout(**where: int) -> Layout:
     """Coordinates of one rank on the CPU, changed as asked."""
-    one = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1}
-    sizes = {f"{axis}_size": n for axis, n in one.items()}
-    ranks = {f"{axis}_rank": 0 for axis in one}
-    return Layout(
-        **(
-            {"rank": 0, "world_size": 1, "local_rank": 0, "device": torch.device("cpu")}
-            | sizes
-            | ranks
-            | where
-        )
-    )
+    axes = ("tp", "pp", "cp", "dp", "ep")
+    one = {f"{axis}_size": 1 for axis in axes} | {f"{axis}_rank": 0 for axis in axes}
+    one |= {"rank": 0, "world_size": 1, "local_rank": 0}
+    return Layout(**({"device": torch.device("cpu")} | one | where))
 
 
 def reseed(seed: int = 1) -> None:

@@ -8,6 +8,14 @@ from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 from megatron_patch.core_patches.residual import StreamNorm
 
 
+def alone(function, x, dy):
+    """[output, gradients of x and, of a module, of its parameters]."""
+    x = x.clone().requires_grad_()
+    out = function(x)
+    parameters = function.parameters() if isinstance(function, torch.nn.Module) else ()
+    return [out, *torch.autograd.grad(out, [x, *parameters], dy.to(out.dtype))]
+
+
 def handed_on(norm, x, dy, dstream):
     """[output, stream, gradients of x and of the norm's parameters]."""
     x = x.clone().requires_grad_()

@@ -110,12 +110,6 @@ def test_agrees_with_the_stock_module(case, layer_number):
         torch.testing.assert_close(ours.softmax_offset.grad, stock.softmax_offset.grad)
 
 
-def test_window_rule_differs_between_layers():
-    settings = config(window_size=(5, 0), window_attn_skip_freq=2)
-    assert build(settings=settings, layer_number=1).window == (5, 0)
-    assert build(settings=settings, layer_number=2).window is None
-
-
 def test_constructed_twice_with_a_copied_config_has_no_side_effect():
     """Multi-latent attention builds core attention twice and drops the first."""
     state = torch.get_rng_state()

@@ -13,13 +13,13 @@ import time
 
 import pytest
 from cp_cases import FEATURES, Case, collect, complaints, make_inputs, truth, uncut
-from gpus import devices
+from cuda_devices import cuda_devices
 from on_gpu import judge
 from ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
-SIZES = [n for n in (2, 4, 8) if n <= devices()]
+SIZES = [n for n in (2, 4, 8) if n <= cuda_devices()]
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 SHAPE = {"backend": "stable_flash", "dtype": "bf16", "d": 64, "dv": 64, "b": 2}
 WIDTHS = {

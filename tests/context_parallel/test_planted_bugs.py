@@ -27,10 +27,26 @@ P2P = Case(size=4, mode="p2p", dropout_p=0.0)
 BUGS: dict[str, tuple[Case, Callable[[Any], None]]] = {}
 
 
-def bug(case: Case) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def planted(case: Case) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """A function that plants its bug with pytest's monkeypatch."""
+
     def add(plant: Callable[[Any], None]) -> Callable[[Any], None]:
         BUGS[plant.__name__] = (case, plant)
         return plant
+
+    return add
+
+
+def bug(case: Case, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What is called in place of ``owner.name``; its first argument is the right function."""
+
+    def add(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        def plant(patch):
+            real = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **options: wrong(real, *args, **options))
+
+        BUGS[wrong.__name__] = (case, plant)
+        return wrong
 
     return add
 
@@ -39,133 +55,82 @@ def change(**fields: Any) -> Case:
     return dataclasses.replace(P2P, **fields)
 
 
-@bug(change(sinks=True))
-def sink_counted_twice(patch):
-    real = primitives.finish_chunks
-
-    def finish(out, lse, *, sinks, **rest):
-        real(out, lse, sinks=sinks, **{**rest, "dtype": out.dtype})
-        return real(out, lse, sinks=sinks, **rest)
-
-    patch.setattr(primitives, "finish_chunks", finish)
+SINKS, FULL = change(sinks=True), change(causal=False)
+ROUNDED = change(dtype="bf16", causal=False)
+ROUNDED8 = change(dtype="bf16", causal=False, size=8, s=64)
 
 
-@bug(change(sinks=True))
-def sink_in_every_partial_result(patch):
-    real = primitives.chunk_forward
-    sinks = make_inputs(change(sinks=True)).sinks
-
-    def forward(q, k, v, **options):
-        out, lse, *rest = real(q, k, v, **options)
-        high, _ = primitives.finish_chunks(out, lse, dtype=out.dtype, layout="sbhd", sinks=sinks)
-        return high, lse, *rest
-
-    patch.setattr(primitives, "chunk_forward", forward)
+@bug(SINKS, primitives, "finish_chunks")
+def sink_counted_twice(real, out, lse, *, sinks, **rest):
+    real(out, lse, sinks=sinks, **{**rest, "dtype": out.dtype})
+    return real(out, lse, sinks=sinks, **rest)
 
 
-@bug(change(sinks=True))
-def every_rank_has_the_whole_gradient_of_the_sinks(patch):
-    real = primitives.chunk_delta
-
-    def delta(*args, **options):
-        rows, share = real(*args, **options)
-        return rows, share * 4
-
-    patch.setattr(primitives, "chunk_delta", delta)
+@bug(SINKS, primitives, "chunk_forward")
+def sink_in_every_partial_result(real, q, k, v, **options):
+    out, lse, *rest = real(q, k, v, **options)
+    sinks = make_inputs(SINKS).sinks
+    high, _ = primitives.finish_chunks(out, lse, dtype=out.dtype, layout="sbhd", sinks=sinks)
+    return high, lse, *rest
 
 
-@bug(P2P)
-def lse_merged_in_bf16(patch):
-    real = primitives.merge_chunks
-
-    def merge(out, lse, part, part_lse, **options):
-        real(out, lse, part, part_lse.bfloat16().float(), **options)
-
-    patch.setattr(primitives, "merge_chunks", merge)
+@bug(SINKS, primitives, "chunk_delta")
+def every_rank_has_the_whole_gradient_of_the_sinks(real, *args, **options):
+    rows, share = real(*args, **options)
+    return rows, share * 4
 
 
-@bug(change(dtype="bf16", causal=False))
-def partial_outputs_merged_in_bf16(patch):
-    real = primitives.merge_chunks
-
-    def merge(out, lse, part, part_lse, **options):
-        real(out, lse, part.bfloat16().float(), part_lse, **options)
-        out.copy_(out.bfloat16())
-
-    patch.setattr(primitives, "merge_chunks", merge)
+@bug(P2P, primitives, "merge_chunks")
+def lse_merged_in_bf16(real, out, lse, part, part_lse, **options):
+    real(out, lse, part, part_lse.bfloat16().float(), **options)
 
 
-@bug(change(dtype="bf16", causal=False, size=8, s=64))
-def dq_accumulated_in_bf16(patch):
-    real = primitives.chunk_backward
-
-    def backward(*args, dq, **options):
-        real(*args, dq=dq, **options)
-        dq.copy_(dq.bfloat16())
-
-    patch.setattr(primitives, "chunk_backward", backward)
+@bug(ROUNDED, primitives, "merge_chunks")
+def partial_outputs_merged_in_bf16(real, out, lse, part, part_lse, **options):
+    real(out, lse, part.bfloat16().float(), part_lse, **options)
+    out.copy_(out.bfloat16())
 
 
-@bug(change(dtype="bf16", causal=False, size=8, s=64))
-def gradients_of_keys_rounded_on_the_way(patch):
-    real = Ring._send_home
-
-    def send(self, step, grads, k, v):
-        grads = None if grads is None else tuple(x.bfloat16().float() for x in grads)
-        return real(self, step, grads, k, v)
-
-    patch.setattr(Ring, "_send_home", send)
+@bug(ROUNDED8, primitives, "chunk_backward")
+def dq_accumulated_in_bf16(real, *args, dq, **options):
+    real(*args, dq=dq, **options)
+    dq.copy_(dq.bfloat16())
 
 
-@bug(change(dtype="bf16", v_mean=30.0))
-def delta_from_the_high_part_alone(patch):
-    real = primitives.chunk_delta
-
-    def delta(dout, out, lse, **options):
-        return real(dout, out, lse, **{**options, "low": None})
-
-    patch.setattr(primitives, "chunk_delta", delta)
+@bug(ROUNDED8, Ring, "_send_home")
+def gradients_of_keys_rounded_on_the_way(real, self, step, grads, k, v):
+    grads = None if grads is None else tuple(x.bfloat16().float() for x in grads)
+    return real(self, step, grads, k, v)
 
 
-@bug(change(window=(5, 0)))
-def window_off_by_one_at_chunk_borders(patch):
+@bug(change(dtype="bf16", v_mean=30.0), primitives, "chunk_delta")
+def delta_from_the_high_part_alone(real, dout, out, lse, **options):
+    return real(dout, out, lse, **{**options, "low": None})
+
+
+@bug(change(window=(5, 0)), Schedule, "sees")
+def window_off_by_one_at_chunk_borders(real, self, query_chunk, key_chunk):
     """A chunk that only its neighbour's first query sees is not sent."""
-    real = Schedule.sees
-
-    def sees(self, query_chunk, key_chunk):
-        some, every = real(self, query_chunk, key_chunk)
-        low = (query_chunk - key_chunk - 1) * self.long + 1
-        return some and not (query_chunk > key_chunk and self.bounds.left < low + 1), every
-
-    patch.setattr(Schedule, "sees", sees)
+    some, every = real(self, query_chunk, key_chunk)
+    low = (query_chunk - key_chunk - 1) * self.long + 1
+    return some and not (query_chunk > key_chunk and self.bounds.left < low + 1), every
 
 
-@bug(change(window=(1, 0)))
-def last_key_of_the_chunk_before_is_missed(patch):
-    window_off_by_one_at_chunk_borders(patch)
-    real = Schedule.sees
-
-    def sees(self, query_chunk, key_chunk):
-        some, every = real(self, query_chunk, key_chunk)
-        return some and query_chunk == key_chunk, every
-
-    patch.setattr(Schedule, "sees", sees)
+@bug(change(window=(1, 0)), Schedule, "sees")
+def last_key_of_the_chunk_before_is_missed(real, self, query_chunk, key_chunk):
+    some, every = real(self, query_chunk, key_chunk)
+    return some and query_chunk == key_chunk, every
 
 
-@bug(change(window=(5, 0)))
-def window_one_longer(patch):
-    real = Attention._options
-
-    def options(self, mask, at, seed):
-        out = real(self, mask, at, seed)
-        if out["window"] is not None:
-            out["window"] = (out["window"][0] + 1, out["window"][1])
-        return out
-
-    patch.setattr(Attention, "_options", options)
+@bug(change(window=(5, 0)), Attention, "_options")
+def window_one_longer(real, self, mask, at, seed):
+    out = real(self, mask, at, seed)
+    if out["window"] is not None:
+        out["window"] = (out["window"][0] + 1, out["window"][1])
+    return out
 
 
-@bug(change(window=(9, 0)))
+@planted(change(window=(9, 0)))
 def second_zigzag_neighbour_is_missing(patch):
     real = Schedule.needs
 
@@ -185,207 +150,136 @@ def second_zigzag_neighbour_is_missing(patch):
     patch.setattr(Schedule, "pairs", pairs)
 
 
-@bug(P2P)
-def dk_summed_over_the_wrong_ranks(patch):
-    real = Ring._send_home
-
-    def send(self, step, grads, k, v):
-        # The gradients of a step go to the rank after instead of to the owner.
-        partners = Ring._partners
-        try:
-            Ring._partners = lambda s, i: partners(s, s.comm.size - i)
-            return real(self, step, grads, k, v)
-        finally:
-            Ring._partners = partners
-
-    patch.setattr(Ring, "_send_home", send)
+@bug(P2P, Ring, "_send_home")
+def dk_summed_over_the_wrong_ranks(real, self, step, grads, k, v):
+    """The gradients of a step go to the rank after instead of to the owner."""
+    partners = Ring._partners
+    try:
+        Ring._partners = lambda s, i: partners(s, s.comm.size - i)
+        return real(self, step, grads, k, v)
+    finally:
+        Ring._partners = partners
 
 
-@bug(change(causal=False))
-def gradients_of_the_last_step_are_lost(patch):
-
-    def backward(self, k, v, compute):
-        dk, dv = movement.accumulator(k), movement.accumulator(v)
-        for arrival in self._arrivals(k, v, "backward"):
-            block = arrival.block
-            if not arrival.steps:
-                compute(block, dk, dv)
-                continue
-            grads = movement.accumulator(block.k), movement.accumulator(block.v)
-            compute(block, *grads)
-            for step, rows in arrival.steps:
-                home = self._send_home(step, (grads[0][rows], grads[1][rows]), k, v)
-                if step + 1 < self.comm.size:
-                    self._add(home, dk, dv)
-        return dk, dv
-
-    patch.setattr(Ring, "backward", backward)
+@bug(FULL, Ring, "backward")
+def gradients_of_the_last_step_are_lost(real, self, k, v, compute):
+    dk, dv = movement.accumulator(k), movement.accumulator(v)
+    for arrival in self._arrivals(k, v, "backward"):
+        block = arrival.block
+        if not arrival.steps:
+            compute(block, dk, dv)
+            continue
+        grads = movement.accumulator(block.k), movement.accumulator(block.v)
+        compute(block, *grads)
+        for step, rows in arrival.steps:
+            home = self._send_home(step, (grads[0][rows], grads[1][rows]), k, v)
+            if step + 1 < self.comm.size:
+                self._add(home, dk, dv)
+    return dk, dv
 
 
-@bug(change(dropout_p=0.3))
-def dropout_keyed_by_local_positions(patch):
-    real = engine.arguments
-
-    def arguments(q, k, *, by_position):
-        out = real(q, k, by_position=by_position)
-        # Same difference, so that the mask stays right.
-        return out | {"q_position": 100 + q.position - k.position, "k_position": 100}
-
-    patch.setattr(engine, "arguments", arguments)
+@bug(change(dropout_p=0.3), engine, "arguments")
+def dropout_keyed_by_local_positions(real, q, k, *, by_position):
+    out = real(q, k, by_position=by_position)
+    # Same difference, so that the mask stays right.
+    return out | {"q_position": 100 + q.position - k.position, "k_position": 100}
 
 
-@bug(change(dropout_p=0.3, mode="a2a"))
-def dropout_keyed_by_local_heads(patch):
-    real = Attention._options
-
-    def options(self, mask, at, seed):
-        return real(self, mask, at, seed) | {"head_offset": 0}
-
-    patch.setattr(Attention, "_options", options)
+@bug(change(dropout_p=0.3, mode="a2a"), Attention, "_options")
+def dropout_keyed_by_local_heads(real, self, mask, at, seed):
+    return real(self, mask, at, seed) | {"head_offset": 0}
 
 
-@bug(change(mode="a2a", kv=1))
-def gradients_of_replicas_are_not_added(patch):
-    real = HeadExchange.together
-
-    def together(self, named):
-        if self.split.replicas > 1 and len(named) == 3:
-            named = [(n, x if n == "dq" else x * (self.comm.rank == 0)) for n, x in named]
-        return real(self, named)
-
-    patch.setattr(HeadExchange, "together", together)
+@bug(change(mode="a2a", kv=1), HeadExchange, "together")
+def gradients_of_replicas_are_not_added(real, self, named):
+    if self.split.replicas > 1 and len(named) == 3:
+        named = [(n, x if n == "dq" else x * (self.comm.rank == 0)) for n, x in named]
+    return real(self, named)
 
 
-@bug(change(mode="a2a"))
-def second_chunks_not_reversed(patch):
-    def gather(self, parts):
-        half = parts.shape[1] // 2
-        return torch.cat([*parts[:, :half].unbind(0), *parts[:, half:].unbind(0)], 0)
-
-    patch.setattr(Dense, "gather", gather)
+@bug(change(mode="a2a"), Dense, "gather")
+def second_chunks_not_reversed(real, self, parts):
+    half = parts.shape[1] // 2
+    return torch.cat([*parts[:, :half].unbind(0), *parts[:, half:].unbind(0)], 0)
 
 
-@bug(change(mode="all_gather"))
-def gradients_to_the_wrong_owner(patch):
-    real = Dense.scatter
-    patch.setattr(Dense, "scatter", lambda self, x, ranks: real(self, x, ranks).roll(1, 0))
+@bug(change(mode="all_gather"), Dense, "scatter")
+def gradients_to_the_wrong_owner(real, self, x, ranks):
+    return real(self, x, ranks).roll(1, 0)
 
 
-@bug(change(mode="all_gather", causal=False))
-def own_share_added_twice(patch):
-    real = Gathered._send_home
-
-    def send(self, heads, grads, dk, dv):
-        mine = self.tokens.scatter(grads[0], self.comm.size)[self.comm.rank]
-        dk[..., heads, :].add_(mine)
-        return real(self, heads, grads, dk, dv)
-
-    patch.setattr(Gathered, "_send_home", send)
+@bug(change(mode="all_gather", causal=False), Gathered, "_send_home")
+def own_share_added_twice(real, self, heads, grads, dk, dv):
+    mine = self.tokens.scatter(grads[0], self.comm.size)[self.comm.rank]
+    dk[..., heads, :].add_(mine)
+    return real(self, heads, grads, dk, dv)
 
 
-@bug(change(mode="a2a+p2p", window=(9, 0)))
-def levels_swapped(patch):
+@bug(change(mode="a2a+p2p", window=(9, 0)), Dense, "larger")
+def levels_swapped(real, self, ranks):
     """The p2p rank is taken for the a2a rank when tokens are put in order."""
-    real = Dense.larger
-
-    def larger(self, ranks):
-        out = real(self, ranks)
-        if ranks > 1:
-            out.local = lambda rank, part: Dense.local(out, 1 - rank, part)
-        return out
-
-    patch.setattr(Dense, "larger", larger)
+    out = real(self, ranks)
+    if ranks > 1:
+        out.local = lambda rank, part: Dense.local(out, 1 - rank, part)
+    return out
 
 
-@bug(P2P)
+@planted(P2P)
 def max_logits_of_one_rank_only(patch):
     from megatron_patch.context_parallel.emulate import ThreadCommunicator
 
     patch.setattr(ThreadCommunicator, "maximum", lambda self, x: None)
 
 
-@bug(change(causal=False))
-def gradients_of_two_steps_change_places(patch):
-    real = Ring._arrivals
-
-    def arrivals(self, k, v, what):
-        for arrival in real(self, k, v, what):
-            rows = [at for _, at in arrival.steps]
-            steps = zip((step for step, _ in arrival.steps), reversed(rows), strict=True)
-            yield dataclasses.replace(arrival, steps=tuple(steps))
-
-    patch.setattr(Ring, "_arrivals", arrivals)
+@bug(FULL, Ring, "_arrivals")
+def gradients_of_two_steps_change_places(real, self, k, v, what):
+    for arrival in real(self, k, v, what):
+        rows = [at for _, at in arrival.steps]
+        steps = zip((step for step, _ in arrival.steps), reversed(rows), strict=True)
+        yield dataclasses.replace(arrival, steps=tuple(steps))
 
 
-@bug(P2P)
-def steps_of_which_other_queries_see_the_keys_are_joined(patch):
-    patch.setattr(Ring, "_runs", lambda self, group: [group])
+@bug(P2P, Ring, "_runs")
+def steps_of_which_other_queries_see_the_keys_are_joined(real, self, group):
+    return [group]
 
 
-@bug(P2P)
-def causal_mask_between_different_chunks(patch):
-    real = Schedule.pairs
-
-    def pairs(self, source):
-        return tuple(dataclasses.replace(p, mask=Mask.LOCAL) for p in real(self, source))
-
-    patch.setattr(Schedule, "pairs", pairs)
+@bug(P2P, Schedule, "pairs")
+def causal_mask_between_different_chunks(real, self, source):
+    return tuple(dataclasses.replace(p, mask=Mask.LOCAL) for p in real(self, source))
 
 
-@bug(change(dropout_p=0.1))
-def chunk_positions_without_zigzag(patch):
-    real = Dense.local
-
-    def local(self, rank, part):
-        view = real(self, rank, part)
-        if part is Part.SECOND:
-            first = chunks_of(rank, self.size)[0]
-            view = dataclasses.replace(view, position=(first + 1) * self.chunk)
-        return view
-
-    patch.setattr(Dense, "local", local)
+@bug(change(dropout_p=0.1), Dense, "local")
+def chunk_positions_without_zigzag(real, self, rank, part):
+    view = real(self, rank, part)
+    if part is Part.SECOND:
+        first = chunks_of(rank, self.size)[0]
+        view = dataclasses.replace(view, position=(first + 1) * self.chunk)
+    return view
 
 
-@bug(change(layout="thd", causal=False))
-def padding_is_seen(patch):
-    real = Packed.__init__
-
-    def init(self, *, cu, cu_padded, **rest):
-        real(self, cu=cu_padded, cu_padded=cu_padded, **rest)
-
-    patch.setattr(Packed, "__init__", init)
+@bug(change(layout="thd", causal=False), Packed, "__init__")
+def padding_is_seen(real, self, *, cu, cu_padded, **rest):
+    real(self, cu=cu_padded, cu_padded=cu_padded, **rest)
 
 
-@bug(change(layout="thd", window=(6, 0)))
-def documents_run_into_each_other(patch):
+@bug(change(layout="thd", window=(6, 0)), Packed, "_lengths")
+def documents_run_into_each_other(real, self, piece):
     """Positions count from the start of the pack; harmless for a mask, not for keys sent."""
-    real = Packed._lengths
-
-    def lengths(self, piece):
-        return real(self, piece + 1) if piece == 0 else real(self, piece)
-
-    patch.setattr(Packed, "_lengths", lengths)
+    return real(self, piece + 1) if piece == 0 else real(self, piece)
 
 
-@bug(change(causal=False, softcap=2.0))
-def softcap_forgotten_in_the_backward(patch):
-    real = primitives.chunk_backward
-
-    def backward(*args, softcap, **options):
-        real(*args, softcap=0.0, **options)
-
-    patch.setattr(primitives, "chunk_backward", backward)
+@bug(change(causal=False, softcap=2.0), primitives, "chunk_backward")
+def softcap_forgotten_in_the_backward(real, *args, softcap, **options):
+    real(*args, softcap=0.0, **options)
 
 
-@bug(change(layout="thd", window=(3, 0)))
-def empty_rows_give_nan(patch):
-    def merge(out, lse, part, part_lse, *, layout):
-        total = torch.log(torch.exp(lse) + torch.exp(part_lse))
-        old = primitives._rows_like(torch.exp(lse - total), layout)
-        out.mul_(old).add_(part * primitives._rows_like(torch.exp(part_lse - total), layout))
-        lse.copy_(total)
-
-    patch.setattr(primitives, "merge_chunks", merge)
+@bug(change(layout="thd", window=(3, 0)), primitives, "merge_chunks")
+def empty_rows_give_nan(real, out, lse, part, part_lse, *, layout):
+    total = torch.log(torch.exp(lse) + torch.exp(part_lse))
+    old = primitives._rows_like(torch.exp(lse - total), layout)
+    out.mul_(old).add_(part * primitives._rows_like(torch.exp(part_lse - total), layout))
+    lse.copy_(total)
 
 
 @pytest.mark.parametrize("name", sorted(BUGS))

@@ -2,15 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_cpu import single_rank
 
 from megatron_patch.core_patches import activation, cross_entropy, norms, residual
-
-
-@pytest.fixture(scope="module")
-def rank():
-    with single_rank():
-        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The compiled loss and norms: errors, odd input, memory, and a model that trains with them."""
+"""The compiled loss and norms: errors, odd input. Models that train with them: test_residual.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from error_bound import check
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_cpu import VOCAB, fused, loss_and_grads, tiny_run
+from stream_cases import alone
 
 from megatron_patch.core_patches import norms
 from megatron_patch.core_patches.cross_entropy import cross_entropy
 from megatron_patch.model.build import RECOMPILE_LIMIT, build_model
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
 SHAPE = (7, 3, 129)
@@ -99,28 +99,6 @@ def test_one_token():
     assert ours(logits, labels).shape == weight.shape == (1, 1)
 
 
-MLA = MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
-LIKE_GPT2 = {"normalization": "LayerNorm", "activation": "gelu", "fp32_residual_connection": True}
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {},
-        LIKE_GPT2,
-        {"mla": MLA, "qk_layernorm": True, "mtp": MTPConfig(num_layers=2)},
-        {"moe": MoEConfig(num_experts=4), "num_query_groups": 2, "qk_layernorm": True},
-    ],
-    ids=["llama", "gpt2", "mla, mtp", "moe, gqa"],
-)
-def test_a_model_trains_alike_with_it(model):
-    loss, grads = loss_and_grads(fused(model, precision="fp32"))
-    plain, expected = loss_and_grads(fused(model, on=False, precision="fp32"))
-    assert loss == pytest.approx(plain, rel=1e-6)
-    for name, value in expected.items():
-        torch.testing.assert_close(grads[name], value, rtol=1e-4, atol=1e-6)
-
-
 def test_without_compile_fusions_the_loss_is_cores(monkeypatch):
     from megatron_patch.core_patches import gpt
 
@@ -144,16 +122,9 @@ def test_a_compiled_norm_is_as_exact(compiles, name, stream):
             one.copy_(other.normal_())
     x = (torch.randn(9, 2, 32) * 3 + 1).to(stream)
     dy = torch.randn(9, 2, 32)
-
-    def run(module, x, dy):
-        x = x.clone().requires_grad_()
-        out = module(x)
-        parameters = list(module.parameters())
-        return [out, *torch.autograd.grad(out, [x, *parameters], dy.to(out.dtype))]
-
-    found, eager = run(norm, x, dy), run(plain, x, dy)
+    found, eager = alone(norm, x, dy), alone(plain, x, dy)
     dy = dy.bfloat16()
-    check(found, eager, run(plain.double(), x.double(), dy.double()), floor=2.0**-9)
+    check(found, eager, alone(plain.double(), x.double(), dy.double()), floor=2.0**-9)
     assert [f.dtype for f in found] == [e.dtype for e in eager]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from error_bound import check
-from megatron_cpu import fused, loss_and_grads
+from megatron_cpu import QUERY_MLA, fused, loss_and_grads
 from stream_cases import added, double, handed_on
 
 from megatron_patch.core_patches import residual
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 from megatron_patch.schema.training import RecomputeConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
@@ -77,12 +77,12 @@ def test_a_stream_that_nobody_reads(compiles):
             assert all(not y.requires_grad for y in norm(x.detach(), *more))
 
 
-MLA = MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 MODELS = {
     "llama": {},
+    "squared relu": {"activation": "squared_relu"},
     "gpt2": {"normalization": "LayerNorm", "activation": "gelu", "fp32_residual_connection": True},
     "biases": {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True},
-    "mla, mtp": {"mla": MLA, "qk_layernorm": True, "mtp": MTPConfig(num_layers=2)},
+    "mla, mtp": {"mla": QUERY_MLA, "qk_layernorm": True, "mtp": MTPConfig(num_layers=2)},
     "moe, gqa": {"moe": MoEConfig(num_experts=4), "num_query_groups": 2, "qk_layernorm": True},
 }
 
@@ -103,7 +103,10 @@ def passes(monkeypatch):
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_every_addition_is_made_by_the_next_norm(passes, model):
-    """Two layers: one norm behind the embedding, four additions with the norm behind each."""
+    """Two layers: one norm behind the embedding, four additions with the norm behind each.
+
+    With compiled loss, norms and activation the model trains as with core's own.
+    """
     chunk = fused(model, precision="fp32")
     for layer in chunk.decoder.layers:
         assert isinstance(layer.self_attn_bda, residual._Adder)

@@ -63,9 +63,13 @@ def test_fault(play: Callable[[str], Any], name: str) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_sample_of_random_kills(tmp_path: Path) -> None:
-    """Two ranks, a few kills; the seed differs from that of the long run."""
+    """Two ranks, a few kills; the seed differs from that of the long run.
+
+    Slow: `test_fault` kills at two places of a save in seconds.
+    """
     answer = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--state", str(tmp_path),
          "--kills", "6", "--minutes", "5", "--ranks", "2", "--seed", "7", "--out", str(tmp_path)],

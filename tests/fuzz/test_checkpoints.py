@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from bounded import examples, fuzz, randoms
+from damage import extend, flip_bit, missing, swap_pages, truncate, zero_page
 from full_disk import file_size_limit, small_disk
 from sample_store import SHARDS, save, write_files
 
@@ -48,30 +49,14 @@ def any_file(path: Path, rng: random.Random, *, shards: bool = False) -> Path:
     return path / rng.choice(list(SHARDS)) if shards else rng.choice(filled)
 
 
-def flip_bit(path: Path, rng: random.Random, old: Path) -> None:
-    file = any_file(path, rng)
-    data = bytearray(file.read_bytes())
-    at = rng.randrange(len(data) * 8)
-    data[at // 8] ^= 1 << at % 8
-    file.write_bytes(data)
+def in_place(edit: Callable[[Path, random.Random], None], *, shards: bool = False) -> Damage:
+    """The edit of any one file."""
 
+    def anywhere(path: Path, rng: random.Random, old: Path) -> None:
+        edit(any_file(path, rng, shards=shards), rng)
 
-def zero_page(path: Path, rng: random.Random, old: Path) -> None:
-    file = any_file(path, rng, shards=True)
-    data = bytearray(file.read_bytes())
-    at = rng.randrange(max(1, len(data) // 4096)) * 4096
-    data[at : at + 4096] = bytes(len(data[at : at + 4096]))
-    file.write_bytes(data)
-
-
-def truncate(path: Path, rng: random.Random, old: Path) -> None:
-    file = any_file(path, rng)
-    os.truncate(file, rng.randrange(file.stat().st_size))
-
-
-def grow(path: Path, rng: random.Random, old: Path) -> None:
-    with any_file(path, rng).open("ab") as out:
-        out.write(os.urandom(rng.choice([1, 512, 4096])))
+    anywhere.__name__ = edit.__name__
+    return anywhere
 
 
 def swap_files(path: Path, rng: random.Random, old: Path) -> None:
@@ -82,16 +67,6 @@ def swap_files(path: Path, rng: random.Random, old: Path) -> None:
     os.rename(spare, second)
 
 
-def swap_pages(path: Path, rng: random.Random, old: Path) -> None:
-    file = path / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    one, two = (
-        slice(page * 4096, page * 4096 + 4096) for page in rng.sample(range(len(data) // 4096), 2)
-    )
-    data[one], data[two] = data[two], data[one]
-    file.write_bytes(data)
-
-
 def stale_file(path: Path, rng: random.Random, old: Path) -> None:
     file = any_file(path, rng, shards=True)
     shutil.copy(old / file.name, file)
@@ -100,10 +75,6 @@ def stale_file(path: Path, rng: random.Random, old: Path) -> None:
 def stale_manifest(path: Path, rng: random.Random, old: Path) -> None:
     for name in (MANIFEST, SEAL):
         shutil.copy(old / name, path / name)
-
-
-def missing(path: Path, rng: random.Random, old: Path) -> None:
-    any_file(path, rng).unlink()
 
 
 def extra(path: Path, rng: random.Random, old: Path) -> None:
@@ -141,9 +112,11 @@ def link(path: Path, rng: random.Random, old: Path) -> None:
     file.symlink_to(target)
 
 
+EXCHANGED = in_place(swap_pages, shards=True)
 DAMAGES: list[Damage] = [
-    flip_bit, zero_page, truncate, grow, swap_files, swap_pages, stale_file, stale_manifest,
-    missing, extra, torn_resave, foreign_step, empty, link,
+    *map(in_place, (flip_bit, truncate, extend, missing)), in_place(zero_page, shards=True),
+    EXCHANGED, swap_files, stale_file, stale_manifest, extra, torn_resave, foreign_step, empty,
+    link,
 ]  # fmt: skip
 
 
@@ -184,7 +157,7 @@ def test_the_hash_is_what_catches_a_flipped_bit(
 
     monkeypatch.setattr(store, "check_file", lambda *args, **kwargs: None)
     with pytest.raises(AssertionError, match="accepted"):
-        damaged(pristine, tmp_path / "work", swap_pages, random.Random(1))
+        damaged(pristine, tmp_path / "work", EXCHANGED, random.Random(1))
 
 
 # ------------------------------------------------------------------- full disks

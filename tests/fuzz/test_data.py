@@ -5,7 +5,6 @@ The damage: a bit, a page, the length, the whole file, the dtype byte, the confi
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -13,16 +12,16 @@ from pathlib import Path
 
 import pytest
 from bounded import examples, fuzz, randoms
+from byte_corpus import byte_corpus
+from damage import extend, flip_bit, missing, swap_pages, truncate, zero_page
 
 from megatron_patch.data.errors import DataError
-from megatron_patch.data.prepare import PrepareOptions, prepare
 from megatron_patch.data.verify import verify_datasets
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.schema.model import ModelConfig
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
-PAGE = 4096
 DATA, INDEX, MANIFEST = ENDINGS = (".bin", ".idx", ".manifest.json")
 BYTES, FOREIGN = TokenizerConfig(), TokenizerConfig(kind="none", vocab_size=300, eod_id=256)
 
@@ -41,10 +40,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
             texts[name].append(" ".join(rng.choices(words, k=count)))
     texts["stale"] = texts["good"][:-3] + [text.upper() for text in texts["good"][-3:]]
     for name, documents in texts.items():
-        (root / f"{name}.txt").write_text("\n\n".join(documents))
-        options = PrepareOptions(inputs=[str(root / f"{name}.txt")], out=str(root / name),
-                                 document_separator="\n\n", workers=1, quiet=True)  # fmt: skip
-        prepare(options)
+        byte_corpus(root / name, documents)
     return root
 
 
@@ -60,45 +56,6 @@ def verify(prefix: Path, tokenizer: TokenizerConfig = BYTES) -> None:
         data=DataConfig(blend=[DatasetConfig(path=str(prefix))], tokenizer=tokenizer),
     )
     verify_datasets(run, show=False)
-
-
-def flip_bit(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def zero_page(path: Path, rng: random.Random) -> None:
-    """A hole, as a lost write leaves it."""
-    data = bytearray(path.read_bytes())
-    start = rng.randrange(0, len(data), PAGE)
-    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
-    path.write_bytes(data)
-
-
-def swap_pages(path: Path, rng: random.Random) -> None:
-    """Two pages in each other's place: same bytes, same sum, same size."""
-    data = bytearray(path.read_bytes())
-    if len(data) < 2 * PAGE:
-        flip_bit(path, rng)
-        return
-    a, b = (PAGE * page for page in rng.sample(range(len(data) // PAGE), 2))
-    data[a : a + PAGE], data[b : b + PAGE] = data[b : b + PAGE], data[a : a + PAGE]
-    path.write_bytes(data)
-
-
-def truncate(path: Path, rng: random.Random) -> None:
-    size = path.stat().st_size
-    os.truncate(path, rng.choice([0, rng.randrange(size), size - 1]))
-
-
-def extend(path: Path, rng: random.Random) -> None:
-    with path.open("ab") as stream:
-        stream.write(rng.choice([b"\0", b"\n", os.urandom(rng.randint(1, 9999))]))
-
-
-def missing(path: Path, rng: random.Random) -> None:
-    path.unlink()
 
 
 def dtype_byte(path: Path, rng: random.Random) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_cases import DEVICE, Case
 from error_rule import check_case
+from suite import backend_result
 
 from stable_attention import AttentionArgumentError, stable_attention
 from stable_attention.chunks import chunk_forward, finish_chunks
@@ -26,23 +27,6 @@ ROWS = (
     ("low_order_o", "fp32", WHOLE),
     ("compensated", "fp32", dataclasses.replace(COMPENSATED, residual="float32")),
 )
-
-
-def run(q, k, v, dout, stabilizer: str, residual: str) -> BackendResult:
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out, lse, low = stable_attention(
-        q,
-        k,
-        v,
-        layout="bhsd",
-        causal=True,
-        stabilizer=stabilizer,
-        residual=residual,
-        return_lse=True,
-        return_residual=True,
-    )
-    dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
-    return BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
 
 
 def report(tensors, result: BackendResult):
@@ -76,7 +60,7 @@ def test_each_half_has_the_delta_error_of_its_emulation(regime: str) -> None:
     """And of no other row: the halves differ by factors where the doors they close matter."""
     tensors = [x[None].to(DEVICE) for x in make_regime(regime, heads=2, n=96)]
     for stabilizer, residual, rounding in ROWS:
-        ours = report(tensors, run(*tensors, stabilizer, residual))
+        ours = report(tensors, backend_result(tensors, stabilizer, residual))
         theirs = emulated(tensors, rounding)
         # Where nothing is left of the error, kernels and emulation differ in float32 noise.
         assert ours.rms == pytest.approx(theirs.rms, rel=0.15, abs=6e-6), (stabilizer, residual)
@@ -88,7 +72,7 @@ def test_which_door_each_half_closes() -> None:
         [x[None].to(DEVICE) for x in make_regime(name, heads=2, n=96)] for name in ("near2", "one")
     )
     rms = {
-        (regime, name, residual): report(tensors, run(*tensors, name, residual)).rms
+        (regime, name, residual): report(tensors, backend_result(tensors, name, residual)).rms
         for regime, tensors in (("near", near), ("one", one))
         for name, residual in (
             ("none", "bf16"),
@@ -107,9 +91,9 @@ def test_which_door_each_half_closes() -> None:
 
 def test_float32_residual_restores_the_float32_output() -> None:
     """O_hi + O_lo under "fp32" is what a 16-bit residual only approaches."""
-    q, k, v, dout = (x[None].to(DEVICE) for x in make_regime("gauss", heads=2, n=64))
-    exact = run(q, k, v, dout, "compensated", "fp32")
-    close = run(q, k, v, dout, "compensated", "bf16")
+    tensors = [x[None].to(DEVICE) for x in make_regime("gauss", heads=2, n=64)]
+    q, k, v, _ = tensors
+    exact, close = (backend_result(tensors, residual=name) for name in ("fp32", "bf16"))
     assert exact.low.dtype == torch.float32 and torch.equal(exact.out, close.out)
     assert torch.equal(exact.low.bfloat16(), close.low)
     out, lse = chunk_forward(q, k, v, layout="bhsd", causal=True, stabilizer="compensated")

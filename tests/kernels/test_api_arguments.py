@@ -30,9 +30,13 @@ def zeros(*size, dtype=torch.bfloat16):
     return torch.zeros(size, dtype=dtype)
 
 
+def of_width(d):
+    return {"q": zeros(1, 4, 1, d), "k": zeros(1, 4, 1, d), "v": zeros(1, 4, 1, 16)}
+
+
 CU = torch.tensor([0, 3, 8], dtype=torch.int32)
+PACKED = {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16)}
 BAD = {
-    "layout": (qkv(), {"layout": "hbsd"}, "layout is 'hbsd'"),
     "rank": (qkv(q=zeros(8, 4, 16)), {}, r"q\.dim\(\) is 3"),
     "float32": (qkv(k=zeros(2, 8, 2, 16, dtype=torch.float32)), {}, "k.dtype is torch.float32"),
     "mixed dtypes": (qkv(v=zeros(2, 8, 2, 16, dtype=torch.float16)), {}, "v.dtype"),
@@ -40,43 +44,19 @@ BAD = {
     "kv heads": (qkv(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), {}, "heads of q is 4"),
     "k head dim": (qkv(k=zeros(2, 8, 2, 24)), {}, "head dim of k is 24"),
     "v length": (qkv(v=zeros(2, 9, 2, 16)), {}, "length of v is 9"),
-    "odd head dim": (
-        {"q": zeros(1, 4, 1, 20), "k": zeros(1, 4, 1, 20), "v": zeros(1, 4, 1, 16)},
-        {},
-        "head dim of q and k is 20",
-    ),
-    "wide head dim": (
-        {"q": zeros(1, 4, 1, 264), "k": zeros(1, 4, 1, 264), "v": zeros(1, 4, 1, 16)},
-        {},
-        "head dim of q and k is 264",
-    ),
-    "scale": (qkv(), {"scale": -1.0}, "scale is -1.0"),
-    "softcap": (qkv(), {"softcap": -1.0}, "softcap is -1.0"),
-    "dropout": (qkv(), {"dropout_p": 1.0}, "dropout_p is 1.0"),
-    "window": (qkv(), {"window": (-2, 0)}, r"window is \(-2, 0\)"),
+    "odd head dim": (of_width(20), {}, "head dim of q and k is 20"),
+    "wide head dim": (of_width(264), {}, "head dim of q and k is 264"),
     "stabilizer": (qkv(), {"stabilizer": "fp32"}, "'compensated', 'dynamic_max', 'none'"),
     "broken": (qkv(), {"stabilizer": "paper_bf16"}, "allow_broken=True"),
-    "residual": (qkv(), {"residual": "fp8"}, "residual is 'fp8'"),
-    "sinks name": (qkv(), {"sinks": "one"}, "sinks is 'one'"),
     "sinks shape": (qkv(), {"sinks": torch.zeros(2)}, r"shape \(2,\)"),
     "cu without thd": (qkv(), {"cu_seqlens_q": CU}, "cu_seqlens_q is given"),
     "seed": (qkv(), {"dropout_p": 0.1, "dropout_seed": torch.zeros(2)}, "dropout_seed"),
-    "thd without cu": (
-        {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16)},
-        {"layout": "thd"},
-        "cu_seqlens_q is None",
-    ),
-    "thd cu dtype": (
-        {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16)},
-        {"layout": "thd", "cu_seqlens_q": CU.long(), "cu_seqlens_k": CU},
-        "torch.int64",
-    ),
+    "thd without cu": (PACKED, {"layout": "thd"}, "cu_seqlens_q is None"),
+    "thd cu dtype": (PACKED, {"layout": "thd", "cu_seqlens_q": CU.long(), "cu_seqlens_k": CU},
+                     "torch.int64"),
     "padded starts": (qkv(), {"cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded"),
-}
-
-
-THD = {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16), "layout": "thd"}
-THD |= {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
+}  # fmt: skip
+THD = PACKED | {"layout": "thd", "cu_seqlens_q": CU, "cu_seqlens_k": CU}
 DENSE, SEEDED = qkv(), qkv(dropout_p=0.1)
 FLAT = dict.fromkeys("qkv", zeros(16))
 # (options of a call that is right, the name, values that are wrong)
@@ -87,12 +67,14 @@ WRONG = [
     (DENSE, "q", (None, [1.0], "q")),
     (DENSE, "k", (None, [1.0])),
     (DENSE, "v", (None, 1.0)),
-    (DENSE, "layout", (None, ["bshd"], 3)),
-    (DENSE, "window", ((1, 2, 3), (1,), 4, "ab", (1.0, 2), (None, 0), {1: 2, 3: 4})),
+    (DENSE, "layout", (None, ["bshd"], 3, "hbsd")),
+    (DENSE, "window", ((-2, 0), (1, 2, 3), (1,), 4, "ab", (1.0, 2), (None, 0), {1: 2, 3: 4})),
+    (DENSE, "scale", (-1.0,)),
     (DENSE, "scale", ("x", "1", b"1", [1.0], torch.ones(2), math.nan, math.inf, 10**400, 1j)),
-    (DENSE, "softcap", (None, "x", math.nan, math.inf, 10**400, (1.0,))),
-    (DENSE, "dropout_p", (None, "x", math.nan, -0.1, [0.1])),
+    (DENSE, "softcap", (-1.0, None, "x", math.nan, math.inf, 10**400, (1.0,))),
+    (DENSE, "dropout_p", (None, "x", math.nan, -0.1, 1.0, [0.1])),
     (DENSE, "sinks", ([0.0] * 4, 0.0, True, (), {}, torch.zeros(4, dtype=torch.int32))),
+    (DENSE, "sinks", ("one",)),
     (FLAT, "sinks", ("off-by-one",)),
     (SEEDED, "dropout_seed", (1.5, 2**64, 2**63, -(2**63) - 1, "x", [1])),
     (DENSE, "dropout_seed", (1.5, 2**64, "x")),
@@ -107,7 +89,7 @@ WRONG = [
     (DENSE, "return_residual", ("no", None)),
     (DENSE, "allow_broken", ("no", None)),
     (DENSE, "stabilizer", (None, 3, ["none"])),
-    (DENSE, "residual", (None, 3)),
+    (DENSE, "residual", (None, 3, "fp8")),
     (DENSE, "cu_seqlens_q", ([0, 8],)),
     (DENSE, "cu_seqlens_k_padded", ([0, 8],)),
     (THD, "cu_seqlens_q", ([0, 3, 8], None, 8)),

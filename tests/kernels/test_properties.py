@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import DEVICE, Case, make_inputs
 from error_rule import run_ours
-from suite import PROPERTIES, saturated_sink
+from suite import PROPERTIES, backend_result, saturated_sink
 
 from stable_attention import stable_attention
 from stable_attention.reference import oracle_attention
@@ -56,17 +56,12 @@ def test_gradient_sums() -> None:
 
 @pytest.mark.parametrize("regime", ["near2", "diffuse"])
 def test_delta_error_of_ties_and_spread_attention(regime: str) -> None:
-    from stable_attention.probes import BackendResult, probe
+    from stable_attention.probes import probe
     from stable_attention.reference.regimes import make_regime
 
-    q, k, v, dout = (x[None] for x in make_regime(regime, heads=2, n=128, device=DEVICE))
-    out, lse, low = stable_attention(
-        q, k, v, layout="bhsd", causal=True, return_lse=True, return_residual=True
-    )
-    report = probe(
-        q, k, v, dout, layout="bhsd", causal=True, skip_rows=64,
-        backend=BackendResult(out=out, lse=lse, low=low),
-    )  # fmt: skip
+    given = [x[None] for x in make_regime(regime, heads=2, n=128, device=DEVICE)]
+    result = backend_result(given)
+    report = probe(*given, backend=result, layout="bhsd", causal=True, skip_rows=64)
     assert report.rms < 1.2e-4
 
 

@@ -63,6 +63,8 @@ def test_same_bits_with_and_without_the_operators(layout, counted, monkeypatch):
 def test_without_gradients_too(counted):
     q, k, v = projected("bshd", d=16, dv=16)
     want = stable_attention(q, k, v, causal=True, return_lse=True)
+    assert want[0].requires_grad
+    assert not stable_attention(*(x.detach() for x in (q, k, v))).requires_grad
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             got = stable_attention(q, k, v, causal=True, return_lse=True)

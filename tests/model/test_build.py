@@ -9,7 +9,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron_cpu import VOCAB, loss_and_grads, reseed, tiny_run
+from megatron_cpu import MLA, QUERY_MLA, VOCAB, loss_and_grads, reseed, tiny_run
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.core import CoreAttention
@@ -17,12 +17,11 @@ from megatron_patch.attention.registry import BackendError
 from megatron_patch.config import checks
 from megatron_patch.core_patches.norms import LayerNorm, RMSNorm
 from megatron_patch.model.build import build_model, padded_vocab_size
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 from megatron_patch.schema.training import RecomputeConfig
 
 pytestmark = pytest.mark.usefixtures("rank")
 
-MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 VARIANTS = {
     "llama-like": {"num_query_groups": 2},
     "gpt2-like": {
@@ -33,16 +32,10 @@ VARIANTS = {
         "add_bias_linear": True,
         "add_qkv_bias": True,
     },
-    "no positions, relu, qk norm": {
-        "position_embedding": "none",
-        "activation": "relu",
-        "qk_layernorm": True,
-    },
-    "squared relu, partial rope, wide heads": {
-        "activation": "squared_relu",
-        "rotary_percent": 0.5,
-        "kv_channels": 16,
-    },
+    "no positions, relu, qk norm":
+        {"position_embedding": "none", "activation": "relu", "qk_layernorm": True},
+    "squared relu, partial rope, wide heads":
+        {"activation": "squared_relu", "rotary_percent": 0.5, "kv_channels": 16},
     "window": {"window": [3, 0], "window_skip_freq": 2},
     "fixed sinks": {"softmax_type": "off-by-one"},
     "learnable sinks": {"softmax_type": "learnable"},
@@ -59,16 +52,11 @@ VARIANTS = {
     },
     "moe, sinkhorn": {"moe": MoEConfig(num_experts=4, top_k=1, load_balancing="sinkhorn")},
     "mla": {"mla": MLA},
-    "mla, query latent, qk norm": {
-        "mla": MLAConfig(
-            q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
-        ),
-        "qk_layernorm": True,
-    },
+    "mla, query latent, qk norm": {"mla": QUERY_MLA, "qk_layernorm": True},
     "mtp": {"mtp": MTPConfig(num_layers=2)},
     "mla, moe and mtp": {"mla": MLA, "moe": MoEConfig(num_experts=2), "mtp": MTPConfig()},
     "residual in fp32": {"fp32_residual_connection": True},
-}
+}  # fmt: skip
 
 
 def built(run):

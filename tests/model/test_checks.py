@@ -5,24 +5,28 @@ The property: a shape without problems is one that Megatron-Core's own configura
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from megatron_cpu import tiny_run
+from megatron_cpu import CP, DIST, EP, MLA, PP, QUERY_MLA, SP, TP, VP, tiny_run
 
 from megatron_patch.config import checks
 from megatron_patch.config.checks.model import problems
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig, ffn_hidden_size
+from megatron_patch.schema.model import MoEConfig, MTPConfig, ffn_hidden_size
 from megatron_patch.schema.training import RecomputeConfig
 
-COMM = "parallel.cp_comm_type"
-MLA = MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+LEARNED = "learned_absolute"
+KIND, SIZES = "cp_comm_type", "hierarchical_context_parallel_sizes"
 
 
 def paths(run) -> list[str]:
     return [p.path for p in problems(run)]
+
+
+def moe(experts: int, **keys) -> MoEConfig:
+    return MoEConfig(num_experts=experts, **keys)
 
 
 @pytest.mark.parametrize(
@@ -47,18 +51,15 @@ def paths(run) -> list[str]:
         ({"window": [4, 0], "window_skip_freq": [1, 2]}, "model.window_skip_freq"),
         ({"window_skip_freq": 2}, "model.window_skip_freq"),
         ({"layer_spec": "te"}, "model.layer_spec"),
-        ({"moe": MoEConfig(num_experts=2, top_k=3)}, "model.moe.top_k"),
-        ({"moe": MoEConfig(num_experts=2, layer_freq=[1])}, "model.moe.layer_freq"),
-        ({"moe": MoEConfig(num_experts=2, layer_freq=0)}, "model.moe.layer_freq"),
-        ({"moe": MoEConfig(num_experts=2, aux_loss_coeff=-1.0)}, "model.moe.aux_loss_coeff"),
+        ({"moe": moe(2, top_k=3)}, "model.moe.top_k"),
+        ({"moe": moe(2, layer_freq=[1])}, "model.moe.layer_freq"),
+        ({"moe": moe(2, layer_freq=0)}, "model.moe.layer_freq"),
+        ({"moe": moe(2, aux_loss_coeff=-1.0)}, "model.moe.aux_loss_coeff"),
         ({"mla": MLA, "num_query_groups": 2}, "model.num_query_groups"),
         ({"mla": MLA, "kv_channels": 8}, "model.kv_channels"),
         ({"mla": MLA, "add_qkv_bias": True}, "model.add_qkv_bias"),
         ({"mla": MLA, "position_embedding": "none"}, "model.position_embedding"),
-        (
-            {"mla": dataclasses.replace(MLA, qk_pos_emb_head_dim=3)},
-            "model.mla.qk_pos_emb_head_dim",
-        ),
+        ({"mla": replace(MLA, qk_pos_emb_head_dim=3)}, "model.mla.qk_pos_emb_head_dim"),
         (
             {"mtp": MTPConfig(), "position_embedding": "learned_absolute"},
             "model.position_embedding",
@@ -71,159 +72,69 @@ def test_one_wrong_value_is_one_problem(model, path):
     assert paths(tiny_run(model)) == [path]
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "path"),
-    [
-        (
-            {"ffn_hidden_size": 66},
-            {"tensor_model_parallel_size": 3},
-            "parallel.tensor_model_parallel_size",
-        ),
-        ({"num_query_groups": 1}, {"tensor_model_parallel_size": 2}, None),
-        (
-            {"num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 60},
-            {"tensor_model_parallel_size": 8},
-            "parallel.tensor_model_parallel_size",
-        ),
-        ({"mla": MLA}, {"tensor_model_parallel_size": 2}, None),
-        (
-            {"mla": dataclasses.replace(MLA, kv_lora_rank=15)},
-            {"tensor_model_parallel_size": 2},
-            "parallel.tensor_model_parallel_size",
-        ),
-        (
-            {"mla": dataclasses.replace(MLA, q_lora_rank=15)},
-            {"tensor_model_parallel_size": 2},
-            "parallel.tensor_model_parallel_size",
-        ),
-        (
-            {"mla": dataclasses.replace(MLA, q_lora_rank=16), "qk_layernorm": True},
-            {"tensor_model_parallel_size": 2},
-            "parallel.sequence_parallel",
-        ),
-        ({}, {"pipeline_model_parallel_size": 3}, "parallel.pipeline_model_parallel_size"),
-        (
-            {"num_layers": 6},
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            "parallel.virtual_pipeline_model_parallel_size",
-        ),
-        (
-            {"seq_length": 15},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "model.seq_length",
-        ),
-        ({"seq_length": 14}, {"context_parallel_size": 2}, "model.seq_length"),
-        (
-            {"seq_length": 20},
-            {
-                "context_parallel_size": 2,
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": True,
-            },
-            "model.seq_length",
-        ),
-        ({"seq_length": 36}, {"context_parallel_size": 6, "cp_comm_type": "a2a"}, COMM),
-        ({"seq_length": 36}, {"context_parallel_size": 6, "cp_comm_type": "p2p"}, None),
-        (  # 8 heads over TP4 leave 2 for a2a over 4
-            {"num_attention_heads": 8},
-            {"context_parallel_size": 4, "tensor_model_parallel_size": 4, "cp_comm_type": "a2a"},
-            COMM,
-        ),
-        (  # 6 query heads divide by 2; the 3 key/value heads are replicated as needed
-            {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8},
-            {"context_parallel_size": 2, "cp_comm_type": "a2a"},
-            None,
-        ),
-        (  # one key/value head is handed to both
-            {"num_query_groups": 1},
-            {"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a"]},
-            None,
-        ),
-        (
-            {"num_attention_heads": 6, "kv_channels": 8, "seq_length": 32},
-            {
-                "context_parallel_size": 8,
-                "cp_comm_type": "a2a+p2p",
-                "hierarchical_context_parallel_sizes": [4, 2],
-            },
-            "parallel.hierarchical_context_parallel_sizes",
-        ),
-        (
-            {"num_attention_heads": 6, "kv_channels": 8, "seq_length": 32},
-            {
-                "context_parallel_size": 8,
-                "cp_comm_type": "a2a+p2p",
-                "hierarchical_context_parallel_sizes": [2, 4],
-            },
-            None,
-        ),
-        (
-            {"moe": MoEConfig(num_experts=4, load_balancing="sinkhorn")},
-            {"context_parallel_size": 2},
-            "model.moe.load_balancing",
-        ),
-        (
-            {"moe": MoEConfig(num_experts=3)},
-            {"expert_model_parallel_size": 2},
-            "parallel.expert_model_parallel_size",
-        ),
-        (
-            {"moe": MoEConfig(num_experts=2)},
-            {"tensor_model_parallel_size": 2},
-            "parallel.sequence_parallel",
-        ),
-        (
-            {"moe": MoEConfig(num_experts=2), "add_bias_linear": True},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "model.add_bias_linear",
-        ),
-        (
-            {
-                "moe": MoEConfig(num_experts=2, shared_expert_ffn_hidden_size=32),
-                "add_bias_linear": True,
-            },
-            {},
-            "model.add_bias_linear",
-        ),
-        (
-            {"moe": MoEConfig(num_experts=2, shared_expert_ffn_hidden_size=33)},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "model.moe.shared_expert_ffn_hidden_size",
-        ),
-    ],
-)
+SHAPE6 = {"num_attention_heads": 6, "kv_channels": 8}
+BOTH = {CP: 8, KIND: "a2a+p2p"}
+UNDIVIDED = [
+    ({"ffn_hidden_size": 66}, {TP: 3}, f"parallel.{TP}"),
+    ({"num_query_groups": 1}, {TP: 2}, None),
+    ({"num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 60}, {TP: 8},
+     f"parallel.{TP}"),
+    ({"mla": MLA}, {TP: 2}, None),
+    ({"mla": replace(MLA, kv_lora_rank=15)}, {TP: 2}, f"parallel.{TP}"),
+    ({"mla": replace(MLA, q_lora_rank=15)}, {TP: 2}, f"parallel.{TP}"),
+    ({"mla": QUERY_MLA, "qk_layernorm": True}, {TP: 2},
+     "parallel.sequence_parallel"),
+    ({}, {PP: 3}, f"parallel.{PP}"),
+    ({"num_layers": 6}, {PP: 2, VP: 2}, f"parallel.{VP}"),
+    ({"seq_length": 15}, {TP: 2, **SP}, "model.seq_length"),
+    ({"seq_length": 14}, {CP: 2}, "model.seq_length"),
+    ({"seq_length": 20}, {CP: 2, TP: 2, **SP}, "model.seq_length"),
+    ({"seq_length": 36}, {CP: 6, KIND: "a2a"}, f"parallel.{KIND}"),
+    ({"seq_length": 36}, {CP: 6, KIND: "p2p"}, None),
+    # 8 heads over TP4 leave 2 for a2a over 4
+    ({"num_attention_heads": 8}, {CP: 4, TP: 4, KIND: "a2a"}, f"parallel.{KIND}"),
+    # 6 query heads divide by 2; the 3 key/value heads are replicated as needed
+    (SHAPE6 | {"num_query_groups": 3}, {CP: 2, KIND: "a2a"}, None),
+    # one key/value head is handed to both
+    ({"num_query_groups": 1}, {CP: 2, KIND: ["p2p", "a2a"]}, None),
+    (SHAPE6 | {"seq_length": 32}, BOTH | {SIZES: [4, 2]}, f"parallel.{SIZES}"),
+    (SHAPE6 | {"seq_length": 32}, BOTH | {SIZES: [2, 4]}, None),
+    ({"moe": moe(4, load_balancing="sinkhorn")}, {CP: 2}, "model.moe.load_balancing"),
+    ({"moe": moe(3)}, {EP: 2}, f"parallel.{EP}"),
+    ({"moe": moe(2)}, {TP: 2}, "parallel.sequence_parallel"),
+    ({"moe": moe(2), "add_bias_linear": True}, {TP: 2, **SP}, "model.add_bias_linear"),
+    ({"moe": moe(2, shared_expert_ffn_hidden_size=32), "add_bias_linear": True}, {},
+     "model.add_bias_linear"),
+    ({"moe": moe(2, shared_expert_ffn_hidden_size=33)}, {TP: 2, **SP},
+     "model.moe.shared_expert_ffn_hidden_size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "parallel", "path"), UNDIVIDED)
 def test_what_the_layout_cannot_divide(model, parallel, path):
     assert paths(tiny_run(model, parallel=parallel)) == ([] if path is None else [path])
 
 
 @pytest.mark.parametrize(
-    ("recompute", "path"),
+    ("keys", "name"),
     [
-        (RecomputeConfig(granularity="full", num_layers=3), "training.recompute.num_layers"),
-        (RecomputeConfig(granularity="full", num_layers=0), "training.recompute.num_layers"),
-        (RecomputeConfig(granularity="selective", modules=["moe"]), "training.recompute.modules"),
-        (
-            RecomputeConfig(granularity="selective", modules=["mla_up_proj"]),
-            "training.recompute.modules",
-        ),
-        (
-            RecomputeConfig(granularity="selective", modules=["moe_act"]),
-            "training.recompute.modules",
-        ),
-        (
-            RecomputeConfig(granularity="selective", modules=["layernorm"]),
-            "training.recompute.modules",
+        ({"granularity": "full", "num_layers": 3}, "num_layers"),
+        ({"granularity": "full", "num_layers": 0}, "num_layers"),
+        *(
+            ({"granularity": "selective", "modules": [module]}, "modules")
+            for module in ("moe", "mla_up_proj", "moe_act", "layernorm")
         ),
     ],
 )
-def test_recompute_that_cannot_work(recompute, path):
-    assert paths(tiny_run(training={"recompute": recompute})) == [path]
+def test_recompute_that_cannot_work(keys, name):
+    run = tiny_run(training={"recompute": RecomputeConfig(**keys)})
+    assert paths(run) == [f"training.recompute.{name}"]
 
 
 def test_every_problem_is_found_at_once():
     run = tiny_run(
         {"num_query_groups": 3, "window": [1], "hidden_dropout": 2.0, "init_std": 0.0},
-        parallel={"pipeline_model_parallel_size": 4},
+        parallel={PP: 4},
     )
     assert sorted(paths(run)) == [
         "model.hidden_dropout",
@@ -276,13 +187,9 @@ latent_shapes = shapes.map(
     )
 )
 layouts = st.builds(
-    lambda tp, pp, ep: {
-        "tensor_model_parallel_size": tp,
-        "sequence_parallel": tp > 1,
-        "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": 2 if pp > 1 else None,
-        "expert_model_parallel_size": ep,
-    },
+    lambda tp, pp, ep: (
+        {TP: tp, "sequence_parallel": tp > 1, PP: pp, VP: 2 if pp > 1 else None, EP: ep}
+    ),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 1, 2]),
@@ -310,9 +217,6 @@ def test_megatron_core_accepts_what_has_no_problem(model, parallel, recompute):
         assert config.ffn_hidden_size == ffn_hidden_size(run.model)
 
 
-WHOLE = "parallel.use_distributed_optimizer"
-
-
 @pytest.mark.parametrize(
     ("freq", "layers", "parallel", "found"),
     [
@@ -320,20 +224,15 @@ WHOLE = "parallel.use_distributed_optimizer"
         ([1, 0], 2, {}, True),
         (2, 4, {}, False),  # layers 1 and 3: one on either stage
         (4, 4, {}, True),
-        ([0, 1], 2, {"use_distributed_optimizer": True}, False),
-        ([0, 1], 2, {"expert_model_parallel_size": 1}, False),
-        ([0, 1], 2, {"pipeline_model_parallel_size": 1}, False),
+        ([0, 1], 2, {DIST: True}, False),
+        ([0, 1], 2, {EP: 1}, False),
+        ([0, 1], 2, {PP: 1}, False),
         # chunks of one layer: stage 0 has layers 1 and 3, stage 1 has 2 and 4
-        ([1, 1, 0, 0], 4, {"virtual_pipeline_model_parallel_size": 2}, False),
-        ([1, 0, 1, 0], 4, {"virtual_pipeline_model_parallel_size": 2}, True),
+        ([1, 1, 0, 0], 4, {VP: 2}, False),
+        ([1, 0, 1, 0], 4, {VP: 2}, True),
     ],
 )
 def test_a_whole_optimizer_needs_experts_on_every_stage(freq, layers, parallel, found):
-    split = {
-        "pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "use_distributed_optimizer": False,
-    }
-    moe = MoEConfig(num_experts=2, layer_freq=freq)
-    run = tiny_run({"num_layers": layers, "moe": moe}, parallel=split | parallel)
-    assert (WHOLE in paths(run)) == found
+    split = {PP: 2, EP: 2, DIST: False}
+    model = {"num_layers": layers, "moe": moe(2, layer_freq=freq)}
+    assert (f"parallel.{DIST}" in paths(tiny_run(model, parallel=split | parallel))) == found

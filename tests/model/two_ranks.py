@@ -11,10 +11,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from megatron_cpu import SEQ, VOCAB, reseed, tiny_run
+from megatron_cpu import EP, ETP, PP, QUERY_MLA, SEQ, SP, TP, VOCAB, VP, reseed, tiny_run
 
 from megatron_patch.core_patches import cpu_mode
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 
 def groups(run):
@@ -36,9 +36,7 @@ DENSE = {"qk_layernorm": True, "normalization": "LayerNorm"}
 LATENT = {
     "qk_layernorm": True,
     "init_std": 0.2,  # large enough for the rotary key to matter
-    "mla": MLAConfig(
-        q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
-    ),
+    "mla": QUERY_MLA,
 }
 
 
@@ -108,30 +106,21 @@ def experts(**parallel):
 def main() -> None:
     cpu_mode.install()
     dist.init_process_group("gloo")
-    tp2 = {"tensor_model_parallel_size": 2}
+    tp2 = {TP: 2}
     seen = {
         "dp2": norm_grads(),
         "tp2": norm_grads(**tp2),
-        "tp2 sp": norm_grads(**tp2, sequence_parallel=True),
-        "tp2 sp compiled loss": norm_grads(**tp2, sequence_parallel=True, fused=True),
-        "tp2 sp unmarked": norm_grads(mark=False, **tp2, sequence_parallel=True),
+        "tp2 sp": norm_grads(**tp2, **SP),
+        "tp2 sp compiled loss": norm_grads(**tp2, **SP, fused=True),
+        "tp2 sp unmarked": norm_grads(mark=False, **tp2, **SP),
         "mla dp2": norm_grads(model=LATENT),
-        "mla tp2 sp": norm_grads(model=LATENT, **tp2, sequence_parallel=True),
+        "mla tp2 sp": norm_grads(model=LATENT, **tp2, **SP),
         "mla tp2": norm_grads(model=LATENT, **tp2),
         "mla tp2 stock": stock_latent_attention(**tp2),
-        "pp2": layers({}, pipeline_model_parallel_size=2),
-        "pp2 vp2": layers(
-            {"num_layers": 4, "mtp": MTPConfig()},
-            pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=2,
-        ),
-        "ep2": experts(expert_model_parallel_size=2),
-        "tp2 sp moe": experts(
-            **tp2,
-            sequence_parallel=True,
-            expert_tensor_parallel_size=1,
-            expert_model_parallel_size=2,
-        ),
+        "pp2": layers({}, **{PP: 2}),
+        "pp2 vp2": layers({"num_layers": 4, "mtp": MTPConfig()}, **{PP: 2, VP: 2}),
+        "ep2": experts(**{EP: 2}),
+        "tp2 sp moe": experts(**{TP: 2, ETP: 1, EP: 2}, **SP),
     }
     Path(os.environ["SEEN"], f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

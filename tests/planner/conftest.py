@@ -1,15 +1,11 @@
-"""Helpers of these tests are modules beside them; Megatron's chatter is not part of a test."""
+"""Megatron's warnings are not part of these tests."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent))
 
 
 @pytest.fixture(autouse=True)

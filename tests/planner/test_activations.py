@@ -14,8 +14,8 @@ import dry_run
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cpu import single_rank, tiny_run
-from test_parameters import CP, GPT2, PP, SP, TP, VP
+from megatron_cpu import CP, PP, SP, TP, VP, single_rank, tiny_run
+from test_parameters import GPT2
 
 from megatron_patch.planner import activations, kernel_memory, memory, parameters
 from megatron_patch.planner.layout import layout_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from megatron_cpu import tiny_run
-from test_parameters import CP, DIST, EP, MOE, PP, SP, TP, VP
+from megatron_cpu import CP, DIST, EP, PP, SP, TP, VP, tiny_run
+from test_parameters import MOE
 
 from megatron_patch.planner import communication, hardware, states
 from megatron_patch.planner.layout import NETWORK, NODE, layout_of

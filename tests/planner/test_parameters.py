@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import dry_run
+import megatron_cpu
 import pytest
-from megatron_cpu import tiny_run
+from megatron_cpu import CP, EP, ETP, PP, QUERY_MLA, SP, TP, VP, tiny_run
 
 from megatron_patch.planner import parameters
-from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 VOCAB = 60
-TP, PP, VP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
-EP, ETP, CP = (
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "context_parallel_size",
-)
-SP = {"sequence_parallel": True}
-DIST = "use_distributed_optimizer"
 GPT2 = {
     "position_embedding": "learned_absolute",
     "normalization": "LayerNorm",
@@ -31,11 +20,8 @@ GPT2 = {
     "tie_embeddings": True,
 }
 GQA = {"num_attention_heads": 8, "num_query_groups": 2, "qk_layernorm": True}
-LATENT = MLAConfig(
-    q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
-)
-MLA = {"mla": LATENT, "qk_layernorm": True}
-DIRECT = {"mla": MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)}
+MLA = {"mla": QUERY_MLA, "qk_layernorm": True}
+DIRECT = {"mla": megatron_cpu.MLA}
 MOE = {"moe": MoEConfig(num_experts=4, layer_freq=[0, 1, 1, 1], ffn_hidden_size=48)}
 SHARED = {"moe": MoEConfig(num_experts=4, shared_expert_ffn_hidden_size=16)}
 TIED_MTP = {"mtp": MTPConfig(), "tie_embeddings": True}

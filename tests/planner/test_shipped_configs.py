@@ -53,6 +53,7 @@ def test_it_fits(path):
     assert found.fits, f"{found.worst.total / 2**30:.1f} GiB"
     assert found.room > 0.1 * found.machine.gpu.memory, "no room for what the plan does not know"
     assert found.run.name == path.stem
+    assert found.layout.group("tp").link == "NVLink", "tensor parallelism stays in a node"
     if path.stem in LARGE:
         assert not plan_of(path, "h100", nodes_of(path)).fits
 
@@ -65,12 +66,6 @@ def test_host_memory_of_a_save() -> None:
     share = (12 / 8 + 2) * alone.counts.total  # the first node's two shards' weights
     assert eight.save_bytes == pytest.approx(share, rel=1e-3)
     assert max(plan_of(p, "h200", nodes_of(p)).save_bytes for p in NODES) < 500 * 2**30
-
-
-@pytest.mark.parametrize("path", NODES, ids=[path.stem for path in NODES])
-def test_tensor_parallelism_stays_in_a_node(path):
-    found = plan_of(path, "h200", nodes_of(path))
-    assert found.layout.group("tp").link == "NVLink"
 
 
 def test_comments_argue():

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import dry_run
 import pytest
-from megatron_cpu import tiny_run
-from test_parameters import (
-    DIST,
-    EP,
-    GPT2,
-    GQA,
-    MLA,
-    MOE,
-    PP,
-    SP,
-    TIED_MTP,
-    TP,
-    VOCAB,
-    VP,
-    world_of,
-)
+from megatron_cpu import DIST, EP, PP, SP, TP, VP, tiny_run
+from test_parameters import GPT2, GQA, MLA, MOE, TIED_MTP, VOCAB, world_of
 
 from megatron_patch.planner import layout as layouts
 from megatron_patch.planner import states

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 import one_machine
+import pytest
 from slurm_run import Run
 
 

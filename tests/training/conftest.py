@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from byte_corpus import byte_corpus
 
 
 @pytest.fixture(scope="module")
@@ -21,21 +22,8 @@ def cpu() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a byte-tokenized dataset of about 40 kB in 100 documents."""
-    from megatron_patch.data.prepare import PrepareOptions, prepare
-
-    folder = tmp_path_factory.mktemp("corpus")
     words = ["the", "model", "reads", "small", "words", "and", "learns", "what", "follows"]
-    documents = [
+    documents = (
         " ".join(words[(7 * d + k * k) % len(words)] for k in range(40 + d)) for d in range(100)
-    ]
-    (folder / "text.txt").write_text("\n\n".join(documents))
-    prepare(
-        PrepareOptions(
-            inputs=[str(folder / "text.txt")],
-            out=str(folder / "tiny"),
-            document_separator="\n\n",
-            workers=1,
-            quiet=True,
-        )
     )
-    return folder / "tiny"
+    return byte_corpus(tmp_path_factory.mktemp("corpus") / "tiny", documents)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_corpus import byte_corpus
 from training_ranks import figures, metrics, run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -83,18 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-tokenized dataset of documents of 2 to 13 tokens: ends fall unevenly on ranks."""
-    from megatron_patch.data.prepare import PrepareOptions, prepare
-
-    place = tmp_path_factory.mktemp("short")
-    words = [chr(97 + (5 * k * k + k // 7) % 26) * (k * k % 12 + 1) for k in range(900)]
-    (place / "text.txt").write_text("\n\n".join(words))
-    prepare(
-        PrepareOptions(
-            inputs=[str(place / "text.txt")], out=str(place / "tiny"),
-            document_separator="\n\n", workers=1, quiet=True,
-        )
-    )  # fmt: skip
-    return place / "tiny"
+    words = (chr(97 + (5 * k * k + k // 7) % 26) * (k * k % 12 + 1) for k in range(900))
+    return byte_corpus(tmp_path_factory.mktemp("short") / "tiny", words)
 
 
 Table = dict[str, tuple[str, list[str]]]

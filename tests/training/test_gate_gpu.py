@@ -8,10 +8,10 @@ from pathlib import Path
 
 import poisoned_step
 import pytest
+import tiny_trainer
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 import sys, torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -38,25 +38,14 @@ ChainedOptimizer.step = strict
 
 def train(folder: Path, corpus: Path, script: str, *keys: str) -> tuple[int, str]:
     """(exit code, output) of six steps of the tiny model, the trainer changed by ``script``."""
-    named = [
-        f"run_dir={folder / 'run'}",
-        f"data.blend.0.path={corpus}",
-        "training.device=cuda",
-        "training.precision=bf16",
-        "training.deterministic=false",
-        "training.train_steps=6",
-        "attention.backend=stable_flash",
-        "stability.interval=2",
-        *keys,
-    ]
+    command = tiny_trainer.train(
+        folder / "run", corpus, "training.device=cuda", "training.precision=bf16",
+        "training.deterministic=false", "training.train_steps=6",
+        "attention.backend=stable_flash", "stability.interval=2", *keys,
+    )  # fmt: skip
     code = HEAD + script + "sys.exit(main(sys.argv[1:]))\n"
-    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
     found = subprocess.run(
-        [sys.executable, "-c", code, "train", "--config", str(config)]
-        + [part for key in named for part in ("--set", key)],
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=300
     )
     return found.returncode, found.stdout + found.stderr
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import poisoned_step
 import pytest
+import tiny_trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = """
 from megatron_patch.core_patches import cpu_mode
 cpu_mode.install()
@@ -38,21 +38,15 @@ sys.exit(main(sys.argv[1:]))
 def test_no_rank_updates_where_one_gradient_is_bad(
     tmp_path: Path, corpus: Path, sharded: str
 ) -> None:
-    keys = [
-        f"run_dir={tmp_path / 'run'}",
-        f"data.blend.0.path={corpus}",
-        "training.precision=bf16",
-        "training.micro_batch_size=2",
-        "training.deterministic=false",
-        f"parallel.use_distributed_optimizer={sharded}",
-        "training.train_steps=6",
-    ]
     (tmp_path / "gated.py").write_text(CPU + poisoned_step.SCRIPT + GATED)
-    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
+    command = tiny_trainer.train(
+        tmp_path / "run", corpus, "training.precision=bf16", "training.micro_batch_size=2",
+        "training.deterministic=false", f"parallel.use_distributed_optimizer={sharded}",
+        "training.train_steps=6",
+    )  # fmt: skip
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(tmp_path / "gated.py"), "train", "--config", str(config)]
-        + [part for key in keys for part in ("--set", key)],
+        + [str(tmp_path / "gated.py"), *command],
         capture_output=True,
         text=True,
         timeout=300,

@@ -31,10 +31,6 @@ def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
     return {"set": [f"name={name}", *keys], **faults}
 
 
-def newest(folder: Path, name: str) -> Path:
-    return sorted((folder / "runs" / name / "checkpoints").glob("step_*"))[-1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layouts")
@@ -66,76 +62,83 @@ def start_of(folder: Path, name: str) -> str:
     return f"checkpoint.load_from={found}"
 
 
-def check(
-    folder: Path, corpus: Path, ranks: int, layouts: dict[str, tuple[str, list[str]]]
-) -> dict[str, dict[int, tuple[str, str]]]:
-    """Run layouts (name -> (source run, keys)) one after the other on the same processes.
+Table = dict[str, tuple[str, list[str]]]
+"""Layout -> (run of one process that it continues, keys)."""
+TWO: Table = {
+    "dp2": ("fp32", []),
+    "dp2_overlap": ("fp32", OVERLAP),
+    "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
+    "dp2_bf16": ("bf16", IN_BF16),
+    "tp2": ("fp32", [f"{TP}=2"]),
+    "tp2_sp": ("fp32", [f"{TP}=2", f"{SP}=true"]),
+    "tp2_whole": ("whole", [f"{TP}=2", f"{DIST_OPT}=false"]),
+    "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *IN_BF16]),
+    "pp2": ("fp32", [f"{PP}=2"]),
+    "pp2_virtual": ("fp32", [f"{PP}=2", f"{VPP}=2"]),
+    "pp2_tied_mtp": ("tied_mtp", [f"{PP}=2", *OVERLAP, *TIED_MTP]),
+    "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
+    "ep2": ("moe", [f"{EP}=2", *MOE]),
+    "ep1_tp2": ("moe", [f"{TP}=2", f"{SP}=true", *MOE]),
+}
+FOUR: Table = {"tp2_pp2": ("fp32", [f"{TP}=2", f"{SP}=true", f"{PP}=2"])}
 
-    The validation loss of the last step is compared here, the rest by the caller.
-    """
-    runs = [run(name, start_of(folder, source), *keys) for name, (source, keys) in layouts.items()]
+
+def execute(folder: Path, corpus: Path, ranks: int, table: Table) -> None:
+    """Run all layouts one after the other on the same processes."""
+    runs = [run(name, start_of(folder, source), *keys) for name, (source, keys) in table.items()]
     results = run_ranks(folder, corpus, ranks, runs)
     assert all(rank["code"] == 0 and rank["step"] == END for run_ in results for rank in run_)
-    for name, (source, _) in layouts.items():
-        found, expected = (metrics(folder / "runs" / n)[END]["eval_loss"] for n in (name, source))
-        tolerance = BF16 if source == "bf16" else FP32
-        assert float(found) == pytest.approx(float(expected), rel=tolerance)
-    return {name: figures(folder / "runs" / name) for name in layouts}
+
+
+def judge(folder: Path, name: str, source: str) -> None:
+    """Losses, gradient norms and the last validation loss are those of one process."""
+    tolerance = BF16 if source == "bf16" else FP32
+    found, expected = (folder / "runs" / n for n in (name, source))
+    assert distance(figures(found), figures(expected), STEPS) < tolerance
+    losses = [float(metrics(place)[END]["eval_loss"]) for place in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, corpus: Path, single: Any) -> None:
+    execute(folder, corpus, 2, TWO)
 
 
 def test_single_process_resume_continues_the_run(single: dict[str, Any]) -> None:
     assert all(sorted(found) == list(range(1, END + 1)) for found in single.values())
 
 
-def test_data_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
-    found = check(folder, corpus, 2, {
-        "dp2": ("fp32", []),
-        "dp2_overlap": ("fp32", OVERLAP),
-        "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
-        "dp2_bf16": ("bf16", IN_BF16),
-    })  # fmt: skip
-    assert distance(found["dp2"], single["fp32"], STEPS) < FP32
-    assert found["dp2_overlap"] == found["dp2"]  # other times, same sums
-    assert distance(found["dp2_whole"], single["whole"], STEPS) < FP32
-    assert distance(found["dp2_bf16"], single["bf16"], STEPS) < BF16
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(folder: Path, two: None, name: str) -> None:
+    judge(folder, name, TWO[name][0])
 
 
-def test_tensor_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
-    found = check(folder, corpus, 2, {
-        "tp2": ("fp32", [f"{TP}=2"]),
-        "tp2_sp": ("fp32", [f"{TP}=2", f"{SP}=true"]),
-        "tp2_whole": ("whole", [f"{TP}=2", f"{DIST_OPT}=false"]),
-        "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *IN_BF16]),
-    })  # fmt: skip
-    assert distance(found["tp2"], single["fp32"], STEPS) < FP32
-    assert distance(found["tp2_sp"], single["fp32"], STEPS) < FP32
-    assert distance(found["tp2_whole"], single["whole"], STEPS) < FP32
-    assert distance(found["tp2_bf16"], single["bf16"], STEPS) < BF16
+def test_overlapped_communication_makes_the_same_sums(folder: Path, two: None) -> None:
+    assert figures(folder / "runs" / "dp2_overlap") == figures(folder / "runs" / "dp2")
 
 
-def test_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
-    found = check(folder, corpus, 2, {
-        "pp2": ("fp32", [f"{PP}=2"]),
-        "pp2_virtual": ("fp32", [f"{PP}=2", f"{VPP}=2"]),
-        "pp2_tied_mtp": ("tied_mtp", [f"{PP}=2", *OVERLAP, *TIED_MTP]),
-        "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
-    })  # fmt: skip
-    assert distance(found["pp2"], single["fp32"], STEPS) < FP32
-    assert distance(found["pp2_virtual"], single["fp32"], STEPS) < FP32
-    assert distance(found["pp2_tied_mtp"], single["tied_mtp"], STEPS) < FP32
-    assert distance(found["pp2_virtual_tied_mtp"], single["tied_mtp"], STEPS) < FP32
+def test_tensor_and_pipeline_parallel(folder: Path, corpus: Path, single: Any) -> None:
+    execute(folder, corpus, 4, FOUR)
+    judge(folder, "tp2_pp2", "fp32")
 
 
-def test_tensor_and_pipeline_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
-    keys = [f"{TP}=2", f"{SP}=true", f"{PP}=2"]
-    found = check(folder, corpus, 4, {"tp2_pp2": ("fp32", keys)})
-    assert distance(found["tp2_pp2"], single["fp32"], STEPS) < FP32
+def test_a_stage_without_experts_is_saved_and_resumes(folder: Path, corpus: Path) -> None:
+    """It owns no parameters of the experts' optimizer.
 
-
-def test_expert_parallel(folder: Path, corpus: Path, single: dict[str, Any]) -> None:
-    found = check(folder, corpus, 2, {
-        "ep2": ("moe", [f"{EP}=2", *MOE]),
-        "ep1_tp2": ("moe", [f"{TP}=2", f"{SP}=true", *MOE]),
-    })  # fmt: skip
-    assert distance(found["ep2"], single["moe"], STEPS) < FP32
-    assert distance(found["ep1_tp2"], single["moe"], STEPS) < FP32
+    To every digit on the same layout; and from one rank, which has all experts.
+    """
+    model = ["model.num_layers=2", "model.moe.num_experts=2", "model.moe.layer_freq=[0,1]"]
+    split = [*model, f"{PP}=2", f"{EP}=2"]
+    stop, moved = f"training.exit_at_step={START}", f"checkpoint.load_from=stage_one@{START}"
+    results = run_ranks(folder, corpus, 4, [
+        run("stage", *split),
+        run("stage_resumed", *split, stop),
+        run("stage_resumed", *split),
+        run("stage_one", *model, stop, ranks=1),
+        run("stage_moved", *split, moved),
+    ])  # fmt: skip
+    assert [rank["code"] for one in results for rank in one] == [0] * 17
+    whole, resumed, left = (
+        figures(folder / "runs" / name) for name in ("stage", "stage_resumed", "stage_moved")
+    )
+    assert resumed == whole and list(left) == STEPS

@@ -10,24 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_trainer
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = ["training.device=cuda", "attention.backend=stable_flash", "training.deterministic=false"]
 STEPS = 5
 
 
 def start(folder: Path, corpus: Path, *keys: str) -> subprocess.Popen[bytes]:
     """The trainer in a process of its own, its kernels compiled anew."""
-    named = [f"run_dir={folder / 'run'}", f"data.blend.0.path={corpus}", *DEVICE, *keys]
-    config = ROOT / "research" / "protocols" / "base" / "tiny_cpu.yaml"
-    command = [sys.executable, "-m", "megatron_patch", "train", "--config", str(config)]
+    command = tiny_trainer.train(folder / "run", corpus, *DEVICE, *keys)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_ALWAYS_COMPILE": "1"}
     with (folder / "out.txt").open("ab") as out:
         return subprocess.Popen(
-            [*command, *(part for key in named for part in ("--set", key))],
+            [sys.executable, "-m", "megatron_patch", *command],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment,

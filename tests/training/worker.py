@@ -12,7 +12,6 @@ PLAN.json.rank<N>.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import math
 import os
@@ -27,23 +26,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import group_threads
-
-
-def digest(session: Any) -> str:
-    """Hash of every weight, main weight and optimizer moment of this rank."""
-    found = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> None:
-        found.update(tensor.detach().float().contiguous().cpu().numpy().tobytes())
-
-    for chunk in session.chunks:
-        for parameter in chunk.parameters():
-            add(parameter)
-    for part in session.optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            for value in state.values():
-                add(torch.as_tensor(value))
-    return found.hexdigest()
+from session_digest import digest
 
 
 def install_faults(run: dict[str, Any]) -> None:

@@ -1,7 +1,10 @@
 """Faults injected into real runs of the trainer; used by the scripts beside this package."""
 
 import os
+import sys
+from pathlib import Path
 
 # Before NumPy or torch: their thread pools would not survive the forks of `lab`.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # helpers of all tests

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from session_digest import digest
 
 
 class _State:
@@ -78,8 +79,8 @@ def record(folder: Path, rank: int) -> None:
         note(f"resume {training.position.step}\n".encode())
 
     def ended(result: Any, training: Any) -> None:
-        text = json.dumps(digest(training.session) | {"step": training.position.step})
-        (folder / f"digest.{rank}").write_text(text)
+        found = digest(training.session) | {"random": streams(), "step": training.position.step}
+        (folder / f"digest.{rank}").write_text(json.dumps(found))
 
     wrap(trainer, "train_step", before=begun, after=done)
     wrap(trainer.Trainer, "_resume", after=resumed)
@@ -89,38 +90,19 @@ def record(folder: Path, rank: int) -> None:
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
-def digest(session: Any) -> dict[str, str]:
-    """Hashes of this rank's weights, optimizer state and random streams."""
-    weights, moments, streams = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-
-    def add(found: Any, tensor: torch.Tensor) -> None:
-        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-
-    for chunk in session.chunks:
-        for parameter in chunk.parameters():
-            add(weights, parameter)
-    for part in getattr(session.optimizer, "chained_optimizers", [session.optimizer]):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                add(moments, parameter)  # FP32 main weights
-        for state in part.optimizer.state.values():
-            for value in state.values():
-                add(moments, torch.as_tensor(value))
+def streams() -> str:
+    """Hash of this rank's random streams."""
     from megatron.core import tensor_parallel
 
-    streams.update(repr(random.getstate()).encode())
-    streams.update(np.random.get_state()[1].tobytes())  # type: ignore[index,union-attr]
-    streams.update(torch.get_rng_state().numpy().tobytes())
+    found = hashlib.sha256(repr(random.getstate()).encode())
+    found.update(np.random.get_state()[1].tobytes())  # type: ignore[index,union-attr]
+    found.update(torch.get_rng_state().numpy().tobytes())
     if torch.cuda.is_available():
-        streams.update(torch.cuda.get_rng_state().numpy().tobytes())
+        found.update(torch.cuda.get_rng_state().numpy().tobytes())
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     for name in sorted(tracked):
-        streams.update(name.encode() + torch.as_tensor(tracked[name]).numpy().tobytes())
-    return {
-        "weights": weights.hexdigest(),
-        "optimizer": moments.hexdigest(),
-        "random": streams.hexdigest(),
-    }
+        found.update(name.encode() + torch.as_tensor(tracked[name]).numpy().tobytes())
+    return found.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------ faults

@@ -15,7 +15,7 @@ from fault_lab.lab import ROOT, SLACK, Lab, Outcome, descendants, kill_all
 
 CLUSTER = """
 cluster:
-  gpus_per_node: {gpus}
+  gpus_per_node: 0
   ranks_per_node: {ranks}
   memory: null
   exclusive: false
@@ -57,12 +57,12 @@ class Job:
     """The script of one run and what Slurm would do with it.
 
     Args:
-        lab: the run; as many ranks as it has, and on a GPU each where ``gpu``.
+        lab: the run; as many ranks as it has.
         fault: as in ``recorded``.
         sets: of the configuration.
     """
 
-    def __init__(self, lab: Lab, fault: str, sets: tuple[str, ...], *, gpu: bool = False) -> None:
+    def __init__(self, lab: Lab, fault: str, sets: tuple[str, ...]) -> None:
         from megatron_patch import config
         from megatron_patch.launcher import submit
 
@@ -78,7 +78,6 @@ class Job:
             local=lab.folder / "local",
             # Packages that lie beside this checkout and not in the interpreter's own folder.
             path=os.pathsep.join(dict.fromkeys([str(ROOT), str(ROOT / "kernels"), *given])),
-            gpus=lab.ranks if gpu else 0,
             ranks=lab.ranks,
         )
         path = lab.folder / "job.yaml"
@@ -87,8 +86,7 @@ class Job:
         loaded = config.load(path, list(sets))
         job = submit.build_job(loaded, 1, work_dir=lab.folder)
         recorded = str(Path(__file__).with_name("recorded.py"))
-        where = "gpu" if gpu else "cpu"
-        program = (recorded, where, fault, "train", "--config", str(job.config_file))
+        program = (recorded, fault, "train", "--config", str(job.config_file))
         self.script = submit.write(dataclasses.replace(job, program=program), loaded)
         self.log = self.lab.folder / "job.log"
         self.restarts = 0

@@ -15,10 +15,8 @@ import ctypes
 import json
 import multiprocessing.synchronize
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +25,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from byte_corpus import byte_corpus
+from free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 INTERVAL, STEPS = 3, 8
@@ -82,23 +83,6 @@ def preimport() -> None:
     del megatron, megatron_patch, torch
 
 
-def make_corpus(folder: Path) -> None:
-    """A small dataset, the same every time."""
-    from megatron_patch.data.prepare import PrepareOptions, prepare
-
-    text = folder / "corpus.txt"
-    text.write_text("\n\n".join(f"line {n} of a small text: {n * 7919}" for n in range(600)))
-    prepare(
-        PrepareOptions(
-            inputs=[str(text)],
-            out=str(folder / "corpus"),
-            document_separator="\n\n",
-            workers=1,
-            quiet=True,
-        )
-    )
-
-
 def isolate() -> bool:
     """Own mount table and /dev/shm; adopt orphans. Whether mounting was permitted."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -136,15 +120,6 @@ def descendants() -> list[tuple[int, str]]:
             found.append((pid, names[pid]))
             todo.append(pid)
     return found
-
-
-def free_port() -> int:
-    """A port nobody listens on now, and that the kernel gives to nobody who asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(16000, 31000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass
@@ -329,8 +304,8 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.yaml").write_text(CONFIG)
         if not (folder / "corpus.bin").exists():
-            with contextlib.chdir(folder):
-                make_corpus(folder)
+            lines = (f"line {n} of a small text: {n * 7919}" for n in range(600))
+            byte_corpus(folder / "corpus", lines)
 
     @property
     def run_dir(self) -> Path:

@@ -1,10 +1,9 @@
 """The trainer as the launch scripts start it, recorded, with a fault planted by an argument.
 
-    python -m megatron_patch.launcher.rank recorded.py cpu FAULT train --config ...
+    python -m megatron_patch.launcher.rank recorded.py FAULT train --config ...
 
-``gpu`` in place of ``cpu``: the run trains on GPUs. ``FAULT`` is ``none`` or
-``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in the first TIMES attempts;
-under the place ``exception`` an error in the forward pass.
+``FAULT`` is ``none`` or ``PLACE:STEP:RANK:TIMES``: SIGKILL to that rank at a place of ``hooks`` in
+the first TIMES attempts; under the place ``exception`` an error in the forward pass.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ def main() -> int:
     from megatron_patch.cli import app
     from megatron_patch.core_patches import cpu_mode
 
-    where, fault, *arguments = sys.argv[1:]
+    fault, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
     attempt = Path(os.environ["MEGATRON_PATCH_ATTEMPT_DIR"])
-    if where == "cpu":
-        cpu_mode.install()
+    cpu_mode.install()
     hooks.record(attempt, rank)
     if fault != "none":
         place, step, victim, times = fault.split(":")

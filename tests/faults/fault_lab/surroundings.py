@@ -10,10 +10,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from free_port import free_port
+
 from fault_lab import hooks
 from fault_lab.case import Case, Scene
 from fault_lab.job import Job
-from fault_lab.lab import Outcome, Running, free_port
+from fault_lab.lab import Outcome, Running
 from fault_lab.processes import PEER, Inject, beside, in_rank, slow_steps
 
 # ------------------------------------------------------------------------------------------- disks
