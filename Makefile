@@ -9,7 +9,7 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu check format bench-attention bench-kernels docs clean
+.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu check format bench-attention docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -53,10 +53,6 @@ format: $(STAMP)  ## rewrite in the house style
 
 bench-attention: $(STAMP)  ## attention tables of docs/results (needs a GPU)
 	$(BIN)/python benchmarks/attention.py
-
-bench-kernels: $(STAMP)  ## all GPU evidence for the kernels, most telling first (MINUTES=60; resumes)
-	PYTHONPATH=kernels $(BIN)/python benchmarks/kernel_all.py --minutes $(or $(MINUTES),60); \
-	  status=$$?; $(BIN)/python benchmarks/render_tables.py; exit $$status
 
 docs: $(STAMP)  ## regenerate the generated pages
 	$(BIN)/megatron-patch config docs --write docs/configuration.md

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
 from kernel_goals import DEFAULT, OURS, PASSES, geometric_mean, goals, speed, title
-from machine import RESULTS, device_digest, functions_digest, sources_digest
+from machine import device_digest, functions_digest, sources_digest
 from table_text import Tables, origin, table
 
 SHAPES = 39
@@ -27,13 +26,6 @@ NAMED = 6
 @functools.cache
 def _this_tree() -> tuple[str, str, str]:
     return sources_digest(), device_digest(), functions_digest()
-
-
-def _functions_of(result: dict[str, Any]) -> str | None:
-    """`functions_digest` of what was measured; earlier results have it in kernel_history.json."""
-    trees = json.loads((RESULTS / "kernel_history.json").read_text())["trees"]
-    known = {tree["device"]: tree["functions"] for tree in trees}
-    return result.get("functions") or known.get(result.get("device"))
 
 
 def state(result: dict[str, Any]) -> str:
@@ -51,7 +43,7 @@ def state(result: dict[str, Any]) -> str:
             "The kernels measured are those of this tree; what checks a call's arguments on the "
             "host before it has changed since."
         )
-    elif _functions_of(result) == functions:
+    elif result.get("functions") == functions:
         said = (
             "The kernels measured are those of this tree, with its tiles; the Python that launches "
             "them has changed since."
@@ -155,28 +147,6 @@ def memory_table(result: dict[str, Any]) -> str:
     return table(["MiB", *names], body)
 
 
-def checks_table(result: dict[str, Any]) -> str:
-    """GPU tests by file, and those that did not pass."""
-    counts = [
-        [f"`{name}`", str(c["passed"]), str(c["failed"]), str(c["skipped"])]
-        for name, c in sorted(result["files"].items())
-    ]
-    lines = [state(result), "", table(["tests/kernels/gpu", "passed", "failed", "skipped"], counts)]
-    if not result["complete"]:
-        lines += ["", "The run was stopped before its end."]
-    lines += ["", *_not_passed(result["not_passed"])] if result["not_passed"] else []
-    return "\n".join(lines)
-
-
-def _not_passed(found: list[dict[str, Any]]) -> list[str]:
-    def clean(text: str) -> str:
-        return text.replace("|", "/").replace("<", "").replace("\n", " ")[:200]
-
-    return [
-        f"- {x['outcome']}: `{x['test'].split('/')[-1]}`: {clean(x.get('why', ''))}" for x in found
-    ]
-
-
 def sanitizer_line(result: dict[str, Any]) -> str:
     """The verdict of compute-sanitizer."""
     if not result["available"]:
@@ -198,21 +168,6 @@ def sanitizer_line(result: dict[str, Any]) -> str:
             f"(forward and backward){failed}{late}."
         )
     return " ".join(lines)
-
-
-def faults_table(result: dict[str, Any]) -> str:
-    """Elements that are not finite, ours and the peers', on problems of public reports."""
-    names = list(result["faults"][0]["backends"])
-    body = []
-    for fault in result["faults"]:
-        cells = []
-        for name in names:
-            cell = fault["backends"][name]
-            bad = cell.get("not_finite", {})
-            text = ", ".join(f"{count} in {what}" for what, count in bad.items()) or "finite"
-            cells.append("not served" if "error" in cell else f"**{text}**" if bad else text)
-        body.append([f"{fault['report']}: {fault['what']}", *cells])
-    return "\n".join([state(result), "", table(["NaN or infinite elements", *names], body)])
 
 
 WAYS: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -328,7 +283,5 @@ def tables() -> Tables:
             float32_attention,
             "float32_attention.py",
         ),
-        "kernel-checks": ("kernel_checks", checks_table, "kernel_checks.py"),
         "sanitizer": ("sanitizer", sanitizer_line, "kernel_sanitizer.py"),
-        "kernel-faults": ("kernel_faults", faults_table, "kernel_faults.py"),
     }

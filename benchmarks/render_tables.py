@@ -145,57 +145,6 @@ def delta_gates(result: dict[str, Any]) -> str:
     return "\n".join([kernel_tables.state(result), "", *lines])
 
 
-def grid(result: dict[str, Any]) -> str:
-    """Counts of the correctness grid and our error over PyTorch's."""
-    counts = [
-        [part, str(c["planned"]), str(c["run"]), str(c["failed"])]
-        for part, c in sorted(result["parts"].items())
-    ]
-    spread = [
-        [name.removesuffix(" rms"), *(f"{s[x]:.2f}" for x in ("median", "p99", "worst"))]
-        for name, s in result["ratios"].items()
-        if name.endswith(" rms") and not name.startswith(("lse", "max_", "dsink"))
-    ]
-    return "\n".join(
-        [
-            origin(result),
-            "",
-            table(["part", "planned", "run", "failed"], counts),
-            "",
-            "RMS error over that of PyTorch in the same dtype, and over what is specified:",
-            "",
-            table(["tensor", "median", "99 %", "worst"], spread),
-            "",
-            *_beside_vendors(result["peer_comparisons"]),
-        ]
-    )
-
-
-def _beside_vendors(peers: dict[str, Any]) -> list[str]:
-    """How often the better vendor's error is exceeded, and where."""
-    lines = [
-        f"Against the better of SDPA-flash and SDPA-cuDNN on the same inputs: {peers['run']} "
-        f"comparisons, {len(peers['over'])} above 1.02x."
-    ]
-    if peers["over"]:
-        cases = [
-            dict(part.split("=", 1) for part in over["case"].split() if "=" in part)
-            for over in peers["over"]
-        ]
-        tensors = ", ".join(sorted({over["tensor"] for over in peers["over"]}))
-        widths = ", ".join(map(str, sorted({int(case.get("d", 64)) for case in cases})))
-        keys = max(int(case["sk"]) for case in cases)
-        spans = []
-        for name in ("SDPA-flash", "SDPA-cuDNN"):
-            over = [x["rms"]["ours"] / x["rms"][name] for x in peers["over"] if name in x["rms"]]
-            if over:
-                spans.append(f"{min(over):.3f} to {max(over):.3f}x {name}")
-        lines.append(
-            f"Those above: {tensors} at d {widths} and at most {keys} keys; {', '.join(spans)}."
-        )
-    return lines
-
-
 def split_keys(result: dict[str, Any]) -> str:
     """RMS error of O with one running maximum and with one a piece of the keys."""
     rows = [
@@ -243,7 +192,6 @@ TABLES: Tables = {
     "delta-mean": ("delta_regimes", delta_mean, "delta_regimes.py"),
     "delta-dq": ("delta_regimes", delta_dq, "delta_regimes.py"),
     "which-sum": ("which_sum", which_sum, "which_sum.py"),
-    "grid": ("kernel_grid", grid, "kernel_grid.py"),
     "split-keys": ("split_keys", split_keys, "split_keys.py"),
     "saved-bytes": ("", saved_bytes, ""),
     "step-profile": ("step_profile", run_tables.step_profile, "step_profile.py ..."),
@@ -255,9 +203,6 @@ TABLES: Tables = {
     "cp-speed": ("context_parallel_8", cp_tables.speed, CONTEXT.format(8)),
     "cp-cost": ("context_parallel_8", cp_tables.cost, CONTEXT.format(8)),
     "long-context": ("long_context_8gpu", cp_tables.long_context, "long_context.py"),
-    "data-corruption": ("data_corruption", run_tables.data_corruption, "fuzz_data.py"),
-    "config-fuzz": ("config_fuzz", run_tables.config_fuzz, "fuzz_config.py"),
-    "checkpoint-faults": ("checkpoint_faults", run_tables.checkpoint_faults, "fuzz_checkpoints.py"),
     **cp_accuracy_tables.tables(),
     **fault_tables.tables(),
     **kernel_tables.tables(),

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 import machine
-from fault_lab import cases_scripts, lab
+from fault_lab import job as script
+from fault_lab import lab
 
 STEPS, INTERVAL, KILLED = 40, 10, 27
 SMALL = (f"training.train_steps={STEPS}", f"checkpoint.interval={INTERVAL}")
@@ -47,7 +49,7 @@ def train(folder: Path, fault: str, args: argparse.Namespace) -> dict[str, Any]:
     run = lab.Lab(folder, ranks=args.gpus)
     gpu = args.device == "cuda"
     batch = f"training.global_batch_size={(8 if gpu else 2) * args.gpus}"
-    job = cases_scripts.Job(run, fault, (*SMALL, *(GPT2 if gpu else ()), batch), gpu=gpu)
+    job = script.Job(run, fault, (*SMALL, *(GPT2 if gpu else ()), batch), gpu=gpu)
     outcome = job.drive(None, step=0, limit=args.limit)
     found = run.result()
     starts = sorted(p.name for p in run.run_dir.glob("logs/*.*"))

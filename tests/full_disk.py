@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
-import sys
+import os
+import resource
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +14,34 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from fuzz_checkpoints import file_size_limit, small_disk
-
 KINDS = ("tmpfs", "limit")
 ROOM = 1 << 20
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[bool]:
+    """``folder`` as a tmpfs of ``size`` bytes; False where that cannot be mounted (no limit)."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    mounted = os.geteuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process grows beyond ``size`` bytes: what needs no root."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @dataclass(frozen=True)
@@ -53,8 +78,8 @@ def disk(folder: Path, kind: str) -> Iterator[Disk]:
         folder.mkdir()
         yield Disk(folder, mounted=False)
         return
-    with small_disk(folder, ROOM) as mechanism:
-        if mechanism != "tmpfs":
+    with small_disk(folder, ROOM) as mounted:
+        if not mounted:
             pytest.skip("no tmpfs can be mounted here")
         yield Disk(folder, mounted=True)
 

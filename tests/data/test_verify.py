@@ -11,9 +11,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import benchmark_scripts
 import pytest
 
 from megatron_patch.data import manifest, verify
@@ -28,24 +27,12 @@ from megatron_patch.schema.data import TokenizerConfig
 ENDINGS = (".bin", ".idx", ".manifest.json")
 
 
-@pytest.fixture(scope="module")
-def fuzz_data() -> ModuleType:
-    return benchmark_scripts.load("fuzz_data")
-
-
 @pytest.fixture
 def copy(tmp_path: Path, corpora: list[Path]) -> Path:
     """A dataset that may be damaged."""
     for ending in ENDINGS:
         (tmp_path / f"copy{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
     return tmp_path / "copy"
-
-
-def test_random_corruptions_are_refused(fuzz_data: ModuleType, tmp_path: Path) -> None:
-    """A sample of benchmarks/fuzz_data.py; the figures of all cases are in docs/results."""
-    figures = fuzz_data.fuzz(60, seed=1, root=tmp_path)
-    assert figures["failures"] == []
-    assert figures["refused"] == 60 and len(figures["by_kind"]) == len(fuzz_data.KINDS)
 
 
 def test_good_data_passes_and_is_described(kit: SimpleNamespace, corpora: list[Path]) -> None:

@@ -1,10 +1,13 @@
-"""Shared by the tests of faults: the corpus of the training tests."""
+"""Shared by the tests of faults: the corpus of the training tests, and the lab beside this file."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent))
 
 
 @pytest.fixture(scope="session")

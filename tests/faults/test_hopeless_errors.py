@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from free_port import free_port
 pytestmark = pytest.mark.multiprocess
 
 PATIENCE = 300.0
+SLACK = float(os.environ.get("FAULT_LAB_SLACK", "10"))
+"""Factor of limits in seconds: 1 on a machine that does nothing else."""
 CONFIG = """\
 name: t
 run_dir: {run}
@@ -103,3 +106,33 @@ def test_damaged_checkpoints_end_every_attempt_alike(tmp_path: Path, corpus: Pat
         found = launch(tmp_path, nodes)
         assert {rank: code for rank, (code, _) in found.items()} == {0: 4, 1: 4}
         assert "no good checkpoint" in found[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.learning_rate=3",  # unknown key
+        "optimizer.lr=-1",  # out of range
+        "parallel.tensor_model_parallel_size=3",  # contradiction
+        "data.blend.0.path=nowhere",
+        "run_dir=/proc/none",  # cannot be made
+    ],
+)
+def test_they_end_a_run_within_ten_seconds(
+    tmp_path: Path, corpus: Path, override: str, ranks: int
+) -> None:
+    """Whole processes, imports included."""
+    words = [sys.executable, "-m", "megatron_patch", "train", "--config", "run.yaml"]
+    if ranks > 1:
+        words[1:2] = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
+                      f"--master-port={free_port()}", "-m"]  # fmt: skip
+    began = time.monotonic()
+    done = subprocess.run(
+        [*words, "--set", override], cwd=node(tmp_path, corpus, 0), capture_output=True, text=True,
+        check=False, timeout=PATIENCE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert time.monotonic() - began <= 10 * SLACK
+    assert done.returncode == (2 if ranks == 1 else 1)
+    assert any(line.startswith("megatron-patch:") for line in done.stderr.splitlines())

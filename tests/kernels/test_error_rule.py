@@ -1,5 +1,5 @@
 """The kernels under the error rule, in the interpreter: every feature, small shapes, NaN-filled
-outputs inside guard bands. The GPU runs thousands of these (benchmarks/kernel_grid.py).
+outputs inside guard bands. The GPU runs thousands of these (gpu/test_grid.py).
 """
 
 from __future__ import annotations

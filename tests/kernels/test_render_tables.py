@@ -56,7 +56,7 @@ def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_marker_without_end_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no"):
-        render_tables.fill("<!-- grid:begin -->", tmp_path)
+        render_tables.fill("<!-- delta-rms:begin -->", tmp_path)
 
 
 def test_pages_agree_with_their_results() -> None:

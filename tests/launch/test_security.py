@@ -170,6 +170,22 @@ def test_a_secret_cannot_be_written_into_the_script(name, shims):
     assert "canary" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    ["{name: HF_TOKEN, value: 'canary $x', reason: x}",
+     "{name: OK, value: hf_canarycanarycanarycanarycanarycanary, reason: x}"],
+)  # fmt: skip
+def test_a_refused_secret_is_not_repeated(entry, shims):
+    """Beside a value that is malformed; by the look of the value alone."""
+    path = shims.folder / "run.yaml"
+    path.write_text(
+        MODEL.format(name="demo", device="cpu") + f"cluster: {{environment: [{entry}]}}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        config.load(path)
+    assert "canary" not in str(error.value)
+
+
 def start_rank(
     tmp_path: Path, program: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:

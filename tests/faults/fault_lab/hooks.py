@@ -6,6 +6,7 @@ Called in a rank process before the trainer starts. ``record`` writes what a com
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -126,8 +127,8 @@ def digest(session: Any) -> dict[str, str]:
 
 
 def injected(what: str) -> None:
-    """Leave the time of the fault, once."""
-    with (_State.folder / "injected").open("x") as out:
+    """Leave the time of the (first) fault."""
+    with contextlib.suppress(FileExistsError), (_State.folder / "injected").open("x") as out:
         out.write(f"{time.time():.3f} rank {_State.rank}, step {_State.step}: {what}")
 
 

@@ -17,7 +17,6 @@ import multiprocessing.synchronize
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 INTERVAL, STEPS = 3, 8
 SLACK = float(os.environ.get("FAULT_LAB_SLACK", "1"))
-"""Factor of every limit in seconds: 1 for the table, more where a busy machine plays a sample."""
+"""Factor of every limit in seconds: 1 on a machine that does nothing else."""
 CONFIG = f"""\
 name: demo
 run_dir: run
@@ -83,16 +82,16 @@ def preimport() -> None:
     del megatron, megatron_patch, torch
 
 
-def make_corpus(folder: Path, name: str = "corpus", *, words: str = "a small text") -> None:
+def make_corpus(folder: Path) -> None:
     """A small dataset, the same every time."""
     from megatron_patch.data.prepare import PrepareOptions, prepare
 
-    text = folder / f"{name}.txt"
-    text.write_text("\n\n".join(f"line {n} of {words}: {n * 7919}" for n in range(600)))
+    text = folder / "corpus.txt"
+    text.write_text("\n\n".join(f"line {n} of a small text: {n * 7919}" for n in range(600)))
     prepare(
         PrepareOptions(
             inputs=[str(text)],
-            out=str(folder / name),
+            out=str(folder / "corpus"),
             document_separator="\n\n",
             workers=1,
             quiet=True,
@@ -231,6 +230,12 @@ class Running:
         """The fault happens now."""
         with contextlib.suppress(FileExistsError), (self.folder / "injected").open("x") as out:
             out.write(f"{time.time():.3f} {what}")
+
+    def signal(self, number: signal.Signals, *, rank: int | None = None) -> None:
+        """Send a signal to a rank, or to the launcher: the fault."""
+        pid = self.pid if rank is None else self.rank_pid(rank)
+        self.mark(f"{number.name} to {'torchrun' if rank is None else f'rank {rank}'}")
+        os.kill(pid, number)
 
     def finish(self, limit: float | None = None, *, alone: bool = True) -> Outcome:
         """Wait for the end (kill everything at the limit), look for what stayed behind.
@@ -405,11 +410,6 @@ class Lab:
                     metrics[row["step"]] = [row["loss"], row["grad_norm"], row["lr"]]
         finished = (self.run_dir / "FINISHED").exists()
         return {"ranks": ranks, "data": data, "metrics": metrics, "finished": finished}
-
-    def forget_attempts(self) -> None:
-        """Delete the logs of attempts whose outcome has been read."""
-        for path in self.folder.glob("attempt-*"):
-            shutil.rmtree(path)
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_lab.case import Case, Scene
-from fault_lab.lab import ROOT, Lab, Outcome, descendants, kill_all
+from fault_lab.lab import ROOT, SLACK, Lab, Outcome, descendants, kill_all
 
 CLUSTER = """
 cluster:
@@ -53,11 +50,7 @@ esac
     "squeue": "echo 'Invalid job id specified' >&2; exit 1\n",
     "scancel": "",
 }
-PORT = 15000 + 1234 % 1500 * 10
-
-
-def _python_path() -> list[str]:
-    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+JOB_ID = 1234
 
 
 class Job:
@@ -79,13 +72,12 @@ class Job:
         for name, body in SHIMS.items():
             (self.shim / "bin" / name).write_text("#!/usr/bin/env bash\n" + body)
             (self.shim / "bin" / name).chmod(0o755)
+        given = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
         cluster = CLUSTER.format(
             python=sys.executable,
             local=lab.folder / "local",
             # Packages that lie beside this checkout and not in the interpreter's own folder.
-            path=os.pathsep.join(
-                dict.fromkeys([str(ROOT), str(ROOT / "kernels"), *_python_path()])
-            ),
+            path=os.pathsep.join(dict.fromkeys([str(ROOT), str(ROOT / "kernels"), *given])),
             gpus=lab.ranks if gpu else 0,
             ranks=lab.ranks,
         )
@@ -104,11 +96,16 @@ class Job:
         """Of the submitting shell, beyond what Slurm sets."""
         self.fault_at: float | None = None
 
+    @property
+    def port(self) -> int:
+        """The port that the script takes first."""
+        return 15000 + JOB_ID % 1500 * 10
+
     def start(self) -> subprocess.Popen[bytes]:
         """What slurmd does."""
         environment = {
             "PATH": f"{self.shim / 'bin'}:/usr/local/bin:/usr/bin:/bin", "SHIM": str(self.shim),
-            "HOME": str(self.lab.folder), "SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n1",
+            "HOME": str(self.lab.folder), "SLURM_JOB_ID": str(JOB_ID), "SLURM_JOB_NODELIST": "n1",
             "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": str(self.restarts), **self.environment,
         }  # fmt: skip
         with self.log.open("ab") as log:
@@ -138,7 +135,7 @@ class Job:
     ) -> Outcome:
         """Run to the end, with every requeue that the script asks for."""
         began, code = time.time(), -1
-        end = began + limit
+        end = began + SLACK * limit
         while time.time() < end:
             process = self.start()
             seen = self.requeues()
@@ -185,78 +182,3 @@ class Job:
             fault="", timed_out=timed_out, orphans=orphans,
             shm=sorted(os.listdir("/dev/shm")) if self.lab.mounts else [], done=0, began=None,
         )  # fmt: skip
-
-
-def job(
-    fault: str = "none",
-    act: Callable[[Job, int], None] | None = None,
-    *,
-    step: int = 4,
-    sets: tuple[str, ...] = (),
-    before: Callable[[Scene], None] | None = None,
-    limit: float = 200,
-) -> Callable[[Scene], Outcome]:
-    """``Case.inject``: the whole job with one fault."""
-
-    def inject(scene: Scene) -> Outcome:
-        made = Job(scene.lab, fault, sets)
-        if before is not None:
-            before(scene)
-        return made.drive(act, step=step, limit=limit)
-
-    return inject
-
-
-def to_shell(number: signal.Signals) -> Callable[[Job, int], None]:
-    return lambda made, pid: os.kill(pid, number)
-
-
-def to_torchrun(made: Job, pid: int) -> None:
-    """SIGKILL to the agent below node.sh: the parent of the ranks."""
-    attempts = sorted(made.lab.run_dir.glob("logs/*/pid.0"), key=lambda p: p.stat().st_mtime)
-    status = Path(f"/proc/{attempts[-1].read_text()}/stat").read_text()
-    os.kill(int(status[status.rindex(")") + 2 :].split()[1]), signal.SIGKILL)
-
-
-def hold_the_port(scene: Scene) -> None:
-    holder = scene.keep["socket"] = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("0.0.0.0", PORT))
-    holder.listen()
-    os.set_inheritable(holder.fileno(), False)
-
-
-def hide_data(scene: Scene) -> None:
-    (scene.lab.folder / "corpus.bin").rename(scene.lab.folder / "corpus.hidden")
-
-
-def show_data(scene: Scene) -> None:
-    (scene.lab.folder / "corpus.hidden").rename(scene.lab.folder / "corpus.bin")
-
-
-SLOW = 200.0  # every start of a job imports torch in two processes of this machine
-CASES = [
-    Case(name="job: kill -9 of a rank", group="launch script", inject=job("forward:5:1:1"), code=0,
-         says=r"\(they left no exit code; look here first\): 1$", after="same job", within=SLOW,
-         note="restarted inside the allocation, on another port"),
-    Case(name="job: kill -9 inside a save", group="launch script", code=0, after="same job",
-         inject=job("save manifest:6:0:1"), says="restart 1 of 2 inside this allocation",
-         within=SLOW),
-    Case(name="job: kill -9 of torchrun", group="launch script", code=0, after="same job",
-         inject=job(act=to_torchrun), says="No rank left an exit code", within=SLOW),
-    Case(name="job: the same step crashes three times", group="launch script", code=1,
-         inject=job("forward:5:1:3"), says="3 crashes in a row at step 5", within=SLOW,
-         note="stops with report.txt; not requeued"),
-    Case(name="job: SIGUSR1 to the batch shell (time limit)", group="launch script", code=0,
-         inject=job(act=to_shell(signal.SIGUSR1)), says="got USR1: asking the ranks to save",
-         after="same job", within=SLOW, note="saved at the next step, requeued, finished"),
-    Case(name="job: SIGTERM to the batch shell (preemption)", group="launch script", code=0,
-         inject=job(act=to_shell(signal.SIGTERM)), says="got TERM: asking the ranks to save",
-         after="same job", within=SLOW, note="saved at the next step, requeued, finished"),
-    Case(name="job: port in use", group="launch script", code=0, after="same job",
-         inject=job(before=hold_the_port), says="EADDRINUSE", within=SLOW,
-         note="the second attempt takes the next port"),
-    Case(name="job: data error", group="launch script", code=2, rank_code=2, within=SLOW,
-         inject=job(before=hide_data), repair=show_data, says="a retry meets it again",
-         note="never requeued"),
-]  # fmt: skip
