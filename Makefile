@@ -51,12 +51,20 @@ format: $(STAMP)  ## rewrite in the house style
 	$(BIN)/ruff check --fix .
 	$(if $(SCRIPTS),$(BIN)/shfmt -w -i 2 -ci $(SCRIPTS))
 
-bench-attention: $(STAMP)  ## attention tables of docs/results (needs a GPU)
-	$(BIN)/python benchmarks/attention.py
+bench-attention: $(STAMP)  ## attention beside its peers (needs a GPU; resumes)
+	PYTHONPATH=kernels $(BIN)/python benchmarks/attention.py --minutes $(or $(MINUTES),10)
+	$(BIN)/python benchmarks/tables.py --plots
+
+bench-kernels: bench-attention  ## and accuracy, host time, memory errors (MINUTES=10 each; resumes)
+	PYTHONPATH=kernels $(BIN)/python benchmarks/accuracy.py --minutes $(or $(MINUTES),10)
+	PYTHONPATH=kernels $(BIN)/python benchmarks/accuracy.py --context-parallel
+	PYTHONPATH=kernels $(BIN)/python benchmarks/attention.py --host
+	PYTHONPATH=kernels $(BIN)/python benchmarks/sanitizer.py --minutes $(or $(MINUTES),10)
+	$(BIN)/python benchmarks/tables.py
 
 docs: $(STAMP)  ## regenerate the generated pages
 	$(BIN)/megatron-patch config docs --write docs/configuration.md
-	$(BIN)/python benchmarks/render_tables.py
+	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the environment and caches, never runs or data
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

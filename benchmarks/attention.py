@@ -1,21 +1,24 @@
 # ruff: noqa: E402  (the interpreter is chosen before Triton is imported)
-"""Time attention forward and backward beside its peers on one GPU; write JSON, a table and a plot.
+"""Time attention forward and backward beside its peers on one GPU.
 
     PYTHONPATH=kernels python benchmarks/attention.py [--minutes 8] [--out DIR] [--resume DIR]
-    PYTHONPATH=kernels python benchmarks/attention.py --render-only    # table and plot only
+    PYTHONPATH=kernels python benchmarks/attention.py --host       # what a launch costs the host
+    PYTHONPATH=kernels python benchmarks/attention.py --float32    # beside attention in float32
 
-Results go to docs/results/attention.{json,md,png}. Peers run in the same process on the same random
-tensors: SDPA-cuDNN, SDPA-flash, our own stabilizers, and FlexAttention, which costs every shape a
-compilation and therefore comes in a second pass (beside ``none``, timed again). A run that finds an
-``attention.json`` of the same kernels, GPU and versions in ``--out`` or ``--resume`` measures what
-is missing there.
+Writes the parts ``speed``, ``host`` and ``float32`` of docs/assets/attention.json. Peers run in the
+same process on the same random tensors: SDPA-cuDNN, SDPA-flash, our own stabilizers, and
+FlexAttention, which costs every shape a compilation and therefore comes in a second pass (beside
+``none``, timed again). A run measures what is missing in an earlier result of the same kernels, GPU
+and versions in ``--out`` or ``--resume``.
+
 Times are medians of CUDA-event intervals over two rounds, in opposite orders, so that no peer gets
-only a cool chip; before each interval the GPU is given idle work, so that launches are queued as in
-a training step (``host`` is the time the CPU spends on a forward call; where it exceeds
-``queued_ms`` the interval contains host time, and the page says so).
+only a cool chip. Before each interval the GPU is given idle work, so that launches are queued as in
+a training step; an interval whose ``host`` time exceeds ``queued_ms`` contains host time.
 
-TFLOP/s count 4 b h sq sk (d + dv) / 2 operations forward, half of that under a causal mask, and 2.5
-times as many backward, recomputation not counted.
+``--host`` leaves the GPU out: q, k and v lie side by side as a projection leaves them, on lengths
+at which every kernel is shorter than its launch, and calls are queued and not waited for.
+``waited`` is the time until the GPU had done them too: much above the host's, and the host was not
+the slower one.
 """
 
 from __future__ import annotations
@@ -46,9 +49,8 @@ if DEVICE == "cpu":
 
 import torch
 import torch.nn.functional as F
-from attention_report import GRIDS, plot, render
-from kernel_goals import OURS, goals, summary
-from machine import RESULTS, describe_kernels, same_origin
+from machine import RESULTS, describe_kernels, earlier, write_result
+from tables import GRIDS, OURS, summary
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import stable_attention
@@ -75,7 +77,7 @@ class Shape:
 
 
 def shapes() -> Iterator[Shape]:
-    """The grid of docs/kernels.md, the shapes that say most first."""
+    """The grid of docs/performance.md, the shapes that say most first."""
     if DEVICE == "cpu":
         yield Shape(GRIDS[0], 1, 32, 1, 1, 16, 16, True)
         yield Shape(GRIDS[2], 1, 32, 2, 1, 16, 16, False)
@@ -312,68 +314,53 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.began = time.monotonic()
-        self.end = self.began + args.minutes * 60
+        self.end = time.monotonic() + args.minutes * 60
         self.wanted = list(shapes())
         self.head = describe_kernels() | {"queued_ms": queued_ms()}
         self.rows: dict[Shape, dict[str, Any]] = {}
-        for folder in (args.out.parent, args.resume):
-            if folder and not self.rows:
-                self._take_over(folder / args.out.name)
-
-    def _take_over(self, path: Path) -> None:
-        if not path.exists():
-            return
-        old = json.loads(path.read_text())
-        why = same_origin(old, self.head)
-        if why:
-            print(f"not resuming from {path}: {why}", flush=True)
-            return
-        for row in old["rows"]:
+        old = earlier("attention", "speed", self.head, (args.out, args.resume))
+        for row in (old or {"rows": []})["rows"]:
             shape = Shape(**{k: v for k, v in row.items() if k != "peers"})
-            peers = {
-                n: c for n, c in row["peers"].items() if not (self.args.retry and "error" in c)
-            }
+            failed = {n for n, c in row["peers"].items() if args.retry and "error" in c}
             # The two passes measure a shape's peers together.
-            if len(peers) == len(row["peers"]) or set(row["peers"]) - set(peers) == {FLEX}:
-                self.rows[shape] = peers
-        print(f"resuming from {path}: {len(self.rows)} shapes", flush=True)
+            if failed <= {FLEX}:
+                self.rows[shape] = {n: c for n, c in row["peers"].items() if n not in failed}
 
     def late(self) -> bool:
         return time.monotonic() > self.end
 
     def save(self) -> dict[str, Any]:
         rows = [asdict(s) | {"peers": self.rows[s]} for s in self.wanted if s in self.rows]
-        result = self.head | {
+        figures = {
             "rows": rows,
             "complete": all(self.has(s, "compensated") for s in self.wanted),
             "flex_complete": all(self.has(s, FLEX) for s in self.wanted),
             "summary": summary(rows),
-            "goals": goals(rows, len(self.wanted)),
         }
-        self.args.out.write_text(json.dumps(result, indent=1) + "\n")
-        return result
+        write_result("attention", figures, self.args.out, part="speed", head=self.head)
+        return figures
 
     def has(self, shape: Shape, name: str) -> bool:
         return name in self.rows.get(shape, {})
 
-    def add(self, shape: Shape, cells: dict[str, dict[str, Any]]) -> None:
+    def measure(self, shape: Shape, table: dict[str, Call]) -> None:
+        cells = measure(table, tensors(shape), self.args.budget_ms)
         self.rows.setdefault(shape, {}).update(cells)
         self.save()
         brief = {n: c.get("error") or (c["forward"], c["backward"]) for n, c in cells.items()}
         left = (self.end - time.monotonic()) / 60
         print(
-            f"{len(self.rows)}/{len(self.wanted)}, {left:.1f} min left:", shape, brief, flush=True
+            f"{len(self.rows)}/{len(self.wanted)}, {left:.1f} min left: {shape} {brief}", flush=True
         )
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
 
     def first_pass(self) -> None:
         todo = [s for s in self.wanted if not self.has(s, "compensated")]
         compile_all(todo, with_flex=False, workers=self.args.workers, end=self.end - 60)
         for shape in todo:
-            if self.late():
-                return
-            self.add(shape, measure(peers(shape), tensors(shape), self.args.budget_ms))
-            self._empty()
+            if not self.late():
+                self.measure(shape, peers(shape))
 
     def flex_pass(self) -> None:
         todo = [s for s in self.wanted if not self.has(s, FLEX)]
@@ -381,50 +368,101 @@ class Run:
             return
         compile_all(todo, with_flex=True, workers=self.args.workers, end=self.end - 60)
         for shape in todo:
-            if self.late():
-                return
-            table = {FLEX: flex(shape), "none, again": ours("none", shape)}
-            self.add(shape, measure(table, tensors(shape), self.args.budget_ms))
-            self._empty()
+            if not self.late():
+                self.measure(shape, {FLEX: flex(shape), "none, again": ours("none", shape)})
 
-    @staticmethod
-    def _empty() -> None:
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+
+HOST_SHAPE = Shape("host", b=1, s=128, h=12, kv_heads=12, d=64, dv=64, causal=True)
+
+
+def _queued(function: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """(host time, time until the device had done it) of one call, of so many queued; seconds."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    queued = time.perf_counter() - start
+    synchronize()
+    return queued / repeats, (time.perf_counter() - start) / repeats
+
+
+def host_times(table: dict[str, Call], rounds: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds, in microseconds, of forward and of forward and backward ("both")."""
+    rows, d = (HOST_SHAPE.b, HOST_SHAPE.s, HOST_SHAPE.h), HOST_SHAPE.d
+    whole = torch.randn((*rows, 3 * d), device=DEVICE, dtype=torch.bfloat16)
+    qkv = [x.requires_grad_() for x in whole.split(d, -1)]
+    dout = torch.randn((*rows, d), device=DEVICE, dtype=torch.bfloat16)
+    passes: dict[str, Callable[[Call], object]] = {
+        "forward": lambda call: call(*qkv),
+        "both": lambda call: torch.autograd.grad(call(*qkv), qkv, dout),
+    }
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for turn in range(rounds + 1):
+        for name, call in table.items():
+            for which, run in passes.items():
+                took = _queued(lambda run=run, call=call: run(call), repeats)  # type: ignore[misc]
+                if turn:  # the first compiles, and connects what connects on first use
+                    found.setdefault((name, which), []).append(took)
+    cells: dict[str, dict[str, float]] = {}
+    for (name, which), times in found.items():
+        host, waited = (1e6 * statistics.median(t) for t in zip(*times, strict=True))
+        cells.setdefault(name, {}).update({which: host, f"{which}_waited": waited})
+    return cells
+
+
+def host(args: argparse.Namespace) -> None:
+    """The part ``host``."""
+    cells = host_times(peers(HOST_SHAPE), args.rounds, args.calls)
+    for name, cell in cells.items():
+        print(f"{name:24}", {which: round(value) for which, value in cell.items()}, flush=True)
+    shape = {name: getattr(HOST_SHAPE, name) for name in "bshd"}
+    figures = {"shape": shape, "microseconds": cells}
+    print(write_result("attention", figures, args.out, part="host", head=describe_kernels()))
+
+
+def float32(args: argparse.Namespace) -> None:
+    """The part ``float32``: `compensated` beside PyTorch's fused attention on float32 copies."""
+    b, s, h, d = args.shape
+    shape = Shape("float32", b, s, h, h, d, d, causal=True)
+    exact = sdpa(SDPBackend.EFFICIENT_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH, shape)
+    table: dict[str, Call] = {
+        "compensated": ours("compensated", shape),
+        "torch": lambda *qkv: exact(*(x.float() for x in qkv)).bfloat16(),
+    }
+    cells = measure(table, tensors(shape), args.budget_ms)
+    times = {n: {"both_ms": c["forward"] + c["backward"]} for n, c in cells.items()}
+    figures = {"shape": args.shape, "times": times}
+    print(json.dumps(figures, indent=1))
+    print(write_result("attention", figures, args.out, part="float32", head=describe_kernels()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, or a .json file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="cpu: tiny, in Triton's interpreter")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
     parser.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
     parser.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
     parser.add_argument("--retry", action="store_true", help="measure what failed before again")
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
-    parser.add_argument("--render-only", action="store_true")
+    parser.add_argument("--host", action="store_true", help="host time of a call instead")
+    parser.add_argument("--rounds", type=int, default=30, help="--host: every name's turns")
+    parser.add_argument("--calls", type=int, default=20, help="--host: calls queued in a turn")
+    parser.add_argument("--float32", action="store_true", help="attention in float32 instead")
+    parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "S", "H", "D"),
+                        default=[64, 1024, 12, 64], help="--float32")  # fmt: skip
     args = parser.parse_args()
-    if args.out.suffix != ".json":
-        args.out = args.out / "attention.json"
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.render_only:
-        result = json.loads(args.out.read_text())
-    else:
-        run = Run(args)
-        run.first_pass()
-        if not args.no_flex:
-            run.flex_pass()
-        result = run.save()
-    args.out.with_suffix(".md").write_text(render(result))
-    plot(result, args.out.with_suffix(".png"))
-    print(json.dumps(result["summary"], indent=1))
-    for goal in result.get("goals", []):
-        misses = f"; {len(goal['misses'])} miss it" if goal["misses"] else ""
-        verdict = "met" if goal["ok"] else "MISSED"
-        print(
-            f"{verdict}: {goal['what']}: {goal['value']} (at {goal['at']} {goal['limit']}){misses}"
-        )
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; --device=cpu tries the script in the interpreter")
+    if args.host or args.float32:
+        (host if args.host else float32)(args)
+        return 0
+    run = Run(args)
+    run.first_pass()
+    if not args.no_flex:
+        run.flex_pass()
+    print(json.dumps(run.save()["summary"], indent=1))
     return 0
 
 

@@ -9,7 +9,8 @@ the fields of `stable_attention.configs.Tile` in order. Each package is copied u
 own, so that all versions live in one process and take turns on the same tensors: from one process
 to the next the clocks of a chip differ more than versions do. Rows are those of
 attention.py, measured as there; ``difference`` is the largest one of an output to SDPA's on the
-same inputs, to see that a version computes attention at all. Writes compare_trees.json.
+same inputs, to see that a version computes attention at all. Writes the part ``speed`` of
+compare_trees.json.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import attention
 import torch
 from attention import DEVICE, Shape, measure, sdpa, shapes, tensors
-from kernel_goals import PASSES, Row, geometric_mean, speed, title
 from machine import sources_digest, write_result
+from tables import PASSES, Row, geometric_mean, speed, title
 from torch.nn.attention import SDPBackend
 
 STABILIZERS = ("compensated", "none")
@@ -179,7 +180,7 @@ def selected(args: argparse.Namespace) -> list[Shape]:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     found.add_argument("versions", nargs="+", help="NAME=FOLDER[@PASS/HEAD_DIM=FIELDS ...]")
-    found.add_argument("--out", type=Path, help="folder of the result; default docs/results")
+    found.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     found.add_argument("--dims", type=int, nargs="*", default=[], help="head dims; all by default")
     found.add_argument("--lengths", type=int, nargs="*", default=[], help="all by default")
     found.add_argument("--budget-ms", type=float, default=15.0, help="per name, pass and round")
@@ -237,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         "rows": rows,
     }
     print(json.dumps(means, indent=1))
-    print(f"wrote {write_result('compare_trees', figures, args.out)}")
+    print(f"wrote {write_result('compare_trees', figures, args.out, part='speed')}")
     return 0
 
 

@@ -1,25 +1,22 @@
 # ruff: noqa: E402  (the packages lie beside this folder)
-"""Time context-parallel attention, every mode beside its peers; write JSON and a plot.
+"""Time context-parallel attention, every mode beside its peers.
 
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --minutes 25
-    python benchmarks/context_parallel.py --render-only        # plot only
-    torchrun --nproc-per-node 4 benchmarks/context_parallel.py --smoke --out /tmp/smoke.json
+    torchrun --nproc-per-node 4 benchmarks/context_parallel.py --smoke --out /tmp/smoke
 
 One sequence of 8k to 512k tokens, head dim 128, 32 query and 8 key/value heads, BF16, over 1, 2, 4
-and 8 of the ranks started (the others wait). Results go to docs/results/context_parallel_N.json, N
-the ranks started, after every cell: the same command continues a run that was stopped or killed,
-and the cell that killed it is recorded as such and left out. With ``--out`` elsewhere, an earlier
-result in docs/results of the same sources, GPU and versions is continued there, so that several
-short runs make one table. `cells` says what is measured and in which order; what does not fit into
-the minutes that are left makes room for what does.
+and 8 of the ranks started (the others wait). Results go to the part ``speed`` of
+docs/assets/context_parallel.json after every cell: the same command continues a run that was
+stopped or killed, and the cell that killed it is recorded as such and left out. With ``--out``
+elsewhere, a result in docs/assets of the same sources, GPU and versions is continued there. `cells`
+says what is measured and in which order; what does not fit into the minutes that are left makes
+room for what does.
 
 TFLOP/s count 4 h s^2 d operations forward, half of that under a causal mask, and 2.5 times as many
-backward, divided by time and ranks. ``of_kernel`` divides by the TFLOP/s of the same kernel on one
-GPU with the same work: one sequence of s / sqrt(ranks) tokens, once while the other GPUs are idle
-("kernel"), and once while all of them do the same ("kernel, every GPU": no transfer, the slowest
-counts). Times are the slowest rank's median of CUDA-event intervals. One pass that all ranks begin
-together is profiled: ``exposed_ms`` is the time in which NCCL's kernels ran and nothing else did,
-``kernels_ms`` what took how long on the first rank. ``no_transfer_ms`` is the time with transfers
+backward, divided by time and ranks. Beside them stands the same kernel on one GPU with the same
+work: one sequence of s / sqrt(ranks) tokens, once while the other GPUs are idle ("kernel"), and
+once while all of them do the same ("kernel, every GPU": no transfer, the slowest counts). Times are
+the slowest rank's median of CUDA-event intervals. ``no_transfer_ms`` is the time with transfers
 left out; what is computed on then is whatever memory held, which may take less power. Outputs and
 gradients of short sequences are compared with attention over the whole sequence before anything is
 timed.
@@ -47,15 +44,14 @@ import torch.nn.functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "kernels"), str(HERE.parent)]  # not installed? fine
-import cp_peers
-import cp_profile
-import cp_tables
+import context_parallel_peers as peers
 import machine
+from tables import context_flops, same_work
 
 from megatron_patch.context_parallel.api import context_parallel_attention
 from megatron_patch.context_parallel.layout import positions, shard
 
-PASSES = 8  # of forward and backward, profile and pass without transfers included
+PASSES = 8  # of forward and backward, the one without transfers included
 SLOW = 350e12  # operations a second of a slow system, with compilation left out
 BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever holds them
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -104,7 +100,7 @@ def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
             for ranks in sorted((n for n in args.ranks if n <= world), reverse=True):
                 systems = [KERNEL] if ranks == 1 else _systems(ranks, mask, args.problem)
                 causal = mask == "causal"
-                share = cp_tables.same_work(tokens, ranks, BLOCK)
+                share = same_work(tokens, ranks, BLOCK)
                 wanted = [Cell(KERNEL, 1, share, causal)]
                 if ranks > 1 and not smoke(args.problem):
                     wanted.append(Cell(BUSY, ranks, share, causal))
@@ -134,7 +130,7 @@ def seconds_needed(cell: Cell, problem: Problem) -> float:
     """What a cell takes at least, so that none is begun that cannot end in time."""
     if smoke(problem):
         return 0.0
-    work = cp_tables.flops(asdict(problem), cell.tokens, cell.causal)
+    work = context_flops(asdict(problem), cell.tokens, cell.causal)
     work /= 1 if cell.system == BUSY else cell.ranks
     return 8.0 + PASSES * work / SLOW
 
@@ -189,7 +185,7 @@ class Bench:
         return [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in parts]
 
     @contextlib.contextmanager
-    def system(self, cell: Cell, *, transfers: bool = True) -> Iterator[cp_peers.Attention]:
+    def system(self, cell: Cell, *, transfers: bool = True) -> Iterator[peers.Attention]:
         """The cell's attention over [s / ranks, 1, heads, d]."""
         group = self.groups[cell.ranks]
         if cell.system in (KERNEL, BUSY) and self.cuda:
@@ -214,19 +210,19 @@ class Bench:
             }
             yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
         elif cell.system == GATHER:
-            block: Any = cp_peers.CpuKernel
+            block: Any = peers.CpuKernel
             if self.cuda:
-                block = cp_peers.cudnn_kernel(self.device, self.problem.d)
-            yield cp_peers.heads_first(
-                lambda q, k, v: cp_peers.AllGather.apply(q, k, v, group, cell.causal, block)
+                block = peers.cudnn_kernel(self.device, self.problem.d)
+            yield peers.heads_first(
+                lambda q, k, v: peers.AllGather.apply(q, k, v, group, cell.causal, block)
             )
         else:
             rotate, grouped, kernel_of = RINGS[cell.system]
-            ring = cp_peers.torch_ring(
+            ring = peers.torch_ring(
                 group, cell.tokens, rotate=rotate, grouped=grouped, backend=kernel_of
             )
             with ring as attend:
-                yield cp_peers.heads_first(attend)
+                yield peers.heads_first(attend)
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Times, memory and errors of a cell, as this rank sees them."""
@@ -235,7 +231,7 @@ class Bench:
         q, k, v, dout = self.inputs(cell.tokens, *place)
         found: dict[str, Any] = {}
         with self.system(cell) as attend:
-            step = cp_peers.Step(attend, (q, k, v), dout)
+            step = peers.Step(attend, (q, k, v), dout)
             if cell.tokens <= self.args.check_up_to and not busy:
                 found |= self.errors(cell, step)
             if self.cuda:
@@ -246,23 +242,21 @@ class Bench:
             if self.cuda:
                 found["peak_mib"] = round((torch.cuda.max_memory_allocated() - base) / 2**20, 1)
             found["forward_ms"] = self.interval(cell.ranks, step.forward)
-            if self.cuda and cell.ranks > 1 and not busy:
-                found |= cp_profile.profile(step.both, lambda: dist.barrier(self.hosts[cell.ranks]))
         if cell.system in OURS:
             with self.system(cell, transfers=False) as attend:
-                step = cp_peers.Step(attend, (q, k, v), dout)
+                step = peers.Step(attend, (q, k, v), dout)
                 found["no_transfer_ms"] = self.interval(cell.ranks, step.both)
         return found
 
-    def errors(self, cell: Cell, step: cp_peers.Step) -> dict[str, float]:
+    def errors(self, cell: Cell, step: peers.Step) -> dict[str, float]:
         """Relative RMS distance of output and gradients to attention over the whole sequence."""
         q, k, v, dout = self.inputs(cell.tokens, 1, 0)
 
         def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k, v = (cp_peers.repeat_heads(x, q) for x in (k, v))
+            k, v = (peers.repeat_heads(x, q) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
 
-        expected = cp_peers.Step(cp_peers.heads_first(whole), (q, k, v), dout).results()
+        expected = peers.Step(peers.heads_first(whole), (q, k, v), dout).results()
         mine = [shard(x, rank=self.rank, size=cell.ranks, dim=0).float() for x in expected]
         return {
             f"error_{name}": float((a.float() - b).norm() / b.norm())
@@ -305,11 +299,11 @@ SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Record:
-    """The result file: written by the first rank after every cell, read back by the next run."""
+    """The result: written by the first rank after every cell, read back by the next run."""
 
-    def __init__(self, path: Path, args: argparse.Namespace) -> None:
-        self.path = path
-        origin = machine.describe() | {"sources": cp_tables.sources()}
+    def __init__(self, folder: Path | None, args: argparse.Namespace) -> None:
+        self.folder, self.part = folder or machine.RESULTS, "smoke" if args.smoke else "speed"
+        origin = machine.describe() | {"sources": machine.context_digest()}
         self.content: dict[str, Any] = {
             **origin,
             "problem": asdict(args.problem) | {"dtype": str(args.problem.dtype)},
@@ -318,9 +312,10 @@ class Record:
             "complete": False,
             "cells": {},
         }
-        earlier = next((p for p in (path, machine.RESULTS / path.name) if p.exists()), None)
-        if earlier is not None:
-            old = json.loads(earlier.read_text())
+        paths = [x / "context_parallel.json" for x in (self.folder, machine.RESULTS)]
+        found = [json.loads(path.read_text()) for path in paths if path.exists()]
+        old = next((parts[self.part] for parts in found if self.part in parts), None)
+        if old is not None:
             other = [name for name, of in SAME.items() if of(old) != of(self.content)]
             if other:
                 print(f"measuring everything anew: other {', '.join(other)}", flush=True)
@@ -332,34 +327,23 @@ class Record:
 
     def done(self, cell: Cell, *, retry: bool) -> bool:
         found = self.content["cells"].get(cell.key)
-        if found is None or (retry and "error" in found):
-            return False
-        # Passes that ranks did not begin together were profiled once: their transfers mean little.
-        return "exposed_ms" not in found or cp_tables.IN_STEP in found
+        return found is not None and not (retry and "error" in found)
 
     def put(self, cell: Cell, figures: dict[str, Any]) -> None:
         self.content["cells"][cell.key] = {**asdict(cell), **figures}
         self.write()
 
     def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.content, indent=1, sort_keys=True) + "\n")
-        part.replace(self.path)
+        name, part = "context_parallel", self.part
+        machine.write_result(name, self.content, self.folder, part=part, head={})
 
 
 def slowest(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest figure of all ranks, rounded errors included; or the first error.
-
-    What is no figure is the first rank's.
-    """
+    """The largest figure of all ranks, rounded errors included; or the first error."""
     for part in parts:
         if "error" in part:
             return {"error": part["error"]}
-    return {
-        name: value if isinstance(value, dict) else max(part[name] for part in parts)
-        for name, value in parts[0].items()
-    }
+    return {name: max(part[name] for part in parts) for name in parts[0]}
 
 
 def run(bench: Bench, record: Record | None) -> None:
@@ -429,8 +413,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-ctas", type=int, help="thread blocks of a transfer, at most")
     parser.add_argument("--retry", action="store_true", help="measure cells that failed again")
     parser.add_argument("--smoke", action="store_true", help="tiny, on CPUs: proves the script")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--render-only", action="store_true", help="draw the plot again")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     args = parser.parse_args()
     args.began = time.monotonic()
     args.problem = Problem()
@@ -438,29 +421,21 @@ def arguments() -> argparse.Namespace:
         args.problem = Problem(heads=8, kv_heads=2, d=16, dtype=torch.float32)
         args.lengths, args.masks, args.budget_ms = [512], ["causal", "full"], 1.0
         args.ranks = [1, 2, 4]
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    name = f"context_parallel_{'smoke' if args.smoke else world}.json"
-    args.out = args.out or machine.RESULTS / name
+        if args.out is None:
+            parser.error("--smoke: name a folder with --out; its figures mean nothing")
     for tokens in args.lengths:
         if tokens % (2 * BLOCK * max(args.ranks)):
             parser.error(f"--lengths {tokens}: multiples of {2 * BLOCK * max(args.ranks)}, please")
     return args
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
-    if not args.render_only:
-        start(args)
-        record = Record(args.out, args) if dist.get_rank() == 0 else None
-        run(Bench(args), record)
-        last = dist.get_rank() != 0
-        dist.destroy_process_group()
-        if last:
-            return
-    result = json.loads(args.out.read_text())
-    cp_tables.plot(result, args.out.with_suffix(".png"))
-    if args.smoke:
-        sys.exit(not proven(result))
+    start(args)
+    record = Record(args.out, args) if dist.get_rank() == 0 else None
+    run(Bench(args), record)
+    dist.destroy_process_group()
+    return int(record is not None and args.smoke and not proven(record.content))
 
 
 def proven(result: dict[str, Any]) -> bool:
@@ -477,4 +452,4 @@ def proven(result: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,22 +1,20 @@
 """Do all parallel layouts compute the same training? One checkpoint, resharded into each of them.
 
-    python benchmarks/layouts.py --config configs/layouts.yaml --device cuda --gpus 4 --out results/
+    python benchmarks/layouts.py --config configs/layouts.yaml --device cuda --gpus 4 --out DIR
 
 A single process trains a few steps and saves. Every layout that fits ``--gpus`` then loads that
 checkpoint (weights and optimizer state resharded), trains on the same data, and must reproduce the
 single process's loss and grad norm. A second part checks bitwise resume: with
 ``training.deterministic`` an interrupted run must print the very digits of the unbroken one.
 
-Everything goes through the command line, as a user would run it. Writes ``layouts_<device>.json``.
+Everything goes through the command line, as a user would run it. Writes a
+part of docs/assets/layouts.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import shutil
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,10 +40,7 @@ class Layout:
 
 
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
-PP, VP = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-)
+PP, VP = ("parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size")
 EP = "parallel.expert_model_parallel_size"
 CP, KIND = "parallel.context_parallel_size", "parallel.cp_comm_type"
 LEVELS = "parallel.hierarchical_context_parallel_sizes"
@@ -113,22 +108,14 @@ class Runner:
             "logging.tensorboard": False,
             "attention.backend": self.args.backend,
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m", "megatron_patch", "train"]
-        command += ["--config", self.args.config]
-        for key, value in (common | keys).items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            command += ["--set", f"{key}={text}"]
         log = self.folder / f"{slug}.log"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with log.open("a") as out:
-            code = subprocess.run(command, stdout=out, stderr=out, env=environment).returncode
+        command = machine.train_command(self.args.config, common | keys)
+        code = machine.torchrun(command, processes=ranks, log=log, threads=1)
         if code:
-            raise RuntimeError(
-                f"{name} ended with exit code {code}:\n{machine.why(log.read_text())}"
-            )
-        with (run_dir / "metrics.csv").open() as rows:
-            return {int(r["step"]): (r["loss"], r["grad_norm"]) for r in csv.DictReader(rows)}
+            text = machine.why(log.read_text())
+            raise RuntimeError(f"{name} ended with exit code {code}:\n{text}")
+        rows = machine.metrics(run_dir)
+        return {step: (row["loss"], row["grad_norm"]) for step, row in rows.items()}
 
 
 def relative(a: str, b: str) -> float:
@@ -190,9 +177,7 @@ def resume(runner: Runner, ranks: int, keys: dict[str, object]) -> dict[str, obj
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--config", default="configs/layouts.yaml", help="configuration of the runs"
-    )
+    parser.add_argument("--config", default="configs/layouts.yaml", help="of the runs")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where to run")
     parser.add_argument("--backend", default="reference", help="attention backend")
     parser.add_argument("--gpus", type=int, default=2, help="largest number of ranks")
@@ -202,7 +187,7 @@ def main() -> None:
     parser.add_argument("--no-moe", action="store_true", help="leave the MoE layouts out")
     parser.add_argument("--no-resume", action="store_true", help="leave the resume checks out")
     parser.add_argument("--work", default="runs/layouts", help="scratch folder")
-    parser.add_argument("--out", default=None, help="folder of the result; default docs/results")
+    parser.add_argument("--out", type=Path, help="folder of the result; default docs/assets")
     args = parser.parse_args()
     runner = Runner(args)
     rows: list[dict[str, object]] = []
@@ -215,8 +200,9 @@ def main() -> None:
         cases = [(1, {}), (2, {}), (2, {TP: 2, SP: True}), (2, {PP: 2}), (2, {CP: 2})]
         resumes = list(runner.pool.map(lambda case: resume(runner, *case), cases))
     figures = {"layouts": rows, "resume": resumes, "backend": args.backend, "gpus": args.gpus}
-    name = f"layouts_{args.device}_{args.gpus}{'_' * bool(args.only)}{args.only.lower()}"
-    out = machine.write_result(name, figures, Path(args.out) if args.out else None)
+    what = "GPUs" if args.device == "cuda" else "CPU ranks"
+    part = f"{args.gpus} {what}" + f", {args.only}" * bool(args.only)
+    out = machine.write_result("layouts", figures, args.out, part=part)
     good = sum(bool(r["agrees"]) for r in rows) + sum(bool(r["bitwise"]) for r in resumes)
     print(f"{good} of {len(rows) + len(resumes)} agree; wrote {out.name}")
     sys.exit(good != len(rows) + len(resumes))

@@ -1,33 +1,35 @@
-"""What a result file says about where it comes from: machine, versions, commit, kernel sources.
+"""What every benchmark shares: where a result comes from, how it is stored, how a run is started.
 
-Every benchmark stores ``describe()`` beside its figures. The commit is read from git, or, where the
-tree travels without its history, from the environment variable ``SOURCE_COMMIT``. Benchmarks of the
-kernels add ``sources_digest()``: results of the same sources, GPU and versions may be joined
-(``same_origin``), and a page can say that its figures belong to other kernels than the tree's.
+A result is figures with ``describe()`` beside them: machine, versions, commit, time. The commit is
+read from git, or from ``SOURCE_COMMIT`` where the tree travels without its history. Benchmarks of
+the kernels add digests of their sources: figures of the same sources, GPU and versions may be
+joined (``same_origin``), and a page says when the tree's kernels have changed since.
+
+A file of docs/assets holds the results of one topic by name ("parts"). A script replaces its part
+and leaves the others. ``python benchmarks/machine.py FILE ...`` takes the parts of files that were
+measured elsewhere into docs/assets.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import csv
 import hashlib
-import io
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
-import tokenize
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results"
-# Parts of the library whose edits change neither results nor speed of a call.
-BESIDE_THE_KERNELS = ("reference/", "aot.py", "hf.py", "probes.py")
-# What runs on the device, and what chooses and launches it. The rest checks arguments and wires
-# operators: its edits may cost or save host time, and nothing that a kernel computes.
+RESULTS = ROOT / "docs" / "assets"
+# What runs on the device, and what chooses and launches it.
 ON_THE_DEVICE = (
     "triton/", "numerics.py", "philox.py", "stabilizers.py", "configs.py", "configs.json",
     "dispatch.py",
@@ -53,31 +55,18 @@ def commit() -> str:
         return "unknown"
 
 
-def _code(text: str) -> str:
-    """Python source without comments and docstrings, as one string."""
-    kept: list[str] = []
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
-    ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    opens_statement, in_docstring = True, False
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in skipped:
-            continue
-        in_docstring = opens_statement if token.type == tokenize.STRING else in_docstring
-        if not in_docstring:
-            kept.append(tokenize.tok_name[token.type] if token.type in ends else token.string)
-        opens_statement = token.type in ends
-        in_docstring = in_docstring and token.type != tokenize.NEWLINE
-    return "\x00".join(kept)
+def sources_digest(root: Path = ROOT, *folders: str) -> str:
+    """Digest of the Python and the tile tables of the kernels, and of other ``folders``."""
+    joined = hashlib.sha256()
+    for folder in ("kernels/stable_attention", *folders):
+        for path in sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".json")):
+            joined.update(path.name.encode() + path.read_bytes())
+    return joined.hexdigest()[:16]
 
 
-def sources_digest(root: Path = ROOT) -> str:
-    """Digest of the kernels and the host code of a call, not of their comments."""
-    return _digest(root, lambda name: not name.startswith(BESIDE_THE_KERNELS))
-
-
-def device_digest(root: Path = ROOT) -> str:
-    """Digest of `ON_THE_DEVICE` alone."""
-    return _digest(root, lambda name: name.startswith(ON_THE_DEVICE))
+def context_digest() -> str:
+    """Digest of context parallelism and of the kernels under it."""
+    return sources_digest(ROOT, "megatron_patch/context_parallel")
 
 
 def functions_digest(root: Path = ROOT) -> str:
@@ -107,19 +96,6 @@ def _compiled(node: ast.stmt) -> str:
     return ""
 
 
-def _digest(root: Path, counts: Callable[[str], bool]) -> str:
-    folder = root / "kernels" / "stable_attention"
-    joined = hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
-        name = path.relative_to(folder).as_posix()
-        if not counts(name):
-            continue
-        text = path.read_text()
-        joined.update(name.encode() + b"\x00")
-        joined.update((_code(text) if path.suffix == ".py" else text).encode())
-    return joined.hexdigest()[:16]
-
-
 def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Why the figures of two results do not belong into one file; "" where they do.
 
@@ -138,11 +114,7 @@ def same_origin(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def describe_kernels() -> dict[str, Any]:
     """`describe`, with the digests of the kernel sources."""
-    return describe() | {
-        "kernels": sources_digest(),
-        "device": device_digest(),
-        "functions": functions_digest(),
-    }
+    return describe() | {"kernels": sources_digest(), "functions": functions_digest()}
 
 
 def versions() -> dict[str, str]:
@@ -189,38 +161,114 @@ def describe() -> dict[str, Any]:
     }
 
 
-def read_result(path: Path, option: str) -> dict[str, Any]:
-    """A result file that ``option`` names; SystemExit with the reason if it is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{option} {path}: not a result: {error}") from None
-    if not isinstance(found, dict) or "commit" not in found:
-        raise SystemExit(f"{option} {path}: not a result: it names no commit")
-    return found
+def write_result(
+    name: str,
+    figures: dict[str, Any],
+    folder: Path | None = None,
+    *,
+    part: str | None = None,
+    head: dict[str, Any] | None = None,
+) -> Path:
+    """Write ``<folder or docs/assets>/<name>.json``: ``head`` or ``describe()``, and the figures.
 
-
-def kept_runs(old: dict[str, Any]) -> dict[str, Any]:
-    """``runs`` of an earlier result; each names the commit it was read at."""
-    if not isinstance(old.get("runs"), dict):
-        raise SystemExit("--keep: a result of something else, it has no runs by name")
-    return {name: {"commit": old["commit"]} | run for name, run in old["runs"].items()}
-
-
-def write_result(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
-    """Write ``<folder or docs/results>/<name>.json`` with ``describe()`` beside the figures.
-
-    Whole or not at all: hours of a GPU may be in the file that it replaces.
+    With ``part``, only that entry of the file is replaced. Whole or not at all: hours of a GPU may
+    be in the file that it replaces.
     """
     target = (folder or RESULTS) / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
+    result = {**(describe() if head is None else head), **figures}
+    if part is not None:
+        result = (json.loads(target.read_text()) if target.exists() else {}) | {part: result}
     draft = target.with_name(f"{target.name}.tmp")
-    draft.write_text(json.dumps({**describe(), **figures}, indent=1, sort_keys=True) + "\n")
+    draft.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
     draft.replace(target)
     return target
+
+
+def earlier(
+    name: str, part: str, head: dict[str, Any], folders: Iterable[Path | None]
+) -> dict[str, Any] | None:
+    """The part of the first folder that has it, if its figures may stand beside new ones."""
+    for folder in filter(None, folders):
+        path = folder / f"{name}.json"
+        old = json.loads(path.read_text()).get(part) if path.exists() else None
+        if old is not None:
+            other = same_origin(old, head)
+            print(f"{path}: {f'not resumed: {other}' if other else 'resumed'}", flush=True)
+            return None if other else old
+    return None
+
+
+def torchrun(
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    log: Path,
+    devices: Sequence[int] | None = None,
+    threads: int = 2,
+    timeout: float | None = None,
+) -> int:
+    """Exit code of ``processes`` ranks on the GPUs ``devices`` (None: all); output goes to ``log``.
+
+    Raises:
+        subprocess.TimeoutExpired: the run took longer than ``timeout`` seconds.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    if devices is not None:
+        from megatron_patch.runtime.devices import visible_devices
+
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(list(devices))
+    with log.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=out, env=environment, timeout=timeout)
+    return done.returncode
+
+
+def train_command(config: str, keys: Mapping[str, object], extra: Sequence[str] = ()) -> list[str]:
+    """Arguments of a training run for `torchrun`; ``extra`` holds more KEY=VALUE."""
+    sets = [f"{key}={text_of(value)}" for key, value in keys.items()]
+    flags = [part for one in (*sets, *extra) for part in ("--set", one)]
+    return ["-m", "megatron_patch", "train", "--config", config, *flags]
+
+
+def plan_of(config: str, sets: Sequence[str], *, gpu: str, gpus: int) -> Any:
+    """The planner's plan of a configuration on one node."""
+    from megatron_patch.config import load
+    from megatron_patch.planner.hardware import gpu_named
+    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
+
+    run = load(config, list(sets)).config
+    return make_plan(run, Machine(gpu_named(gpu), 1, gpus), vocabulary_of(run, None))
+
+
+def text_of(value: object) -> str:
+    """A value as ``--set`` takes it."""
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, str]]:
+    """metrics.csv by step; of a step that was repeated the last row."""
+    with (run_dir / "metrics.csv").open(newline="") as lines:
+        return {int(row["step"]): row for row in csv.DictReader(lines)}
 
 
 def why(log: str) -> str:
     """The end of what torchrun's ranks said: its own account comes last and says nothing."""
     ranks, _, _ = log.partition("torch.distributed.elastic.multiprocessing.errors")
     return ranks.rpartition("Traceback (most recent call last)")[0][-1500:] or log[-1500:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="NAME.json of the same topic")
+    for path in parser.parse_args().files:
+        for part, result in json.loads(path.read_text()).items():
+            print(f"{write_result(path.stem, result, part=part, head={})}: {part}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

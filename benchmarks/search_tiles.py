@@ -31,70 +31,38 @@ from stable_attention.triton.forward import forward
 from stable_attention.triton.options import Extras
 
 TABLE = Path(configs.__file__).with_name("configs.json")
-# (bm, bn, warps, stages); C75xx and heavy spills were dropped with stable_attention.aot beforehand.
-CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
-    ("forward", 64): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3),
-        (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-        (64, 32, 4, 4),
-    ],
-    ("forward", 96): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 4),
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
-    ],
-    ("forward", 128): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 3),
-        (64, 32, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
-    ],
-    ("forward", 192): [
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2),
-        (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3),
-    ],
-    ("forward", 256): [
-        (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2),
-        (64, 32, 4, 3), (64, 64, 8, 2),
-    ],
-    ("dkdv", 64): [
-        (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-        (128, 64, 4, 2), (128, 64, 4, 3), (32, 64, 4, 3),
-    ],
-    ("dkdv", 96): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2),
-        (32, 64, 4, 3),
-    ],
-    ("dkdv", 128): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 64, 4, 2),
-        (32, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3),
-    ],
-    ("dkdv", 192): [
-        (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 8, 2), (32, 64, 8, 3), (64, 64, 4, 2),
-        (64, 128, 8, 2),
-    ],
-    ("dkdv", 256): [
-        (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 3), (32, 128, 8, 1), (32, 128, 8, 2),
-        (128, 64, 8, 1), (64, 128, 8, 1),
-    ],
-    ("dq", 64): [
-        (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3),
-        (64, 128, 4, 2),
-    ],
-    ("dq", 96): [
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-        (64, 128, 4, 2),
-    ],
-    ("dq", 128): [
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-        (64, 128, 4, 2), (128, 32, 8, 3),
-    ],
-    ("dq", 192): [
-        (128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 2),
-        (64, 64, 8, 2), (64, 32, 4, 2),
-    ],
-    ("dq", 256): [
-        (64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3),
-        (128, 64, 8, 1),
-    ],
-}  # fmt: skip
+# bm,bn,warps,stages; C75xx and heavy spills were dropped with stable_attention.aot beforehand.
+CANDIDATES = {
+    ("forward", 64): (
+        "64,64,4,2 64,64,4,3 64,64,4,4 64,128,4,2 64,128,4,3 128,64,4,2 128,64,4,3 "
+        "128,64,8,3 128,128,8,2 128,128,8,3 64,32,4,4"
+    ),
+    ("forward", 96): (
+        "64,64,4,2 64,64,4,3 64,128,4,2 64,128,4,3 64,32,4,4 128,64,8,2 128,64,8,3 128,128,8,2"
+    ),
+    ("forward", 128): (
+        "64,64,4,2 64,64,4,3 64,128,4,2 64,128,4,3 64,32,4,3 64,32,4,4 128,64,8,2 128,64,8,3 "
+        "128,128,8,2"
+    ),
+    ("forward", 192): (
+        "128,64,8,2 128,64,8,3 128,128,8,2 128,32,8,3 64,64,4,2 64,64,4,3 64,128,4,2 64,32,4,3"
+    ),
+    ("forward", 256): "128,64,8,2 128,32,8,2 128,32,8,3 64,64,4,2 64,32,4,2 64,32,4,3 64,64,8,2",
+    ("dkdv", 64): (
+        "64,128,8,2 64,128,8,3 128,128,8,2 64,64,4,2 64,64,4,3 128,64,4,2 128,64,4,3 32,64,4,3"
+    ),
+    ("dkdv", 96): "64,64,4,2 64,64,4,3 64,128,8,2 64,128,8,3 128,64,8,2 32,64,4,3",
+    ("dkdv", 128): (
+        "64,64,4,2 64,64,4,3 64,128,8,2 64,128,8,3 32,64,4,2 32,64,4,3 64,64,8,2 64,64,8,3"
+    ),
+    ("dkdv", 192): "64,64,8,2 64,64,8,3 32,64,8,2 32,64,8,3 64,64,4,2 64,128,8,2",
+    ("dkdv", 256): "64,64,8,2 32,64,8,2 32,64,8,3 32,128,8,1 32,128,8,2 128,64,8,1 64,128,8,1",
+    ("dq", 64): "128,64,4,2 128,64,4,3 128,64,8,3 128,128,8,2 64,64,4,3 64,128,4,2",
+    ("dq", 96): "128,64,8,2 128,64,8,3 128,128,8,2 64,64,4,2 64,64,4,3 64,128,4,2",
+    ("dq", 128): "128,64,8,2 128,64,8,3 128,128,8,2 64,64,4,2 64,64,4,3 64,128,4,2 128,32,8,3",
+    ("dq", 192): "128,32,8,2 128,32,8,3 128,64,8,1 128,64,8,2 64,64,4,2 64,64,8,2 64,32,4,2",
+    ("dq", 256): "64,32,4,2 64,64,4,1 64,64,8,2 128,32,8,2 128,32,8,3 128,64,8,1",
+}
 
 
 def value_width(width: int) -> int:
@@ -212,28 +180,13 @@ def modes(which: str, width: int, tile: Tile) -> list[Tile]:
     ]
 
 
-def variants(which: str, width: int, tile: Tile) -> list[tuple[str, Tile]]:
-    """The winner with one thing changed, to see what each thing costs."""
-    found = [("none", tile), ("compensated", replace(tile, tma=not tile.tma))]
-    if which == "forward":
-        plain = replace(tile, segment=0, ones=8, reverse=0)
-        found.append(("none", plain))
-        found += [("compensated", replace(plain, segment=n)) for n in (0, 512, 4096)]
-        for mode in modes(which, width, tile):
-            found.append(("compensated", mode))
-            # The segment is the dataflow of "none" too, where products join late.
-            if mode.segment == mode.bn:
-                found.append(("none", mode))
-    return found
-
-
 def jobs_of(which: str, width: int) -> list[tuple[str, int, bool, str, Tile]]:
     """Every candidate of a pass at a head dim, with and without a mask."""
     return [
         (which, width, banded, "compensated", tile)
         for banded in (False, True)
-        for c in CANDIDATES[which, width]
-        for tile in modes(which, width, Tile(*c, tma=True))
+        for fields in CANDIDATES[which, width].split()
+        for tile in modes(which, width, Tile(*map(int, fields.split(",")), tma=True))
     ]
 
 
@@ -288,27 +241,6 @@ def dropout_fits(which: str, width: int, banded: bool, row: list[int], arch: str
     return aot.compile_launch(launches[0], arch).shared <= aot.SHARED_LIMIT[arch]
 
 
-def compare_variants(best: dict[str, list[int]]) -> list[dict[str, Any]]:
-    found = []
-    for name, row in best.items():
-        if name.endswith("/dropout"):
-            continue
-        which, widths, mask = name.split("/")
-        width = int(widths.split("x")[0])
-        tile = Tile(*row, tma=True)
-        tried = [("compensated", tile), *variants(which, width, tile)]
-        for stabilizer, changed in dict.fromkeys(tried):
-            bench = bench_of(width, mask == "band", stabilizer)
-            try:
-                ms: float | None = bench.time(which, changed, repeats=30)
-            except Exception as error:
-                print(f"variant {name} {changed}: {type(error).__name__}", flush=True)
-                ms = None
-            found.append({"row": name, "stabilizer": stabilizer} | asdict(changed) | {"ms": ms})
-            print("variant", found[-1], flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="tiles.json")
@@ -320,7 +252,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     tasks = [(which, int(w)) for which in args.passes.split(",") for w in args.widths.split(",")]
-    result: dict[str, Any] = describe() | {"rows": {}, "records": [], "variants": [], "left": tasks}
+    result: dict[str, Any] = describe() | {"rows": {}, "records": [], "left": tasks}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=context) as pool:
         for i, (which, width) in enumerate(tasks, 1):
@@ -331,7 +263,6 @@ def main() -> None:
             best = winners(records, configs.arch_of(torch.device("cuda")))
             result["records"] += records
             result["rows"] |= best
-            result["variants"] += compare_variants(best)
             result["left"] = tasks[i:]
             Path(args.out).write_text(json.dumps(result, indent=1))
             minutes = (time.monotonic() - begin) / 60

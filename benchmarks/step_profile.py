@@ -1,15 +1,14 @@
 """Where the GPU's time of a training step goes: a run of the trainer, some steps of it profiled.
 
     python benchmarks/step_profile.py --label "GPT-2 124M" --config FILE [--settle 40] [--steps 5] \
-        [--set KEY=VALUE ...] [--trace FILE] [--keep docs/results/step_profile.json]
+        [--set KEY=VALUE ...] [--trace FILE]
 
 Trains in this process (`megatron-patch train`) until ``settle`` steps are over, profiles ``steps``
 of them and ends. Every kernel is put down to one of `PARTS` by its name; what fits none is `other`.
 Reports milliseconds of a step by part, the largest kernels with the operators that launched them,
 and how long any kernel ran. The profiler slows the host, not the kernels: the time of a step
 without it is the median of those before. One GPU; kernels of several streams that overlap are each
-counted whole. Writes docs/results/step_profile.json, a profile a label; ``--read TRACE`` puts the
-kernels of a kept trace down anew.
+counted whole. Writes docs/assets/step_profile.json, a part a label;
 """
 
 from __future__ import annotations
@@ -164,37 +163,19 @@ def main() -> None:
     parser.add_argument("--settle", type=int, default=40, help="steps before the profile")
     parser.add_argument("--steps", type=int, default=5, help="steps that are profiled")
     parser.add_argument("--trace", type=Path, help="keep the trace there (.json or .json.gz)")
-    parser.add_argument("--keep", type=Path, help="an earlier result whose other labels stay")
-    parser.add_argument("--read", type=Path, help="no run: the kept trace of this label in --keep")
     parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     args = parser.parse_args()
-    earlier = machine.read_result(args.keep, "--keep").get("profiles", []) if args.keep else []
-    if args.read:
-        mine = next((p for p in earlier if p["label"] == args.label), None)
-        if mine is None:
-            parser.error(f"--read: --keep has no profile {args.label!r}")
-        facts = {"config": named(args.config)} | read_trace(args.read, args.steps)
-        write(mine | facts, earlier, args.out)
-        return
     with tempfile.TemporaryDirectory() as scratch:
         trace = args.trace or Path(scratch) / "trace.json"
         seconds = profile(args.config, args.set, settle=args.settle, steps=args.steps, trace=trace)
-        found = read_trace(trace, args.steps)
-    settings = [key for key in args.set if not key.startswith("data.")]  # places of a machine
-    mine = {"label": args.label, "settings": settings, "config": named(args.config)} | found
-    mine |= machine.describe() | {"step_ms": seconds * 1000}
-    write(mine, earlier, args.out)
-
-
-def write(mine: dict[str, Any], earlier: list[dict[str, Any]], out: Path) -> None:
-    """Say and write what was found, in the place of an earlier profile of that label."""
-    for part, ms in mine["parts_ms"].items():
+        found = machine.describe() | read_trace(trace, args.steps)
+    found |= {"config": named(args.config), "step_ms": seconds * 1000}
+    found["settings"] = [key for key in args.set if not key.startswith("data.")]  # places
+    for part, ms in found["parts_ms"].items():
         print(f"{part:24} {ms:8.2f} ms")
-    print(
-        f"busy {mine['busy_ms']:.1f} of {mine['window_ms']:.1f} ms, step {mine['step_ms']:.1f} ms"
-    )
-    profiles = [p for p in earlier if p["label"] != mine["label"]] + [mine]
-    print(f"wrote {machine.write_result('step_profile', {'profiles': profiles}, out)}")
+    busy, window = found["busy_ms"], found["window_ms"]
+    print(f"busy {busy:.1f} of {window:.1f} ms, step {found['step_ms']:.1f} ms")
+    print(machine.write_result("step_profile", found, args.out, part=args.label, head={}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 
 from megatron_patch.runtime.io_errors import may_pass
@@ -71,6 +72,19 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             return
         yield cause
         cause = cause.__cause__ or cause.__context__
+
+
+def describe(error: BaseException) -> str:
+    """One line about an exception, with the path and what a person can do where that is known.
+
+    A full disk is looked for behind it as well: torch's archive writer, which cannot finish a file
+    after that, says "unexpected pos 704 vs 598".
+    """
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "the disk or quota is full: free space or lower checkpoint.keep_last"
+            return f"{type(cause).__name__}: {cause} ({remedy})"
+    return f"{type(error).__name__}: {error}"
 
 
 def passing_cause(error: BaseException) -> BaseException | None:

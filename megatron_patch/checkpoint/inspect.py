@@ -1,6 +1,7 @@
-"""Looking at the checkpoints of a run without training: what is there, is it good, what may go.
+"""Looking after the checkpoints of a run without training: list, verify, prune, roll back.
 
-Nothing here needs torch, a GPU or the run's configuration, and nothing but `delete` changes a file.
+Nothing here needs torch, a GPU or the run's configuration. `delete` and `roll_back` change files,
+and only while no trainer uses the run.
 """
 
 from __future__ import annotations
@@ -8,43 +9,35 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_patch.checkpoint import keeping
-from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError
-from megatron_patch.checkpoint.files import describe, read_small
-from megatron_patch.checkpoint.manifest import SEAL, Manifest, check_file
-from megatron_patch.checkpoint.shelf import ASIDE, DELETING, IDENTITY, LATEST, TMP, parse_name
+from megatron_patch.checkpoint import newest, pinned
+from megatron_patch.checkpoint.directory import ASIDE, DELETING, IDENTITY, TMP, key_of, parse_name
+from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, describe
+from megatron_patch.checkpoint.manifest import SEAL, FileDigest, Manifest, check_file, read_small
 from megatron_patch.checkpoint.store import CheckpointStore
-from megatron_patch.runtime.files import sync_directory
 
 State = Literal["complete", "good", "damaged", "unreadable", "unfinished", "being deleted", "aside"]
-Progress = Callable[[int, int], None]
+STATES: dict[str, State] = {"": "complete", TMP: "unfinished", DELETING: "being deleted"}
 
 
-class NoCheckpointsError(ValueError):
-    """The path holds no checkpoints; the text says what it is and what is expected."""
+class RequestError(ValueError):
+    """What was asked for cannot be done; the text says what can."""
 
 
-class PruneError(CheckpointError):
-    """A deletion failed; what was deleted before is gone, everything else stands."""
+class BusyError(RequestError):
+    """A trainer uses the run directory right now."""
+
+
+class ChangeError(CheckpointError):
+    """A deletion or a move failed; what was done before it stands."""
 
     exit_code = 1
-
-
-class KeyFileError(ValueError):
-    """The key cannot be used."""
-
-
-class BusyError(ValueError):
-    """A trainer uses the run directory right now."""
 
 
 @dataclass(slots=True)
@@ -65,14 +58,17 @@ class Entry:
     signed: bool = False
     latest: bool = False
     """Whether ``latest`` names it."""
-    kept: str = ""
-    """Why age does not delete it (`checkpoint.keeping`); empty where it may."""
+    pinned: str | None = None
+    """Why age does not delete it (`checkpoint.pinned`); None where it may."""
     manifest: Manifest | None = None
+
+    def refuse(self, bad: BadCheckpoint) -> None:
+        """It cannot be loaded, and why."""
+        self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.why
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        names = ("name", "step", "attempt", "state", "reason", "size", "created", "signed",
-                 "latest", "kept")  # fmt: skip
+        names = [field.name for field in fields(self) if field.name != "manifest"]
         return {n: getattr(self, n) for n in names} | {"path": str(self.path)}
 
 
@@ -83,12 +79,12 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
         path: a run directory, its ``checkpoints``, or one checkpoint.
 
     Raises:
-        NoCheckpointsError: it is none of them.
+        RequestError: it is none of them.
     """
     path = Path(path)
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
-        raise NoCheckpointsError(
+        raise RequestError(
             f"{path} {what}; name a run directory, its checkpoints/, or one checkpoint in it"
         )
     path = Path(os.path.abspath(path))
@@ -97,16 +93,14 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
     for root in (path / "checkpoints", path):
         if (root / IDENTITY).is_file() or _has_checkpoints(root):
             return root, None
-    raise NoCheckpointsError(
+    raise RequestError(
         f"{path} holds no checkpoints: neither it nor its checkpoints/ has {IDENTITY} or "
         "step_*.attempt-* directories (a run with checkpoint.directory keeps them there)"
     )
 
 
 def _has_checkpoints(root: Path) -> bool:
-    if not root.is_dir():
-        return False
-    return any(parse_name(name.removesuffix(TMP)) for name in os.listdir(root))
+    return root.is_dir() and any(parse_name(n.removesuffix(TMP)) for n in os.listdir(root))
 
 
 def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> list[Entry]:
@@ -118,40 +112,25 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
         only: name of one checkpoint.
     """
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
-    latest = ""
-    with contextlib.suppress(BadCheckpoint):
-        latest = read_small(root, LATEST, limit=200).decode("ascii", "replace").strip()
-    kept: dict[str, keeping.Kept] = {}
-    with contextlib.suppress(keeping.KeptFileError):  # `kept_problem` tells of it
-        kept = keeping.read(root)
+    latest, _ = store.directory.read_pointer()
+    pins: dict[str, str] = {}
+    with contextlib.suppress(pinned.PinnedFileError):  # `list` tells of it
+        pins = pinned.read(root)
     found: list[Entry] = []
-    for name in sorted(os.listdir(root)):
-        for suffix, state in ((TMP, "unfinished"), (DELETING, "being deleted"), ("", "complete")):
-            key_ = parse_name(name.removesuffix(suffix)) if name.endswith(suffix) else None
-            if key_ is not None and (only is None or name == only):
-                entry = Entry(root / name, name, *key_, state=state)  # type: ignore[arg-type]
-                _describe(entry, store)
-                entry.latest = name == latest
-                if name in kept:
-                    entry.kept = str(kept[name])
-                found.append(entry)
-                break
+    for name in [only] if only else sorted(os.listdir(root)):
+        suffix = next((s for s in (TMP, DELETING) if name.endswith(s)), "")
+        key_ = parse_name(name.removesuffix(suffix))
+        if key_ is not None:
+            entry = Entry(root / name, name, *key_, state=STATES[suffix])
+            _describe(entry, store)
+            entry.latest, entry.pinned = name == latest, pins.get(name)
+            found.append(entry)
     found.sort(key=lambda e: (e.step or 0, e.attempt or 0), reverse=True)
     if only is None and (root / ASIDE).is_dir():
-        for name in sorted(os.listdir(root / ASIDE)):
-            entry = Entry(root / ASIDE / name, f"{ASIDE}/{name}", None, None, state="aside")
-            _describe(entry, store)
-            found.append(entry)
+        for path in sorted(p for p in (root / ASIDE).iterdir() if p.is_dir()):
+            found.append(Entry(path, f"{ASIDE}/{path.name}", None, None, state="aside"))
+            _describe(found[-1], store)
     return found
-
-
-def kept_problem(root: Path) -> str:
-    """What is wrong with the file that names the kept ones; empty where nothing is."""
-    try:
-        keeping.read(root)
-    except keeping.KeptFileError as error:
-        return str(error)
-    return ""
 
 
 def _describe(entry: Entry, store: CheckpointStore) -> None:
@@ -164,8 +143,7 @@ def _describe(entry: Entry, store: CheckpointStore) -> None:
         return
     found = store.examine(entry.path)
     if isinstance(found, BadCheckpoint):
-        entry.state = "damaged" if found.damaged else "unreadable"
-        entry.reason = found.why
+        entry.refuse(found)
         return
     entry.manifest, entry.created = found, found.created
     with contextlib.suppress(BadCheckpoint, OSError):
@@ -173,7 +151,11 @@ def _describe(entry: Entry, store: CheckpointStore) -> None:
 
 
 def verify(
-    entries: list[Entry], *, jobs: int = 4, sampled: bool = False, progress: Progress | None = None
+    entries: list[Entry],
+    *,
+    jobs: int = 4,
+    sampled: bool = False,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Hash the files of the complete ones; sets their state to good, damaged or unreadable.
 
@@ -181,7 +163,7 @@ def verify(
         entries: from `survey`; others than complete ones are left as they are.
         jobs: files hashed at once (hashing releases the interpreter lock).
         sampled: of large files a fixed sample of pages only.
-        progress: called now and then with (bytes done, bytes of all).
+        progress: called after each file with its bytes.
     """
     work = [
         (entry, name, digest)
@@ -189,30 +171,25 @@ def verify(
         if entry.state == "complete" and entry.manifest is not None
         for name, digest in sorted(entry.manifest.files.items(), key=lambda x: -x[1].size)
     ]
-    total, done, lock = sum(d.size for _, _, d in work), 0, threading.Lock()
 
-    def check(item: Any) -> None:
-        nonlocal done
+    def check(item: tuple[Entry, str, FileDigest]) -> int:
         entry, name, digest = item
         if not entry.reason:  # one bad file is enough
             try:
                 check_file(entry.path, name, digest, sampled=sampled)
             except BadCheckpoint as bad:
-                entry.state = "damaged" if bad.damaged else "unreadable"
-                entry.reason = bad.why
-        with lock:
-            done += digest.size
-            if progress is not None:
-                progress(done, total)
+                entry.refuse(bad)
+        return digest.size
 
     with ThreadPoolExecutor(max(1, jobs), "verify") as pool:
-        list(pool.map(check, work))
-    for entry in entries:
-        if entry.state == "complete" and entry.manifest is not None:
+        for size in pool.map(check, work):
+            progress(size)
+    for entry, _, _ in work:
+        if entry.state == "complete":
             entry.state = "good"
 
 
-# ------------------------------------------------------------------------------------------- prune
+# ---------------------------------------------------------------------------------- prune, go back
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +203,17 @@ class Plan:
 def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | None) -> Plan:
     """Apply the rule: the newest ``last``, every step that is a multiple of ``every``; union.
 
-    Always kept: the newest one, what ``latest`` names, what ``kept.json`` names, damaged and
-    unreadable ones (evidence), those another store wrote. Unfinished ones and ``aside/`` are no
-    business of a prune.
+    Always kept: the newest one, what ``latest`` names, pinned ones, damaged and unreadable ones
+    (evidence), those another store wrote. Unfinished ones and ``aside/`` are no business of it.
 
     Raises:
-        KeptFileError: ``kept.json`` is damaged.
+        PinnedFileError: what is pinned cannot be read.
     """
-    keeping.read(root)  # where it does not tell, any of them may be one to keep
-    identity = CheckpointStore(root, keep_last=None).identity()
-    complete = [e for e in entries if e.state in ("complete", "good")]
+    pinned.read(root)  # where it does not tell, any of them may be pinned
+    identity = CheckpointStore(root).directory.identity
     kept: list[tuple[Entry, str]] = []
     doomed: list[Entry] = []
-    for place, entry in enumerate(complete):
+    for place, entry in enumerate(e for e in entries if e.state in ("complete", "good")):
         assert entry.manifest is not None and entry.step is not None
         if entry.latest:
             kept.append((entry, "latest names it"))
@@ -246,8 +221,8 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
             kept.append((entry, f"among the newest {last or 1}"))
         elif every is not None and entry.step % every == 0:
             kept.append((entry, f"multiple of {every}"))
-        elif entry.kept:
-            kept.append((entry, f"kept: {entry.kept}"))
+        elif entry.pinned is not None:
+            kept.append((entry, f"pinned: {entry.pinned}"))
         elif entry.manifest.store != identity:
             kept.append((entry, "another store wrote it"))
         else:
@@ -256,19 +231,26 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
     return Plan(kept, doomed)
 
 
-def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None = None) -> int:
+def delete(
+    root: Path,
+    found: Plan,
+    *,
+    jobs: int = 4,
+    progress: Callable[[int], object] = lambda count: None,
+) -> int:
     """Carry a plan out; the bytes that came free.
 
-    What ``kept.json`` names by now stays, and the plan says so afterwards. Before anything is
-    deleted one checkpoint that stays is hashed and found good, newest first.
+    What is pinned by now stays, and the plan says so afterwards. Before anything is deleted one
+    checkpoint that stays is hashed and found good, newest first.
 
     Raises:
         CheckpointError: none of those that stay is good; nothing was deleted.
         BusyError: a trainer uses the directory.
-        KeptFileError: ``kept.json`` is damaged; nothing was deleted.
+        PinnedFileError: what is pinned cannot be read; nothing was deleted.
     """
     if not found.doomed:
         return 0
+    directory = CheckpointStore(root).directory
     with alone(root):
         for entry, _ in found.kept:
             verify([entry], jobs=jobs, progress=progress)
@@ -279,22 +261,45 @@ def delete(root: Path, found: Plan, *, jobs: int = 4, progress: Progress | None 
                 f"none of the checkpoints that would stay in {root} is good, so nothing was "
                 "deleted; see 'megatron-patch checkpoint verify'"
             )
-        kept = keeping.read(root)  # a trainer that has just ended may have written it
-        late = [entry for entry in found.doomed if entry.name in kept]
-        found.kept.extend((entry, f"kept: {kept[entry.name]}") for entry in late)
+        pins = pinned.read(root)  # a trainer that has just ended may have written it
+        late = [entry for entry in found.doomed if entry.name in pins]
+        found.kept.extend((entry, f"pinned: {pins[entry.name]}") for entry in late)
         found.doomed[:] = [entry for entry in found.doomed if entry not in late]
-        freed = 0
         for entry in found.doomed:
-            # Renamed first: a kill in the middle leaves nothing that looks complete.
-            away = entry.path.with_name(entry.name + DELETING)
             try:
-                os.rename(entry.path, away)
-                sync_directory(root)
-                shutil.rmtree(away)
+                directory.delete(entry.name)
             except OSError as error:
-                raise PruneError(f"{entry.name} cannot be deleted: {describe(error)}") from None
-            freed += entry.size
-    return freed
+                raise ChangeError(f"{entry.name} cannot be deleted: {describe(error)}") from None
+    return sum(entry.size for entry in found.doomed)
+
+
+def roll_back(root: Path, to: str) -> tuple[str, dict[str, Path]]:
+    """Make a checkpoint the newest: (its name, where each newer one was moved).
+
+    Args:
+        root: directory of the store.
+        to: step, or name where a step has several checkpoints (the last attempt is the default).
+
+    Raises:
+        RequestError: there is none, or it is damaged; a BusyError: a trainer uses the run.
+        ChangeError: one could not be moved.
+    """
+    store = CheckpointStore(root)
+    with alone(root):
+        names = store.directory.complete_names()
+        name = next((n for n in names if to in (n, str(key_of(n)[0]))), None)
+        if name is None:
+            steps = ", ".join(str(s) for s in sorted({key_of(n)[0] for n in names})) or "none"
+            raise RequestError(f"{root} has no checkpoint of step {to}; there are: {steps}")
+        found = store.examine(root / name)
+        if isinstance(found, BadCheckpoint):
+            raise RequestError(f"{name} cannot be continued: {found.why}; nothing was moved")
+        try:
+            return name, newest.go_back(store.directory, name)
+        except OSError as error:
+            raise ChangeError(
+                f"cannot go back to {name}: {describe(error)}; the same command does the rest"
+            ) from None
 
 
 @contextlib.contextmanager
@@ -316,8 +321,8 @@ def alone(root: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BusyError(
-                    f"{folder}: a trainer uses this run right now; prune when it has stopped, or "
-                    "let it keep fewer with checkpoint.keep_last"
+                    f"{folder}: a trainer uses this run right now; stop it first, or let it keep "
+                    "fewer checkpoints with checkpoint.keep_last"
                 ) from None
             except OSError:  # a file system without locks, as the trainer itself accepts
                 continue

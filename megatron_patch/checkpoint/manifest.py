@@ -220,6 +220,56 @@ def open_inside(folder: Path, name: str) -> int:
     return handle
 
 
+def read_small(folder: Path, name: str, *, limit: int = MAX_MANIFEST_BYTES) -> bytes:
+    """Content of a plain file of at most ``limit`` bytes.
+
+    Raises:
+        BadCheckpoint: missing, too large, a link, not a plain file, or unreadable.
+    """
+    with os.fdopen(open_inside(folder, name), "rb") as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise BadCheckpoint("size", f"{name} is larger than {limit} bytes")
+        return file.read()
+
+
+def check_listing(path: Path, files: Mapping[str, FileDigest], *, extra: tuple[str, ...]) -> None:
+    """Compare names, kinds and sizes in ``path`` with ``files``; reads no file.
+
+    Raises:
+        BadCheckpoint: something is missing, added, a link, not a plain file or of another size.
+    """
+    listed = set(os.listdir(path))
+    wanted = {*files, *extra}
+    if wanted - listed:
+        raise BadCheckpoint("missing", f"missing: {_names(wanted - listed)}")
+    if listed - wanted:
+        raise BadCheckpoint("extra", f"not in the manifest: {_names(listed - wanted)}")
+    for name, digest in files.items():
+        found = os.lstat(path / name)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadCheckpoint("kind", f"{name} is not a plain file")
+        if found.st_size != digest.size:
+            raise BadCheckpoint("size", f"{name} has {found.st_size} bytes, expected {digest.size}")
+
+
+def _names(names: set[str]) -> str:
+    shown = sorted(names)[:5]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(name[:80]) for name in shown) + more
+
+
+def share_files(files: Mapping[str, FileDigest], rank: int, size: int) -> list[str]:
+    """Names this rank hashes: largest first, each to the rank with the least work so far."""
+    load = [0] * size
+    mine = []
+    for name, digest in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
+        target = load.index(min(load))
+        load[target] += digest.size + 1
+        if target == rank:
+            mine.append(name)
+    return mine
+
+
 def hash_file(folder: Path, name: str, *, sync: bool) -> FileDigest:
     """Hash one file, whole and page by page, in one pass; ``sync`` also forces it to disk."""
     whole = hashlib.sha256()

@@ -1,7 +1,7 @@
 """`Checkpointer`: what the training loop saves and resumes.
 
     checkpointer = Checkpointer(run, layout, chunks, optimizer, schedule)
-    progress = checkpointer.load()              # Progress, or None for a fresh start
+    progress = checkpointer.load()              # TrainState, or None for a fresh start
     for step in ...:
         checkpointer.finalize(blocking=False)   # at every step boundary: commits a background save
         if due: checkpointer.save(progress)
@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_patch.checkpoint import content, last, optimizer_state, random_state, writer
+from megatron_patch.checkpoint import (
+    content,
+    last_checkpoint,
+    optimizer_state,
+    random_state,
+    writer,
+)
 from megatron_patch.checkpoint.collective import make_collective
 from megatron_patch.checkpoint.content import Parts
 from megatron_patch.checkpoint.errors import (
@@ -34,15 +40,15 @@ from megatron_patch.checkpoint.errors import (
     CheckpointError,
     MismatchError,
     SaveError,
+    describe,
     first_problem,
     is_passing,
     no_checkpoint,
 )
-from megatron_patch.checkpoint.files import describe
 from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
-from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
+from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.runtime import environment
 
 if TYPE_CHECKING:
@@ -101,7 +107,7 @@ class Checkpointer:
             config_text: the resolved configuration as YAML, kept inside every checkpoint.
             root: directory of the checkpoints; default: ``checkpoint.directory`` or
                 ``<run_dir>/checkpoints``.
-            run_dir: remembers the newest checkpoint, see `checkpoint.last`; None: nothing does.
+            run_dir: remembers the newest checkpoint (`checkpoint.last_checkpoint`); None: nothing.
             foreign: why a checkpoint in ``root`` with this configuration text is another run's and
                 must not be continued; None where it is this run's.
             extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
@@ -130,7 +136,6 @@ class Checkpointer:
         )
         self.store = self._open(Path(root) if root is not None else run.checkpoint_directory)
         self._pending: _Pending | None = None
-        self._abandoned = 0
         self._environment: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- saving
@@ -145,7 +150,7 @@ class Checkpointer:
         """Its step; None where there is none."""
         return None if self._pending is None else self._pending.attempt.step
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainState) -> None:
         """Save everything at ``progress``; with ``checkpoint.async_save`` in the background.
 
         An earlier background save is committed first. The state may change as soon as this returns.
@@ -154,14 +159,17 @@ class Checkpointer:
             SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
         """
         self.finalize(blocking=True)
-        progress = replace(progress, abandoned_saves=progress.abandoned_saves + self._abandoned)
+        progress = replace(
+            progress, abandoned_saves=progress.abandoned_saves + self.store.failed_saves
+        )
         attempt = self.store.begin(progress.step)
         background = self.run.checkpoint.async_save
         # Core plans a save with collectives of its own. A rank that fails before them would leave
         # the others waiting in them, so what is local is done, and agreed on, first.
         state = self._attempted(attempt, lambda: self._own_state(progress))
         self._attempted(attempt, lambda: self._add_optimizer(state))
-        plan = self._attempted(attempt, lambda: self._planned(state, attempt, copy=background))
+        plan: writer.Plan = self._attempted(attempt, lambda: writer.plan(state, attempt.path))
+        self._attempted(attempt, lambda: plan.stage(copy=background))
         self._pending = pending = _Pending(attempt, plan)
         if background:
             pending.thread = threading.Thread(
@@ -196,7 +204,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         assert pending is not None
         attempt, plan = pending.attempt, pending.plan
-        self._agree(attempt, pending.error)
+        self.store.agree(attempt, pending.error)
         results = self.ranks.all_gather(plan.results)
         mine, error = dict(pending.digests or {}), None
         if self.ranks.rank == 0:
@@ -205,19 +213,15 @@ class Checkpointer:
                 mine |= self.store.hash_files(attempt, names)
             except Exception as caught:
                 error = caught
-        self._agree(attempt, error)
-        try:
-            path = self.store.commit(attempt, mine, self._info())
-        except SaveError:
-            self._abandoned += 1
-            raise
+        self.store.agree(attempt, error)
+        path = self.store.commit(attempt, mine, self._info())
         if self.ranks.rank == 0:
             log.info("saved %s", path)
             self._remember(path, attempt.step)
 
     def _remember(self, path: Path, step: int) -> None:
         if self._run_dir is not None and self.ranks.rank == 0:
-            last.remember(self._run_dir, path, step=step, store=self.store.identity)
+            last_checkpoint.remember(self._run_dir, path, step=step)
 
     def _attempted(self, attempt: Attempt, work: Callable[[], Any]) -> Any:
         """Do ``work`` on all ranks; where it fails on one, all abandon the attempt."""
@@ -227,17 +231,10 @@ class Checkpointer:
             result = work()
         except (Exception, CheckpointException) as caught:  # torch's is a BaseException
             error = caught
-        self._agree(attempt, error)
+        self.store.agree(attempt, error)
         return result
 
-    def _agree(self, attempt: Attempt, error: BaseException | None) -> None:
-        try:
-            self.store.agree(attempt, error)
-        except SaveError:
-            self._abandoned += 1
-            raise
-
-    def _own_state(self, progress: Progress) -> dict[str, Any]:
+    def _own_state(self, progress: TrainState) -> dict[str, Any]:
         """What this rank has to save, the optimizer left out. Local."""
         state = content.local_part(
             self.parts,
@@ -257,11 +254,6 @@ class Checkpointer:
     def _add_optimizer(self, state: dict[str, Any]) -> None:
         sharding = self.run.checkpoint.optimizer_sharding
         content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=False)
-
-    def _planned(self, state: dict[str, Any], attempt: Attempt, *, copy: bool) -> writer.Plan:
-        plan = writer.plan(state, attempt.path)
-        plan.stage(copy=copy)
-        return plan
 
     def _info(self) -> dict[str, Any]:
         """What the manifest says about the content; read before anything else is."""
@@ -292,7 +284,7 @@ class Checkpointer:
 
     # --------------------------------------------------------------- loading
 
-    def load(self) -> Progress | None:
+    def load(self) -> TrainState | None:
         """Resume: model, optimizer, schedule and random streams; None for a fresh start.
 
         The run's own newest good checkpoint is taken, else ``checkpoint.load_from``.
@@ -303,7 +295,7 @@ class Checkpointer:
             MismatchError: a good checkpoint does not fit the configuration, or is another run's.
         """
         options = self.run.checkpoint
-        progress: Progress | None = None
+        progress: TrainState | None = None
         if options.resume != "never":
             progress = self._load_newest(self.store, weights_only=False, own=True)
             if progress is None:
@@ -337,7 +329,7 @@ class Checkpointer:
                 self.store.abandon(pending.attempt, "abandoned", reason)
         self.store.abandon_after(step)
 
-    def reload(self) -> Progress:
+    def reload(self) -> TrainState:
         """Go back to the run's newest good checkpoint, in the middle of a run. Collective.
 
         Raises:
@@ -348,9 +340,9 @@ class Checkpointer:
             raise CheckpointError(f"there is no checkpoint in {self.store.root}")
         return progress
 
-    def _load_from(self, path: Path, weights_only: bool) -> Progress | None:
+    def _load_from(self, path: Path, weights_only: bool) -> TrainState | None:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
-        progress: Progress | None
+        progress: TrainState | None
         if (path / MANIFEST).is_file():
             store = self._open(path.parent)
             try:
@@ -369,14 +361,14 @@ class Checkpointer:
 
     def _load_newest(
         self, store: CheckpointStore, *, weights_only: bool, own: bool
-    ) -> Progress | None:
+    ) -> TrainState | None:
         """From the run's own store (damaged ones are moved aside), or from another run's."""
-        progress: list[Progress] = []
+        progress: list[TrainState] = []
 
         def accept(found: Found) -> None:
             progress[:] = [self._apply(found, weights_only, own=own)]
 
-        found = store.find(move_aside=own, accept=accept)
+        found = store.find(own=own, accept=accept)
         if found is None:
             return None
         if own:
@@ -391,12 +383,12 @@ class Checkpointer:
         """
         problem: CheckpointError | None = None
         if self._run_dir is not None and self.ranks.rank == 0:
-            problem = last.refusal(self._run_dir, self.store.root)
+            problem = last_checkpoint.refusal(self._run_dir, self.store.root)
         problem = self.ranks.broadcast(problem)
         if problem is not None:
             raise problem
 
-    def _apply(self, found: Found, weights_only: bool, *, own: bool) -> Progress:
+    def _apply(self, found: Found, weights_only: bool, *, own: bool) -> TrainState:
         """Load a verified checkpoint into the live objects. Collective.
 
         Raises:
@@ -468,10 +460,10 @@ class Checkpointer:
         content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=True)
         return state
 
-    def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> Progress:
+    def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> TrainState:
         """Hand what was loaded to the live objects."""
         run = loaded["run"]
-        progress = Progress.from_dict(run["progress"])
+        progress = TrainState.from_dict(run["progress"])
         for name, model in self.parts.models().items():
             model.load_state_dict(loaded[name], strict=True)
         if weights_only:

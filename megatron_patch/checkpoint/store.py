@@ -1,19 +1,20 @@
-"""The checkpoint store: directories, manifests, verification, retention. Knows nothing of Megatron.
+"""The checkpoint store: saving, verification, retention. Knows nothing of Megatron.
 
     root/
       step_00000100.attempt-1/       complete: shards, manifest.json, manifest.seal
       step_00000200.attempt-1.tmp/   being written
-      aside/                         damaged checkpoints, and logs of saves that were abandoned
-      latest                         name of the newest complete directory
-      lineage                        a line a save: its name, and that of its parent
-      kept.json                      which ones age does not delete (`checkpoint.keeping`)
-      store.json                     identity of the store
+      aside/                         damaged checkpoints, those a run went back from, logs of saves
+                                     that were abandoned
+      latest                         name of the newest complete directory, for people and scripts
+      pinned                         which ones age does not delete (`checkpoint.pinned`)
+      store.json                     identity and format of the store
+
+The newest complete checkpoint is the one to continue (`checkpoint.newest`).
 
 Saving: ``begin`` makes the ``.tmp`` directory, ranks write and hash their own files, ``commit``
 writes the manifest after the last of them, renames the directory into place, then moves ``latest``.
 Until the rename nothing counts; after it nothing changes. Every step is forced to disk before the
-next. Loading: ``find`` verifies candidates, newest first, before a byte of them is parsed; what a
-person left behind by going back (`checkpoint.lineage`) is none of them.
+next. Loading: ``find`` verifies candidates, newest first, before a byte of them is parsed.
 
 Methods that say so are collective: every rank calls them and comes to the same result. The
 directory must be on a file system that all ranks see.
@@ -26,41 +27,44 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_patch.checkpoint import keeping, lineage
+from megatron_patch.checkpoint import newest, pinned
 from megatron_patch.checkpoint.collective import Collective, SingleProcess
+from megatron_patch.checkpoint.directory import (
+    LATEST,
+    TMP,
+    CheckpointDirectory,
+    directory_name,
+    key_of,
+    parse_name,
+    write_file,
+)
 from megatron_patch.checkpoint.errors import (
     BadCheckpoint,
     CheckpointError,
     SaveError,
+    describe,
     first_problem,
     is_passing,
     no_checkpoint,
     unreadable,
 )
-from megatron_patch.checkpoint.files import (
-    check_listing,
-    describe,
-    read_small,
-    share_files,
-    write_file,
-)
-from megatron_patch.checkpoint.lineage import Branch
 from megatron_patch.checkpoint.manifest import (
     MANIFEST,
     SEAL,
     FileDigest,
     Manifest,
     check_file,
+    check_listing,
     check_seal,
     decode,
     hash_file,
+    read_small,
     seal,
+    share_files,
 )
-from megatron_patch.checkpoint.shelf import LATEST, TMP, Shelf, directory_name, key_of, parse_name
 from megatron_patch.runtime.files import sync_directory
 
 log = logging.getLogger(__name__)
@@ -114,36 +118,42 @@ class CheckpointStore:
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; use at least 1, or None to keep all")
-        self.shelf = Shelf(Path(root))
+        self.directory = CheckpointDirectory(Path(root))
         self.keep_last, self.keep_behind = keep_last, keep_behind
         self.verify = verify
         self.ranks: Collective = collective or SingleProcess()
         self._key = hmac_key
-        # Found or saved last, which the next save continues; "" before either was tried.
-        self._parent: str | None = ""
+        self.failed_saves = 0
+        """Attempts that this process abandoned because of an error."""
 
     @property
     def root(self) -> Path:
         """Directory of the checkpoints."""
-        return self.shelf.root
+        return self.directory.root
 
     # ---------------------------------------------------------------- saving
 
     def begin(self, step: int) -> Attempt:
         """Make the temporary directory of a new attempt at ``step``. Collective.
 
-        What earlier processes left unfinished is discarded first: its log goes to ``aside/``.
+        What earlier processes left unfinished is discarded first: its log goes to ``aside/``. So
+        do checkpoints of later steps, which this training did not continue.
 
         Raises:
-            SaveError: the directory cannot be made.
+            SaveError: the directory cannot be made; a CheckpointError: the store belongs to another
+                training, all of whose checkpoints are of later steps.
         """
 
         def make() -> int:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.shelf.identity(create=True)
-            for left in self.shelf.entries(TMP):
-                self.shelf.discard(left, "abandoned", "its process ended in the middle of the save")
-            number = 1 + max(self.shelf.attempts(step), default=0)
+            directory = self.directory
+            newest.take_over(directory)
+            for left in directory.entries(TMP):
+                directory.discard(left, "abandoned", "its process ended in the middle of the save")
+            names = directory.complete_names()
+            if names and key_of(names[0])[0] > step:
+                directory.go_back(self._newest_of(names, step))
+            number = 1 + max(directory.attempts(step), default=0)
             os.mkdir(self.root / (directory_name(step, number) + TMP), 0o755)
             sync_directory(self.root)
             return number
@@ -151,6 +161,15 @@ class CheckpointStore:
         number = self._on_first_rank(make, f"cannot start a checkpoint of step {step}")
         name = directory_name(step, number)
         return Attempt(step, number, self.root / (name + TMP))
+
+    def _newest_of(self, names: list[str], step: int) -> str:
+        for name in names:
+            if key_of(name)[0] <= step:
+                return name
+        held = names[0] if names else "nothing"
+        raise CheckpointError(
+            f"{self.root} holds {held} and no checkpoint of step {step} or before"
+        )
 
     def hash_files(self, attempt: Attempt, names: list[str]) -> dict[str, FileDigest]:
         """Hash and fsync files of this rank. Local, may run in a background thread."""
@@ -165,6 +184,7 @@ class CheckpointStore:
         errors = self.ranks.all_gather(None if error is None else describe(error))
         if any(errors):
             reason = "; ".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e)
+            self.failed_saves += 1
             self.abandon(attempt, "write-failed", reason)
 
     def abandon(self, attempt: Attempt, kind: str, reason: str) -> None:
@@ -176,7 +196,7 @@ class CheckpointStore:
         where = None
         if self.ranks.rank == 0:
             try:
-                where = self.shelf.discard(attempt.path, kind, reason)
+                where = self.directory.discard(attempt.path, kind, reason)
             except OSError as error:
                 log.warning("could not move %s aside: %s", attempt.path, error)
         self.ranks.barrier()
@@ -206,7 +226,6 @@ class CheckpointStore:
             except Exception as caught:
                 error = caught
         self.agree(attempt, error)
-        self._parent = attempt.name
         self._on_first_rank(lambda: self._after(attempt), "after the commit", fatal=False)
         return self.root / attempt.name
 
@@ -221,11 +240,11 @@ class CheckpointStore:
         manifest = Manifest(
             step=attempt.step,
             attempt=attempt.number,
-            store=self.shelf.identity(create=True),
+            store=self.directory.identity,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self.ranks.size,
             files=files,
-            info=info if self._parent == "" else {**info, "parent": self._parent},
+            info=info,
         )
         body = manifest.encode()
         decode(body)  # what cannot be read back must not be committed
@@ -235,141 +254,110 @@ class CheckpointStore:
         final = self.root / attempt.name
         if os.path.lexists(final):
             raise SaveError(f"{final} exists already; a complete checkpoint is never overwritten")
-        unknown = lineage.UNKNOWN if self._parent == "" else lineage.NONE
-        lineage.record(self.root, attempt.name, self._parent or unknown)
+        self.directory.announce(attempt.name)
         os.rename(attempt.path, final)
         sync_directory(self.root)
 
     def _after(self, attempt: Attempt) -> None:
         """Rank 0: pointer and retention. The checkpoint counts already: failures are logged."""
         try:
-            self.shelf.write_latest(attempt.name)
+            self.directory.publish()
         except OSError as error:
             log.error("checkpoint %s is complete, but %s: %s", attempt.name, LATEST, error)
             return
         try:
-            self._retire(attempt)
+            self._retire()
         except OSError as error:
             log.warning("could not delete an old checkpoint: %s", error)
 
-    def _retire(self, newest: Attempt) -> None:
-        """Delete the complete checkpoints of this store that `lineage.retired` names."""
-        keeping.finish_deletions(self.shelf)
+    def _retire(self) -> None:
+        """Delete this store's own checkpoints that are neither among the last nor pinned.
+
+        The newest stays too that is ``keep_behind`` steps older than the one just saved, or the
+        oldest while none is: saves off the interval, at a graceful stop, push the last together.
+        """
+        self.directory.finish_deletions()
         if self.keep_last is None:
             return
-        names = self.shelf.complete_names()
-        line = self._branch(names, newest.name).live
-        old = lineage.retired(names, line, keep_last=self.keep_last, behind=self.keep_behind)
-        keeping.delete(self.shelf, old, self._read_manifest)
+        names = self.directory.complete_names()
+        floor = key_of(names[0])[0] - self.keep_behind
+        behind = next((name for name in names if key_of(name)[0] <= floor), names[-1])
+        try:
+            stay = {behind, *pinned.read(self.root)}
+        except pinned.PinnedFileError as error:
+            log.warning("no old checkpoint is deleted: %s", error)
+            return
+        identity = self.directory.identity
+        for name in (name for name in names[self.keep_last :] if name not in stay):
+            try:
+                manifest = self._read_manifest(self.root / name)
+            except (BadCheckpoint, OSError) as error:
+                log.warning("old checkpoint %s is not deleted: %s", name, error)
+                continue
+            if manifest.store != identity:
+                log.warning("old checkpoint %s is not deleted: another store wrote it", name)
+                continue
+            self.directory.delete(name)
+            log.info("deleted old checkpoint %s", name)
 
     # --------------------------------------------------------------- loading
 
     def find(
-        self, *, move_aside: bool = True, accept: Callable[[Found], None] | None = None
+        self, *, own: bool = True, accept: Callable[[Found], None] | None = None
     ) -> Found | None:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
-        The one ``latest`` names is tried first, then its ancestors. Why one was refused is logged;
-        damaged ones are moved aside unless ``move_aside`` is False, and only when another one takes
-        their place: where none is good all stay, and the next attempt ends as this one does.
-        ``accept`` is called on all ranks with a verified checkpoint and may still refuse it with
-        BadCheckpoint.
+        Why newer ones were refused is logged, and they are moved aside; where none is good all
+        stay, and the next attempt ends as this one does.
+
+        Args:
+            own: False for the store of another run, in which nothing is changed.
+            accept: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
 
         Raises:
-            CheckpointError: there are checkpoints and none of these is good; an UnavailableError
-                where all of them only could not be read this time.
+            CheckpointError: there are checkpoints and none of these is good, or ``latest`` was
+                edited; an UnavailableError where all of them only could not be read this time.
         """
-        found_here: Branch = self._on_first_rank(
-            self._candidates, f"cannot list {self.root}", error=CheckpointError
+
+        def look() -> list[str]:
+            if own and self.directory.complete_names():
+                newest.take_over(self.directory)
+            return newest.candidates(self.directory)
+
+        names: list[str] = self._on_first_rank(
+            look, f"cannot list {self.root}", error=CheckpointError
         )
-        refused: list[tuple[str, BadCheckpoint]] = []
-        for name in found_here.live + found_here.newer:
-            path = self.root / name
+        refused: dict[str, BadCheckpoint] = {}
+        for name in names:
             try:
-                found = self.check(path)
+                found = self.check(self.root / name)
                 if accept is not None:
                     accept(found)
             except BadCheckpoint as bad:
-                self._say(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
-                refused.append((name, bad))
+                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+                refused[name] = bad
                 continue
             if refused:
-                older = key_of(name) < key_of(refused[0][0])
-                text = "continuing from the older checkpoint %s"
-                other = f"continuing from %s, which is NEWER than {refused[0][0]}, and may be what "
-                other += "somebody went back from"
-                self._say(logging.WARNING, text if older else other, name)
-            self._parent = name
-            for before, why in refused:
-                if move_aside and why.damaged:
-                    self._on_first_rank(
-                        partial(self.shelf.move_aside, self.root / before, why.kind),
-                        f"could not move {before} aside",
-                        fatal=False,
-                    )
+                self._log(logging.WARNING, "continuing from the older checkpoint %s", name)
+                self._leave(refused, name, own=own)
             return found
-        if refused or found_here.other:
+        if refused:
+            listed = "".join(f"\n  {name}: {bad.why}" for name, bad in refused.items())
             raise no_checkpoint(
-                self._none_good(refused, found_here.other),
-                passing=bool(refused) and all(why.passing for _, why in refused),
+                f"no good checkpoint in {self.root}:{listed}",
+                passing=all(bad.passing for bad in refused.values()),
             )
-        self._parent = None
         return None
 
-    def _none_good(self, refused: list[tuple[str, BadCheckpoint]], other: list[str]) -> str:
-        listed = "".join(f"\n  {name}: {why.why}" for name, why in refused)
-        text = f"no good checkpoint in {self.root}:{listed}"
-        if not other:
-            return text
-        shown = ", ".join(other[:5]) + (f" and {len(other) - 5} more" if len(other) > 5 else "")
-        return (
-            f"{text}\n  left behind when somebody went back, so not taken unasked: {shown}; to "
-            f"continue from one of them write its name into {self.root / LATEST}"
-        )
-
-    def _candidates(self) -> Branch:
-        """Rank 0: what ``latest`` names, its ancestors, and the rest."""
-        names = self.shelf.complete_names()
-        if not names:
-            return Branch()
-        known = lineage.recorded(self.root)
-        return self._branch(names, lineage.start(self.root, names, known))
-
-    def _branch(self, names: list[str], start: str, *, guess: bool = True) -> Branch:
-        """Rank 0: the ancestors of a checkpoint, and the rest; ``guess``: see `lineage.branch`."""
-        known = lineage.recorded(self.root)
-
-        def parent_of(name: str) -> str | None:
-            if name in known.parents:
-                return known.parents[name]
-            try:
-                parent = self._read_manifest(self.root / name).info["parent"]
-            except (BadCheckpoint, OSError):
-                raise KeyError(name) from None
-            return parent if parse_name(str(parent)) is not None else None
-
-        return lineage.branch(names, start, known, parent_of, guess=guess)
-
-    def _ancestors(self) -> list[str]:
-        """Rank 0: what this process has saved or resumed from last, and before that; newest first.
-
-        Before either: what it would resume from.
-        """
-        if not self._parent:
-            return self._candidates().live
-        return self._branch(self.shelf.complete_names(), self._parent).live
-
-    def trained(self) -> list[str]:
-        """Rank 0: what this process has saved or resumed from last, and its recorded ancestors.
-
-        Newest first, complete ones alone; none before either.
-        """
-        if not self._parent:
-            return []
-        return self._branch(self.shelf.complete_names(), self._parent, guess=False).live
-
-    def _at_most(self, step: int) -> list[str]:
-        return [name for name in self._ancestors() if key_of(name)[0] <= step]
+    def _leave(self, refused: Mapping[str, BadCheckpoint], name: str, *, own: bool) -> None:
+        """Move what was refused aside: damaged or not, it is not continued."""
+        kinds = {before: bad.kind for before, bad in refused.items()}
+        if own:
+            self._on_first_rank(
+                lambda: self.directory.go_back(name, kinds=kinds) and None,
+                "could not move what was refused aside",
+                fatal=False,
+            )
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.
@@ -397,18 +385,19 @@ class CheckpointStore:
     def newest_at(self, step: int) -> int | None:
         """Step of the run's newest good checkpoint of at most ``step``, or None. Collective.
 
-        Why one was refused is logged. What was left behind by going back is not this run's.
+        Why one was refused is logged.
 
         Raises:
             CheckpointError: the directory cannot be listed.
         """
-        for name in self._on_first_rank(
-            lambda: self._at_most(step), f"cannot list {self.root}", error=CheckpointError
-        ):
+        names = self._on_first_rank(
+            self.directory.complete_names, f"cannot list {self.root}", error=CheckpointError
+        )
+        for name in (name for name in names if key_of(name)[0] <= step):
             try:
                 self.check(self.root / name)
             except BadCheckpoint as bad:
-                self._say(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
             else:
                 return key_of(name)[0]
         return None
@@ -423,13 +412,7 @@ class CheckpointStore:
         """
 
         def work() -> None:
-            kept = self._at_most(step)
-            if not kept:
-                raise CheckpointError(f"there is no checkpoint of step {step} or before")
-            self.shelf.write_latest(kept[0])  # first: a kill in between leaves a pointer that holds
-            for name in self.shelf.complete_names():
-                if key_of(name)[0] > step:
-                    self.shelf.move_aside(self.root / name, "abandoned")
+            self.directory.go_back(self._newest_of(self.directory.complete_names(), step))
 
         self._on_first_rank(work, f"cannot go back to step {step}", error=CheckpointError)
 
@@ -464,10 +447,6 @@ class CheckpointStore:
 
     # --------------------------------------------------------------- helpers
 
-    def identity(self) -> str:
-        """The store's own id; nothing is written: without one, every call gives another."""
-        return self.shelf.identity(create=False)
-
     def _on_first_rank(
         self,
         work: Callable[[], Any],
@@ -477,21 +456,25 @@ class CheckpointStore:
         error: type[CheckpointError] = SaveError,
     ) -> Any:
         """Do ``work`` on rank 0 and give its result, or its error, to every rank."""
-        result: tuple[Any, str | None, bool] = (None, None, False)
+        value: Any = None
+        problem: CheckpointError | None = None
         if self.ranks.rank == 0:
             try:
-                result = (work(), None, False)
+                value = work()
+            except CheckpointError as caught:
+                problem = caught
             except Exception as caught:
-                result = (None, describe(caught), is_passing(caught))
-        value, problem, passing = self.ranks.broadcast(result)
+                text = f"{failed}: {describe(caught)}"
+                problem = error(text)
+                if error is CheckpointError:
+                    problem = no_checkpoint(text, passing=is_passing(caught))
+        value, problem = self.ranks.broadcast((value, problem))
         if problem is not None:
-            if fatal and error is CheckpointError:
-                raise no_checkpoint(f"{failed}: {problem}", passing=passing)
             if fatal:
-                raise error(f"{failed}: {problem}")
-            self._say(logging.WARNING, "%s: %s", failed, problem)
+                raise problem
+            self._log(logging.WARNING, "%s", problem)
         return value
 
-    def _say(self, level: int, text: str, *args: Any) -> None:
+    def _log(self, level: int, text: str, *args: Any) -> None:
         if self.ranks.rank == 0:
             log.log(level, text, *args)

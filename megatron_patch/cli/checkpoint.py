@@ -1,12 +1,15 @@
-"""``megatron-patch checkpoint verify|list|prune``."""
+"""``megatron-patch checkpoint list|verify|prune|rollback``."""
 
 from __future__ import annotations
 
 import argparse
+import calendar
 import json
+import logging
 import os
-import sys
+import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.cli.common import Formatter, Subparsers
@@ -22,6 +25,7 @@ No torch, no GPU and no configuration is needed.
   megatron-patch checkpoint verify runs/gpt2
   megatron-patch checkpoint prune runs/gpt2 --keep-last 3 --keep-every 10000
   megatron-patch checkpoint prune runs/gpt2 --keep-last 3 --keep-every 10000 --delete
+  megatron-patch checkpoint rollback runs/gpt2 --to 5000
 """
 EPILOG = """\
 Exit codes: 0 everything asked for is good, or was done; 1 something is damaged, and a good
@@ -32,55 +36,62 @@ Delete old checkpoints by a rule. Without --delete it only says what would go: a
 of a cluster, and a wrong number in a rule is found by reading the list.
 
 Kept are the newest --keep-last, every step that is a multiple of --keep-every, and always: the
-newest one, the one 'latest' names, those 'kept.json' names (one from before a danger of the early
-warning), damaged ones (evidence), other stores' ones, everything in aside/. Before the first
-deletion one of those that stay is hashed and must be good.
+newest one, the one 'latest' names, those the file 'pinned' names (the early warning pins one from
+before a danger), damaged ones (evidence), other stores' ones, everything in aside/. Before the
+first deletion one of those that stay is hashed and must be good.
+"""
+ROLLBACK = """\
+Go back: make the checkpoint of a step the newest, which is the one that the next start continues.
+Newer ones are moved to aside/; nothing is deleted. Refused while the run trains.
 """
 
 
 def add_parser(commands: Subparsers) -> None:
     """Register the command."""
+    options: dict[str, Any] = {
+        "epilog": EPILOG,
+        "formatter_class": Formatter,
+        "allow_abbrev": False,
+    }
     parser = commands.add_parser(
         "checkpoint",
-        help="verify, list and prune the checkpoints of a run",
+        help="list, verify and prune the checkpoints of a run, or go back to one",
         description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        **options,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    for name, work, text in (
-        ("verify", run_verify, "hash every file of every complete checkpoint"),
-        ("list", run_list, "step, size, age and state of everything in the store"),
-        ("prune", run_prune, "delete old checkpoints by a rule; says only what would go"),
-    ):
-        action = actions.add_parser(
-            name,
-            help=text,
-            description=PRUNE if name == "prune" else text.capitalize() + ".",
-            epilog=EPILOG,
-            formatter_class=Formatter,
-            allow_abbrev=False,
+
+    def action(name: str, work: Any, text: str, long: str = "") -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = actions.add_parser(
+            name, help=text, description=long or text.capitalize() + ".", **options
         )
-        action.add_argument("path", metavar="PATH", help="run directory, checkpoints/, or one")
-        action.add_argument("--json", action="store_true", help="one JSON document on stdout")
-        action.add_argument("--key-file", metavar="FILE", help="check signatures with this key")
-        if name != "list":
-            action.add_argument(
-                "--jobs", metavar="N", type=_count, default=min(8, os.cpu_count() or 1),
-                help="files hashed at once (%(default)s)",
-            )  # fmt: skip
-        action.set_defaults(run=work, only_prints=name == "list")
-        if name == "verify":
-            action.add_argument(
-                "--sampled", action="store_true", help="of large files a sample of pages only"
-            )
-        if name == "prune":
-            action.add_argument("--keep-last", metavar="N", type=_count, help="newest ones kept")
-            action.add_argument(
-                "--keep-every", metavar="STEPS", type=_count, help="keep multiples of this step"
-            )
-            action.add_argument("--delete", action="store_true", help="do it")
+        made.add_argument("path", metavar="PATH", help="run directory, checkpoints/, or one")
+        made.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        made.set_defaults(run=work, only_prints=name == "list")
+        return made
+
+    verify = action("verify", run_verify, "hash every file of every complete checkpoint")
+    listing = action("list", run_list, "step, size, age and state of everything in the store")
+    text = "delete old checkpoints by a rule; says only what would go"
+    prune = action("prune", run_prune, text, PRUNE)
+    for parser in (verify, listing, prune):
+        parser.add_argument("--key-file", metavar="FILE", help="check signatures with this key")
+    for parser in (verify, prune):
+        parser.add_argument(
+            "--jobs", metavar="N", type=_count, default=min(8, os.cpu_count() or 1),
+            help="files hashed at once (%(default)s)",
+        )  # fmt: skip
+    text = "of large files a sample of pages only"
+    verify.add_argument("--sampled", action="store_true", help=text)
+    prune.add_argument("--keep-last", metavar="N", type=_count, help="newest ones kept")
+    text = "keep multiples of this step"
+    prune.add_argument("--keep-every", metavar="STEPS", type=_count, help=text)
+    prune.add_argument("--delete", action="store_true", help="do it")
+    rollback = action(
+        "rollback", run_rollback, "go back to a step; moves newer ones aside", ROLLBACK
+    )
+    text = "step of a checkpoint, or its name"
+    rollback.add_argument("--to", metavar="STEP", required=True, help=text)
 
 
 def _count(text: str) -> int:
@@ -89,30 +100,55 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _survey(args: argparse.Namespace) -> tuple[Any, list[Entry]]:
+def _root(args: argparse.Namespace, *, whole: bool) -> tuple[Path, str | None]:
+    from megatron_patch.checkpoint import inspect
+
+    root, only = inspect.resolve(args.path)
+    if whole and only is not None:
+        text = f"{args.path} is one checkpoint; name the run directory or its checkpoints/"
+        raise inspect.RequestError(text)
+    return root, only
+
+
+def _survey(args: argparse.Namespace, *, whole: bool = False) -> tuple[Path, list[Entry]]:
     from megatron_patch.checkpoint import inspect
     from megatron_patch.checkpoint.manifest import read_key
 
     try:
         key = None if args.key_file is None else read_key(args.key_file)
     except ValueError as error:
-        raise inspect.KeyFileError(f"--key-file: {error}") from None
-    root, only = inspect.resolve(args.path)
+        raise inspect.RequestError(f"--key-file: {error}") from None
+    root, only = _root(args, whole=whole)
     try:
         return root, inspect.survey(root, key=key, only=only)
     except OSError as error:
-        raise inspect.NoCheckpointsError(f"{root} cannot be read: {error.strerror}") from None
+        raise inspect.RequestError(f"{root} cannot be read: {error.strerror}") from None
+
+
+def _bar(total: int | None = None) -> Any:
+    """Bytes hashed, on a terminal only."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="hashed", unit="B", unit_scale=True, leave=False, disable=None)
+
+
+def _print_json(**answer: Any) -> None:
+    print(json.dumps(answer, indent=1, default=str))
 
 
 def run_list(args: argparse.Namespace) -> int:
     """Print the table."""
-    from megatron_patch.checkpoint import inspect
+    from megatron_patch.checkpoint import pinned
 
     root, entries = _survey(args)
-    problem = inspect.kept_problem(root)
+    problem = ""
+    try:
+        pinned.read(root)
+    except pinned.PinnedFileError as error:
+        problem = str(error)
     if args.json:
-        found = {"store": str(root), "entries": [e.as_dict() for e in entries]}
-        print(json.dumps(found | {"kept_problem": problem}, indent=1))
+        found = [e.as_dict() for e in entries]
+        _print_json(store=root, entries=found, pinned_problem=problem)
     else:
         print(table(entries))
         if problem:
@@ -126,14 +162,12 @@ def run_verify(args: argparse.Namespace) -> int:
 
     root, entries = _survey(args)
     entries = [e for e in entries if e.state in ("complete", "damaged", "unreadable")]
-    bar = Bar()
-    inspect.verify(entries, jobs=args.jobs, sampled=args.sampled, progress=bar.show)
-    bar.clear()
+    with _bar(sum(e.size for e in entries)) as bar:
+        inspect.verify(entries, jobs=args.jobs, sampled=args.sampled, progress=bar.update)
     code = verdict(entries)
     if args.json:
-        found = {"store": str(root), "sampled": args.sampled, "exit_code": code,
-                 "entries": [e.as_dict() for e in entries]}  # fmt: skip
-        print(json.dumps(found, indent=1))
+        found = [e.as_dict() for e in entries]
+        _print_json(store=root, sampled=args.sampled, exit_code=code, entries=found)
         return code
     for e in entries:
         detail = f": {e.reason}" if e.reason else ""
@@ -151,15 +185,8 @@ def run_prune(args: argparse.Namespace) -> int:
     from megatron_patch.checkpoint import inspect
 
     if args.keep_last is None and args.keep_every is None:
-        raise inspect.NoCheckpointsError(
-            "prune needs a rule: --keep-last N, --keep-every STEPS, or both"
-        )
-    root, only = inspect.resolve(args.path)
-    if only is not None:
-        raise inspect.NoCheckpointsError(
-            f"{args.path} is one checkpoint; prune wants the run directory or its checkpoints/"
-        )
-    _, entries = _survey(args)
+        raise inspect.RequestError("prune needs a rule: --keep-last N, --keep-every STEPS, or both")
+    root, entries = _survey(args, whole=True)
     found = inspect.plan(root, entries, last=args.keep_last, every=args.keep_every)
     if not args.json:
         for entry, why in found.kept:
@@ -168,21 +195,48 @@ def run_prune(args: argparse.Namespace) -> int:
             print(f"{'delete' if args.delete else 'would go'}  {entry.name}  {size(entry.size)}")
     freed = sum(e.size for e in found.doomed)
     if args.delete:
-        bar = Bar()
-        try:
-            freed = inspect.delete(root, found, jobs=args.jobs, progress=bar.show)
-        finally:
-            bar.clear()
+        with _bar() as bar:
+            freed = inspect.delete(root, found, jobs=args.jobs, progress=bar.update)
     if args.json:
-        answer = {"store": str(root), "deleted": args.delete, "bytes": freed,
-                  "kept": [e.as_dict() | {"why": why} for e, why in found.kept],
-                  "doomed": [e.as_dict() for e in found.doomed]}  # fmt: skip
-        print(json.dumps(answer, indent=1))
+        kept = [e.as_dict() | {"why": why} for e, why in found.kept]
+        doomed = [e.as_dict() for e in found.doomed]
+        _print_json(store=root, deleted=args.delete, bytes=freed, kept=kept, doomed=doomed)
     elif args.delete:
         print(f"deleted {len(found.doomed)} checkpoint(s), {size(freed)}")
     else:
         print(f"{len(found.doomed)} checkpoint(s), {size(freed)}, would go; --delete does it")
     return 4 if verdict(entries) == 4 else 0  # damaged ones are kept, as it says
+
+
+def run_rollback(args: argparse.Namespace) -> int:
+    """Move newer ones aside; say what moved, and how to undo it."""
+    from megatron_patch.checkpoint import inspect
+
+    root, _ = _root(args, whole=True)
+    logging.disable(logging.WARNING)  # what they say is printed below
+    try:
+        name, moved = inspect.roll_back(root, args.to)
+    finally:
+        logging.disable(logging.NOTSET)
+    undo = [shlex.join(["mv", str(path), str(root / old)]) for old, path in moved.items()]
+    if moved:
+        newest = next(iter(moved))
+        undo.append(
+            shlex.join(["megatron-patch", "checkpoint", "rollback", str(root), "--to", newest])
+        )
+    if args.json:
+        _print_json(store=root, checkpoint=name, moved=moved, undo=undo)
+        return 0
+    for old, path in moved.items():
+        print(f"moved   {old} to {path}")
+    print(f"the next start continues from {name}" + ("" if moved else "; nothing was newer"))
+    if undo:
+        print("to undo:")
+        for line in undo:
+            print(f"  {line}")
+    if (root.parent / "FINISHED").exists():
+        print(f"the run has finished; to train on, delete {root.parent / 'FINISHED'}")
+    return 0
 
 
 def verdict(entries: list[Entry]) -> int:
@@ -202,7 +256,7 @@ def table(entries: list[Entry]) -> str:
         step = "" if e.step is None else f"{e.step:,}"
         state = e.state + (" *" if e.latest else "")
         signed = "yes" if e.signed else "no" if e.manifest is not None else ""
-        why = [f"kept: {e.kept}"] * bool(e.kept) + [e.reason] * bool(e.reason)
+        why = [f"pinned: {e.pinned}"] * (e.pinned is not None) + [e.reason] * bool(e.reason)
         detail = f"  ({'; '.join(why)})" if why else ""
         lines.append(
             f"{step:>10} {size(e.size):>10} {age(e.created, now):>10}  {state:<14} {signed:<7} "
@@ -224,8 +278,6 @@ def size(count: float) -> str:
 
 def age(created: str, now: float) -> str:
     """``3 d 4 h`` since a time as manifests write it; empty when it is none."""
-    import calendar
-
     try:
         then = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
@@ -235,26 +287,3 @@ def age(created: str, now: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
-
-
-class Bar:
-    """One line on a terminal: share done and time left."""
-
-    def __init__(self) -> None:
-        self._begin, self._shown = time.monotonic(), 0.0
-        self._active = sys.stderr.isatty()
-
-    def show(self, done: int, total: int) -> None:
-        """At most five times a second."""
-        now = time.monotonic()
-        if not self._active or (now - self._shown < 0.2 and done < total):
-            return
-        self._shown = now
-        left = (now - self._begin) * (total - done) / max(done, 1)
-        text = f"{size(done)} of {size(total)} hashed, {left:.0f} s left"
-        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._active:
-            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)

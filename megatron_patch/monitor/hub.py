@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.monitor.metrics import StepMetrics, console_line
 from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
 from megatron_patch.runtime.appending import Appended, Spared
@@ -85,7 +85,8 @@ class Monitor:
             )
         if table.new_columns is not None:
             self.say(table.new_columns)
-        if table.ends_early is not None and (table.ends_early or last.has_saved(self.run_dir)):
+        own = last_checkpoint.has_saved(self.run_dir)
+        if table.ends_early is not None and (table.ends_early or own):
             self.say(gap("metrics.csv", table.ends_early, start_step))
         if table.zeros_after is not None:
             self.say(

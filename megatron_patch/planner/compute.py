@@ -40,12 +40,12 @@ HALF_RATE_WIDTH = 256
 """Inner dimension at which a matrix product runs at half its best rate."""
 ATTENTION_SHARE = {64: (0.30, 0.37), 128: (0.40, 0.43), 256: (0.26, 0.22)}
 """Forward and backward rate of `stable_flash` over the BF16 peak, by head dim, from 4k tokens on
-(docs/results/attention.json: H200, causal, `compensated`)."""
+(docs/assets/attention.json: H200, causal, `compensated`)."""
 SHORT = 1024
 """Sequence length at which attention runs at half that rate (same table)."""
 TRAFFIC, TRAFFIC_FUSED = 7.4, 5.8
 """Bytes moved per byte saved by the operations between matrix products, forward and backward,
-eager and with ``training.compile_fusions``: fitted to GPT-2 124M (docs/results)."""
+eager and with ``training.compile_fusions``: fitted to GPT-2 124M (docs/assets/training.json)."""
 LOGIT_BYTES, LOGIT_BYTES_FUSED = 52, 6
 """Bytes moved per logit by the cross entropy and its gradient, counted operation by operation."""
 UPDATE_BYTES = 30

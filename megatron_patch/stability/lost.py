@@ -1,9 +1,9 @@
 """Whether a run goes on from after its loss was lost. No torch.
 
 A switch of the numerics stops heads that run away and gives nothing back: runs that were switched
-700 steps and more after their loss was lost did not come back (docs/rescue.md), while losses that
-fall again from there look well by themselves. So a start says how far below them the loss has been,
-in the run itself or in the one whose checkpoint it starts from, and the report judges by that.
+700 steps and more after their loss was lost did not come back (research/report.md), while losses
+that fall again from there look well by themselves. So a start says how far below them the loss has
+been, in the run itself or in the one whose checkpoint it starts from, and the report judges by it.
 
 continued.json    in ``<run_dir>/stability``, of a run that began from another one's checkpoint
                   where the loss was lost: {"step", "loss", "lowest", "at"} of that other run
@@ -56,8 +56,8 @@ class Standing:
             f"the loss stood at {self.loss:.2f} around step {self.step:,}, "
             f"{self.loss - self.lowest:.2f} above its lowest ({self.lowest:.2f} around step "
             f"{self.at:,}). If attention did that, runs whose numerics were switched 700 steps "
-            "later and more did not come back (docs/rescue.md): a checkpoint from before the first "
-            "danger is the better start (docs/checkpoints.md, going back)"
+            "later and more did not come back (docs/stability.md): a checkpoint from before the "
+            "first danger is the better start (docs/checkpoints.md, going back)"
         )
 
 

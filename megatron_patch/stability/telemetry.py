@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.stability import guard, lost, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
@@ -182,7 +182,7 @@ class Stability:
                 f"early warning: begins anew at step {step:,}; the records before it are of "
                 f"another version or model and kept as stability/{self._writer.set_aside}"
             )
-        own = last.has_saved(self.run_dir)
+        own = last_checkpoint.has_saved(self.run_dir)
         for line in self._writer.notes(own=own):
             self.monitor.say(line)
         self._say_of_loss(step, own=own)

@@ -1,7 +1,7 @@
 """The early warning: one pure function over the telemetry's history. No torch.
 
 Three things have announced the explosions that this project recorded, hundreds of steps before the
-loss moved (docs/early_warning.md has the figures), and no run that stayed stable has shown them:
+loss moved (research/report.md has the figures), and no run that stayed stable has shown them:
 
     growth = smoothed gradient norm / its minimum over the last `reference_steps` steps
     head growth = spectral norm of one head's W_Q or W_K / what it was `head_steps` steps ago,
@@ -100,7 +100,7 @@ class Rule:
     """How far back head growth looks: at least this many steps, over records."""
     head_logit: float = 100.0
     """Largest logit from which a head's growth counts. Single heads leave others behind early in
-    every run, with small logits (docs/early_warning.md); errors grow with the logits."""
+    every run, with small logits (research/report.md); errors grow with the logits."""
     danger_error: float | None = 0.1
     """`Point.error` from which it is danger, and under `compensated` watch; None: never."""
     watch_logit: float | None = 1000.0

@@ -21,9 +21,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_patch.checkpoint import keeping, last
-from megatron_patch.checkpoint.lineage import LINEAGE
-from megatron_patch.checkpoint.shelf import IDENTITY, LATEST
+from megatron_patch.checkpoint import last_checkpoint, pinned
+from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
@@ -141,11 +140,10 @@ class RunDirectory:
         root = run.checkpoint_directory
         key = "checkpoint.directory"
         try:
-            if not root.exists() and (self.path / last.FILE).exists():
+            if not root.exists() and (self.path / last_checkpoint.FILE).exists():
                 return []
             root.mkdir(parents=True, exist_ok=True)
-            check_file(root / LINEAGE, appended=True)
-            for name in (IDENTITY, LATEST, keeping.FILE):
+            for name in (IDENTITY, LATEST, NEXT, pinned.FILE):
                 check_file(root / name, appended=False)
             if root.samefile(self.path):
                 return []  # one directory, one lock

@@ -11,10 +11,10 @@ from typing import Any
 
 from scenarios import Live, config
 
-from megatron_patch.checkpoint import content, inspect, last
+from megatron_patch.checkpoint import content, inspect, last_checkpoint
 from megatron_patch.checkpoint.errors import CheckpointError
-from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.safe_reader import SafeReader
+from megatron_patch.checkpoint.train_state import TrainState
 
 
 def failing_load(root: str, *, rank: int, places: list[str]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def failing_load(root: str, *, rank: int, places: list[str]) -> dict[str, Any]:
 
     # A rank that waits for the failed one ends with gloo's words instead of the true cause.
     live = Live(config("dp", parallel={"distributed_timeout_minutes": 0.5}), root)
-    live.checkpointer.save(Progress(step=1))
+    live.checkpointer.save(TrainState(step=1))
     verify, read = serialization.verify_checkpoint, SafeReader.read_data
     found: dict[str, Any] = {}
     for place in [*places, "nowhere"]:
@@ -56,7 +56,7 @@ def failing_load(root: str, *, rank: int, places: list[str]) -> dict[str, Any]:
 def failing_request(root: str, *, rank: int) -> str:
     """A good checkpoint, and one rank that cannot say what it wants of it."""
     live = Live(config("dp"), root)
-    live.checkpointer.save(Progress(step=1))
+    live.checkpointer.save(TrainState(step=1))
 
     original = content.model_state
     if live.layout.rank == rank:
@@ -73,7 +73,7 @@ def failing_request(root: str, *, rank: int) -> str:
 def overlapping_request(root: str) -> str:
     """A load in which both ranks claim to hold the first copy of every parameter."""
     live = Live(config("dp"), root)
-    live.checkpointer.save(Progress(step=1))
+    live.checkpointer.save(TrainState(step=1))
     original = content.describe
 
     def twice(request: dict[str, Any]) -> list[Any]:
@@ -93,7 +93,7 @@ def forgotten(root: str) -> dict[str, Any]:
     """Loads of a run whose checkpoints vanish and come back, are pruned, rewound, taken over."""
     live = Live(config("dp"), root)
     checkpointer, home = live.checkpointer, Path(root)
-    checkpointer._run_dir, memory = home.parent, home.parent / last.FILE
+    checkpointer._run_dir, memory = home.parent, home.parent / last_checkpoint.FILE
     found: dict[str, Any] = {}
 
     def look(name: str, work: Callable[[], Any] = lambda: None) -> None:
@@ -113,7 +113,7 @@ def forgotten(root: str) -> dict[str, Any]:
 
     look("new")
     for step in (1, 2, 3):
-        checkpointer.save(Progress(step=step))
+        checkpointer.save(TrainState(step=step))
     checkpointer.abandon_after(2)
     look("rewound")
 
@@ -139,11 +139,11 @@ def rewound_while_saving(root: str) -> dict[str, Any]:
     """Back to step 1 while step 2 is saved in the background and only one checkpoint is kept."""
     live = Live(config("dp", checkpoint={"async_save": True, "keep_last": 1}), root)
     checkpointer = live.checkpointer
-    checkpointer.save(Progress(step=1))
+    checkpointer.save(TrainState(step=1))
     checkpointer.finalize(blocking=True)
-    checkpointer.save(Progress(step=2))
+    checkpointer.save(TrainState(step=2))
     checkpointer.abandon_after(1)
     back = checkpointer.reload().step
-    checkpointer.save(Progress(step=2))
+    checkpointer.save(TrainState(step=2))
     checkpointer.finalize(blocking=True)
     return {"back": back, "saved": checkpointer.load()}

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.megatron import Checkpointer
-from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.model.build import build_model
 from megatron_patch.parallel import setup
 from megatron_patch.schema.data import DataConfig
@@ -231,7 +231,7 @@ def train_and_save(
     live = Live(config(**(changes or {})), root)
     live.train(1, save_at)
     live.checkpointer.save(
-        Progress(step=save_at, consumed_samples=BATCH * save_at, consumed_tokens=7)
+        TrainState(step=save_at, consumed_samples=BATCH * save_at, consumed_tokens=7)
     )
     at_save = {"weights": live.weights(), "moments": live.moments()}
     live.train(save_at + 1, stop_at)
@@ -266,8 +266,8 @@ def convert(source: str, target: str, *, changes: dict[str, Any] | None = None) 
     with _lines() as lines:
         progress = live.checkpointer.load()
         assert progress is not None
-    shelf = live.checkpointer.store.shelf
-    shelf.root = shelf.root.parent / target
+    directory = live.checkpointer.store.directory
+    directory.root = directory.root.parent / target
     live.checkpointer.save(progress)
     return {"progress": progress.as_dict(), "lines": lines}
 
@@ -327,7 +327,7 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     from megatron_patch.checkpoint import content, writer
 
     live = Live(config("dp", checkpoint={"async_save": background}), root)
-    live.checkpointer.save(Progress(step=1))
+    live.checkpointer.save(TrainState(step=1))
     live.checkpointer.finalize(blocking=True)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -338,14 +338,14 @@ def failing_save(root: str, *, rank: int, where: str, background: bool) -> dict[
     if live.layout.rank == rank:
         setattr(owner, where, fail)
     try:
-        live.checkpointer.save(Progress(step=2))
+        live.checkpointer.save(TrainState(step=2))
         live.checkpointer.finalize(blocking=True)
         text = ""
     except CheckpointError as error:
         text = f"{type(error).__name__}: {error}"
     finally:
         setattr(owner, where, original)
-    live.checkpointer.save(Progress(step=3))
+    live.checkpointer.save(TrainState(step=3))
     live.checkpointer.finalize(blocking=True)
     progress = live.checkpointer.load()
     assert progress is not None
@@ -363,7 +363,7 @@ def killed_while_saving(root: str, *, rank: int, phase: str) -> None:
     if live.layout.rank == rank:
         die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         setattr(writer.Plan, phase, die)
-    live.checkpointer.save(Progress(step=2))
+    live.checkpointer.save(TrainState(step=2))
 
 
 def steps_while_saving(root: str) -> dict[str, Any]:
@@ -384,7 +384,7 @@ def steps_while_saving(root: str) -> dict[str, Any]:
         writer.Plan.write = slow  # type: ignore[method-assign]
     before = live.moments()
     try:
-        live.checkpointer.save(Progress(step=2))
+        live.checkpointer.save(TrainState(step=2))
         early = [live.checkpointer.finalize(blocking=False) for _ in range(3)]
         visible = live.checkpointer.store.find() is not None
         live.train(3, 4)
@@ -439,7 +439,7 @@ def hostile_loads(folder: str, good: str, names: list[str]) -> dict[str, Any]:
         shutil.copytree(good, root)
         newest = root / (root / "latest").read_text().strip()
         hostile.attack(newest, name, sentinel)
-        live.checkpointer.store.shelf.root = root
+        live.checkpointer.store.directory.root = root
         _resolved.clear()
         with _lines() as lines:
             try:

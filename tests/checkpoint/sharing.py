@@ -12,7 +12,7 @@ import torch
 
 from megatron_patch.checkpoint import content, host_memory, reshardable, writer
 from megatron_patch.checkpoint.errors import CheckpointError
-from megatron_patch.checkpoint.progress import Progress
+from megatron_patch.checkpoint.train_state import TrainState
 
 
 def _bytes(tensors: Any) -> int:
@@ -52,7 +52,7 @@ def shares(root: str, *, changes: dict[str, Any]) -> dict[str, Any]:
         requested[:] = _requested(state)
 
     with mock.patch.object(writer.Plan, "stage", stage_and_count):
-        live.checkpointer.save(Progress(step=1))
+        live.checkpointer.save(TrainState(step=1))
     with mock.patch.object(content, "add_optimizer", add_and_count):
         live.checkpointer.load()
     sizes = [p.numel() for chunk in live.chunks for p in chunk.parameters()]
@@ -81,7 +81,7 @@ def several_buckets(root: str, *, bucket: int, core: bool, precision: str) -> di
     live.chunks[0].config.no_sync_func = live.chunks[0].no_sync
     live.train(1, 2)
     with mock.patch.object(reshardable, "fitting", nullcontext) if core else nullcontext():
-        live.checkpointer.save(Progress(step=2))
+        live.checkpointer.save(TrainState(step=2))
     before = live.moments()
     for part in live.optimizer.chained_optimizers:
         for state in part.optimizer.state.values():

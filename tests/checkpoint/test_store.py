@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 
 from megatron_patch.checkpoint import manifest as manifests
-from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError
-from megatron_patch.checkpoint.files import describe
+from megatron_patch.checkpoint.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    SaveError,
+    describe,
+)
 from megatron_patch.checkpoint.manifest import MANIFEST, SEAL, read_key, seal
 from megatron_patch.checkpoint.store import CheckpointStore
 
@@ -166,31 +170,6 @@ def test_an_attempt_that_lacks_only_its_name_is_put_aside_whole(
     assert found == (before if torn is None else ["reason.txt"])
 
 
-@pytest.mark.parametrize("content", [None, "", "\n", "step_00000009.attempt-1\n", "../../etc\n"])
-def test_a_useless_pointer_is_said_and_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
-) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-    save(store, 2)
-    if content is None:
-        (tmp_path / "latest").unlink()
-    else:
-        (tmp_path / "latest").write_text(content)
-    assert store.find().manifest.step == 2
-    assert "taking the newest" in caplog.text
-
-
-def test_the_pointer_is_respected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Pointing it at an older checkpoint is how a person goes back."""
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-    save(store, 2)
-    (tmp_path / "latest").write_text("step_00000001.attempt-1\n")
-    assert store.find().manifest.step == 1
-    assert "although step_00000002.attempt-1 is newer" in caplog.text
-
-
 def test_bad_ones_are_named_moved_aside_and_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,7 +194,7 @@ def test_none_good_is_an_error_with_exit_code_4(tmp_path: Path) -> None:
     path = save(store, 1)
     (path / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="no good checkpoint") as e:
-        store.find(move_aside=False)
+        store.find(own=False)
     assert "manifest.json is missing" in str(e.value)
     assert e.value.exit_code == 4
     assert path.exists()
@@ -288,7 +267,7 @@ class TestSignatures:
         for forged in (seal(raw, None), seal(raw, None) + old_seal.split(b"\n")[1] + b"\n"):
             (path / SEAL).write_bytes(forged)
             with pytest.raises(CheckpointError):
-                store.find(move_aside=False)
+                store.find(own=False)
             assert CheckpointStore(tmp_path).check(path).manifest.step == 1  # only the key helps
 
     def test_the_seal_is_checked_before_the_json_is_parsed(
@@ -409,13 +388,15 @@ class TestRetention:
             store.commit(attempt, {}, {})
         assert store.find().path == first
 
-    def test_newer_ones_are_never_deleted(self, tmp_path: Path) -> None:
-        """After going back by the pointer, the abandoned future stays until a person removes it."""
-        store = CheckpointStore(tmp_path, keep_last=1)
-        save(store, 10)
-        (tmp_path / "aside").mkdir(exist_ok=True)
-        save(store, 5)
-        assert complete(tmp_path) == ["step_00000005.attempt-1", "step_00000010.attempt-1"]
+    def test_what_a_rewind_needs_stays(self, tmp_path: Path) -> None:
+        """Steps 5 to 7 are graceful stops; one that is 4 steps older than the newest stays."""
+        store = CheckpointStore(tmp_path, keep_last=2, keep_behind=4)
+        kept = []
+        for step in (4, 5, 6, 7, 8, 9, 10, 12, 16):
+            save(store, step)
+            kept.append([int(left[5:13]) for left in complete(tmp_path)])
+        assert kept[:5] == [[4], [4, 5], [4, 5, 6], [4, 6, 7], [4, 7, 8]]
+        assert kept[5:] == [[4, 8, 9], [4, 9, 10], [4, 10, 12], [12, 16]]
 
     def test_half_deleted_ones_are_finished_later(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path, keep_last=1)

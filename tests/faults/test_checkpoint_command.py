@@ -170,49 +170,127 @@ def test_prune_leaves_another_stores_checkpoints(run_dir: Path, call: Any) -> No
     assert len(names(run_dir)) == 5
 
 
-KEPT = {"step_00000020.attempt-1": "danger at step 28, signs since step 25"}
+PINNED = "step_00000020.attempt-1 danger at step 28, signs since step 25\n"
 
 
-def test_prune_keeps_what_the_file_names(run_dir: Path, call: Any) -> None:
-    (run_dir / "checkpoints" / "kept.json").write_text(json.dumps(KEPT))
+def test_prune_keeps_what_is_pinned(run_dir: Path, call: Any) -> None:
+    (run_dir / "checkpoints" / "pinned").write_text(PINNED)
     code, out, _ = call("prune", run_dir, "--keep-last", 1, "--delete")
     assert code == 0 and names(run_dir) == [20, 50]
-    assert "KiB  kept: danger at step 28, signs since step 25" in out
+    assert "KiB  pinned: danger at step 28, signs since step 25" in out
     code, out, _ = call("list", run_dir)
     assert code == 0
-    (line,) = (line for line in out.splitlines() if "kept" in line)
-    assert line.endswith("step_00000020.attempt-1  (kept: danger at step 28, signs since step 25)")
+    (line,) = (line for line in out.splitlines() if "pinned" in line)
+    assert line.endswith("-1  (pinned: danger at step 28, signs since step 25)")
     told = json.loads(call("list", run_dir, "--json")[1])
-    assert {e["step"]: e["kept"] for e in told["entries"]} == {
-        60: "", 50: "", 20: "danger at step 28, signs since step 25"}  # fmt: skip
-    assert told["kept_problem"] == ""
-    (run_dir / "checkpoints" / "kept.json").unlink()
+    assert {e["step"]: e["pinned"] for e in told["entries"]} == {
+        60: None, 50: None, 20: "danger at step 28, signs since step 25"}  # fmt: skip
+    assert told["pinned_problem"] == ""
+    (run_dir / "checkpoints" / "pinned").unlink()
     assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
     assert names(run_dir) == [50]
 
 
-def test_prune_keeps_what_a_trainer_named_meanwhile(run_dir: Path) -> None:
+def test_prune_keeps_what_an_earlier_version_kept(run_dir: Path, call: Any) -> None:
+    kept = {"step_00000020.attempt-1": "a milestone"}
+    (run_dir / "checkpoints" / "kept.json").write_text(json.dumps(kept))
+    assert "pinned: a milestone" in call("prune", run_dir, "--keep-last", 1, "--delete")[1]
+    assert names(run_dir) == [20, 50]
+
+
+def test_prune_keeps_what_a_trainer_pinned_meanwhile(run_dir: Path) -> None:
     """Between the list and the lock: its last record was at danger."""
     root = run_dir / "checkpoints"
     found = inspect.plan(root, inspect.survey(root), last=1, every=None)
-    (root / "kept.json").write_text(json.dumps(KEPT))
+    (root / "pinned").write_text(PINNED)
     inspect.delete(root, found)
     assert names(run_dir) == [20, 50]
     assert [e.step for e in found.doomed] == [40, 30, 10]
     assert [(e.step, why) for e, why in found.kept if e.step == 20] == [
-        (20, "kept: danger at step 28, signs since step 25")
+        (20, "pinned: danger at step 28, signs since step 25")
     ]
 
 
-def test_prune_deletes_nothing_while_that_file_is_damaged(run_dir: Path, call: Any) -> None:
-    (run_dir / "checkpoints" / "kept.json").write_text('{"step_00000020')
+@pytest.mark.parametrize("file", ["pinned", "kept.json"])
+def test_prune_deletes_nothing_while_that_file_is_damaged(
+    run_dir: Path, call: Any, file: str
+) -> None:
+    (run_dir / "checkpoints" / file).write_text('{"step_00000020')
     for words in ((), ("--delete",)):
         code, _, err = call("prune", run_dir, "--keep-last", 1, *words)
-        assert code == 2 and "kept.json: " in err and "put the right one back, e.g." in err
+        assert code == 2 and f"{file}: " in err and "mend it, or delete it to pin none" in err
     assert names(run_dir) == [10, 20, 30, 40, 50]
     code, out, _ = call("list", run_dir)
-    assert code == 0 and "warning: " in out and "or delete it to keep none of them" in out
-    assert "kept.json" in json.loads(call("list", run_dir, "--json")[1])["kept_problem"]
+    assert code == 0 and "warning: " in out and "or delete it to pin none" in out
+    assert file in json.loads(call("list", run_dir, "--json")[1])["pinned_problem"]
+
+
+class TestRollback:
+    @staticmethod
+    def start(run_dir: Path) -> int:
+        """Step that the next start continues."""
+        found = CheckpointStore(run_dir / "checkpoints").find()
+        assert found is not None
+        return found.manifest.step
+
+    def test_it_says_what_moved_and_how_to_undo_it(self, run_dir: Path, call: Any) -> None:
+        code, out, _ = call("rollback", run_dir, "--to", 30)
+        assert code == 0 and names(run_dir) == [10, 20, 30] and self.start(run_dir) == 30
+        assert out.count("moved   step_000000") == 2
+        assert "the next start continues from step_00000030.attempt-1\n" in out
+        assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000030.attempt-1\n"
+        undo = [line.strip() for line in out.partition("to undo:\n")[2].splitlines()]
+        assert len(undo) == 3 and undo[-1].endswith("--to step_00000050.attempt-1")
+        for line in undo[:-1]:
+            subprocess.run(line, shell=True, check=True)
+        assert call(*undo[-1].split()[2:])[0] == 0
+        assert names(run_dir) == [10, 20, 30, 40, 50] and self.start(run_dir) == 50
+
+    def test_to_the_newest_moves_nothing(self, run_dir: Path, call: Any) -> None:
+        """What an edited latest asks for; a name tells one attempt of a step from another."""
+        (run_dir / "checkpoints" / "latest").write_text("step_00000010.attempt-1\n")
+        code, out, _ = call("rollback", run_dir, "--to", "step_00000050.attempt-1", "--json")
+        answer = json.loads(out)
+        assert code == 0 and answer["moved"] == {} and answer["undo"] == []
+        assert (
+            self.start(run_dir) == 50
+            and "nothing was newer" in call("rollback", run_dir, "--to", "50")[1]
+        )
+
+    def test_an_unknown_step_is_refused_with_the_list(self, run_dir: Path, call: Any) -> None:
+        for to in (35, "step_00000035.attempt-1", "x"):
+            code, _, err = call("rollback", run_dir, "--to", to)
+            assert code == 2 and f"no checkpoint of step {to}; there are: 10, 20, 30, 40, 50" in err
+        assert names(run_dir) == [10, 20, 30, 40, 50]
+
+    def test_a_damaged_one_is_refused(self, run_dir: Path, call: Any) -> None:
+        (run_dir / "checkpoints" / "step_00000030.attempt-1" / "__1_0.distcp").unlink()
+        code, _, err = call("rollback", run_dir, "--to", 30)
+        assert code == 2 and "missing: '__1_0.distcp'; nothing was moved" in err
+        assert names(run_dir) == [10, 20, 30, 40, 50]
+
+    def test_not_while_the_run_trains(self, run_dir: Path, call: Any) -> None:
+        with (run_dir / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            code, _, err = call("rollback", run_dir, "--to", 30)
+        assert code == 2 and "a trainer uses this run right now; stop it first" in err
+        assert names(run_dir) == [10, 20, 30, 40, 50]
+
+    def test_a_store_of_an_earlier_version(self, run_dir: Path, call: Any) -> None:
+        """20 and 40 are one branch, 30 and 50 the one that was left behind."""
+        root = run_dir / "checkpoints"
+        facts = json.loads((root / "store.json").read_text())
+        (root / "store.json").write_text(json.dumps({"store": facts["store"]}))
+        name = "step_{:08d}.attempt-1".format
+        lines = [f"{name(10)} -", f"{name(30)} {name(10)}", f"{name(50)} {name(30)}",
+                 f"{name(20)} {name(10)}", f"{name(40)} {name(20)}"]  # fmt: skip
+        (root / "lineage").write_text("\n".join(lines) + "\n")
+        assert call("rollback", run_dir, "--to", 40)[0] == 0
+        assert names(run_dir) == [10, 20, 40] and self.start(run_dir) == 40
+
+    def test_a_finished_run_is_told(self, run_dir: Path, call: Any) -> None:
+        (run_dir / "FINISHED").touch()
+        assert f"delete {run_dir / 'FINISHED'}" in call("rollback", run_dir, "--to", 30)[1]
 
 
 @pytest.mark.parametrize("words", [
@@ -220,7 +298,9 @@ def test_prune_deletes_nothing_while_that_file_is_damaged(run_dir: Path, call: A
     ["prune", "RUN", "--keep-last", "-1"], ["prune", "RUN", "--keep-every", "x"],
     ["prune", "RUN/checkpoints/step_00000010.attempt-1", "--keep-last", "1"],
     ["verify", "RUN", "--jobs", "many"], ["verify", "RUN", "--key-file", "missing"],
-    ["list", "RUN/checkpoints/latest"], [], ["list"], ["frobnicate", "RUN"],
+    ["list", "RUN/checkpoints/latest"], ["rollback", "RUN"],
+    ["rollback", "RUN/checkpoints/step_00000010.attempt-1", "--to", "10"],
+    [], ["list"], ["frobnicate", "RUN"],
 ])  # fmt: skip
 def test_bad_input_is_refused_in_words(
     run_dir: Path, call: Any, words: list[str], monkeypatch: pytest.MonkeyPatch

@@ -67,12 +67,12 @@ def test_fault(play: Callable[[str], Any], name: str) -> None:
 def test_a_sample_of_random_kills(tmp_path: Path) -> None:
     """Two ranks, a few kills; the seed differs from that of the long run."""
     answer = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "sigkill_soak.py"), "--state", str(tmp_path),
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--state", str(tmp_path),
          "--kills", "6", "--minutes", "5", "--ranks", "2", "--seed", "7", "--out", str(tmp_path)],
         env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=3000,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-3000:]
-    found = json.loads((tmp_path / "sigkill_soak_2.json").read_text())
+    found = json.loads((tmp_path / "soak.json").read_text())["2 ranks"]
     assert found["kills"] >= 6 and found["episodes_bitwise_equal"] == found["episodes"] >= 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from full_disk import KINDS, disk
 from run_config import run_config
 
-from megatron_patch.checkpoint import last
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics, console_line, duration
 from megatron_patch.monitor.plot import PlotError, plot_runs, read_curves
@@ -111,7 +111,7 @@ def test_what_a_resume_does_not_find_is_told_in_one_line(
     sink.close()
     text = damage(path.read_text())
     path.unlink() if text is None else path.write_text(text)
-    (tmp_path / last.FILE).touch()
+    (tmp_path / last_checkpoint.FILE).touch()
     quiet = {"interval": 1, "tensorboard": False}
     monitor = Monitor(run_config(logging=quiet), tmp_path, stream=out)
     monitor.start(4)

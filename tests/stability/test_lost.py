@@ -65,7 +65,7 @@ def test_a_start_says_that_the_loss_was_lost(tmp_path: Path) -> None:
     run = write(tmp_path / "run", LOST)
     (line,) = said(run, 1000)
     assert "stood at 7.00 around step 1,000, 3.60 above its lowest (3.40 around step 750)" in line
-    assert "docs/rescue.md" in line and "docs/checkpoints.md" in line
+    assert "docs/stability.md" in line and "docs/checkpoints.md" in line
     assert not said(run, 750) and not said(run, 100)  # gone back to before it; too few records
     assert lost.read(run) is None
 

@@ -126,7 +126,7 @@ def test_a_norm_that_grows_under_the_remedy_is_watched() -> None:
 
 
 def test_a_norm_that_grows_while_no_head_shows_anything_is_watched() -> None:
-    """As in two runs with plain numerics and QK-norm (docs/early_warning.md)."""
+    """As in two runs with plain numerics and QK-norm (research/report.md)."""
     shown, calm = Spot(1200.0, 1, 8), Spot(37.0, 3, 1)
     points = [replace(p, logit=calm, error=Spot(0.01, 3, 1)) for p in history(exploding)]
     assert set(levels(points).values()) == {"ok", "watch"}

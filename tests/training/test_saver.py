@@ -10,9 +10,9 @@ import pytest
 from run_config import run_config
 
 from megatron_patch.checkpoint.errors import SaveError
-from megatron_patch.checkpoint.progress import Progress
 from megatron_patch.checkpoint.store import CheckpointStore
-from megatron_patch.training.saver import MAX_FAILURES, Position, Saver
+from megatron_patch.checkpoint.train_state import TrainState
+from megatron_patch.training.saver import MAX_FAILURES, Saver
 
 
 class Disk:
@@ -31,7 +31,7 @@ class Disk:
     def newest_at(self, step: int) -> int | None:
         return max((saved for saved in self.saved if saved <= step), default=None)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainState) -> None:
         self.finalize(blocking=True)
         self._step, self.saving = progress.step, True
         if not self.background:
@@ -45,8 +45,8 @@ class Disk:
             self.saved.append(self._step)
         return True
 
-    def load(self) -> Progress | None:
-        return Progress(step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1)
+    def load(self) -> TrainState | None:
+        return TrainState(step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1)
 
 
 class Said(list[str]):
@@ -65,11 +65,11 @@ def test_a_full_disk_is_survived_twice_in_a_row(background: bool) -> None:
     saver, disk, said = make(background=background)
     disk.full = True
     for step in range(1, MAX_FAILURES):
-        saver.save(Position(step))
+        saver.save(TrainState(step))
         saver.poll()
     assert len(said) == MAX_FAILURES - 1 and "no space left" in said[0]
     with pytest.raises(SaveError):
-        saver.save(Position(9))
+        saver.save(TrainState(9))
         saver.poll()
 
 
@@ -77,31 +77,31 @@ def test_a_good_save_starts_the_count_anew() -> None:
     saver, disk, _ = make()
     for step in range(1, 10):
         disk.full = step % MAX_FAILURES != 0
-        saver.save(Position(step))
+        saver.save(TrainState(step))
     assert disk.saved == [3, 6, 9]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_checkpoint_is_committed_once(background: bool) -> None:
     saver, disk, _ = make(background=background)
-    saver.save(Position(5))
-    saver.save_last(Position(5))
+    saver.save(TrainState(5))
+    saver.save_last(TrainState(5))
     assert disk.saved == [5]
-    saver.save_last(Position(6))
+    saver.save_last(TrainState(6))
     assert disk.saved == [5, 6]
 
 
 def test_a_failed_background_save_is_made_good_at_the_end() -> None:
     saver, disk, said = make(background=True)
     disk.full = True
-    saver.save(Position(5))
+    saver.save(TrainState(5))
 
     def say(message: str) -> None:  # the disk is cleared once the failure is known
         said.append(message)
         disk.full = False
 
     said.say = say  # type: ignore[method-assign]
-    saver.save_last(Position(5))
+    saver.save_last(TrainState(5))
     assert disk.saved == [5] and "trying once more" in said[0]
 
 
@@ -109,17 +109,17 @@ def test_the_last_save_must_succeed() -> None:
     saver, disk, _ = make()
     disk.full = True
     with pytest.raises(SaveError):
-        saver.save_last(Position(5))
+        saver.save_last(TrainState(5))
 
 
 def test_a_background_save_that_is_old_enough_is_something_to_go_back_to() -> None:
     """It is waited for; a later one would be given up, so it is not committed for it."""
     saver, disk, said = make(background=True)
-    saver.save(Position(5))
+    saver.save(TrainState(5))
     assert not saver.can_rewind(4) and disk.saving and not disk.saved
     assert saver.can_rewind(5) and disk.saved == [5]
     disk.full = True
-    saver.save(Position(6))
+    saver.save(TrainState(6))
     assert saver.can_rewind(6) and disk.saved == [5] and "no space left" in said[0]
 
 
@@ -130,10 +130,10 @@ def stored(tmp_path: Path) -> tuple[Saver, Path]:
     for step in (2, 4, 8):
         save(store, step)
 
-    def reload() -> Progress:
+    def reload() -> TrainState:
         found = store.find()
         assert found is not None
-        return Progress(step=found.manifest.step)
+        return TrainState(step=found.manifest.step)
 
     checkpointer = SimpleNamespace(
         store=store,
@@ -182,7 +182,7 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(stored: tuple[Saver, Path]) -
 def test_position_survives_a_checkpoint() -> None:
     saver, _, _ = make()
     position = saver.load()
-    assert position is not None and position.progress() == Progress(
+    assert position is not None and position == TrainState(
         step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1
     )
     position.advance(run_config())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from minimal_config import TINY
 
-from megatron_patch.checkpoint import inspect, last
+from megatron_patch.checkpoint import inspect, last_checkpoint
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.config import load
 from megatron_patch.training import rundir
@@ -80,7 +80,7 @@ def test_a_directory_that_cannot_be_made_is_a_problem(open_run: Any, tmp_path: P
     directory.close()
 
 
-@pytest.mark.parametrize("name", ["lineage", "store.json", "latest", "kept.json"])
+@pytest.mark.parametrize("name", ["store.json", "latest", "latest.next", "pinned"])
 @pytest.mark.parametrize("store", ["shared", "a"])
 def test_what_a_save_writes_is_looked_at_before_the_first_step(
     open_run: Any, tmp_path: Path, name: str, store: str
@@ -103,7 +103,7 @@ def test_the_lock_is_no_trace_of_training(open_run: Any) -> None:
 def test_a_directory_that_is_not_mounted_is_not_made(open_run: Any, tmp_path: Path) -> None:
     """Made, it would hide that it is missing, and fill the disk below the mount point."""
     (tmp_path / "a").mkdir()
-    last.remember(tmp_path / "a", tmp_path / "shared" / "x", step=3, store=lambda: "0" * 32)
+    last_checkpoint.remember(tmp_path / "a", tmp_path / "shared" / "x", step=3)
     directory, problems = open_run("run_dir=a", STORE)
     assert not problems and not (tmp_path / "shared").exists()
     directory.close()
@@ -140,23 +140,23 @@ def test_whose_checkpoint_it_is_follows_the_rule_of_the_run_directory(
 
 class TestLastCheckpoint:
     def test_a_new_run_has_none(self, tmp_path: Path) -> None:
-        assert last.refusal(tmp_path, tmp_path / "checkpoints") is None
+        assert last_checkpoint.refusal(tmp_path, tmp_path / "checkpoints") is None
 
     def test_both_directories_and_the_remedy_are_named(self, tmp_path: Path) -> None:
-        last.remember(tmp_path, Path("/data/ck/step_7"), step=7000, store=lambda: "0" * 32)
-        error = last.refusal(tmp_path, tmp_path / "checkpoints")
+        last_checkpoint.remember(tmp_path, Path("/data/ck/step_7"), step=7000)
+        error = last_checkpoint.refusal(tmp_path, tmp_path / "checkpoints")
         assert isinstance(error, CheckpointError) and error.exit_code == 4
         for words in ("step 7,000", "/data/ck/step_7", f"in {tmp_path / 'checkpoints'}",
-                      f"delete {tmp_path / last.FILE}"):  # fmt: skip
+                      f"delete {tmp_path / last_checkpoint.FILE}"):  # fmt: skip
             assert words in str(error)
-        assert [p.name for p in tmp_path.iterdir()] == [last.FILE]
+        assert [p.name for p in tmp_path.iterdir()] == [last_checkpoint.FILE]
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x", "path": 1}'])
     def test_a_damaged_file_still_says_that_something_was_saved(
         self, tmp_path: Path, text: str
     ) -> None:
-        (tmp_path / last.FILE).write_text(text)
-        assert "is damaged" in str(last.refusal(tmp_path, tmp_path / "checkpoints"))
+        (tmp_path / last_checkpoint.FILE).write_text(text)
+        assert "is damaged" in str(last_checkpoint.refusal(tmp_path, tmp_path / "checkpoints"))
 
     def test_a_file_that_cannot_be_read_now_is_tried_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,13 +165,13 @@ class TestLastCheckpoint:
             raise OSError(errno.ESTALE, "Stale file handle")
 
         monkeypatch.setattr(Path, "read_bytes", fail)
-        error = last.refusal(tmp_path, tmp_path)
+        error = last_checkpoint.refusal(tmp_path, tmp_path)
         assert error is not None and error.exit_code == 1
 
     def test_a_full_disk_does_not_cost_the_checkpoint(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        last.remember(tmp_path / "none", Path("/data/step_7"), step=7, store=lambda: "0" * 32)
+        last_checkpoint.remember(tmp_path / "none", Path("/data/step_7"), step=7)
         assert "step_7 is complete, but last_checkpoint.json" in caplog.text
 
 

@@ -229,7 +229,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "save hash": _before(_STORE, "CheckpointStore.hash_files"),
     "save index": _before("megatron_patch.checkpoint.writer", "Plan.finish"),
     "save manifest": _sealed,
-    "save pointer": _before("megatron_patch.checkpoint.shelf", "Shelf.write_latest"),
+    "save pointer": _before("megatron_patch.checkpoint.directory", "CheckpointDirectory.publish"),
     "save retire": _deleting,
     "finish": _before(_LOOP, "mark_finished"),
     "shutdown": _before("megatron_patch.parallel.setup", "destroy"),

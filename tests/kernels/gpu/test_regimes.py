@@ -1,6 +1,6 @@
 """Gates on the delta error of the default stabilizer, and vendor kernels beside it.
 
-benchmarks/delta_regimes.py runs the full table (to 32k, all backends) for docs/numerics.md.
+benchmarks/accuracy.py runs the full table (to 32k, all backends) for docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regim
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from delta_regimes import with_float32_output
+from accuracy import with_float32_output
 
 pytestmark = pytest.mark.gpu
 

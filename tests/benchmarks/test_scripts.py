@@ -1,0 +1,147 @@
+"""Every benchmark starts, results are stored by part, and pages show what their results say."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import benchmark_scripts
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+machine = benchmark_scripts.load("machine")
+tables = benchmark_scripts.load("tables")
+SCRIPTS = (
+    "attention", "accuracy", "context_parallel", "training", "step_profile", "telemetry_cost",
+    "layouts", "plan", "search_tiles", "compare_trees", "sanitizer", "soak", "early_warning",
+    "machine", "tables",
+)  # fmt: skip
+HEAD = {
+    "machine": {"cpu": "x86_64", "gpu": "NVIDIA H100 80GB HBM3"},
+    "versions": {"torch": "2", "triton": "3"},
+    "commit": "0123456789abcdef+changes",
+    "utc": "2026-01-02T03:04:05Z",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_says_what_it_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    script = benchmark_scripts.load(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 0 and "usage" in capsys.readouterr().out
+
+
+def test_pages_agree_with_their_results(capsys: pytest.CaptureFixture) -> None:
+    assert tables.main(["--check"]) == 0, f"{capsys.readouterr().out}run: make docs"
+
+
+def test_performance_has_no_other_markers() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert set(re.findall(r"<!-- ([a-z0-9-]+):begin -->", text)) <= {"versions", *tables.TABLES}
+    assert "Not measured yet" not in text
+
+
+def test_every_stored_result_says_where_it_comes_from() -> None:
+    files = {file for file, _, _ in tables.TABLES.values()}
+    for path in (ROOT / "docs" / "assets").glob("*.json"):
+        assert path.stem in files, "rendered by no table"
+        for part, result in json.loads(path.read_text()).items():
+            assert {"machine", "versions", "commit", "utc"} <= result.keys(), (path, part)
+
+
+def page(name: str) -> str:
+    return f"a\n<!-- {name}:begin -->\nold\n<!-- {name}:end -->\nb\n"
+
+
+def test_markers(tmp_path: Path) -> None:
+    text = tables.fill(page("kernel-speed"), tmp_path)
+    assert text.startswith("a\n") and text.endswith("b\n") and "attention.py" in text
+    assert tables.fill(page("evidence"), tmp_path) == page("evidence")  # somebody else's
+    with pytest.raises(ValueError, match="has no"):
+        tables.fill("<!-- cost:begin -->", tmp_path)
+
+
+def test_results_are_stored_by_part(tmp_path: Path) -> None:
+    for part, value in (("a", 1), ("b", 2), ("a", 3)):
+        machine.write_result("x", {"value": value}, tmp_path, part=part, head=HEAD)
+    parts = json.loads((tmp_path / "x.json").read_text())
+    assert {name: result["value"] for name, result in parts.items()} == {"a": 3, "b": 2}
+    assert machine.earlier("x", "b", HEAD, (None, tmp_path))["value"] == 2
+    other = HEAD | {"commit": "f" * 40}
+    assert machine.earlier("x", "b", other, (tmp_path,)) is None
+    assert machine.earlier("x", "c", HEAD, (tmp_path,)) is None
+
+
+def cell(forward: float, backward: float, host: float = 0.1) -> dict[str, float]:
+    return {"forward": forward, "backward": backward, "host": host}
+
+
+def attention(**more: Any) -> dict[str, Any]:
+    peers = {"SDPA-cuDNN": cell(1.0, 3.0), "SDPA-flash": cell(2.0, 5.0), "none": cell(1.0, 3.0)}
+    peers["compensated"] = cell(1.25, 3.0)
+    shape = {"grid": "hidden 2048", "b": 4, "s": 4096, "h": 16, "kv_heads": 16, "d": 128,
+             "dv": 128, "causal": True}  # fmt: skip
+    result = HEAD | {"rows": [shape | {"peers": peers}], "queued_ms": 1.2, "complete": True}
+    return {"speed": result | {"functions": machine.functions_digest()} | more}
+
+
+def test_speeds_of_kernels() -> None:
+    text = tables.kernel_speed(attention())
+    assert "| d 128 | 1 | 0.80, 1.00 | 1.60, 1.67 | - | 1.25, 1.00 |" in text
+    assert "Measured: H100, 2026-01-02, 0123456789ab+changes." in text and "changed" not in text
+    assert "have changed since" in tables.kernel_speed(attention(functions="other"))
+    assert "4 of 4 intervals" in tables.kernel_speed(attention(queued_ms=0.05))
+    assert "stopped before its end" in tables.kernel_speed(attention(complete=False))
+    cost = tables.readme_cost(attention())
+    assert "| `stable_flash`, `compensated` | 1.25 ms | 3.00 ms | 2 |" in cost
+    assert "| cuDNN (SDPA) | 1.00 ms | 3.00 ms | 0 |" in cost
+    found = tables.summary(attention()["speed"]["rows"])
+    assert found["forward: compensated speed / SDPA-cuDNN"] == [0.8, 0.8]
+
+
+def test_speeds_of_context_parallelism() -> None:
+    alone = tables.same_work(131072, 8, 64)
+
+    def one(system: str, ranks: int, tokens: int, **figures: Any) -> dict[str, Any]:
+        return {"system": system, "ranks": ranks, "tokens": tokens, "causal": True} | figures
+
+    cells = [
+        one("kernel", 1, alone, total_ms=100.0),
+        one("p2p", 8, 131072, total_ms=110.0, peak_mib=1234.5),
+        one("torch, allgather", 8, 8192, total_ms=1.0, error_out=0.5),
+    ]
+    result = HEAD | {"problem": {"heads": 32, "kv_heads": 8, "d": 128}, "block": 64}
+    result |= {"cells": {str(i): c for i, c in enumerate(cells)}, "sources": "x"}
+    text = tables.context_speed({"speed": result})
+    rate = 3.5 * 2 * 32 * 128 * alone**2 / 0.1 / 1e12
+    mine = 3.5 * 2 * 32 * 128 * 131072**2 / 8 / 0.11 / 1e12
+    assert f"| 128k, 8 GPUs | {rate:.0f} | {mine:.0f} |" in text
+    assert "| MiB, 128k, 8 GPUs |  | 1,234 |" in text
+    assert "wrong output (relative error of O): torch, allgather (0.50)." in text
+
+
+def test_a_plan_is_shown_by_its_worst_rank() -> None:
+    rank = {"planned": 2**30, "allocated": 2**30, "stage": 0, "ratio": 1.0}
+    bad = rank | {"allocated": 2 * 2**30, "ratio": 0.5}
+    cases = [
+        {"model": "m", "layout": "DP2", "ranks": 2, "by_rank": [rank, bad]},
+        {"model": "m", "layout": "CP2", "ranks": 2, "error": "no"},
+    ]
+    result = HEAD | {"cases": cases, "off": ["m DP2", "m CP2"], "tolerance": 0.1}
+    text = tables.plan_memory({"memory": result})
+    assert "| m DP2 | 2 | 1.00 | 2.00 | 0.500 |" in text and "did not run" in text
+    assert "0 of 2 cases within 10%" in text
+
+
+def test_plots(tmp_path: Path) -> None:
+    for name, (panels, rows) in tables.PLOTS.items():
+        stored = json.loads((ROOT / "docs" / "assets" / f"{name}.json").read_text())["speed"]
+        tables.plot(panels(stored), rows, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").stat().st_size > 1000

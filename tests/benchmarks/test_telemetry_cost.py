@@ -1,0 +1,83 @@
+"""`benchmarks/telemetry_cost.py`: what observations cost in runs as they were made."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import benchmark_scripts
+import numpy as np
+import pytest
+
+from megatron_patch.stability import record
+from megatron_patch.stability.warning import Rule
+from megatron_patch.stability.writer import Writer
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return benchmark_scripts.load("telemetry_cost")
+
+
+def write(
+    folder: Path,
+    *attempts: tuple[int, int, float, float],
+    logged: int | None = None,
+    interval: int = 50,
+) -> str:
+    """A run of (first step, last step, step seconds, observation seconds) an attempt."""
+    random = np.random.default_rng(0)
+    meta = record.make_meta(layers=1, heads=1, interval=interval, rule=Rule(), attention="a/none")
+    Writer(folder, meta, start_step=0).close()
+    there = [{"world_size": i + 1, "commit": "c"} for i in range(len(attempts))]
+    (folder / "environment.json").write_text(json.dumps({"attempts": there}))
+    with (folder / "metrics.csv").open("w", newline="") as out:
+        rows = csv.writer(out)
+        rows.writerow(["step", "step_seconds", "elapsed_seconds"])
+        for first, last, seconds, cost in attempts[:logged]:
+            elapsed = 0.0
+            for step in range(first, last + 1):
+                extra = 0.7 * cost * (step % 50 == 0) + 0.3 * cost * (step % 50 == 1)
+                extra += 5.0 * (step % 500 == 0)  # checkpoints
+                elapsed += (taken := seconds + extra + 1e-3 * random.standard_normal())
+                rows.writerow([step, taken, elapsed])
+    return str(folder)
+
+
+def test_what_was_put_into_runs_is_found(script: Any, tmp_path: Path) -> None:
+    run = write(tmp_path / "run", (1, 4000, 0.125, 0.025), (4001, 6000, 0.08, 0.05),
+                (6001, 6200, 0.08, 0.05))  # fmt: skip
+    one, two = script.from_runs([Path(run)], known=[])  # the third is too short to say anything
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert one["observation_seconds"] == pytest.approx(0.025, abs=1e-3)
+    assert two["share"] == pytest.approx(0.05 / 50 / 0.08, rel=0.1)
+    # Checkpoints of 5 s in three of the 37 observed steps are in no median, and in the mean.
+    assert two["observations"] == 37
+    mean = 0.05 + 5.0 * 3 / 37
+    assert two["share_of_means"] == pytest.approx(mean / 50 / 0.08, rel=0.01)
+    assert abs(one["between_seconds"]) < 1e-3 and one["step_seconds"] == pytest.approx(0.125, 0.01)
+
+
+def test_stored_attempts_stay(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        run = write(tmp_path / name, (1, 2000, 0.125, 0.025))
+        monkeypatch.setattr(sys, "argv", ["x", run, "--out", str(tmp_path)])
+        assert script.main() == 0
+    rows = json.loads((tmp_path / "telemetry_cost.json").read_text())["runs"]["attempts"]
+    assert [row["run"] for row in rows] == ["first", "second"]
+    assert "read_at" in rows[0] and "read_at" not in rows[1]
+
+
+def test_runs_that_tell_nothing_are_refused(script: Any, tmp_path: Path) -> None:
+    lost = write(tmp_path / "lost", (1, 900, 0.1, 0.1), (901, 999, 0.1, 0.1), logged=1)
+    for run, told in (
+        (write(tmp_path / "short", (1, 300, 0.1, 0.1)), "no attempt has 10 observations"),
+        (lost, "2 attempts"),
+        (str(tmp_path / "nothing"), "is no run directory"),
+        (write(tmp_path / "often", (1, 900, 0.1, 0.1), interval=10), "21 or more needed"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            script.from_runs([Path(run)], known=[])
