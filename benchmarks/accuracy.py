@@ -43,10 +43,10 @@ if "--device=cpu" in sys.argv or "cpu" in sys.argv:
 import torch
 import torch.nn.functional as F
 from machine import RESULTS, describe_kernels, earlier, write_result
+from regimes import REGIMES, SINK_REGIMES, make_regime
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention.probes import Backend, BackendResult, probe_results
-from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regime
 
 SKIP_ROWS = 64
 HEADS = {512: 48, 2048: 48, 8192: 24, 32768: 12}

@@ -153,9 +153,10 @@ def low_order_part(residual: str) -> list[str]:
 
 
 def _delta_report(regime: str, stabilizer: str, residual: str, heads: int, n: int):
+    from regimes import make_regime
+
     from stable_attention import stable_attention
     from stable_attention.probes import BackendResult, probe
-    from stable_attention.reference.regimes import make_regime
 
     q, k, v, dout = (x[None] for x in make_regime(regime, heads=heads, n=n, device=DEVICE))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -391,7 +391,7 @@ def _chunked(q, k, v, dout, sinks, count, order, options):
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_equal_the_whole(name, count):
     """RMS error at most 1.1x, max error at most 1.5x of the uncut kernel's (against float64)."""
-    from stable_attention.reference import gradients, oracle_attention
+    from oracle import gradients, oracle_attention
 
     options = CHUNKED[name]
     q, k, v = randn(1, 128, 2, 16), randn(1, 128, 1, 16), randn(1, 128, 1, 16)

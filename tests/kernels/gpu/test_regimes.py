@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import DEVICE
+from regimes import REGIMES, SINK_REGIMES, make_regime
 
 from stable_attention.probes import BackendResult, probe
-from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regime
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
