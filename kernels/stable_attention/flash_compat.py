@@ -14,6 +14,7 @@ KV-cache function.
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -194,38 +195,15 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: torch.Tensor, kv: torch.Tensor, *rest: Any, **named: Any
 ) -> Outputs:
-    """`flash_attn_func` with kv [b, sk, 2, kv_heads, d]."""
-    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    k, v = _unpack("kv", kv, 2, 2)
-    return flash_attn_func(q, k, v, *rest, return_attn_probs)
+    """`flash_attn_func` with kv [b, sk, 2, kv_heads, d], the other arguments as there."""
+    return flash_attn_func(q, *_unpack("kv", kv, 2, 2), *rest, **named)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Outputs:
-    """`flash_attn_func` with qkv [b, s, 3, h, d]."""
-    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    q, k, v = _unpack("qkv", qkv, 2, 3)
-    return flash_attn_func(q, k, v, *rest, return_attn_probs)
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *rest: Any, **named: Any) -> Outputs:
+    """`flash_attn_func` with qkv [b, s, 3, h, d], the other arguments as there."""
+    return flash_attn_func(*_unpack("qkv", qkv, 2, 3), *rest, **named)
 
 
 def flash_attn_varlen_func(
@@ -267,46 +245,18 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: torch.Tensor, kv: torch.Tensor, *rest: Any, **named: Any
 ) -> Outputs:
-    """`flash_attn_varlen_func` with kv [tk, 2, kv_heads, d]."""
-    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
-    k, v = _unpack("kv", kv, 1, 2)
-    return flash_attn_varlen_func(q, k, v, *where, return_attn_probs)
+    """`flash_attn_varlen_func` with kv [tk, 2, kv_heads, d], the other arguments as there."""
+    return flash_attn_varlen_func(q, *_unpack("kv", kv, 1, 2), *rest, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *rest: Any, **named: Any
 ) -> Outputs:
-    """`flash_attn_varlen_func` with qkv [t, 3, h, d]."""
-    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
-    q, k, v = _unpack("qkv", qkv, 1, 3)
-    return flash_attn_varlen_func(q, k, v, *where, return_attn_probs)
+    """`flash_attn_varlen_func` with qkv [t, 3, h, d] and one set of sequences."""
+    where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*_unpack("qkv", qkv, 1, 3), *where, *rest, **named)
 
 
 def flash_attn_with_kvcache(*args: object, **kwargs: object) -> torch.Tensor:
