@@ -198,12 +198,14 @@ def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *rest: Any, **named: Any
 ) -> Outputs:
     """`flash_attn_func` with kv [b, sk, 2, kv_heads, d], the other arguments as there."""
-    return flash_attn_func(q, *_unpack("kv", kv, 2, 2), *rest, **named)
+    k, v = _unpack("kv", kv, 2, 2)
+    return flash_attn_func(q, k, v, *rest, **named)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *rest: Any, **named: Any) -> Outputs:
     """`flash_attn_func` with qkv [b, s, 3, h, d], the other arguments as there."""
-    return flash_attn_func(*_unpack("qkv", qkv, 2, 3), *rest, **named)
+    q, k, v = _unpack("qkv", qkv, 2, 3)
+    return flash_attn_func(q, k, v, *rest, **named)
 
 
 def flash_attn_varlen_func(
@@ -248,15 +250,17 @@ def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *rest: Any, **named: Any
 ) -> Outputs:
     """`flash_attn_varlen_func` with kv [tk, 2, kv_heads, d], the other arguments as there."""
-    return flash_attn_varlen_func(q, *_unpack("kv", kv, 1, 2), *rest, **named)
+    k, v = _unpack("kv", kv, 1, 2)
+    return flash_attn_varlen_func(q, k, v, *rest, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *rest: Any, **named: Any
 ) -> Outputs:
     """`flash_attn_varlen_func` with qkv [t, 3, h, d] and one set of sequences."""
+    q, k, v = _unpack("qkv", qkv, 1, 3)
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*_unpack("qkv", qkv, 1, 3), *where, *rest, **named)
+    return flash_attn_varlen_func(q, k, v, *where, *rest, **named)
 
 
 def flash_attn_with_kvcache(*args: object, **kwargs: object) -> torch.Tensor:

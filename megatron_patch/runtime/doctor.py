@@ -251,7 +251,8 @@ def kernel() -> Iterator[Finding]:
     ours = [x.cuda().requires_grad_() for x in drawn]
     exact = [x.double().requires_grad_() for x in drawn]
     out = function(*ours, layout="bhsd", causal=True)
-    true = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    q, k, v = exact
+    true = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     found = [out, *torch.autograd.grad(out.sum(), ours)]
     wanted = [true, *torch.autograd.grad(true.sum(), exact)]
     for name, x, y in zip(("forward", "dq", "dk", "dv"), found, wanted, strict=True):

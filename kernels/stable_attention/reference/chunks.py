@@ -186,7 +186,7 @@ def chunk_backward(
     assert dq.dtype == dk.dtype == dv.dtype == rules.compute, "accumulators of another type"
     sums = five_dims(rules, dq, dk, dv)  # views of the caller's accumulators
     for rows, keys, at in pieces:
-        tensors = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])
-        tensors += (do5[..., rows, :], lse5[..., rows], delta5[..., rows])
+        inputs = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])
+        given = (do5[..., rows, :], lse5[..., rows], delta5[..., rows])
         views = (sums[0][..., rows, :], sums[1][..., keys, :], sums[2][..., keys, :])
-        backward_one(tensors, views, rules, at)
+        backward_one(inputs + given, views, rules, at)
