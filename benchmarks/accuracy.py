@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "kernels", ".")]
+sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests", "kernels", ".")]
 
 import attention  # chooses Triton's interpreter where there is no GPU
 import torch
 from machine import describe_kernels, earlier, parser, write_result
+from regimes import REGIMES, SINK_REGIMES, make_regime
 from torch.nn.attention import SDPBackend
 
 from stable_attention.probes import Backend, BackendResult, probe_results
-from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regime
 
 SKIP_ROWS = 64
 HEADS = {512: 48, 2048: 48, 8192: 24, 32768: 12}

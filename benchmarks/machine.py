@@ -227,7 +227,7 @@ def torchrun(
     command += ["--nproc-per-node", str(processes), *arguments]
     variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
     if devices is not None:
-        from megatron_patch.runtime.devices import visible_devices
+        from megatron_patch.runtime.environment import visible_devices
 
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(list(devices))
     with log.open("w") as out:

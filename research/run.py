@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import processes
 import results
 from directory import (
     EXPLODED,
@@ -45,9 +46,7 @@ from variants import VARIANTS
 from megatron_patch.cli import app
 from megatron_patch.cli.common import add_overrides, tell
 from megatron_patch.monitor.metrics import duration
-from megatron_patch.runtime import lifeline
-from megatron_patch.runtime.devices import visible_devices
-from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
+from megatron_patch.runtime.environment import TORCHRUN_VARIABLES, visible_devices
 from megatron_patch.runtime.files import write_whole
 
 CELL = Path(__file__).resolve().with_name("cell.py")
@@ -122,7 +121,7 @@ class Runner:
                 time.sleep(POLL_SECONDS)
         finally:
             for job in self.active:
-                lifeline.kill_tree(job.process)
+                processes.kill_tree(job.process)
                 job.process.wait()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -190,7 +189,7 @@ class Runner:
             # Its own session: a stop reaches the whole group, and ours does not reach it. Tied to
             # us all the same: killed, we must not leave it training on GPUs that look free.
             process = subprocess.Popen(
-                lifeline.tied(command),
+                processes.tied(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -223,7 +222,7 @@ class Runner:
         grace = max(GRACE_SECONDS, self._save_seconds())
         if job.asked is not None and now - job.asked > grace:
             self.say(f"{job.run.id} did not stop in {grace:g} s and is killed")
-            lifeline.kill_tree(job.process)
+            processes.kill_tree(job.process)
             job.asked = now  # should that not do, again after as long
         return False
 
@@ -233,7 +232,7 @@ class Runner:
     def _ask(self, job: Active) -> None:
         """SIGUSR1 to the ranks; SIGTERM would make torchrun kill them in the middle of a save."""
         pid = job.process.pid
-        for rank in lifeline.children(pid) if job.run.gpus > 1 else [pid]:
+        for rank in processes.children(pid) if job.run.gpus > 1 else [pid]:
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGUSR1)
 

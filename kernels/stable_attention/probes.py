@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -96,22 +97,6 @@ def decode_residual(out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return low.float()
 
 
-def spectral_norm(matrix: torch.Tensor, *, iterations: int = 50, seed: int = 0) -> float:
-    """Largest singular value of a 2-D tensor by power iteration in float64."""
-    a = matrix.detach().double()
-    if a.dim() != 2:
-        raise ValueError(f"matrix has shape {tuple(a.shape)}: a 2-D tensor is needed")
-    gen = torch.Generator().manual_seed(seed)
-    x = torch.randn(a.shape[1], generator=gen, dtype=torch.float64).to(a.device)
-    size = x.norm()
-    for _ in range(iterations):
-        if float(size) == 0.0:
-            return 0.0
-        x = a.T @ (a @ (x / size))
-        size = x.norm()
-    return float(size.sqrt())
-
-
 @dataclass(frozen=True)
 class _Rows:
     """One block of the truth: float64, [heads, rows, ...]."""
@@ -146,7 +131,7 @@ def _blocks(
         keys64, values64 = k[some].double(), v[some].double()
         for first in range(0, sq, rows_at_once):
             rows = slice(first, min(sq, first + rows_at_once))
-            low, high = key_range(rows.start, rows.stop, sq=sq, sk=sk, reach=reach)
+            low, high = key_range(rows.start, rows.stop, shift=sk - sq, sk=sk, reach=reach)
             if high <= low:
                 continue
             keys = slice(low, high)
@@ -249,36 +234,11 @@ def probe(
     dout: torch.Tensor,
     *,
     backend: Backend | BackendResult,
-    layout: str = "bshd",
-    causal: bool = False,
-    window: Window = None,
-    scale: float | None = None,
-    skip_rows: int = 0,
-    budget: int | None = None,
+    **options: Any,
 ) -> ProbeReport:
-    """Judge a backend's O, LSE and gradients on (q, k, v, dO) against float64.
-
-    ``backend`` is called with (q, k, v, dout) or is its result already; gradients in it are
-    compared where present (``dk`` summed over the group for GQA). Rows before ``skip_rows`` (which
-    see few keys) are left out of every row statistic. ``budget`` bounds the bytes of one block of
-    float64 scores (default 64 MiB on CPU, 1 GiB on GPU). Raises ValueError for packed and for empty
-    tensors.
-    """
+    """`probe_results` for one backend, called with (q, k, v, dout), or its result already."""
     result = backend if isinstance(backend, BackendResult) else backend(q, k, v, dout)
-    reports = probe_results(
-        q,
-        k,
-        v,
-        dout,
-        results={"": result},
-        layout=layout,
-        causal=causal,
-        window=window,
-        scale=scale,
-        skip_rows=skip_rows,
-        budget=budget,
-    )
-    return reports[""]
+    return probe_results(q, k, v, dout, results={"": result}, **options)[""]
 
 
 def probe_results(
@@ -295,7 +255,13 @@ def probe_results(
     skip_rows: int = 0,
     budget: int | None = None,
 ) -> dict[str, ProbeReport]:
-    """``probe`` for several results of the same inputs, computing the truth once."""
+    """Judge backends' O, LSE and gradients on (q, k, v, dO) against float64, computed once.
+
+    Gradients in ``results`` are compared where present (``dk`` summed over the group for GQA). Rows
+    before ``skip_rows`` (which see few keys) are left out of every row statistic. ``budget`` bounds
+    the bytes of one block of float64 scores (default 64 MiB on CPU, 1 GiB on GPU). Raises
+    ValueError for packed and for empty tensors.
+    """
     flat, scale, budget = _flat_heads((q, k, v, dout), layout=layout, scale=scale, budget=budget)
     hq = to_bhsd(q, layout).shape[1]
     facts = _Facts(flat[0].shape[0], q.device)
@@ -330,8 +296,8 @@ def true_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dQ and dK in float64, in ``layout``, with the shapes of q and k (GQA: summed over the group).
 
-    What `probe` compares with. Arguments and ValueErrors as there; rows that see no key have a dQ
-    of 0.
+    What `probe_results` compares with. Arguments and ValueErrors as there; rows that see no key
+    have a dQ of 0.
     """
     flat, scale, budget = _flat_heads((q, k, v, dout), layout=layout, scale=scale, budget=budget)
     truth = _TrueGradients(flat, scale, wanted=True)
@@ -455,6 +421,5 @@ __all__ = [
     "decode_residual",
     "probe",
     "probe_results",
-    "spectral_norm",
     "true_gradients",
 ]

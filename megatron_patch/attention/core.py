@@ -44,8 +44,9 @@ FUNCTIONS = {
     "reference": ("megatron_patch.attention.backends.reference", "run"),
 }
 MODULES = {
-    "mcore_local": "megatron_patch.attention.backends.mcore_local",
-    "te": "megatron_patch.attention.backends.te",
+    "mcore_local": ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
+    # Its constructor raises without Transformer Engine.
+    "te": ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
 }
 # Options of context parallelism, whatever the backend.
 CP_OPTIONS = ("gradient_wire", "head_groups")
@@ -76,7 +77,8 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
         raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
     if backend in MODULES:
-        return importlib.import_module(MODULES[backend]).module()
+        module, name = MODULES[backend]
+        return getattr(importlib.import_module(module), name)
     return ModuleSpec(module=CoreAttention, params={"backend": backend, "options": options})
 
 

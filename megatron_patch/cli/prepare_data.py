@@ -27,7 +27,7 @@ ADOPT = (
 
 def add_parser(commands: Subparsers) -> None:
     """Register the command: one argument per field of ``PrepareOptions``."""
-    from megatron_patch.config import fields
+    from megatron_patch.config import types
     from megatron_patch.data.options import PrepareOptions
 
     parser = commands.add_parser(
@@ -35,13 +35,13 @@ def add_parser(commands: Subparsers) -> None:
         help="turn text into token files that training verifies",
         description=DESCRIPTION,
     )
-    for item in fields.fields(PrepareOptions).values():
-        text = fields.help_of(PrepareOptions, item.name).replace("%", "%%")
+    for item in types.fields(PrepareOptions).values():
+        text = types.help_of(PrepareOptions, item.name).replace("%", "%%")
         if item.name == "inputs":
             parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
             continue
         flag = "--" + item.name.replace("_", "-")
-        (kind,), _ = fields.alternatives(item.type)
+        (kind,), _ = types.alternatives(item.type)
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=text)
             continue
@@ -62,10 +62,10 @@ def add_parser(commands: Subparsers) -> None:
 
 def options(args: argparse.Namespace) -> Any:
     """``PrepareOptions`` of arguments; ``\\n`` and ``\\t`` in the separator are unescaped."""
-    from megatron_patch.config import fields
+    from megatron_patch.config import types
     from megatron_patch.data.options import PrepareOptions
 
-    values = {name: getattr(args, name) for name in fields.fields(PrepareOptions)}
+    values = {name: getattr(args, name) for name in types.fields(PrepareOptions)}
     separator = values["document_separator"]
     if separator is not None:
         values["document_separator"] = separator.replace("\\n", "\n").replace("\\t", "\t")

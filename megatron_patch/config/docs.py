@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_patch.config import fields
+from megatron_patch.config import types
 from megatron_patch.schema import render
 from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.schema.run import RunConfig
 
 HEAD = """\
 # Configuration
@@ -55,28 +56,18 @@ after its colon is refused: write a value or `null`.
 """
 
 
-def render_reference(root: type | None = None) -> str:
+def render_reference(root: type = RunConfig) -> str:
     """The page docs/configuration.md."""
-    root = root or _run_config()
     parts = [HEAD, "## Top level\n\n" + _table(root)]
     parts += [_section(path, section, 2) for path, section in _sections(root)]
     return "\n".join(parts)
 
 
-def _run_config() -> type:
-    from megatron_patch.schema.run import RunConfig
-
-    return RunConfig
-
-
-def _sections(root: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+def _sections(root: type) -> Iterator[tuple[str, type]]:
     """``(dotted path, dataclass)`` of every section, parents first, each list's element once."""
     seen: set[type] = set()
-    for path, item in fields.walk(root, prefix):
-        listed = fields.list_of(item.type)
-        section = fields.section_of(item.type)
-        if section is None and listed is not None and fields.is_section(listed):
-            section = listed
+    for path, item in types.walk(root):
+        section = types.section_under(item.type)
         if section is not None and section not in seen:
             seen.add(section)
             yield path, section
@@ -89,27 +80,26 @@ def _section(path: str, section: type, level: int) -> str:
 
 def _table(section: type) -> str:
     lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
-    for item in fields.fields(section).values():
-        cells = [f"`{item.name}`", f"`{fields.spell(item.type)}`", _default(item, "`{}`")]
-        cells.append(fields.help_of(section, item.name))
+    for item in types.fields(section).values():
+        cells = [f"`{item.name}`", f"`{types.spell(item.type)}`", _default(item, "`{}`")]
+        cells.append(types.help_of(section, item.name))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _default(item: fields.Field, form: str = "{}") -> str:
+def _default(item: types.Field, form: str = "{}") -> str:
     if item.required:
         return "required"
-    if fields.is_section(type(item.default)):
+    if types.is_section(type(item.default)):
         return "its defaults"
     return form.format(render.scalar(item.default))
 
 
-def help_text(topic: str = "", root: type | None = None) -> str:
+def help_text(topic: str = "", root: type = RunConfig) -> str:
     """Terminal help for a section, a key, or (empty) the list of sections.
 
     Raises ``ConfigError`` for a topic that is neither.
     """
-    root = root or _run_config()
     if not topic:
         return _overview(root)
     section: Any = root
@@ -117,37 +107,33 @@ def help_text(topic: str = "", root: type | None = None) -> str:
     for index, name in enumerate(parts):
         if name.isdecimal() or name == "N":
             continue
-        known = fields.fields(section)
+        known = types.fields(section)
         if name not in known:
             raise _unknown(topic, name, section, root)
-        item = known[name]
-        listed = fields.list_of(item.type)
-        inner = fields.section_of(item.type)
-        if inner is None and listed is not None and fields.is_section(listed):
-            inner = listed
+        inner = types.section_under(known[name].type)
         if inner is None:
             if index + 1 < len(parts) and not parts[index + 1].isdecimal():
                 raise ConfigError([Problem(topic, f"{name} has no keys under it")])
-            return _entry(section, item, "")
+            return _entry(section, known[name], "")
         section = inner
     lines = [f"{topic}: {inspect.getdoc(section)}", ""]
-    lines += [_entry(section, item, "  ") for item in fields.fields(section).values()]
+    lines += [_entry(section, item, "  ") for item in types.fields(section).values()]
     return "\n".join(lines)
 
 
 def _unknown(topic: str, name: str, section: type, root: type) -> ConfigError:
-    paths = [path for path, _ in fields.walk(root)]
+    paths = [path for path, _ in types.walk(root)]
     ends = [path for path in paths if path.rpartition(".")[2] == name]
     close = ends or difflib.get_close_matches(topic[:64], paths, n=3)
     hint = f"did you mean {', '.join(close)}?" if close else "see 'megatron-patch config help'"
     return ConfigError([Problem(topic, f"no section or key of this name; {hint}")])
 
 
-def _entry(section: type, item: fields.Field, indent: str) -> str:
+def _entry(section: type, item: types.Field, indent: str) -> str:
     default = _default(item)
     state = default if item.required else f"default {default}"
-    head = f"{indent}{item.name} ({fields.spell(item.type)}; {state})"
-    return f"{head}\n{indent}    {fields.help_of(section, item.name)}"
+    head = f"{indent}{item.name} ({types.spell(item.type)}; {state})"
+    return f"{head}\n{indent}    {types.help_of(section, item.name)}"
 
 
 def _overview(root: type) -> str:
@@ -155,11 +141,9 @@ def _overview(root: type) -> str:
         "Sections and keys of a configuration; 'megatron-patch config help SECTION' for one.",
         "",
     ]
-    for item in fields.fields(root).values():
+    for item in types.fields(root).values():
         note = " (required)" if item.required else ""
-        lines.append(f"  {item.name:<12} {fields.help_of(root, item.name)}{note}")
+        lines.append(f"  {item.name:<12} {types.help_of(root, item.name)}{note}")
     lines += ["", "Every key:", ""]
-    lines += [
-        f"  {path}" for path, item in fields.walk(root) if fields.section_of(item.type) is None
-    ]
-    return "\n".join(lines)
+    keys = (path for path, item in types.walk(root) if types.section_of(item.type) is None)
+    return "\n".join([*lines, *(f"  {path}" for path in keys)])

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Any
 
-from megatron_patch.config import checks, fields, layers, suggest
-from megatron_patch.config.source import Mapping, Node, Scalar, Sequence, shown
-from megatron_patch.config.values import BadValue, is_null, read_scalar
+from megatron_patch.config import checks, types
+from megatron_patch.config.types import BadValue, Scalar, is_null, read_scalar, shown
+from megatron_patch.config.yaml import Mapping, Node, Sequence, apply_overrides, load_layers
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Place, Problem
 from megatron_patch.schema.run import Loaded, RunConfig
 
@@ -34,8 +34,8 @@ def load(
     the sections' ``problems(run)`` say about values that do not fit together.
     """
     problems: list[Problem] = []
-    tree = layers.load_layers(os.fspath(path), problems)
-    tree = layers.apply_overrides(tree, overrides, root, problems)
+    tree = load_layers(os.fspath(path), problems)
+    tree = apply_overrides(tree, overrides, root, problems)
     reader = _Reader(root, problems)
     config = reader.section(root, tree, "", tree.place)
     note = ""
@@ -48,7 +48,7 @@ def load(
             )
         problems += found
     if problems:
-        raise ConfigError(_unique(problems), note=note)
+        raise ConfigError(dict.fromkeys(problems), note=note)
     assert config is not None
     return Loaded(config, reader.origins, _plain(config))
 
@@ -73,7 +73,7 @@ class _Reader:
     def section(self, section: type, node: Mapping, path: str, place: Place) -> Any | None:
         """``node`` as an instance of ``section`` (named at ``place``); None if incomplete."""
         prefix = f"{path}." if path else ""
-        known = fields.fields(section)
+        known = types.fields(section)
         for key in node.entries:
             if key not in known:
                 self.unknown(key, section, prefix + key, node.keys[key])
@@ -99,39 +99,39 @@ class _Reader:
         self.suggestions += 1
         hint = ""
         if self.suggestions <= MAX_SUGGESTIONS:
-            hint = "; " + suggest.for_key(key, section, self.root)
+            hint = "; " + suggestion(key, section, self.root)
         parent = path.removesuffix(key).rstrip(".")
         where = f" in section {parent}" if parent else ""
         self.refuse(path, f"unknown key {shown(key)}{where}{hint}", place)
 
-    def missing(self, item: fields.Field, path: str, place: Place) -> None:
-        section = fields.section_of(item.type)
+    def missing(self, item: types.Field, path: str, place: Place) -> None:
+        section = types.section_of(item.type)
         if section is None:
-            self.refuse(path, f"is required: {fields.describe(item.type)}", place)
+            self.refuse(path, f"is required: {types.describe(item.type)}", place)
             return
-        needed = [name for name, inner in fields.fields(section).items() if inner.required]
+        needed = [name for name, inner in types.fields(section).items() if inner.required]
         keys = f" with at least {', '.join(needed)}" if needed else ""
         self.refuse(path, f"section is required{keys}", place)
 
     def value(self, tp: Any, node: Node, path: str, key_place: Place) -> Any:
         """``node`` as ``tp``, or ``_UNREAD`` after noting why not."""
-        _, optional = fields.alternatives(tp)
+        _, optional = types.alternatives(tp)
         if isinstance(node, Scalar):
             if optional and is_null(node):
                 self.origins[path] = node.place
                 return None
             return self.scalar(tp, node, path)
         if isinstance(node, Mapping):
-            section = fields.section_of(tp)
+            section = types.section_of(tp)
             if section is None:
-                message = f"is a section here, {fields.describe(tp)} is needed"
+                message = f"is a section here, {types.describe(tp)} is needed"
                 self.refuse(path, message, key_place)
                 return _UNREAD
             built = self.section(section, node, path, key_place)
             return _UNREAD if built is None else built
-        inner = fields.list_of(tp)
+        inner = types.list_of(tp)
         if inner is None:
-            self.refuse(path, f"is a list here, {fields.describe(tp)} is needed", node.place)
+            self.refuse(path, f"is a list here, {types.describe(tp)} is needed", node.place)
             return _UNREAD
         return self.items(inner, node, path)
 
@@ -144,8 +144,8 @@ class _Reader:
         return _UNREAD if any(isinstance(value, _Unread) for value in values) else values
 
     def scalar(self, tp: Any, node: Scalar, path: str) -> Any:
-        members, optional = fields.alternatives(tp)
-        scalars = [m for m in members if not fields.is_section(m) and fields.element(m) is None]
+        members, optional = types.alternatives(tp)
+        scalars = [m for m in members if not types.is_section(m) and types.element(m) is None]
         if not scalars:
             self.refuse(path, self.not_scalar(tp, node), node.place)
             return _UNREAD
@@ -163,27 +163,45 @@ class _Reader:
                 self.origins[path] = node.place
                 return value
         if len(scalars) > 1:
-            message = f"{shown(node.text)} is not {fields.describe(tp)}"
+            message = f"{shown(node.text)} is not {types.describe(tp)}"
         self.refuse(path, message, node.place)
         return _UNREAD
 
     def not_scalar(self, tp: Any, node: Scalar) -> str:
         """Message for a scalar where a section or a list is needed."""
-        wanted = fields.describe(tp)
+        wanted = types.describe(tp)
         if node.text == "" and not node.quoted:
-            remedy = "[]" if fields.list_of(tp) is not None else "{}"
+            remedy = "[]" if types.list_of(tp) is not None else "{}"
             return f"nothing is written under it, {wanted} is needed; write {remedy} or remove it"
-        if fields.list_of(tp) is not None:
+        if types.list_of(tp) is not None:
             return f"{shown(node.text)} is one value, {wanted} is needed; put it in brackets: [...]"
         return f"{shown(node.text)} is a value, {wanted} ('key: value' lines) is needed"
 
     def default_origins(self, path: str, value: Any) -> None:
         """Note that ``path``, and everything under it, has its default."""
-        if fields.is_section(type(value)):
+        if types.is_section(type(value)):
             for item in dataclasses.fields(value):
                 self.default_origins(f"{path}.{item.name}", getattr(value, item.name))
             return
         self.origins[path] = DEFAULT
+
+
+def suggestion(key: str, section: type, root: type) -> str:
+    """Where an unknown ``key`` of ``section`` belongs: the end of an error message."""
+    names = list(types.fields(section))
+    here = types.nearest(key, names)
+    leaves: dict[str, str] = {}
+    for path, _ in types.walk(root):
+        leaves.setdefault(path.rpartition(".")[2], path)
+    if key in leaves and key not in names:
+        elsewhere = f"{leaves[key]} is such a key"
+        return f"did you mean {here}? ({elsewhere}, too)" if here else elsewhere
+    if here:
+        return f"did you mean {here}?"
+    far = types.nearest(key, list(leaves), cutoff=0.75)
+    if far:
+        return f"did you mean {leaves[far]}?"
+    return "known keys: " + ", ".join(names)
 
 
 class _Unread:
@@ -205,7 +223,7 @@ def _contradictions(config: Any) -> Iterator[Problem]:
         yield from checks.problems(config)
         return
     for item in [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]:
-        if fields.is_section(type(item)) and hasattr(item, "problems"):
+        if types.is_section(type(item)) and hasattr(item, "problems"):
             yield from item.problems()
 
 
@@ -220,13 +238,9 @@ def _located(problem: Problem, origins: dict[str, Place]) -> Problem:
     return Problem(path, problem.message, where)
 
 
-def _unique(problems: list[Problem]) -> list[Problem]:
-    return list(dict.fromkeys(problems))
-
-
 def _plain(value: Any) -> Any:
     """Dataclasses as dicts, all the way down."""
-    if fields.is_section(type(value)):
+    if types.is_section(type(value)):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, list):
         return [_plain(item) for item in value]

@@ -46,11 +46,9 @@ Forward = Callable[[Block], None]
 Backward = Callable[[Block, torch.Tensor, torch.Tensor], None]
 
 
-def accumulator(x: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    """Zeros of the accumulation type, shaped like ``x`` (with another number of rows)."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    shape = x.shape if rows is None else (rows, *x.shape[1:])
-    return torch.zeros(shape, dtype=dtype, device=x.device)
+def accumulator(x: torch.Tensor) -> torch.Tensor:
+    """Zeros of the accumulation type, shaped like ``x``."""
+    return torch.zeros(x.shape, dtype=accumulation(x), device=x.device)
 
 
 def _spans(tokens: Tokens, plan: Schedule) -> tuple[Launch, ...]:

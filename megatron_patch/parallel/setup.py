@@ -52,11 +52,6 @@ class Layout:
     ep_size: int
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first pipeline stage (embedding)."""
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage (loss)."""
         return self.pp_rank == self.pp_size - 1

@@ -5,6 +5,7 @@ Every check is a function that returns findings; one that is ``BROKEN`` makes th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -22,8 +23,8 @@ from typing import TextIO
 
 from megatron_patch.runtime import environment
 
-# Below it, loading a checkpoint can execute code (CVE-2026-65180, CVE-2026-65110).
-CORE_FLOOR = "0.17.1"
+CORE_FLOOR, CVES = "0.17.1", "CVE-2026-65180, CVE-2026-65110"
+"""The first Megatron-Core with which loading a checkpoint cannot execute code."""
 
 
 class State(StrEnum):
@@ -43,18 +44,26 @@ class Finding:
     text: str
 
 
+ok, note, broken = (functools.partial(Finding, state) for state in State)
+
+
+def judged(right: bool, name: str, text: str) -> Finding:
+    """``ok`` where a trial came out right, else ``BROKEN``."""
+    return Finding(State.OK if right else State.BROKEN, name, text)
+
+
 def run(out: TextIO | None = None) -> int:
     """Print the report to ``out`` (default: stdout); 0 when everything required works, else 1."""
     out = out or sys.stdout
-    broken = 0
+    count = 0
     for title, check in CHECKS:
         print(f"{title}", file=out)
         for finding in _guarded(title, check):
-            broken += finding.state is State.BROKEN
+            count += finding.state is State.BROKEN
             print(f"  {finding.state:<6}  {finding.name:<20} {finding.text}", file=out, flush=True)
-    verdict = "everything required works" if not broken else f"{broken} required things are broken"
+    verdict = f"{count} required things are broken" if count else "everything required works"
     print(verdict, file=out)
-    return 1 if broken else 0
+    return 1 if count else 0
 
 
 def _guarded(title: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -64,13 +73,12 @@ def _guarded(title: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Fin
             warnings.simplefilter("ignore")
             yield from check()
     except Exception as error:
-        yield Finding(State.BROKEN, title, _reason(error))
+        yield broken(title, _reason(error))
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
-        ": "
-    )
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 def requirements() -> dict[str, str]:
@@ -94,17 +102,13 @@ def pins() -> Iterator[Finding]:
     for name, wanted in requirements().items():
         found = environment.version(name)
         if found is None:
-            yield Finding(State.BROKEN, name, f"not installed; {name}{wanted} is required")
+            yield broken(name, f"not installed; {name}{wanted} is required")
         elif name == "megatron-core" and Version(found) < Version(CORE_FLOOR):
-            yield Finding(
-                State.BROKEN,
-                name,
-                f"{found}: loading a checkpoint can execute code below {CORE_FLOOR} "
-                f"(CVE-2026-65180, CVE-2026-65110); install {name}{wanted}",
-            )
+            risk = f"loading a checkpoint can execute code below {CORE_FLOOR} ({CVES})"
+            yield broken(name, f"{found}: {risk}; install {name}{wanted}")
         # NGC builds call themselves 2.11.0a0 of the release they become.
         elif not SpecifierSet(wanted).contains(Version(found).base_version):
-            yield Finding(State.BROKEN, name, f"{found} is outside {wanted}")
+            yield broken(name, f"{found} is outside {wanted}")
         else:
             yield _imports(name, f"{found} ({wanted})")
 
@@ -117,21 +121,18 @@ def _imports(distribution: str, text: str) -> Finding:
     try:
         importlib.import_module(IMPORT_NAMES.get(distribution, distribution))
     except Exception as error:
-        return Finding(State.BROKEN, distribution, f"{text} fails to import: {_reason(error)}")
-    return Finding(State.OK, distribution, text)
+        return broken(distribution, f"{text} fails to import: {_reason(error)}")
+    return ok(distribution, text)
 
 
 def program() -> Iterator[Finding]:
     """Python, this package, and packages that could be taken for it."""
-    yield Finding(State.OK, "python", sys.version.split()[0])
+    yield ok("python", sys.version.split()[0])
     version = environment.megatron_patch.__version__
-    yield Finding(State.OK, "megatron_patch", f"{version}, commit {environment.commit()}")
+    yield ok("megatron_patch", f"{version}, commit {environment.commit()}")
     for path in environment.other_copies():
-        yield Finding(
-            State.NOTE,
-            "megatron_patch",
-            f"another package of this name is on sys.path: {path}; take it out of PYTHONPATH",
-        )
+        text = f"another package of this name is on sys.path: {path}; take it out of PYTHONPATH"
+        yield note("megatron_patch", text)
 
 
 def device() -> Iterator[Finding]:
@@ -140,20 +141,18 @@ def device() -> Iterator[Finding]:
     import torch.distributed
 
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        yield Finding(State.BROKEN, "gloo", "torch is built without gloo; the trainer needs it")
+        yield broken("gloo", "torch is built without gloo; the trainer needs it")
     facts = environment.devices()
     yield from _shared_memory()
     if not torch.cuda.is_available():
         yield _no_gpu()
-        product = torch.eye(8) @ torch.eye(8)
-        right = torch.equal(product, torch.eye(8))
-        yield Finding(State.OK if right else State.BROKEN, "cpu", "matrix product")
+        right = torch.equal(torch.eye(8) @ torch.eye(8), torch.eye(8))
+        yield judged(right, "cpu", "matrix product")
         return
     count = facts["gpu_count"]
-    yield Finding(State.OK, "gpu", f"{facts['gpu']} x {count}, CUDA {facts['cuda']}")
-    yield Finding(State.OK, "driver", str(facts["driver"]))
-    yield Finding(State.OK, "cudnn", str(facts["cudnn"]))
-    yield Finding(State.OK, "nccl", str(facts["nccl"]))
+    yield ok("gpu", f"{facts['gpu']} x {count}, CUDA {facts['cuda']}")
+    for name in ("driver", "cudnn", "nccl"):
+        yield ok(name, str(facts[name]))
     for index in range(count):
         yield _matrix_product(index)
 
@@ -167,14 +166,10 @@ def _no_gpu() -> Finding:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
     if driver is None or hidden:
         reason = "hidden by CUDA_VISIBLE_DEVICES" if driver else "no CUDA device"
-        return Finding(State.NOTE, "gpu", f"{reason}: {only}")
+        return note("gpu", f"{reason}: {only}")
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    return Finding(
-        State.BROKEN,
-        "gpu",
-        f"driver {driver} is here, but torch {torch.__version__}, built {built}, finds no device: "
-        "install a torch built for this driver, or a newer driver",
-    )
+    text = f"driver {driver} is here, but torch {torch.__version__}, built {built}, finds no device"
+    return broken("gpu", f"{text}: install a torch built for this driver, or a newer driver")
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -182,7 +177,7 @@ def _shared_memory() -> Iterator[Finding]:
     folder = Path("/dev/shm")
     if folder.is_dir() and (size := shutil.disk_usage(folder).total) < 1 << 30:
         text = f"/dev/shm has {size >> 20} MiB; give a container --shm-size=1g or --ipc=host"
-        yield Finding(State.NOTE, "shared memory", text)
+        yield note("shared memory", text)
 
 
 def _matrix_product(index: int) -> Finding:
@@ -195,8 +190,8 @@ def _matrix_product(index: int) -> Finding:
     found = (left.to(f"cuda:{index}") @ right.to(f"cuda:{index}")).cpu().double()
     # A library may split the sum and round partial sums of up to the largest result to BF16.
     error = ((found - exact).abs().max() / exact.abs().max()).item()
-    state = State.OK if error < 2**-7 else State.BROKEN
-    return Finding(state, f"cuda:{index}", f"BF16 matrix product, error {error:.1e} of the largest")
+    text = f"BF16 matrix product, error {error:.1e} of the largest"
+    return judged(error < 2**-7, f"cuda:{index}", text)
 
 
 def companions() -> Iterator[Finding]:
@@ -207,44 +202,41 @@ def companions() -> Iterator[Finding]:
 
 def _transformer_engine() -> Finding:
     name = "transformer-engine"
-    found = environment.version("transformer-engine")
+    found = environment.version(name)
     if found is None:
-        return Finding(State.NOTE, name, "not installed; needed by layer_spec: te and backend: te")
+        return note(name, "not installed; needed by layer_spec: te and backend: te")
     try:
         import torch
 
         te = importlib.import_module("transformer_engine.pytorch")
         if not torch.cuda.is_available():
-            return Finding(State.NOTE, name, f"{found} imports; it computes on GPUs only")
+            return note(name, f"{found} imports; it computes on GPUs only")
         layer = te.Linear(64, 64, params_dtype=torch.bfloat16).cuda()
         value = layer(torch.ones(8, 64, device="cuda", dtype=torch.bfloat16))
         value.sum().backward()
-        state = State.OK if bool(value.isfinite().all()) else State.BROKEN
-        return Finding(state, name, f"{found}: linear layer forward and backward")
+        right = bool(value.isfinite().all())
+        return judged(right, name, f"{found}: linear layer forward and backward")
     except Exception as error:
-        return Finding(State.BROKEN, name, f"{found} is installed but fails: {_reason(error)}")
+        return broken(name, f"{found} is installed but fails: {_reason(error)}")
 
 
 def _apex() -> Finding:
     if environment.version("apex") is None:
-        return Finding(State.NOTE, "apex", "not installed; optimizer.implementation: apex needs it")
+        return note("apex", "not installed; optimizer.implementation: apex needs it")
     if importlib.util.find_spec("amp_C") is None:
-        return Finding(
-            State.NOTE, "apex", "without its CUDA extensions (amp_C); its fused AdamW is not usable"
-        )
+        return note("apex", "without its CUDA extensions (amp_C); its fused AdamW is not usable")
     try:
         import torch
 
         fused = importlib.import_module("apex.optimizers").FusedAdam
         if not torch.cuda.is_available():
-            return Finding(State.NOTE, "apex", "imports; it computes on GPUs only")
+            return note("apex", "imports; it computes on GPUs only")
         weight = torch.ones(64, device="cuda", requires_grad=True)
         weight.grad = torch.ones_like(weight)
         fused([weight], lr=0.1).step()
-        moved = bool((weight < 1).all())
-        return Finding(State.OK if moved else State.BROKEN, "apex", "fused AdamW step")
+        return judged(bool((weight < 1).all()), "apex", "fused AdamW step")
     except Exception as error:
-        return Finding(State.BROKEN, "apex", f"is installed but fails: {_reason(error)}")
+        return broken("apex", f"is installed but fails: {_reason(error)}")
 
 
 def kernel() -> Iterator[Finding]:
@@ -253,32 +245,23 @@ def kernel() -> Iterator[Finding]:
 
     function = importlib.import_module("stable_attention").stable_attention
     if not torch.cuda.is_available():
-        yield Finding(State.NOTE, "stable_attention", "imports; its kernels need a GPU")
+        yield note("stable_attention", "imports; its kernels need a GPU")
         return
     generator = torch.Generator().manual_seed(0)
-    exact_inputs = [
-        torch.randn(1, 4, 256, 64, generator=generator).bfloat16().double().requires_grad_()
-        for _ in range(3)
-    ]
-    inputs = [x.detach().bfloat16().cuda().requires_grad_() for x in exact_inputs]
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        exact_inputs[0], exact_inputs[1], exact_inputs[2], is_causal=True
-    )
-    out = function(*inputs, layout="bhsd", causal=True)
-    exact.sum().backward()
-    out.sum().backward()
-    for name, found, wanted in [
-        ("forward", out, exact),
-        *(("d" + n, i.grad, e.grad) for n, i, e in zip("qkv", inputs, exact_inputs, strict=True)),
-    ]:
-        assert found is not None and wanted is not None
-        error = (found.detach().cpu().double() - wanted.detach()).abs().max().item()
-        scale = wanted.detach().abs().max().item()
+    drawn = [torch.randn(1, 4, 256, 64, generator=generator).bfloat16() for _ in range(3)]
+    ours = [x.cuda().requires_grad_() for x in drawn]
+    exact = [x.double().requires_grad_() for x in drawn]
+    out = function(*ours, layout="bhsd", causal=True)
+    q, k, v = exact
+    true = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    found = [out, *torch.autograd.grad(out.sum(), ours)]
+    wanted = [true, *torch.autograd.grad(true.sum(), exact)]
+    for name, x, y in zip(("forward", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = (x.detach().cpu().double() - y.detach()).abs().max().item()
+        scale = y.detach().abs().max().item()
         # BF16 results of values up to `scale`: a few roundings of 2**-9 each.
-        state = State.OK if error <= scale * 2**-6 else State.BROKEN
-        yield Finding(
-            state, "stable_attention", f"{name}: largest error {error:.1e} of {scale:.1e}"
-        )
+        text = f"{name}: largest error {error:.1e} of {scale:.1e}"
+        yield judged(error <= scale * 2**-6, "stable_attention", text)
 
 
 def backends() -> Iterator[Finding]:
@@ -294,14 +277,15 @@ def core_patches() -> Iterator[Finding]:
     core = metadata.version("megatron-core")
     for patch in register.PATCHES:
         known = f"; {patch.upstream_issue}" if patch.upstream_issue else ""
-        state, text = State.OK, f"{patch.why} ({patch.target} {patch.versions}{known})"
+        found = ok(patch.name, f"{patch.why} ({patch.target} {patch.versions}{known})")
         try:
             patch.selftest()
         except (ImportError, AttributeError) as error:
-            state, text = State.BROKEN, f"does not find its place: {_reason(error)}; {text}"
+            found = broken(patch.name, f"does not find its place: {_reason(error)}; {found.text}")
         if not patch.fits(core):
-            state, text = State.NOTE, f"not known to be right for megatron-core {core}; {text}"
-        yield Finding(state, patch.name, text)
+            text = f"not known to be right for megatron-core {core}; {found.text}"
+            found = note(patch.name, text)
+        yield found
 
 
 CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (

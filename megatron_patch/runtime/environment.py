@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,20 @@ def other_copies() -> list[str]:
         if package != ours and (package / "__init__.py").is_file():
             found.append(str(package))
     return found
+
+
+def visible_devices(wanted: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a child: GPUs by their number among those that this process sees.
+
+    Raises:
+        ValueError: this process sees fewer.
+    """
+    mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not mine:
+        return ",".join(map(str, wanted))
+    if max(wanted) >= len(mine):
+        raise ValueError(
+            f"GPU number {max(wanted)} of {len(mine)} in CUDA_VISIBLE_DEVICES={','.join(mine)}: "
+            "ask for fewer GPUs, or make more of them visible"
+        )
+    return ",".join(mine[number] for number in wanted)

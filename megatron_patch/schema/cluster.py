@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import Problem, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,31 +85,20 @@ class EnvironmentVariable:
     """Why; becomes a comment in the rendered script."""
 
 
-NCCL_DEFAULTS = (
-    EnvironmentVariable(
-        name="NCCL_NVLS_ENABLE",
-        value="0",
-        reason="NVLink multicast needs a healthy fabric manager and is forbidden on some clusters",
-    ),
-    EnvironmentVariable(
-        name="TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        value="1",
-        reason="a failed collective ends the rank instead of leaving it waiting",
-    ),
-    EnvironmentVariable(
-        name="TORCH_FR_BUFFER_SIZE",
-        value="2000",
-        reason="flight recorder: the last collectives of every rank",
-    ),
-    EnvironmentVariable(
-        name="TORCH_NCCL_DUMP_ON_TIMEOUT",
-        value="1",
-        reason="write the flight recorder into the attempt's directory when a collective times out",
-    ),
-    EnvironmentVariable(
-        name="NCCL_DEBUG", value="WARN", reason="NCCL says what failed, not what it does"
-    ),
-)
+NCCL_DEFAULTS = tuple(
+    EnvironmentVariable(name=name, value=value, reason=reason)
+    for name, value, reason in (
+        ("NCCL_NVLS_ENABLE", "0",
+         "NVLink multicast needs a healthy fabric manager and is forbidden on some clusters"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1",
+         "a failed collective ends the rank instead of leaving it waiting"),
+        ("TORCH_FR_BUFFER_SIZE", "2000",
+         "flight recorder: the last collectives of every rank"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1",
+         "write the flight recorder into the attempt's directory when a collective times out"),
+        ("NCCL_DEBUG", "WARN", "NCCL says what failed, not what it does"),
+    )
+)  # fmt: skip
 """Set unless ``cluster.environment`` has an entry of the same name."""
 
 
@@ -238,7 +227,7 @@ class ClusterConfig:
             )
 
     def _texts(self) -> Iterator[Problem]:
-        c = self.container
+        c, path = self.container, (PATH, "a path of letters, digits and . _ / + = @ -")
         checks: list[tuple[str, str | None, re.Pattern[str], str]] = [
             ("partition", self.partition, NAMES, "names of letters, digits, . _ -"),
             ("account", self.account, NAME, "a name of letters, digits, . _ -"),
@@ -248,22 +237,12 @@ class ClusterConfig:
             ("exclude_nodes", self.exclude_nodes, HOSTS, "a host list such as node[1-4],node7"),
             ("time_limit", self.time_limit, TIME, "minutes, H:M:S or D-H:M:S"),
             ("memory", self.memory, MEMORY, "a number with K, M, G or T"),
-            ("python", self.python, PATH, "a path of letters, digits and . _ / + = @ -"),
-            (
-                "setup_script",
-                self.setup_script,
-                PATH,
-                "a path of letters, digits and . _ / + = @ -",
-            ),
-            ("local_dir", self.local_dir, PATH, "a path of letters, digits and . _ / + = @ -"),
-            (
-                "secrets_file",
-                self.secrets_file,
-                PATH,
-                "a path of letters, digits and . _ / + = @ -",
-            ),
+            ("python", self.python, *path),
+            ("setup_script", self.setup_script, *path),
+            ("local_dir", self.local_dir, *path),
+            ("secrets_file", self.secrets_file, *path),
             ("container.image", c.image, IMAGE, "a path or image URI"),
-            ("container.python", c.python, PATH, "a path of letters, digits and . _ / + = @ -"),
+            ("container.python", c.python, *path),
             *(
                 (f"container.mounts.{n}", m, MOUNT, "/source:/target[:flags]")
                 for n, m in enumerate(c.mounts)
@@ -277,10 +256,7 @@ class ClusterConfig:
         least = {"gpus_per_node": 0, "cpus_per_node": 1, "ranks_per_node": 1, "chain_length": 1,
                  "stop_lead_seconds": 1, "max_requeues": 0, "max_crash_requeues": 0,
                  "max_restarts": 0, "same_step_limit": 1, "restart_pause_seconds": 0}  # fmt: skip
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                yield Problem(f"cluster.{name}", f"{value}: must be at least {minimum}")
+        yield from at_least("cluster", self, least)
         if self.ranks > self.gpus_per_node > 0:
             yield Problem(
                 "cluster.ranks_per_node",

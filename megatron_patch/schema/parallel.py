@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import Problem, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,17 +56,9 @@ class ParallelConfig:
         yield from self._context()
 
     def _sizes(self) -> Iterator[Problem]:
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield Problem(f"parallel.{name}", f"{value}: must be at least 1")
+        kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context",
+                 "expert_model", "expert_tensor")  # fmt: skip
+        yield from at_least("parallel", self, {f"{kind}_parallel_size": 1 for kind in kinds})
         if not self.distributed_timeout_minutes > 0:
             yield Problem(
                 "parallel.distributed_timeout_minutes",

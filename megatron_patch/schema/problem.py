@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 SHOWN = 100
@@ -61,6 +61,14 @@ class Problem:
         where = str(self.where) if self.where else ""
         parts = [where, printable(self.path), printable(self.message, keep="\n")]
         return ": ".join(part for part in parts if part)
+
+
+def at_least(prefix: str, section: object, least: Mapping[str, float]) -> Iterator[Problem]:
+    """A problem for every key of ``section`` that is set and below its least value."""
+    for name, minimum in least.items():
+        value = getattr(section, name)
+        if value is not None and value < minimum:
+            yield Problem(f"{prefix}.{name}", f"{value}: must be at least {minimum}")
 
 
 class ConfigError(ValueError):

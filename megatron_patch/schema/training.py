@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import Problem, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,12 +72,10 @@ class TrainingConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with these values by themselves."""
-        for name in ("train_steps", "global_batch_size", "micro_batch_size", "eval_steps"):
-            yield from _at_least(f"training.{name}", getattr(self, name), 1)
-        for name in ("eval_interval", "exit_at_step"):
-            yield from _at_least(f"training.{name}", getattr(self, name), 1)
-        yield from _at_least("training.seed", self.seed, 0)
-        yield from _at_least("training.recompute.num_layers", self.recompute.num_layers, 1)
+        least = {"train_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_steps": 1,
+                 "eval_interval": 1, "exit_at_step": 1, "seed": 0}  # fmt: skip
+        yield from at_least("training", self, least)
+        yield from at_least("training.recompute", self.recompute, {"num_layers": 1})
         if self.exit_after_minutes is not None and not self.exit_after_minutes > 0:
             yield Problem(
                 "training.exit_after_minutes", f"{self.exit_after_minutes}: must be more than 0"
@@ -133,8 +131,7 @@ class OptimizerConfig:
         """What is wrong with these values by themselves."""
         yield from self._rates()
         yield from self._adam()
-        yield from _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        yield from _at_least("optimizer.decay_steps", self.decay_steps, 1)
+        yield from at_least("optimizer", self, {"warmup_steps": 0, "decay_steps": 1})
         if self.schedule != "wsd" and self.wsd_decay_steps is not None:
             yield Problem(
                 "optimizer.wsd_decay_steps",
@@ -172,8 +169,3 @@ class OptimizerConfig:
                     f"optimizer.{name}",
                     f"{value}: must be between 0 and {LARGEST:g}; {FITS}",
                 )
-
-
-def _at_least(path: str, value: int | None, least: int) -> Iterator[Problem]:
-    if value is not None and value < least:
-        yield Problem(path, f"{value}: must be at least {least}")

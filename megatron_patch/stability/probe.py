@@ -61,10 +61,21 @@ class Tensors:
         window = None if capture.window is None else (capture.window[0], capture.window[1])
         return cls(q, k, v, dout, capture.scale, capture.causal, window)
 
-    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def leaves(self) -> list[torch.Tensor]:
         """q, k, v that gradients can be asked of."""
-        q, k, v = (t.detach().requires_grad_() for t in (self.q, self.k, self.v))
-        return q, k, v
+        return [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
+
+    def call(self) -> dict[str, Any]:
+        """The keywords that `stable_attention` and its reference have in common."""
+        return {"layout": "bhsd", "causal": self.causal, "window": self.window, "scale": self.scale}
+
+    def result(
+        self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **kept: Any
+    ) -> BackendResult:
+        """What a backend returned, with its gradients of q and k in the dtype of the capture."""
+        dq, dk = torch.autograd.grad(out, (q, k), self.dout.to(out.dtype))
+        dtype = self.q.dtype
+        return BackendResult(out=out, dq=dq.to(dtype), dk=dk.to(dtype), **kept)
 
 
 Runner = Callable[[Tensors], BackendResult]
@@ -78,24 +89,11 @@ def stable_flash(stabilizer: str, residual: str = "bf16") -> Runner:
 
         q, k, v = x.leaves()
         found = stable_attention(
-            q,
-            k,
-            v,
-            layout="bhsd",
-            causal=x.causal,
-            window=x.window,
-            scale=x.scale,
-            stabilizer=stabilizer,
-            residual=residual,
-            deterministic=True,
-            allow_broken=stabilizer == "paper_bf16",
-            return_lse=True,
-            return_residual=True,
-        )
+            q, k, v, **x.call(), stabilizer=stabilizer, residual=residual, deterministic=True,
+            allow_broken=stabilizer == "paper_bf16", return_lse=True, return_residual=True,
+        )  # fmt: skip
         assert isinstance(found, tuple)
-        out, lse, low = found
-        dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
-        return BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
+        return x.result(found[0], q, k, lse=found[1], low=found[2])
 
     return run
 
@@ -112,8 +110,7 @@ def sdpa(name: str) -> Runner:
         q, k, v = x.leaves()
         with sdpa_kernel([getattr(SDPBackend, name)]):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=x.causal, scale=x.scale)
-            dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
-        return BackendResult(out=out, dq=dq, dk=dk)
+            return x.result(out, q, k)
 
     return run
 
@@ -123,13 +120,9 @@ def reference(x: Tensors) -> BackendResult:
     from stable_attention.reference import reference_attention
 
     q, k, v = (t.float() for t in x.leaves())
-    found = reference_attention(
-        q, k, v, layout="bhsd", causal=x.causal, window=x.window, scale=x.scale, return_lse=True
-    )
+    found = reference_attention(q, k, v, **x.call(), return_lse=True)
     assert isinstance(found, tuple)
-    out, lse = found
-    dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout.float())
-    return BackendResult(out=out, lse=lse, dq=dq.to(x.q.dtype), dk=dk.to(x.q.dtype))
+    return x.result(found[0], q, k, lse=found[1])
 
 
 def transformer_engine(x: Tensors) -> BackendResult:
@@ -145,8 +138,7 @@ def transformer_engine(x: Tensors) -> BackendResult:
     q, k, v = x.leaves()
     flat = module(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, k, v)))
     out = flat.view(*flat.shape[:2], heads, dv).permute(1, 2, 0, 3)
-    dq, dk, _ = torch.autograd.grad(out, (q, k, v), x.dout)
-    return BackendResult(out=out, dq=dq, dk=dk)
+    return x.result(out, q, k)
 
 
 def emulated(rounding: emulators.Rounding) -> Runner:
@@ -172,40 +164,39 @@ NO_DELTA = ("sdpa_math",)
 """Unfused attention differentiates the softmax itself: there is no delta to judge, only dQ, dK."""
 
 
+STABILIZERS = {
+    "compensated": ("compensated",),
+    "compensated, int8": ("compensated", "int8"),
+    "none": ("none",),
+    "low_order_o": ("low_order_o",),
+    "consistent_sum": ("consistent_sum",),
+    "fp32 O": ("low_order_o", "fp32"),
+    "dynamic_max": ("dynamic_max",),
+    "paper_bf16": ("paper_bf16",),
+}
+ROUNDINGS = {
+    "compensated": emulators.COMPENSATED,
+    "none": emulators.FLASH2,
+    "low_order_o": dataclasses.replace(emulators.FLASH2, residual="bf16"),
+    "consistent_sum": dataclasses.replace(emulators.COMPENSATED, residual=None),
+    "fp32 O": dataclasses.replace(emulators.FLASH2, residual="float32"),
+    "dynamic_max": emulators.DYNAMIC_MAX,
+    "dynamic_max as published": emulators.DYNAMIC_MAX_PUBLISHED,
+    "lagging maximum": emulators.FLASH4,
+    "paper_bf16": emulators.PAPER,
+}
+
+
 def backends(device: torch.device) -> dict[str, Runner]:
     """Every backend that can be tried on ``device``, in the order of the tables."""
     table: dict[str, Runner] = {}
     if device.type == "cuda" or ops.interpreting():
-        table |= {
-            "stable_flash compensated": stable_flash("compensated"),
-            "stable_flash compensated, int8": stable_flash("compensated", "int8"),
-            "stable_flash none": stable_flash("none"),
-            "stable_flash low_order_o": stable_flash("low_order_o"),
-            "stable_flash consistent_sum": stable_flash("consistent_sum"),
-            "stable_flash fp32 O": stable_flash("low_order_o", "fp32"),
-            "stable_flash dynamic_max": stable_flash("dynamic_max"),
-            "stable_flash paper_bf16": stable_flash("paper_bf16"),
-        }
+        table |= {f"stable_flash {name}": stable_flash(*kind) for name, kind in STABILIZERS.items()}
     if device.type == "cuda":
-        table |= {
-            "sdpa_flash": sdpa("FLASH_ATTENTION"),
-            "sdpa_cudnn": sdpa("CUDNN_ATTENTION"),
-            "te": transformer_engine,
-        }
-    plain, compensated = emulators.FLASH2, emulators.COMPENSATED
-    return table | {
-        "sdpa_math": sdpa("MATH"),
-        "reference": reference,
-        "emulated compensated": emulated(compensated),
-        "emulated none": emulated(plain),
-        "emulated low_order_o": emulated(dataclasses.replace(plain, residual="bf16")),
-        "emulated consistent_sum": emulated(dataclasses.replace(compensated, residual=None)),
-        "emulated fp32 O": emulated(dataclasses.replace(plain, residual="float32")),
-        "emulated dynamic_max": emulated(emulators.DYNAMIC_MAX),
-        "emulated dynamic_max as published": emulated(emulators.DYNAMIC_MAX_PUBLISHED),
-        "emulated lagging maximum": emulated(emulators.FLASH4),
-        "emulated paper_bf16": emulated(emulators.PAPER),
-    }
+        table |= {"sdpa_flash": sdpa("FLASH_ATTENTION"), "sdpa_cudnn": sdpa("CUDNN_ATTENTION")}
+        table |= {"te": transformer_engine}
+    table |= {"sdpa_math": sdpa("MATH"), "reference": reference}
+    return table | {f"emulated {name}": emulated(kind) for name, kind in ROUNDINGS.items()}
 
 
 def choose(wanted: str, device: torch.device) -> dict[str, Runner]:
@@ -236,18 +227,15 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            folder = path / "captures" if (path / "captures").is_dir() else path
-            inside = sorted(folder.glob("*.pt"))
-            if not inside:
-                raise ProbeError(
-                    f"{path} holds no captures (set stability.capture_steps or capture_at)"
-                )
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
+        if not path.exists():
             raise ProbeError(f"{path}: no such file")
+        folder = path / "captures" if (path / "captures").is_dir() else path
+        inside = sorted(folder.glob("*.pt")) if path.is_dir() else [path]
+        if not inside:
+            raise ProbeError(
+                f"{path} holds no captures (set stability.capture_steps or capture_at)"
+            )
+        found += inside
     return found
 
 
@@ -280,18 +268,7 @@ def probe_capture(
             first = (str(error).splitlines() or [""])[0]
             figures[name] = {"error": f"{type(error).__name__}: {first[:200]}"}
     rows = min(skip_rows, x.q.shape[2] // 2)
-    reports = probe_results(
-        x.q,
-        x.k,
-        x.v,
-        x.dout,
-        results=results,
-        layout="bhsd",
-        causal=x.causal,
-        window=x.window,
-        scale=x.scale,
-        skip_rows=rows,
-    )
+    reports = probe_results(x.q, x.k, x.v, x.dout, results=results, **x.call(), skip_rows=rows)
     for name, report in reports.items():
         figures[name] = _figures(report, results[name], delta=name not in NO_DELTA)
     inputs = next((r.as_dict() for r in reports.values()), {})

@@ -15,6 +15,8 @@ from megatron_patch.stability import capture as captures
 from megatron_patch.stability import probe
 from megatron_patch.stability.probe import ProbeError, Runner
 
+SAVED_BY = "they are what stability.capture_* saves"
+
 
 def run(paths: list[Path], *, backends: str, device: str, skip_rows: int, out: Path | None) -> int:
     """Probe every capture that can be read; stderr names the others.
@@ -42,22 +44,17 @@ def run(paths: list[Path], *, backends: str, device: str, skip_rows: int, out: P
     if out is not None:
         _make_folder(out)  # before the captures are probed, which takes long
     found, left_out = _probe(files, runners, torch.device(device), skip_rows=skip_rows)
-    result = {
-        "captures": found,
-        "device": device,
-        "environment": environment.report(),
-        "left_out": left_out,
-    }
     if out is not None:
-        write(result, out)
+        facts = {"device": device, "environment": environment.report()}
+        write({"captures": found, "left_out": left_out, **facts}, out)
         print(f"{out / 'probe.json'}, probe.md, probe.png")
-    unjudged = [one for one in found if not any(judged(c) for c in one["backends"].values())]
+    unjudged = [one for one in found if not any(map(judged, one["backends"].values()))]
     for one in unjudged:
-        names = ", ".join(one["backends"])
-        _print_error(f"{one['file']}: no finite figure of any backend ({names})")
+        _print_error(
+            f"{one['file']}: no finite figure of any backend ({', '.join(one['backends'])})"
+        )
     if left_out:
-        count = f"{len(left_out)} of {len(files)} captures left out"
-        _print_error(f"{count}; they are what stability.capture_* saves")
+        _print_error(f"{len(left_out)} of {len(files)} captures left out; {SAVED_BY}")
         return 2
     return 1 if unjudged else 0
 
@@ -89,10 +86,7 @@ def _probe(
         found.append(one)
         print(markdown(one), flush=True)
     if not found:
-        raise ProbeError(
-            f"none of the {len(files)} captures can be probed; they are what stability.capture_* "
-            "saves"
-        )
+        raise ProbeError(f"none of the {len(files)} captures can be probed; {SAVED_BY}")
     return found, left_out
 
 
@@ -144,17 +138,18 @@ def write(result: dict[str, Any], out: Path) -> None:
         raise _unwritable(out, error) from None
 
 
-HEAD = (
-    "backend",
-    "delta bias (mean)",
-    "SE",
-    "t",
-    "RMS",
-    "coherence",
-    "dQ error",
-    "dQ error that repeats",
-    "dK error",
-)
+COLUMNS = {
+    "mean": ("delta bias (mean)", "{:+.1e}"),
+    "standard_error": ("SE", "{:.1e}"),
+    "t": ("t", "{:.1f}"),
+    "rms": ("RMS", "{:.1e}"),
+    "coherence": ("coherence", "{:.2f}"),
+    "dq_error": ("dQ error", "{:.2g}"),
+    "dq_bias": ("dQ error that repeats", "{:.2g}"),
+    "dk_error": ("dK error", "{:.2g}"),
+}
+"""Figures of a backend: the head of their column, and how the table writes them."""
+NOT_FINITE = "not finite"
 
 
 def markdown(one: dict[str, Any]) -> str:
@@ -184,24 +179,16 @@ def markdown(one: dict[str, Any]) -> str:
         bound = "" if facts.get("norms_exact") else " (from below: a few power iterations)"
         lines.append(f"Largest spectral norm over heads{bound}: {', '.join(norms)}.")
     lines += _why_not_finite(one)
-    rows = [[name, *_cells(cell)] for name, cell in one["backends"].items() if "error" not in cell]
-    lines += ["", *_table(rows), ""]
-    errors = {n: c["error"] for n, c in one["backends"].items() if "error" in c}
-    lines += [f"{name}: not measured, {text}" for name, text in errors.items()]
+    heads, forms = zip(*COLUMNS.values(), strict=True)
+    rows = [("backend", *heads), ("---", *["---:"] * len(heads))]
+    errors = [""]
+    for name, cell in one["backends"].items():
+        if "error" in cell:
+            errors.append(f"{name}: not measured, {cell['error']}")
+        else:
+            rows.append((name, *(figure(cell, n, f) for n, f in zip(COLUMNS, forms, strict=True))))
+    lines += ["", *(f"| {' | '.join(row)} |" for row in rows), *errors]
     return "\n".join(lines) + "\n"
-
-
-_FORMS = {
-    "mean": "{:+.1e}",
-    "standard_error": "{:.1e}",
-    "t": "{:.1f}",
-    "rms": "{:.1e}",
-    "coherence": "{:.2f}",
-    "dq_error": "{:.2g}",
-    "dq_bias": "{:.2g}",
-    "dk_error": "{:.2g}",
-}
-NOT_FINITE = "not finite"
 
 
 def figure(figures: dict[str, Any], name: str, form: str) -> str:
@@ -209,16 +196,6 @@ def figure(figures: dict[str, Any], name: str, form: str) -> str:
     if name not in figures:
         return "-"
     return NOT_FINITE if figures[name] is None else form.format(figures[name])
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Lines of Markdown; the first column left-aligned, the others right-aligned."""
-    lines = [" | ".join(HEAD), " | ".join(["---", *["---:"] * (len(HEAD) - 1)])]
-    return [f"| {line} |" for line in [*lines, *(" | ".join(row) for row in rows)]]
-
-
-def _cells(cell: dict[str, Any]) -> list[str]:
-    return [figure(cell, name, form) for name, form in _FORMS.items()]
 
 
 def _why_not_finite(one: dict[str, Any]) -> list[str]:
@@ -264,31 +241,22 @@ def draw(result: dict[str, Any], path: Path) -> None:
     markers = "osD^v<>PX*hd8p"
     for axis, (figure_name, title) in zip(axes, _PANELS, strict=True):
         for index, name in enumerate(names):
-            points = [
-                # Beside one another: many backends err by the same.
-                (i + 0.5 * (index / len(names) - 0.5), abs(one["backends"][name][figure_name]))
-                for i, one in enumerate(captures)
-                # On a logarithmic axis nothing is 0, and nothing is not finite (None).
-                if one["backends"].get(name, {}).get(figure_name)
-            ]
+            # Beside one another: many backends err by the same. On a logarithmic axis nothing is 0,
+            # and nothing is not finite (None).
+            side = 0.5 * (index / len(names) - 0.5)
+            cells = [one["backends"].get(name, {}).get(figure_name) for one in captures]
+            points = {i + side: abs(value) for i, value in enumerate(cells) if value}
             if points:
-                axis.plot(
-                    *zip(*points, strict=True),
-                    marker=markers[index % len(markers)],
-                    linestyle="",
-                    markersize=6,
-                    color=f"C{index % 10}",
-                    label=name,
-                )
+                style = {"marker": markers[index % len(markers)], "color": f"C{index % 10}"}
+                axis.plot([*points], [*points.values()], linestyle="", label=name, **style)
         axis.set_yscale("log")
         axis.set_ylabel(title, fontsize="small")
         axis.grid(alpha=0.3)
     labels = [f"{one['capture']['step']}\nlayer {one['capture']['layer']}" for one in captures]
     axes[-1].set_xticks(range(len(captures)), labels, fontsize="small")
     axes[-1].set_xlabel("captured step")
-    drawn = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
-    entries = {label: handle for handle, label in drawn}
-    entries = {name: entries[name] for name in names if name in entries}
+    drawn = {line.get_label(): line for axis in axes for line in axis.get_lines()}
+    entries = {name: drawn[name] for name in names if name in drawn}
     canvas.legend(entries.values(), entries, fontsize="small", ncols=4, loc="upper center")
     canvas.tight_layout(rect=(0, 0, 1, 0.92))
     canvas.savefig(path, dpi=110)

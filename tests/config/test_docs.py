@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patch.config import ConfigError, docs, fields
+from megatron_patch.config import ConfigError, docs, types
 from megatron_patch.schema.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-KEYS = [(path, item) for path, item in fields.walk(RunConfig)]
+KEYS = [(path, item) for path, item in types.walk(RunConfig)]
 
 
 def test_the_committed_page_is_current() -> None:
@@ -24,8 +24,8 @@ def test_every_field_has_a_docstring() -> None:
     bare = [
         f"{section.__name__}.{name}"
         for section in sections
-        for name in fields.fields(section)
-        if not fields.help_of(section, name)
+        for name in types.fields(section)
+        if not types.help_of(section, name)
     ]
     assert bare == []
 
@@ -34,7 +34,7 @@ def test_every_section_stands_in_the_page() -> None:
     page = docs.render_reference()
     for path, section in docs._sections(RunConfig):
         assert f" {path}\n" in page
-        for name in fields.fields(section):
+        for name in types.fields(section):
             assert f"| `{name}` |" in page
 
 
@@ -50,8 +50,8 @@ def test_overview_names_every_key() -> None:
     assert [path for path, item in KEYS if f"  {path}" not in overview and not _nested(item)] == []
 
 
-def _nested(item: fields.Field) -> bool:
-    return fields.section_of(item.type) is not None
+def _nested(item: types.Field) -> bool:
+    return types.section_of(item.type) is not None
 
 
 def test_unknown_topics_are_refused_with_the_nearest() -> None:

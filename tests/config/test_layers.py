@@ -124,12 +124,12 @@ def test_long_chains_end(write: Write, refused: Load) -> None:
 )
 def test_overrides(write: Write, override: str, path: str, value: object) -> None:
     """Read before the checks between keys, which may refuse some of these for this model."""
-    from megatron_patch.config import layers, loader
+    from megatron_patch.config import loader, yaml
     from megatron_patch.schema.run import RunConfig
 
     problems: list[config.Problem] = []
-    tree = layers.load_layers(str(write(MINIMAL)), problems)
-    tree = layers.apply_overrides(tree, [override], RunConfig, problems)
+    tree = yaml.load_layers(str(write(MINIMAL)), problems)
+    tree = yaml.apply_overrides(tree, [override], RunConfig, problems)
     reader = loader._Reader(RunConfig, problems)
     found = loader._plain(reader.section(RunConfig, tree, "", tree.place))
     assert problems == []

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_patch import config
-from megatron_patch.config import loader, suggest
-from megatron_patch.config.source import FORBIDDEN, Scalar
-from megatron_patch.config.values import BadValue, read_scalar
+from megatron_patch.config import loader
+from megatron_patch.config.types import BadValue, Scalar, read_scalar
+from megatron_patch.config.yaml import FORBIDDEN
 from megatron_patch.schema import render
 
 
@@ -169,5 +169,5 @@ def test_yaml_like_noise_loads_or_is_refused_in_words(text: str, override: str) 
 @given(st.text(max_size=200))
 @settings(max_examples=100)
 def test_suggestions_are_known_keys(word: str) -> None:
-    hint = suggest.for_key(word, Everything, Everything)
+    hint = loader.suggestion(word, Everything, Everything)
     assert any(name in hint for name in Everything.__slots__)

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from oracle import oracle_attention
+from packs import shard_packed, unshard_packed
 
 from megatron_patch.context_parallel.layout import shard, unshard
-from megatron_patch.context_parallel.packed import padded_cu_seqlens, shard_packed, unshard_packed
-from stable_attention.reference import oracle_attention, reference_attention
+from megatron_patch.context_parallel.packed import padded_cu_seqlens
+from stable_attention.reference import reference_attention
 
 RMS_RATIO, MAX_RATIO, LARGEST = 1.1, 1.5, 16
 WIRE_RATIO = 1.5  # every share of dK and dV is rounded once more on a BF16 wire

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from cp_cases import Case, Inputs, make_inputs
+from emulate import Emulated, emulate
 
 from megatron_patch.context_parallel.api import WIRES
-from megatron_patch.context_parallel.emulate import Emulated, emulate
 
 
 def run(case: Case, given: Inputs | None = None, **changes: Any) -> Emulated:

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import emulate
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron_patch.context_parallel import communicator, emulate
+from megatron_patch.context_parallel import communicator
 
 COMPUTE = "compute"
 Clock = dict[str, int]

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 from cp_cases import Case, make_inputs, truth, verdict
+from emulate import SixteenBitMerges, emulate
 from emulated import found, run
 
-from megatron_patch.context_parallel.emulate import SixteenBitMerges, emulate
 from megatron_patch.context_parallel.layout import chunks_of
 from stable_attention.reference import chunks
 

@@ -226,7 +226,7 @@ def levels_swapped(real, self, ranks):
 
 @planted(P2P)
 def max_logits_of_one_rank_only(patch):
-    from megatron_patch.context_parallel.emulate import ThreadCommunicator
+    from emulate import ThreadCommunicator
 
     patch.setattr(ThreadCommunicator, "maximum", lambda self, x: None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from emulate import Exchange, levels_of
 
 from megatron_patch.context_parallel.api import (
     ContextParallelError,
@@ -12,7 +13,6 @@ from megatron_patch.context_parallel.api import (
     check,
     context_parallel_attention,
 )
-from megatron_patch.context_parallel.emulate import Exchange, levels_of
 from megatron_patch.context_parallel.engine import Rules
 from megatron_patch.context_parallel.packed import padded_cu_seqlens
 from stable_attention.reference import reference_attention

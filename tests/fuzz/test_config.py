@@ -26,7 +26,7 @@ import pytest
 from bounded import examples, fuzz, randoms
 
 from megatron_patch import config
-from megatron_patch.config import fields
+from megatron_patch.config import types
 from megatron_patch.schema.run import RunConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -147,15 +147,15 @@ def spoil_bytes(data: bytes, rng: Random) -> bytes:
 
 def typed_value(tp: object, rng: Random) -> str:
     """A value of the right type, sensible or not."""
-    members, optional = fields.alternatives(tp)
+    members, optional = types.alternatives(tp)
     if optional and rng.random() < 0.2:
         return "null"
     member = rng.choice(members)
-    inner = fields.element(member)
+    inner = types.element(member)
     if inner is not None:
         return "[" + ", ".join(typed_value(inner, rng) for _ in range(rng.randrange(4))) + "]"
-    if fields.is_section(member):
-        items = [f for f in fields.fields(member).values() if f.required or rng.random() < 0.3]
+    if types.is_section(member):
+        items = [f for f in types.fields(member).values() if f.required or rng.random() < 0.3]
         return "{" + ", ".join(f"{f.name}: {typed_value(f.type, rng)}" for f in items) + "}"
     if member is bool:
         return rng.choice(["true", "false"])
@@ -186,7 +186,7 @@ def example(rng: Random) -> tuple[bytes, list[str]]:
     """The bytes of a file, and overrides."""
     text = rng.choice(corpus())
     if rng.random() < 0.3:
-        keys = [(p.replace(".N", ".0"), f) for p, f in fields.walk(RunConfig)]
+        keys = [(p.replace(".N", ".0"), f) for p, f in types.walk(RunConfig)]
         chosen = rng.sample(keys, rng.randrange(1, 7))
         return text.encode(), [f"{path}={typed_value(item.type, rng)}" for path, item in chosen]
     for _ in range(rng.choice([1, 1, 1, 2, 3])):

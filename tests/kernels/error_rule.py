@@ -91,7 +91,7 @@ def _leaf(x: Any) -> Any:
 
 def run_oracle(case: Case, given: Inputs, compute: torch.dtype) -> Results:
     """Forward and backward of the oracle with every operation in ``compute``."""
-    from stable_attention.reference import gradients, oracle_attention
+    from oracle import gradients, oracle_attention
 
     q, k, v = (_leaf(x.to(compute)) for x in (given.q, given.k, given.v))
     learned = isinstance(given.sinks, torch.Tensor)

@@ -167,8 +167,9 @@ def backend_result(tensors, stabilizer="compensated", residual="bf16"):
 
 
 def _delta_report(regime: str, stabilizer: str, residual: str):
+    from regimes import make_regime
+
     from stable_attention.probes import probe
-    from stable_attention.reference.regimes import make_regime
 
     given = [x[None] for x in make_regime(regime, heads=1, n=96, device=DEVICE)]
     result = backend_result(given, stabilizer, residual)

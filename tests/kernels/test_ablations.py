@@ -8,13 +8,13 @@ import pytest
 import torch
 from attention_cases import DEVICE, Case
 from error_rule import check_case
+from regimes import make_regime
 from suite import backend_result
 
 from stable_attention import AttentionArgumentError, stable_attention
 from stable_attention.chunks import chunk_forward, finish_chunks
 from stable_attention.probes import BackendResult, probe
 from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
-from stable_attention.reference.regimes import make_regime
 from stable_attention.stabilizers import ABLATIONS, KNOWN, STABILIZERS
 
 LOW = dataclasses.replace(FLASH2, residual="bf16")

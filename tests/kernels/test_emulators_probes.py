@@ -10,13 +10,13 @@ import torch
 from attention_cases import Case, make_inputs
 from error_bound import check
 from error_rule import run_oracle
+from regimes import REGIMES, make_regime
 
 from stable_attention import numerics
 from stable_attention.probes import (
     BackendResult,
     decode_residual,
     probe,
-    spectral_norm,
     true_gradients,
 )
 from stable_attention.reference.emulators import (
@@ -35,7 +35,6 @@ from stable_attention.reference.emulators import (
     low_order_part,
 )
 from stable_attention.reference.geometry import from_bhsd
-from stable_attention.reference.regimes import REGIMES, make_regime
 
 HEADS, N = 8, 256
 MASK = torch.ones(N, N).tril().bool()
@@ -261,11 +260,3 @@ def test_low_order_part_of_each_storage(storage: str, bits: int) -> None:
     codes = torch.round((o - hi.float()) / (half_ulp(hi) / 127)).to(torch.int8)
     if storage == "int8":
         assert torch.equal(decode_residual(hi, codes), low)
-
-
-def test_spectral_norm() -> None:
-    a = torch.randn(30, 20)
-    assert spectral_norm(a, iterations=500) == pytest.approx(
-        float(torch.linalg.svdvals(a.double())[0]), rel=1e-6
-    )
-    assert spectral_norm(torch.zeros(3, 3)) == 0.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from oracle import oracle_attention
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from stable_attention import hf
-from stable_attention.reference.oracle import oracle_attention
 
 SHAPE = {
     "vocab_size": 64,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attention_cases import DEVICE, Case, make_inputs
 from error_rule import run_ours
+from oracle import oracle_attention
 from suite import PROPERTIES, backend_result, saturated_sink
 
 from stable_attention import stable_attention
-from stable_attention.reference import oracle_attention
 
 
 def grid_values(*shape: int, seed: int = 0, step: float = 0.125) -> torch.Tensor:
@@ -56,8 +56,9 @@ def test_gradient_sums() -> None:
 
 @pytest.mark.parametrize("regime", ["near2", "diffuse"])
 def test_delta_error_of_ties_and_spread_attention(regime: str) -> None:
+    from regimes import make_regime
+
     from stable_attention.probes import probe
-    from stable_attention.reference.regimes import make_regime
 
     given = [x[None] for x in make_regime(regime, heads=2, n=128, device=DEVICE)]
     result = backend_result(given)

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from attention_cases import Case, make_inputs
 from error_rule import run_oracle
+from oracle import gradients, oracle_attention
 
-from stable_attention.reference import blockwise, gradients, oracle_attention, reference_attention
-from stable_attention.reference.dropout import keep_mask
-from stable_attention.reference.philox import philox
+from stable_attention.reference import blockwise, reference_attention
+from stable_attention.reference.dropout import keep_mask, philox
 
 CASES = [
     "b=2 sq=70 sk=70 causal=1",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from regimes import make_regime
 
 from megatron_patch.stability.sums import HeadSums, head_metrics
 from stable_attention.probes import BackendResult, probe
-from stable_attention.reference.regimes import make_regime
 
 pytestmark = pytest.mark.gpu
 N, HEADS, D = 512, 4, 64

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from regimes import make_regime
 
 from megatron_patch.cli import app
 from megatron_patch.stability import probe as probing
 from megatron_patch.stability import probe_report
 from megatron_patch.stability.capture import CaptureFile, file_name
 from stable_attention.probes import BackendResult
-from stable_attention.reference.regimes import make_regime
 
 CPU = torch.device("cpu")
 # Captures of failing runs as `capture_at` leaves them (research/report.md says how they were made);

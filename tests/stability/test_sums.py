@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from regimes import make_regime
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patch.stability import sums as sums_module
@@ -28,7 +29,6 @@ from stable_attention.reference.emulators import (
     emulate,
     half_ulp,
 )
-from stable_attention.reference.regimes import make_regime
 
 N, HEADS, D = 256, 2, 64
 SKIP = 32  # rows `pick_rows` leaves out of N

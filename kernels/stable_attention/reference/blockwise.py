@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,7 +34,7 @@ TILE_BYTES = 32 << 20  # scores of one tile; a few such buffers live at a time
 
 
 @dataclass(frozen=True)
-class _Rules:
+class Rules:
     """Everything but the tensors."""
 
     layout: str
@@ -48,21 +48,33 @@ class _Rules:
     compute: torch.dtype
 
 
-def _tiles(rules: _Rules, batch_heads: int, sq: int, sk: int) -> list[tuple[slice, list[slice]]]:
-    """Row blocks of queries, each with the column blocks of keys it can see."""
+class At(NamedTuple):
+    """Which rows and keys these are."""
+
+    batch: int
+    shift: int
+    """Position of row 0 less that of key 0."""
+    row: int = 0
+    """Index of row 0 for the dropout mask, which is keyed by global indices."""
+    column: int = 0
+
+
+def _tiles(s: torch.Size, shift: int, rules: Rules) -> list[tuple[slice, list[slice]]]:
+    """Row blocks of queries, each with the column blocks of keys it can see, of scores ``s``."""
+    batch_heads, sq, sk = s[:3].numel(), s[3], s[4]
     side = math.isqrt(TILE_BYTES // (rules.compute.itemsize * max(1, batch_heads)))
     side = max(64, min(1024, side // 64 * 64))
     out = []
     for first in range(0, sq, side):
         last = min(sq, first + side)
-        low, high = key_range(first, last, sq=sq, sk=sk, reach=rules.reach)
+        low, high = key_range(first, last, shift=shift, sk=sk, reach=rules.reach)
         columns = [slice(c, min(high, c + side)) for c in range(low, high, side)]
         out.append((slice(first, last), columns))
     return out
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, rows: slice, columns: slice, rules: _Rules, shift: int
+    q: torch.Tensor, k: torch.Tensor, rows: slice, columns: slice, rules: Rules, shift: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scaled, capped, masked scores of one tile, and d(capped)/d(uncapped) where there is a cap."""
     s = torch.matmul(q[..., rows, :], k[..., columns, :].transpose(-1, -2)) * rules.scale
@@ -78,27 +90,27 @@ def _scores(
     return s, slope
 
 
-def _kept(s: torch.Tensor, rules: _Rules, batch: int, rows: slice, columns: slice) -> torch.Tensor:
-    """Dropout factors of a tile: 0 or 1 / (1 - p)."""
+def _kept(s: torch.Tensor, rules: Rules, at: At, rows: slice, columns: slice) -> torch.Tensor:
+    """Dropout factors of a tile, keyed by global positions: 0 or 1 / (1 - p)."""
     b, hk, g = s.shape[:3]
     keep = dropout.keep_mask(
         rules.dropout_seed,
         rules.dropout_p,
-        batches=torch.arange(b, device=s.device) + batch + rules.batch_offset,
+        batches=torch.arange(b, device=s.device) + at.batch + rules.batch_offset,
         heads=torch.arange(hk * g, device=s.device) + rules.head_offset,
-        rows=torch.arange(rows.start, rows.stop, device=s.device),
-        columns=torch.arange(columns.start, columns.stop, device=s.device),
+        rows=torch.arange(rows.start, rows.stop, device=s.device) + at.row,
+        columns=torch.arange(columns.start, columns.stop, device=s.device) + at.column,
     )
     return keep.view(s.shape).to(s.dtype) / (1 - rules.dropout_p)
 
 
-def _forward_one(
+def forward_one(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    rules: _Rules,
-    batch: int,
+    rules: Rules,
+    at: At,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """O, LSE and per-head maximum logit of sequences [b, hk, g, sq, d]."""
     b, hk, g, sq = q.shape[:4]
@@ -106,10 +118,10 @@ def _forward_one(
     out = q.new_zeros(b, hk, g, sq, v.shape[-1])
     lse = q.new_full((b, hk, g, sq), -math.inf)
     top = q.new_full((hk, g), -math.inf)
-    for rows, blocks in _tiles(rules, b * hk * g, sq, sk):
+    for rows, blocks in _tiles(torch.Size((b, hk, g, sq, sk)), at.shift, rules):
         m, l, acc = lse[..., rows].clone(), torch.zeros_like(lse[..., rows]), out[..., rows, :]
         for columns in blocks:
-            s, _ = _scores(q, k, rows, columns, rules, sk - sq)
+            s, _ = _scores(q, k, rows, columns, rules, at.shift)
             m_new = torch.maximum(m, s.amax(-1))
             # A row that has seen no key yet has m = -inf: shift by 0, its exponentials stay 0.
             shift = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -117,7 +129,7 @@ def _forward_one(
             fade = torch.exp(m - shift)
             l = l * fade + p.sum(-1)
             if rules.dropout_p:
-                p = p * _kept(s, rules, batch, rows, columns)
+                p = p * _kept(s, rules, at, rows, columns)
             acc = acc * fade[..., None] + torch.matmul(p, v[..., columns, :])
             m = m_new
         if b and rows.stop > rows.start:
@@ -134,24 +146,23 @@ def _forward_one(
     return out, lse, top
 
 
-def _backward_one(
-    tensors: tuple[torch.Tensor, ...], rules: _Rules, batch: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK, dV of sequences; ``tensors`` = q, k, v, dO, LSE, delta (all of compute type)."""
+def backward_one(
+    tensors: tuple[torch.Tensor, ...], sums: tuple[torch.Tensor, ...], rules: Rules, at: At
+) -> None:
+    """Add to ``sums`` = dQ, dK, dV of sequences; ``tensors`` = q, k, v, dO, LSE, delta."""
     q, k, v, dout, lse, delta = tensors
-    sq, sk = q.shape[-2], k.shape[-2]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = sums
     # exp(s - lse) with lse = -inf belongs to rows without keys: s = -inf too, and P must be 0.
     lse = lse.masked_fill(lse == -math.inf, 0.0)
-    for rows, blocks in _tiles(rules, q.shape[:3].numel(), sq, sk):
+    for rows, blocks in _tiles(q.shape[:4] + k.shape[-2:-1], at.shift, rules):
         do_rows, q_rows = dout[..., rows, :], q[..., rows, :]
         for columns in blocks:
-            s, slope = _scores(q, k, rows, columns, rules, sk - sq)
+            s, slope = _scores(q, k, rows, columns, rules, at.shift)
             p = torch.exp(s - lse[..., rows, None])
             dp = torch.matmul(do_rows, v[..., columns, :].transpose(-1, -2))
             used = p
             if rules.dropout_p:
-                kept = _kept(s, rules, batch, rows, columns)
+                kept = _kept(s, rules, at, rows, columns)
                 used, dp = p * kept, dp * kept
             ds = p * (dp - delta[..., rows, None])
             if slope is not None:
@@ -162,7 +173,6 @@ def _backward_one(
             dv[..., columns, :] += torch.matmul(used.transpose(-1, -2), do_rows).sum(
                 2, keepdim=True
             )
-    return dq, dk, dv
 
 
 class _Blockwise(torch.autograd.Function):
@@ -174,19 +184,18 @@ class _Blockwise(torch.autograd.Function):
         v: torch.Tensor,
         sink: torch.Tensor | None,
         cu_seqlens: tuple[torch.Tensor | None, ...],
-        rules: _Rules,
+        rules: Rules,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            q5, k5, v5 = _five_dims(q, k, v, rules)
+            q5, k5, v5 = five_dims(rules, q, k, v)
             hk, g, sq = q5.shape[1:4]
             sink2 = None if sink is None else sink.to(rules.compute).view(hk, g)
             out = q5.new_zeros(*q5.shape[:4], v5.shape[-1])
             lse = q5.new_full(q5.shape[:4], -math.inf)
             top = q5.new_full((hk, g), -math.inf)
             for batch, rows, keys in sequences(sq, k5.shape[3], *cu_seqlens):
-                part = _forward_one(
-                    q5[..., rows, :], k5[..., keys, :], v5[..., keys, :], sink2, rules, batch
-                )
+                inputs = q5[..., rows, :], k5[..., keys, :], v5[..., keys, :]
+                part = forward_one(*inputs, sink2, rules, _at(batch, rows, keys))
                 out[..., rows, :], lse[..., rows] = part[0], part[1]
                 top = torch.maximum(top, part[2])
         ctx.save_for_backward(q, k, v, sink, out, lse)
@@ -205,9 +214,9 @@ class _Blockwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor, _top: torch.Tensor) -> Any:
         q, k, v, sink, out, lse = ctx.saved_tensors
-        rules: _Rules = ctx.rules
+        rules: Rules = ctx.rules
         with torch.autocast(q.device.type, enabled=False):
-            q5, k5, v5 = _five_dims(q, k, v, rules)
+            q5, k5, v5 = five_dims(rules, q, k, v)
             do5 = to_bhsd(dout, rules.layout).to(rules.compute).view_as(out)
             # dLSE enters exactly like -delta: d LSE / d S = P.
             delta = (do5 * out).sum(-1) - dlse.to(rules.compute).reshape(lse.shape)
@@ -217,8 +226,8 @@ class _Blockwise(torch.autograd.Function):
             for batch, rows, keys in sequences(q5.shape[3], k5.shape[3], *ctx.cu_seqlens):
                 inputs = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])
                 given = (do5[..., rows, :], lse[..., rows], delta[..., rows])
-                parts = _backward_one(inputs + given, rules, batch)
-                dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = parts
+                sums = (dq[..., rows, :], dk[..., keys, :], dv[..., keys, :])
+                backward_one(inputs + given, sums, rules, _at(batch, rows, keys))
             dsink = None
             if sink is not None and ctx.needs_input_grad[3]:
                 weight = torch.exp(sink.to(rules.compute).view(1, *lse.shape[1:3], 1) - lse)
@@ -231,13 +240,16 @@ class _Blockwise(torch.autograd.Function):
         return (*grads, dsink, None, None)
 
 
-def _five_dims(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: _Rules
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q as [b, hk, g, sq, d], k and v as [b, hk, 1, sk, d], of compute type."""
-    q4, k4, v4 = (to_bhsd(x, rules.layout).to(rules.compute) for x in (q, k, v))
-    g = head_group(q4.shape[1], k4.shape[1])
-    return q4.unflatten(1, (k4.shape[1], g)), k4.unsqueeze(2), v4.unsqueeze(2)
+def five_dims(rules: Rules, q: torch.Tensor, *kv: torch.Tensor) -> list[torch.Tensor]:
+    """Views of q as [b, hk, g, sq, d] and of k, v as [b, hk, 1, sk, d], of compute type."""
+    q4, *rest = (to_bhsd(x, rules.layout).to(rules.compute) for x in (q, *kv))
+    hk = rest[0].shape[1]
+    return [q4.unflatten(1, (hk, head_group(q4.shape[1], hk))), *(x.unsqueeze(2) for x in rest)]
+
+
+def _at(batch: int, rows: slice, keys: slice) -> At:
+    """A whole sequence: the last query sees what the last key is (bottom-right alignment)."""
+    return At(batch, (keys.stop - keys.start) - (rows.stop - rows.start))
 
 
 def reference_attention(
@@ -292,7 +304,7 @@ def reference_attention(
         sink = q.new_zeros(q_heads, dtype=torch.float32)
     if sink is not None and sink.numel() != q_heads:
         raise ValueError(f"sinks has {sink.numel()} logits, one per query head needed: {q_heads}")
-    rules = _Rules(
+    rules = Rules(
         layout=layout,
         reach=bounds(causal, window),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

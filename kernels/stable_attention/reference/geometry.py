@@ -85,11 +85,10 @@ def allowed(
 
 
 def key_range(
-    first: int, last: int, *, sq: int, sk: int, reach: tuple[int | None, int | None]
+    first: int, last: int, *, shift: int, sk: int, reach: tuple[int | None, int | None]
 ) -> tuple[int, int]:
-    """Half-open range of keys that queries first..last-1 can see at all."""
+    """Half-open range of keys that queries first..last-1 can see at all; ``shift`` as above."""
     left, right = reach
-    shift = sk - sq
     low = 0 if left is None else max(0, first + shift - left)
     high = sk if right is None else min(sk, last + shift + right)
     return min(low, sk), max(high, 0)

@@ -1,42 +1,166 @@
 """What is wrong with a configuration as a whole: `problems` asks every section and every rule.
 
 A section judges its own values (`problems` in `megatron_patch.schema`). A rule that needs two
-sections, or what another room can serve, stands here, in the file of the section whose key it
-names. Nothing here imports torch.
+sections, or what another room can serve, stands here with the section whose key it names; those of
+``model:``, ``attention:`` and ``stability:`` have files of their own. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_patch.config.checks import (
-    attention,
-    checkpoint,
-    data,
-    faults,
-    model,
-    optimizer,
-    parallel,
-    stability,
-)
+from megatron_patch.checkpoint.manifest import read_key
+from megatron_patch.config.checks import attention, model, stability
+from megatron_patch.schema.parallel import OWN_BACKENDS
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from megatron_patch.schema.problem import Problem
     from megatron_patch.schema.run import RunConfig
+
+
+def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
+    """A warm-up, a decay and a run that do not fit into each other."""
+    o = run.optimizer
+    decay = o.decay_steps or run.training.train_steps
+    if decay >= 1 and o.warmup_steps >= decay:
+        yield Problem(
+            "optimizer.warmup_steps",
+            f"{o.warmup_steps}: the warm-up must end before the decay does, at step {decay} "
+            "(optimizer.decay_steps, by default training.train_steps)",
+        )
+    if o.schedule != "wsd":
+        return
+    path = "optimizer.wsd_decay_steps"
+    if o.wsd_decay_steps is None:
+        yield Problem(path, "is required by schedule wsd: the length of the final decay")
+    elif not 1 <= o.wsd_decay_steps <= decay - o.warmup_steps:
+        yield Problem(
+            path,
+            f"{o.wsd_decay_steps}: must be between 1 and {decay - o.warmup_steps}, the "
+            "steps between the end of the warm-up and the end of the decay",
+        )
+
+
+def data_problems(run: RunConfig) -> Iterator[Problem]:
+    """An evaluation that is asked for and has no data."""
+    data, interval = run.data, run.training.eval_interval
+    if interval is None:
+        return
+    if not data.blend and data.train and not data.valid:
+        yield Problem(
+            "data.valid",
+            f"training.eval_interval is {interval}, but there is no "
+            "validation data: name a dataset, or remove eval_interval",
+        )
+    elif data.blend and not any(data._split_problems()) and data.split[1] == 0:
+        yield Problem(
+            "data.split",
+            f"{data.split} leaves nothing for training.eval_interval "
+            f"{interval}; give valid a share, or remove eval_interval",
+        )
+
+
+def parallel_problems(run: RunConfig) -> Iterator[Problem]:
+    """Experts, layers and backends that the layout asks for and the model has not."""
+    if run.parallel.expert_model_parallel_size > 1 and run.model.moe is None:
+        yield Problem(
+            "parallel.expert_model_parallel_size",
+            f"{run.parallel.expert_model_parallel_size} needs an MoE model (section model.moe); a "
+            "dense model has no experts to spread",
+        )
+    yield from _modes_per_layer(run)
+    yield from _gradient_wire(run)
+
+
+def _modes_per_layer(run: RunConfig) -> Iterator[Problem]:
+    kinds, layers, mtp = run.parallel.cp_comm_type, run.model.num_layers, run.model.mtp
+    if not isinstance(kinds, list):
+        return
+    path = "parallel.cp_comm_type"
+    if len(kinds) != layers:
+        yield Problem(
+            path,
+            f"{len(kinds)} entries for {layers} layers (model.num_layers): give one value "
+            "for all of them, or a list with one entry per layer",
+        )
+    elif mtp is not None and mtp.num_layers > layers:
+        # Depths of multi-token prediction are numbered from 1 and take the first entries.
+        yield Problem(
+            path,
+            f"a list of {layers} entries does not reach {mtp.num_layers} depths "
+            "of multi-token prediction (model.mtp.num_layers): give one value",
+        )
+
+
+def _gradient_wire(run: RunConfig) -> Iterator[Problem]:
+    wire, kinds = run.parallel.cp_gradient_wire, run.parallel.cp_comm_types
+    if wire == "fp32" or not kinds:
+        return
+    if run.attention.backend not in OWN_BACKENDS:
+        yield Problem(
+            "parallel.cp_gradient_wire",
+            f"{wire} is an option of attention.backend "
+            f"{' and '.join(OWN_BACKENDS)}, not of {run.attention.backend}: leave it out",
+        )
+    elif kinds == ["a2a"]:
+        yield Problem(
+            "parallel.cp_gradient_wire",
+            f"{wire} has no effect under parallel.cp_comm_type a2a, whose "
+            "gradients travel complete, or in FP32 where heads are replicated: leave it out, "
+            "or use p2p, all_gather or a2a+p2p",
+        )
+
+
+def checkpoint_problems(run: RunConfig) -> Iterator[Problem]:
+    """An optimizer format without its optimizer, a key file that cannot serve."""
+    c = run.checkpoint
+    if c.optimizer_sharding == "dp_reshardable" and not run.parallel.use_distributed_optimizer:
+        yield Problem(
+            "checkpoint.optimizer_sharding",
+            "dp_reshardable belongs to the distributed optimizer; set "
+            "parallel.use_distributed_optimizer: true, or fully_reshardable here",
+        )
+    if c.hmac_key_file is not None:
+        try:
+            read_key(c.hmac_key_file)
+        except ValueError as error:
+            yield Problem("checkpoint.hmac_key_file", str(error))
+
+
+def faults_problems(run: RunConfig) -> Iterator[Problem]:
+    """A rewind that has no checkpoint to go back to."""
+    spike, checkpoint = run.faults.spike, run.checkpoint
+    if spike.action != "rewind":
+        return
+    if checkpoint.interval is None:
+        yield Problem(
+            "faults.spike.action",
+            "rewind needs checkpoints to go back to; set checkpoint.interval",
+        )
+    elif checkpoint.keep_last is not None:
+        kept = checkpoint.interval * (checkpoint.keep_last - 1)
+        if spike.rewind_margin > kept:
+            yield Problem(
+                "faults.spike.rewind_margin",
+                f"{spike.rewind_margin}: the oldest of checkpoint.keep_last "
+                f"{checkpoint.keep_last} checkpoints can be {kept} steps old only; raise "
+                "keep_last",
+            )
+
 
 RULES: dict[str, Callable[[RunConfig], Iterator[Problem]] | None] = {
     "model": model.problems,
     "training": None,
-    "optimizer": optimizer.problems,
-    "data": data.problems,
+    "optimizer": optimizer_problems,
+    "data": data_problems,
     "attention": attention.problems,
-    "parallel": parallel.problems,
-    "checkpoint": checkpoint.problems,
+    "parallel": parallel_problems,
+    "checkpoint": checkpoint_problems,
     "logging": None,
     "stability": stability.problems,
-    "faults": faults.problems,
+    "faults": faults_problems,
     "cluster": None,
 }
 """The rules of each section that other sections decide; None: it has none."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.schema.model import is_moe_layer
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import Problem, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,35 +33,16 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 def _sizes(run: RunConfig) -> Iterator[Problem]:
     model = run.model
-    names = [
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "seq_length",
-        "num_query_groups",
-        "kv_channels",
-        "ffn_hidden_size",
-        "max_position_embeddings",
-        "make_vocab_size_divisible_by",
-    ]
-    values = {f"model.{name}": getattr(model, name) for name in names}
-    if model.moe is not None:
-        for name in ("num_experts", "top_k", "ffn_hidden_size", "shared_expert_ffn_hidden_size"):
-            values[f"model.moe.{name}"] = getattr(model.moe, name)
-    if model.mla is not None:
-        for name in (
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_head_dim",
-            "qk_pos_emb_head_dim",
-            "v_head_dim",
-        ):
-            values[f"model.mla.{name}"] = getattr(model.mla, name)
-    if model.mtp is not None:
-        values["model.mtp.num_layers"] = model.mtp.num_layers
-    for path, value in values.items():
-        if value is not None and value < 1:
-            yield Problem(path, f"{value}: must be at least 1")
+    for path, section, names in (
+        ("model", model, "num_layers hidden_size num_attention_heads seq_length num_query_groups "
+         "kv_channels ffn_hidden_size max_position_embeddings make_vocab_size_divisible_by"),
+        ("model.moe", model.moe, "num_experts top_k ffn_hidden_size shared_expert_ffn_hidden_size"),
+        ("model.mla", model.mla,
+         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
+        ("model.mtp", model.mtp, "num_layers"),
+    ):  # fmt: skip
+        if section is not None:
+            yield from at_least(path, section, dict.fromkeys(names.split(), 1))
     if model.num_layers > MAX_LAYERS:
         yield Problem("model.num_layers", f"{model.num_layers}: must be at most {MAX_LAYERS}")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from attention_cases import DEVICE
+from regimes import REGIMES, SINK_REGIMES, make_regime
 from suite import backend_result
 
 from stable_attention.probes import probe
-from stable_attention.reference.regimes import REGIMES, SINK_REGIMES, make_regime
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
