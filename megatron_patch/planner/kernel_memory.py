@@ -59,6 +59,6 @@ def score_bytes(run: RunConfig, n: RankShapes) -> int:
     scores = n.T * n.q * n.s * run.parallel.context_parallel_size
     if run.attention.backend == "mcore_local":
         return 4 * n.w * scores
-    if run.attention.backend == "reference":  # in tiles, between float32 copies of q, k, v, O
-        return 5 * min(FLOAT * scores, REFERENCE_TILE) + 6 * FLOAT * n.T * n.q * n.d
+    if run.attention.backend == "reference":  # in tiles, between float32 dQ, dK, dV
+        return 5 * min(FLOAT * scores, REFERENCE_TILE) + 3 * FLOAT * n.T * n.q * n.d
     return 0
