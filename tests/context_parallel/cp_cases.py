@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from oracle import oracle_attention
-from packs import shard_packed, unshard_packed
 
 from megatron_patch.context_parallel.layout import shard, unshard
-from megatron_patch.context_parallel.packed import padded_cu_seqlens
+from megatron_patch.context_parallel.packed import padded_cu_seqlens, shard_packed, unshard_packed
 from stable_attention.reference import reference_attention
 
 RMS_RATIO, MAX_RATIO, LARGEST = 1.1, 1.5, 16

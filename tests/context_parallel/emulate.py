@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packs import shard_packed, unshard_packed
 
 from megatron_patch.context_parallel.api import Single, build
 from megatron_patch.context_parallel.communicator import Communicator, Ticket, Transfer
 from megatron_patch.context_parallel.engine import Attention, Rules
 from megatron_patch.context_parallel.layout import shard, unshard
+from megatron_patch.context_parallel.packed import shard_packed, unshard_packed
 
 TURN_SECONDS = 600.0
 """A rank that waits longer for another is stuck: a deadlock, which ends the emulation."""

@@ -8,13 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from packs import packed_index, packed_positions, shard_packed, unshard_packed
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.context_parallel.packed import (
     gathered_index,
+    packed_index,
+    packed_positions,
     padded_cu_seqlens,
     padded_lengths,
+    shard_packed,
+    unshard_packed,
 )
 
 DOCUMENTS = st.lists(st.integers(0, 23), min_size=1, max_size=5)
@@ -66,6 +69,8 @@ def test_padding():
     assert padded_lengths([3], 1) == [3]
     real, padded = padded_cu_seqlens([7, 5], 2)
     assert real.tolist() == [0, 7, 12] and padded.tolist() == [0, 8, 16]
+    with pytest.raises(ValueError, match="pad it to 8"):
+        packed_index(padded, 7, rank=0, size=2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
