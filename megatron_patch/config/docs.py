@@ -36,8 +36,7 @@ inherited mixture of experts dense).
 
 **`--set a.b=c`** is typed by the same schema. Lists are written `[1, 2]`, sections `{path: x}`, no
 value `null`; `data.train.0.path=x` sets one element of a list (the index one past the end appends).
-Text needs no second level of quotes: `--set name=a:b` is the text `a:b`. The last `--set` of a key
-wins.
+The last `--set` of a key wins.
 
 **The type of the key decides how a value is read**, never the look of the text:
 
@@ -50,9 +49,8 @@ wins.
 | choice | one of the names | anything else |
 | `list[...]` | `[a, b]` or `- a` lines | a single value |
 
-Anchors, aliases, tags, merge keys, duplicate keys, several documents, text that is not UTF-8, files
-above 256 KiB or 10,000 keys and values, and nesting deeper than 16 are refused. A key with nothing
-after its colon is refused: write a value or `null`.
+Anchors, aliases, tags, merge keys, duplicate keys and several documents are refused. A key with
+nothing after its colon is refused: write a value or `null`.
 """
 
 
