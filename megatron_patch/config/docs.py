@@ -46,6 +46,7 @@ The last `--set` of a key wins.
 | `int` | `1000`, `1_000` | `1e3`, `1.0`, `010` (8 or 10?), `0x10`, `1:30`, quotes |
 | `float` | `1e-4`, `0.1`, `.5`, `3` | nan, inf, `1e999`, `10%`, `0,1`, quotes |
 | `str` | anything: `no`, `010`, `1e-4` stay the text they are | `null` (quote it), nothing |
+| `path` | a `str`; `~`, `~user`, `$VAR`, `${VAR}` are expanded, `$$` is a `$` | what is not known |
 | choice | one of the names | anything else |
 | `list[...]` | `[a, b]` or `- a` lines | a single value |
 
