@@ -135,21 +135,24 @@ def _print_json(**answer: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print the table."""
-    from megatron_patch.checkpoint import pinned
+    from megatron_patch.checkpoint import newest, pinned
+    from megatron_patch.checkpoint.directory import CheckpointDirectory
+    from megatron_patch.checkpoint.errors import CheckpointError
 
     root, entries = _survey(args)
-    problem = ""
+    directory, edited = CheckpointDirectory(root), ""
+    problem = pinned.slip(root, directory.complete_names())
     try:
-        pinned.read(root)
-    except pinned.PinnedFileError as error:
-        problem = str(error)
+        newest.candidates(directory)
+    except CheckpointError as error:
+        edited = str(error)
     if args.json:
         found = [e.as_dict() for e in entries]
-        _print_json(store=root, entries=found, pinned_problem=problem)
+        _print_json(store=root, entries=found, pinned_problem=problem, latest_problem=edited)
     else:
         print(table(entries))
-        if problem:
-            print(f"warning: {problem}")
+        for text in filter(None, (problem, edited)):
+            print(f"warning: {text}")
     return verdict(entries)
 
 
