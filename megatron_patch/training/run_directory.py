@@ -241,7 +241,7 @@ def _finished(path: Path, run: RunConfig) -> bool:
         step = json.loads(text)["step"]
         said = type(step) is int and step >= 0
     except (ValueError, KeyError, TypeError):
-        torn = text.startswith(STEP) and not text.endswith("}")
+        torn = text.startswith(STEP) and "}" not in text
         said = torn or STEP.startswith(text)
     if not said:
         problem = (

@@ -242,6 +242,19 @@ def test_base(base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
             config.load("bad.yaml")
 
 
+@pytest.mark.parametrize(
+    "wish",
+    ["20", "step_00000020", "run/checkpoints/step_00000030.attempt-1", "run/checkpoints/latest",
+     "run/checkpoints/iter_0000020", "$SCRATCH/run"],
+)  # fmt: skip
+def test_load_from_names_what_is_there(wish: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_00000020.attempt-1").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000020.attempt-1\n")
+    Path("run.yaml").write_text(MINIMAL)
+    with pytest.raises(config.ConfigError, match="is not a directory; name a checkpoint, a run"):
+        config.load("run.yaml", [f"checkpoint.load_from={wish}"])
+
+
 LAUNCH = ["launch", "--config", "run.yaml", "--nodes", "1", "--dry-run",
           "--set", "cluster.gpus_per_node=0", "--set", "cluster.ranks_per_node=1"]  # fmt: skip
 
