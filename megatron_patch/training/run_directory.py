@@ -240,7 +240,7 @@ def _finished(path: Path, run: RunConfig) -> bool:
     try:
         step = json.loads(text)["step"]
         said = type(step) is int and step >= 0
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         torn = text.startswith(STEP) and "}" not in text
         said = torn or STEP.startswith(text)
     if not said:
