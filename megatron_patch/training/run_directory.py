@@ -81,9 +81,9 @@ class RunDirectory:
                 return []
             root.mkdir(parents=True, exist_ok=True)
             # What stands in the place of `latest` counts where there is something to continue.
-            names = (IDENTITY, NEXT, pinned.FILE)
+            names = [IDENTITY, NEXT, pinned.FILE]
             if not CheckpointDirectory(root).complete_names():
-                names += (LATEST,)
+                names.append(LATEST)
             for name in names:
                 check_file(root / name, appended=False)
             if root.samefile(self.path):
