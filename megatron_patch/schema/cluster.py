@@ -112,7 +112,7 @@ class ContainerConfig:
     mounts: list[PathText] = field(default_factory=list)
     """SOURCE:TARGET[:FLAGS] each; the working and run directories are mounted by themselves."""
     python: str = "python"
-    """Interpreter inside the image; not expanded: ``~`` and ``$`` are refused."""
+    """Interpreter inside the image; not expanded."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
