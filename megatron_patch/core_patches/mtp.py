@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from megatron.core.transformer import multi_token_prediction as core
 
-
 _tokens: torch.Tensor | None = None
 
 

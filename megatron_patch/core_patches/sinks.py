@@ -1,4 +1,4 @@
-"""Learnable sinks of Megatron-Core's own attention modules count in norm and clipping on every rank.
+"""Learnable sinks of Megatron-Core's own attention modules, counted in norm and clipping.
 
 A tensor-parallel rank holds the sinks of its heads. Megatron-Core 0.19.2 and Transformer Engine do
 not mark them as parts, so the gradient norm takes those of the first rank for copies of all others
