@@ -100,6 +100,8 @@ UNDIVIDED = [
     (SHAPE6 | {"seq_length": 32}, BOTH | {SIZES: [4, 2]}, f"parallel.{SIZES}"),
     (SHAPE6 | {"seq_length": 32}, BOTH | {SIZES: [2, 4]}, None),
     ({"moe": moe(4, load_balancing="sinkhorn")}, {CP: 2}, "model.moe.load_balancing"),
+    ({"moe": moe(4, load_balancing="sinkhorn")}, {TP: 2, **SP}, "model.moe.load_balancing"),
+    ({"moe": moe(4, load_balancing="sinkhorn")}, {}, None),
     ({"moe": moe(3)}, {EP: 2}, f"parallel.{EP}"),
     ({"moe": moe(2)}, {TP: 2}, "parallel.sequence_parallel"),
     ({"moe": moe(2), "add_bias_linear": True}, {TP: 2, **SP}, "model.add_bias_linear"),
