@@ -79,7 +79,10 @@ def _weighted(
     masks = [torch.ones_like(labels) if loss_mask is None else loss_mask]
     for _ in range(depths):
         masks.append(ahead(masks[-1]))
-    tokens = _tokens_of_call(masks, cp_group) if _tokens is None else _tokens
+    tokens = _tokens
+    if tokens is None:
+        assert cp_group is not None, "core's function serves a call alone"
+        tokens = _tokens_of_call(masks, cp_group)
     main, *others = hidden_states.chunk(1 + depths, dim=0)
     for depth, states in enumerate(others, start=1):
         logits, _ = output_layer(

@@ -46,7 +46,8 @@ def run_cases(folder: Path, ranks: int, names: Any) -> list[dict[str, Any]]:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=os.environ | environment
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))
+    assert done.returncode == 0, said[-3000:] or done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
