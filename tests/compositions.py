@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_cpu import CP, DIST, EP, ETP, PP, QUERY_MLA, SEQ, SP, TP, reseed, tiny_run
+from megatron_cpu import CP, DIST, EP, ETP, MLA, PP, QUERY_MLA, SEQ, SP, TP, reseed, tiny_run
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.core_patches import cpu_mode
@@ -37,6 +37,7 @@ from megatron_patch.runtime.watcher import Watcher
 from megatron_patch.schema.data import DataConfig
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import RecomputeConfig
 from megatron_patch.training import auxiliary
 from megatron_patch.training.evaluate import evaluate
 from megatron_patch.training.finite import global_name, unwrap
@@ -58,6 +59,7 @@ class Features:
     model: dict[str, Any]
     micro: int = 1
     attention: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
 
 
 def moe(**keys: Any) -> MoEConfig:
@@ -80,10 +82,16 @@ FEATURES = {
     "sinks": Features({"softmax_type": "learnable", "window": [6, 0], "window_skip_freq": 2}),
     "core sinks": Features({"softmax_type": "learnable"}, attention={"backend": "mcore_local"}),
     "mla": Features({"mla": QUERY_MLA, "qk_layernorm": True}),
+    "mla keys": Features({"mla": MLA}),
+    "one key head": Features({"num_query_groups": 1, "qk_layernorm": True, "add_qkv_bias": True}),
     "moe": Features({"moe": moe(shared_expert_ffn_hidden_size=16)}, micro=2),
     "moe seq": Features({"moe": moe(load_balancing="seq_aux_loss")}, micro=2),
     "sinkhorn": Features({"moe": moe(load_balancing="sinkhorn")}, micro=2),
     "mtp": Features({"mtp": MTPConfig(num_layers=2, loss_scaling_factor=0.5)}),
+    "mtp recomputed": Features(
+        {"mtp": MTPConfig(loss_scaling_factor=0.5)},
+        training={"recompute": RecomputeConfig(granularity="full")},
+    ),
     "mtp tied": Features({"mtp": MTPConfig(loss_scaling_factor=0.5), "tie_embeddings": True}),
     "mtp moe": Features({"mtp": MTPConfig(loss_scaling_factor=0.5), "moe": moe()}, micro=2),
 }
@@ -99,7 +107,8 @@ def run_of(features: Features, parallel: dict[str, Any], *, micro: int | None = 
             "micro_batch_size": micro or features.micro,
             "eval_steps": 1,
             "compile_fusions": False,
-        },
+        }
+        | features.training,
         parallel={DIST: False} | parallel,
     )
     optimizer = dataclasses.replace(run.optimizer, clip_grad=CLIP)
@@ -312,8 +321,8 @@ def step(run: RunConfig, expected: dict[str, Any], *, fault: Fault | None = None
             worst = max(worst, (name, error / max(scale, FLOOR)), key=lambda pair: pair[1])
         after = [p.main_grad.norm().item() for c in session.chunks for p in c.parameters()]
         before = [grad.norm().item() for grad in watch.grads.values()]
-        figures["clip"] = math.hypot(*after) / math.hypot(*before)
-        # Not in the figures of a sharded optimizer: its buffers hold parts.
+        if any(before):
+            figures["clip"] = math.hypot(*after) / math.hypot(*before)
     return {"figures": figures, "worst": worst}
 
 
@@ -344,6 +353,8 @@ TWO = {
     "sinks tp2": Case("sinks", TP2),
     "core sinks tp2": Case("core sinks", TP2),
     "mla tp2 sp": Case("mla", TP2SP),
+    "mla keys tp2": Case("mla keys", TP2),
+    "one key head tp2": Case("one key head", TP2),
     "moe ep2 sharded": Case("moe", EP2 | SHARDED),
     "moe tp2 sp": Case("moe", TP2SP),
     "moe tp2 sp, whole experts": Case("moe", TP2SP | {ETP: 1}),
@@ -354,12 +365,14 @@ TWO = {
     "mtp cp2": Case("mtp", CP2),
     "mtp tied pp2": Case("mtp tied", PP2),
     "mtp moe tp2 sp": Case("mtp moe", TP2SP),
+    "mtp recomputed tp2 sp": Case("mtp recomputed", TP2SP),
 }
 TWO_MORE = {
     "dense tp2": Case("dense", TP2),
     "dense dp2 sharded": Case("dense", SHARDED),
     "dense dp2, two sequences": Case("dense", micro=2),
     "dense tp2 sp sharded": Case("dense", TP2SP | SHARDED),
+    "one key head tp2 sp": Case("one key head", TP2SP),
     "sinks tp2 sp": Case("sinks", TP2SP),
     "sinks cp2": Case("sinks", CP2),
     "mla cp2": Case("mla", CP2),

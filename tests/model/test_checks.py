@@ -82,6 +82,8 @@ UNDIVIDED = [
     ({"mla": MLA}, {TP: 2}, None),
     ({"mla": replace(MLA, kv_lora_rank=15)}, {TP: 2}, f"parallel.{TP}"),
     ({"mla": replace(MLA, q_lora_rank=15)}, {TP: 2}, f"parallel.{TP}"),
+    ({"mla": MLA, "qk_layernorm": True}, {}, "model.qk_layernorm"),
+    ({"mla": QUERY_MLA, "qk_layernorm": True}, {}, None),
     ({"mla": QUERY_MLA, "qk_layernorm": True}, {TP: 2},
      "parallel.sequence_parallel"),
     ({}, {PP: 3}, f"parallel.{PP}"),

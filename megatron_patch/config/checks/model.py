@@ -240,6 +240,12 @@ def _latent(run: RunConfig) -> Iterator[Problem]:
     tp = max(1, run.parallel.tensor_model_parallel_size)
     if tp > 1 and not run.parallel.sequence_parallel:
         yield from _latent_without_sequence_parallelism(run, tp)
+    if model.qk_layernorm and mla.q_lora_rank is None and model.layer_spec == "local":
+        yield Problem(
+            "model.qk_layernorm",
+            "true with multi-latent attention whose queries have no latent: local layers have no "
+            "norm for them. Set model.mla.q_lora_rank, or this to false",
+        )
     if mla.qk_pos_emb_head_dim % 2:
         yield Problem(
             "model.mla.qk_pos_emb_head_dim",
