@@ -7,18 +7,24 @@ ROCm Transformer Engine #715 list such faults of Megatron-Core; FAULTS plants th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compositions
 import pytest
 import torch
-from compositions import CASES, FAULTS, FEATURES, FOUR, TWO, TWO_MORE
-from megatron_cpu import single_rank
+from compositions import CASES, FAULTS, FEATURES, FOUR, ROWS, TWO, TWO_MORE
+from megatron_cpu import SEQ, layout, single_rank
+
+from megatron_patch.context_parallel.layout import shard
+from megatron_patch.schema.data import DataConfig
+from megatron_patch.training import auxiliary
 
 pytestmark = pytest.mark.multiprocess
 FIGURES, GRADIENTS = 2e-6, 1e-5  # relative: FP32 sums in another order; measured 4e-7 and 3e-6
@@ -80,6 +86,23 @@ def test_a_batch_without_a_token_of_loss_changes_nothing(
         seen = compositions.step(CASES["mtp moe dp2"].run, found)
     figures = seen["figures"]
     assert {figures[name] for name in ("loss", "eval", "mtp", "norm", "layers")} == {0.0}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("cp", "depths"), [(1, 0), (1, 3), (2, 1), (2, 7), (4, 2), (8, 5)])
+def test_tokens_of_every_depth(cp: int, depths: int, masked: bool) -> None:
+    """Ranks with any part of the sequences count each token of a depth once."""
+    run = compositions.run_of(FEATURES["dense"], {})
+    run = dataclasses.replace(run, data=DataConfig(eod_mask_loss=masked))
+    mask = compositions.rows()["loss_mask"] if masked else torch.ones(ROWS, SEQ)
+    total = torch.zeros(1 + depths)
+    with single_rank():
+        for rank in range(cp if masked else 1):
+            where = layout(cp_rank=rank, cp_size=cp)
+            batches = [{"loss_mask": shard(m[None], rank=rank, size=cp, dim=1)} for m in mask]
+            session: Any = SimpleNamespace(run=run, layout=where)
+            total += auxiliary._tokens(session, batches, depths)
+    assert total.tolist() == [mask[:, depth:].sum().item() for depth in range(1 + depths)]
 
 
 @pytest.fixture(scope="module")
