@@ -229,7 +229,7 @@ def _refuse_no_text(head: bytes, *, whole: bool) -> None:
     except UnicodeDecodeError:
         # A record with a wrong byte and a NUL is short, and still a record.
         most = 0.3 if head.lstrip().startswith(b"{") else 0.02
-    if controls > most * len(head):
+    if controls > max(most * len(head), 4):
         raise NoDocuments("binary data of no known kind (token ids need --format uint16 or int32)")
 
 

@@ -197,6 +197,9 @@ class Loaders:
             total = sum(part.ring.tokens for part in mixture.parts)
             line = f"data {split}: {human(total)} tokens in {len(mixture.parts)} dataset(s)"
             samples = steps.get(split, training.eval_steps) * training.global_batch_size
+            if split == "test":
+                lines.append(f"{line}; held out: no run reads it")
+                continue
             what = "the run reads" if split == "train" else "an evaluation reads"
             line += f"; {what} {human(samples * s)}"
             lines.append(line)

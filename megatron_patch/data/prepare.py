@@ -358,7 +358,12 @@ def _join(
         write_index(stream, lengths, dtype)
     return [
         SourceRecord(
-            s.name, len(s.files), s.bytes, *map(int, row), len(s.left_out), s.left_out[:MAX_LISTED]
+            s.name,
+            len(s.files),
+            s.bytes,
+            *map(int, row),
+            left_out=len(s.left_out),
+            left_out_entries=s.left_out[:MAX_LISTED],
         )
         for s, row in zip(sources, counts, strict=True)
     ]

@@ -124,7 +124,7 @@ def find_sources(options: PrepareOptions) -> list[Source]:
         return [Source(options.corpus, [File(path, Content("file")) for path in stdlib_files()])]
     walk, sources = Walk(options), []
     problems: list[str] = []
-    unknown = 0
+    unknown: list[str] = []
     for text in options.inputs:
         path = Path(text)
         source = Source(path.name or path.resolve().name)
@@ -136,20 +136,20 @@ def find_sources(options: PrepareOptions) -> list[Source]:
             continue
         found = _look_into(entries, source, options)
         problems += found[0]
-        problems += found[1] if not options.skip_unknown else []
-        unknown += len(found[1])
+        unknown += found[1]
         if not source.files and not any(found):
             problems += _nothing(text, entries, options)
     if unknown and not options.skip_unknown:
-        problems = _bounded(problems)
-        problems[-1] += (
-            f"; convert or move what is no document, or leave it out with --skip-unknown "
-            f"({unknown:,} in all: they are listed and counted)"
+        shown = _bounded(unknown)
+        shown[-1] += (
+            "; convert or move what is no document, or leave it out with --skip-unknown "
+            f"({len(unknown):,} in all: they are listed and counted)"
         )
+        problems = _bounded(problems) + shown
     elif not problems and not any(source.files for source in sources):
         problems.append("nothing is left to read: no entry of the inputs holds documents")
     if problems:
-        raise DataError(_bounded(problems))
+        raise DataError(problems)
     return sources
 
 
