@@ -61,6 +61,7 @@ _BOMS = (
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
+_BINARY = "binary data of no known kind (token ids need --format uint16 or int32)"
 # Bell, backspace, escape and DOS's end of file occur in text; most of the others only in data.
 _CONTROL = bytes(set(range(9)) - {7, 8} | set(range(14, 32)) - {26, 27} | {127})
 
@@ -221,7 +222,12 @@ def _refuse_no_text(head: bytes, *, whole: bool) -> None:
     half = len(head) // 2
     even, odd = head[: 2 * half : 2].count(0), head[1 : 2 * half : 2].count(0)
     if half >= 4 and max(even, odd) >= 0.4 * half and min(even, odd) <= 0.05 * half:
-        raise NoDocuments(_utf16("UTF-16"))
+        order = "LE" if odd > even else "BE"
+        text = head[: 2 * half].decode(f"utf-16-{order}", errors="replace")
+        # Small token ids look the same, but for the control characters among them.
+        if sum(c.isprintable() or c.isspace() for c in text) > 0.98 * len(text):
+            raise NoDocuments(_utf16(f"UTF-16{order}"))
+        raise NoDocuments(_BINARY)
     controls = len(head) - len(head.translate(None, delete=_CONTROL))
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=whole)
@@ -230,7 +236,7 @@ def _refuse_no_text(head: bytes, *, whole: bool) -> None:
         # A record with a wrong byte and a NUL is short, and still a record.
         most = 0.3 if head.lstrip().startswith(b"{") else 0.02
     if controls > max(most * len(head), 4):
-        raise NoDocuments("binary data of no known kind (token ids need --format uint16 or int32)")
+        raise NoDocuments(_BINARY)
 
 
 def _utf16(name: str) -> str:

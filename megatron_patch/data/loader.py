@@ -216,6 +216,10 @@ class Loaders:
                     f"{count / max(samples, 1):.1%} of samples, {epochs:.3g} epochs{note}"
                 )
         lines += [f"data {split}: none ({why})" for split, why in self._absent.items()]
+        data = self._run.data
+        if not data.blend and data.split != type(data)().split:
+            # Not refused: it may come from a base file, where it cannot be taken away.
+            lines.append(f"data.split {data.split}: not used, data.train names whole datasets")
         if self._run.data.eod_mask_loss:
             lines.append("data: end-of-document tokens carry no loss")
         if self._run.data.reset_position_ids:

@@ -160,12 +160,6 @@ class DataConfig:
 
     def _split_problems(self) -> Iterator[Problem]:
         if not self.blend:
-            if self.train and self.split != DataConfig().split:
-                yield Problem(
-                    "data.split",
-                    f"{self.split} divides the datasets of data.blend, and there is none beside "
-                    "data.train: remove it",
-                )
             return
         if len(self.split) != 3:
             yield Problem(
