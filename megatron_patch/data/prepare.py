@@ -317,7 +317,7 @@ def _join(
     if not any(header.tokens for header in headers):
         shutil.rmtree(parts)  # or the corrected command would be told to finish this one
         raise DataError("the inputs hold no documents (all are empty or were left out)")
-    counts = np.zeros((len(sources), 5), dtype=np.int64)  # as in SourceRecord
+    counts = np.zeros((len(sources), 5), dtype=np.int64)  # in the order of _record
     pieces: list[np.ndarray] = []
     open_end = False
     with replacing(parts / "joined.bin", "wb") as stream:
@@ -356,17 +356,24 @@ def _join(
         )
     with replacing(parts / "joined.idx", "wb") as stream:
         write_index(stream, lengths, dtype)
-    return [
-        SourceRecord(
-            s.name,
-            len(s.files),
-            s.bytes,
-            *map(int, row),
-            left_out=len(s.left_out),
-            left_out_entries=s.left_out[:MAX_LISTED],
-        )
-        for s, row in zip(sources, counts, strict=True)
-    ]
+    return [_record(source, *map(int, row)) for source, row in zip(sources, counts, strict=True)]
+
+
+def _record(
+    source: Source, documents: int, tokens: int, skipped: int, invalid: int, replaced: int
+) -> SourceRecord:
+    return SourceRecord(
+        name=source.name,
+        files=len(source.files),
+        bytes=source.bytes,
+        documents=documents,
+        tokens=tokens,
+        skipped=skipped,
+        invalid=invalid,
+        replaced=replaced,
+        left_out=len(source.left_out),
+        left_out_entries=source.left_out[:MAX_LISTED],
+    )
 
 
 def _commit(out: str, parts: Path, manifest: Manifest) -> None:

@@ -312,3 +312,9 @@ A = DatasetConfig(path="a")
 def test_keys_of_the_configuration(kit: SimpleNamespace, changes: dict, path: str | None) -> None:
     found = [p.path for p in checks.problems(kit.run_config(A, **changes), ["data"])]
     assert found == ([path] if path else [])
+
+
+def test_preflight_of_one_node_expects_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        app.run(["preflight", "--config", "x.yaml", "--out", "o", "--node", "--expect", "n1"])
+    assert caught.value.code == 2 and "--expect: --node only measures" in capsys.readouterr().err
