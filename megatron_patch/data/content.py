@@ -162,7 +162,10 @@ def _text_or_lines(name: str, shape: str, head: bytes, options: PrepareOptions) 
     if shape == "blank":
         return "jsonl" if says_lines else text_kind(options)
     if says_lines and shape == "document":
-        raise NoDocuments("not JSON lines but one JSON value: make lines of it (jq -c '.[]')")
+        raise NoDocuments(
+            "not JSON lines but one JSON value: make lines of it (jq -c), or say --format text to "
+            "keep it as text"
+        )
     if says_lines:
         begin = head.decode("utf-8-sig", errors="replace").lstrip()[:40]
         raise NoDocuments(

@@ -94,6 +94,17 @@ def test_what_is_left_out_is_told_counted_and_bounded(
     assert str(tmp_path) not in (tmp_path / "out.manifest.json").read_text()
 
 
+def test_the_manifest_of_plain_inputs_is_as_it_always_was(
+    tmp_path: Path, kit: SimpleNamespace
+) -> None:
+    """What later versions count is written where it says something: old manifests stay valid."""
+    (tmp_path / "a.txt").write_text("text")
+    prepare(kit.options(tmp_path / "out", tmp_path / "a.txt"))
+    (source,) = json.loads((tmp_path / "out.manifest.json").read_text())["sources"]
+    assert set(source) == {"name", "files", "bytes", "documents", "tokens", "skipped"}
+    assert read_manifest(tmp_path / "out").sources[0].left_out_entries == []
+
+
 def a_zip(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a.txt", "text")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prepared import lines, tokens_of
 
 from megatron_patch.cli import app
@@ -82,6 +85,37 @@ def test_the_case_of_the_report(tmp_path: Path, capfd: pytest.CaptureFixture[str
         assert count in capfd.readouterr().out
         (source,) = json.loads(Path(f"{out}.manifest.json").read_text())["sources"]
         assert source["invalid" if mode == "skip" else "replaced"] == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=12).filter(str.strip), min_size=1, max_size=8),
+    damage=st.dictionaries(
+        st.integers(0, 7),
+        st.tuples(st.integers(0, 40), st.sampled_from([b"\xff", b"\xe9", b"\xc0"])),
+        max_size=5,
+    ),
+)
+def test_every_line_is_a_document_or_counted(
+    kit: SimpleNamespace, texts: list[str], damage: dict[int, tuple[int, bytes]]
+) -> None:
+    """Bytes that are no UTF-8, anywhere in any line: nothing stops, nothing vanishes."""
+    records = lines(["first", *texts]).splitlines()
+    for number, (at, byte) in damage.items():
+        if number < len(texts):
+            line = records[number + 1]
+            records[number + 1] = line[: at % len(line)] + byte + line[at % len(line) :]
+    hurt = {number for number in damage if number < len(texts)}
+    with tempfile.TemporaryDirectory() as base:
+        path = Path(base) / "part-0"
+        path.write_bytes(b"\n".join(records))
+        (source,) = prepare(kit.options(Path(base) / "s", path, invalid_text="skip")).sources
+        kept = [text for number, text in enumerate(texts) if number not in hurt]
+        assert documents(Path(base) / "s") == ["first", *kept]
+        assert (source.invalid, source.replaced) == (len(hurt), 0)
+        (source,) = prepare(kit.options(Path(base) / "r", path, invalid_text="replace")).sources
+        assert source.documents + source.invalid == 1 + len(texts)
+        assert source.replaced + source.invalid == len(hurt)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +208,7 @@ TOGETHER: list[tuple[dict, tuple[str, str, str, str, str]]] = [
 ]  # fmt: skip
 
 
-def given(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> dict:
+def one_input(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     """Options that read one input of a kind, with all that an option could have an effect on."""
     text = "some text\nof words\nand more of them\nin lines " * 20
     if kind == "text":
@@ -218,7 +252,7 @@ def outcome(tmp_path: Path, values: dict) -> str:
 def test_every_option_on_every_kind_of_input(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    basis = given(tmp_path, kind, monkeypatch)
+    basis = one_input(tmp_path, kind, monkeypatch)
     cases = [({name: value}, answers) for name, value, answers in EFFECTS]
     for changes, answers in [*cases, *TOGETHER]:
         wanted = answers[KINDS.index(kind)]
@@ -231,7 +265,7 @@ def test_every_option_on_every_kind_of_input(
         else:
             assert not said, (kind, changes, said)
         if kind == "tokens":
-            given(tmp_path, kind, monkeypatch)
+            one_input(tmp_path, kind, monkeypatch)
         for left in [tmp_path / "tok.json", *tmp_path.glob("out*")]:
             left.unlink(missing_ok=True)
 
@@ -254,7 +288,7 @@ def test_the_table_names_every_option() -> None:
 def test_what_is_accepted_changes_the_documents(
     tmp_path: Path, kind: str, changes: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    basis = given(tmp_path, kind, monkeypatch)
+    basis = one_input(tmp_path, kind, monkeypatch)
     assert outcome(tmp_path, basis | {"out": "{tmp}/plain"}) == ""
     assert outcome(tmp_path, basis | changes) == ""
     plain, changed = ((tmp_path / f"{name}.idx").read_bytes() for name in ("plain", "out"))
