@@ -68,7 +68,27 @@ class Walk:
         root = Path(text)
         while glob.has_magic(str(root)):
             root = root.parent
-        return [e for m in matches for e in self._below(Path(m), os.path.relpath(m, root))]
+        return list(self._matched(matches, root))
+
+    def _matched(self, matches: list[str], root: Path) -> Iterator[Entry]:
+        """What a glob names. It follows links, those that lead back until the path is too long:
+        a folder that is reached by another way is told once."""
+        matches = [match.rstrip("/") or "/" for match in matches]
+        opened = {os.path.dirname(match) for match in matches}
+        folders: dict[str, str] = {}
+        told: set[str] = set()
+        for match in matches:
+            folder = os.path.dirname(match)
+            real = os.path.realpath(folder)
+            first = folders.setdefault(real, folder)
+            if first != folder and real not in told:
+                told.add(real)
+                name, before = (os.path.relpath(path or ".", root) for path in (folder, first))
+                again = "the whole input" if before == "." else before
+                yield Entry(Path(folder), name, again=again)
+            # A folder whose entries are named (`**`) is not walked: hidden ones are not named.
+            if first == folder and match not in opened:
+                yield from self._below(Path(match), os.path.relpath(match, root))
 
     def _below(self, path: Path, name: str) -> Iterator[Entry]:
         """The entry itself, which the user named, or what is in it, in the order of names."""

@@ -393,6 +393,14 @@ class TestReachedTwice:
             made = prepare(kit.options(tmp_path / f"out{number}", corpus / pattern))
             assert sorted(documents(tmp_path / f"out{number}")) == ["one", "two"]
             assert made.sources[0].left_out == 0
+        (corpus / "loop").symlink_to(".")
+        (corpus / "z").symlink_to("a")
+        for pattern in ("**", "**/*.txt"):
+            made = prepare(kit.options(tmp_path / f"loop{len(pattern)}", corpus / pattern))
+            assert sorted(documents(tmp_path / f"loop{len(pattern)}")) == ["one", "two"]
+            said = " ".join(made.sources[0].left_out_entries)
+            assert "loop: the same as the whole input" in said
+            assert made.sources[0].left_out < 5
         (corpus / "nowhere.txt").symlink_to("gone")
         assert "nowhere.txt: a link to nothing" in refusal(kit, tmp_path, corpus / "*.txt")
 
