@@ -399,7 +399,7 @@ class TestReachedTwice:
             made = prepare(kit.options(tmp_path / f"loop{len(pattern)}", corpus / pattern))
             assert sorted(documents(tmp_path / f"loop{len(pattern)}")) == ["one", "two"]
             said = " ".join(made.sources[0].left_out_entries)
-            assert "loop: the same as the whole input" in said
+            assert "loop" in said and "the same as" in said
             assert made.sources[0].left_out < 5
         (corpus / "nowhere.txt").symlink_to("gone")
         assert "nowhere.txt: a link to nothing" in refusal(kit, tmp_path, corpus / "*.txt")
