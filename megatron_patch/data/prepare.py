@@ -125,7 +125,7 @@ def _summary(out: str, manifest: Manifest) -> str:
     )
     counts = f"{skipped:,} left out: {skipped - invalid:,} empty, {invalid:,} not text"
     counts += f"; {replaced:,} with replaced characters" if replaced else ""
-    counts += f"; {entries:,} entries of the inputs not read" if entries else ""
+    counts += f"; entries of the inputs not read: {entries:,}" if entries else ""
     return (
         f"{out}: {human(manifest.tokens)} tokens in {manifest.documents:,} documents ({counts}), "
         f"{manifest.dtype}, {human(manifest.bin.size, 'B')}"

@@ -66,14 +66,15 @@ class Source:
         )
         what = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         notes = [f"{f.path.name}: {f.content.note}" for f in self.files if f.content.note]
-        lines = [f"{self.name}: {len(self.files):,} files" + (f" ({what})" if what else "")]
+        lines = [f"{self.name}: {_counted(len(self.files), 'file', 'files')} ({what or 'nothing'})"]
         return lines + listed(notes) + self.describe_left_out()
 
     def describe_left_out(self) -> list[str]:
         """What is not read, counted and listed, for the log."""
         if not self.left_out:
             return []
-        return [f"{self.name}: {len(self.left_out):,} entries left out", *listed(self.left_out)]
+        count = _counted(len(self.left_out), "entry", "entries")
+        return [f"{self.name}: {count} left out", *listed(self.left_out)]
 
 
 _WORDS: dict[Kind, str] = {
@@ -104,6 +105,10 @@ class Batch:
             digest.update(len(document).to_bytes(8, "little"))
             digest.update(document)
         return digest.hexdigest()
+
+
+def _counted(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
 
 
 def listed(lines: list[str]) -> list[str]:

@@ -89,7 +89,7 @@ def test_what_is_left_out_is_told_counted_and_bounded(
     seen = capsys.readouterr()
     assert "corpus: 150 entries left out" in seen.err and "and 130 more" in seen.err
     assert "deep/000.pdf: a PDF document" in seen.err
-    assert "150 entries of the inputs not read" in seen.out
+    assert "entries of the inputs not read: 150" in seen.out
     assert made.sources[0].left_out == 150 and len(made.sources[0].left_out_entries) == 100
     assert str(tmp_path) not in (tmp_path / "out.manifest.json").read_text()
 
