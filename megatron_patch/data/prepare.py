@@ -45,7 +45,7 @@ from megatron_patch.data.manifest import (
 from megatron_patch.data.option_checks import as_options, check_effects, check_options
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.progress import Progress, human
-from megatron_patch.data.sources import Batch, Source, find_sources, read_batches
+from megatron_patch.data.sources import Batch, Source, describe, find_sources, read_batches
 from megatron_patch.runtime.files import replacing, sync_directory
 
 __all__ = ["PrepareOptions", "prepare"]
@@ -74,7 +74,7 @@ def prepare(options: PrepareOptions) -> Manifest:
     finished = _refuse_to_overwrite(options, parts, plan)
     if finished is not None:
         return finished
-    _tell(line for s in sources for line in _told(s, options))
+    _tell(describe(sources, quiet=options.quiet or options.corpus is not None))
     if options.restart and not (parts / "plan.json").exists():
         _tell([f"--restart: no interrupted attempt is at {parts}, this is the first"])
     with _errors_of_disk(options.out), _locked(parts):
@@ -110,12 +110,6 @@ def _tell(lines: Iterable[str]) -> None:
     """To standard error, also with --quiet: what the reader might not expect."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-
-
-def _told(source: Source, options: PrepareOptions) -> list[str]:
-    if options.quiet or options.corpus is not None:
-        return source.describe_left_out()
-    return source.describe()
 
 
 def _summary(out: str, manifest: Manifest) -> str:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from megatron_patch.data import parquet
 from megatron_patch.data.compression import opened
 from megatron_patch.data.content import Content, Kind, NoDocuments, content_of
-from megatron_patch.data.errors import DataError
+from megatron_patch.data.errors import DataError, unread
 from megatron_patch.data.indexed import DTYPES
 from megatron_patch.data.inputs import Entry, Walk
 from megatron_patch.data.options import PrepareOptions
@@ -59,23 +59,6 @@ class Source:
         """On disk, compressed where the files are."""
         return sum(file.size for file in self.files)
 
-    def describe(self) -> list[str]:
-        """For the log: what is read, what is read otherwise than named, and what is not read."""
-        kinds = Counter(
-            " ".join(filter(None, (_WORDS[f.content.kind], f.content.packing))) for f in self.files
-        )
-        what = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        notes = [f"{f.path.name}: {f.content.note}" for f in self.files if f.content.note]
-        lines = [f"{self.name}: {_counted(len(self.files), 'file', 'files')} ({what or 'nothing'})"]
-        return lines + listed(notes) + self.describe_left_out()
-
-    def describe_left_out(self) -> list[str]:
-        """What is not read, counted and listed, for the log."""
-        if not self.left_out:
-            return []
-        count = _counted(len(self.left_out), "entry", "entries")
-        return [f"{self.name}: {count} left out", *listed(self.left_out)]
-
 
 _WORDS: dict[Kind, str] = {
     "file": "text", "separated": "text", "jsonl": "JSONL", "tokens": "token ids",
@@ -107,11 +90,34 @@ class Batch:
         return digest.hexdigest()
 
 
+def describe(sources: list[Source], *, quiet: bool) -> list[str]:
+    """For the log: what is read, what otherwise than named, and (also ``quiet``) what is not."""
+    one = len(sources) == 1
+    label = sources[0].name if one else f"{len(sources):,} inputs"
+    files = [file for source in sources for file in source.files]
+    left_out = [
+        entry if one or entry.startswith(f"{source.name}:") else f"{source.name}: {entry}"
+        for source in sources
+        for entry in source.left_out
+    ]
+    lines = []
+    if not quiet:
+        kinds = Counter(
+            " ".join(filter(None, (_WORDS[f.content.kind], f.content.packing))) for f in files
+        )
+        what = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        lines = [f"{label}: {_counted(len(files), 'file', 'files')} ({what or 'nothing'})"]
+        lines += _listed([f"{f.path.name}: {f.content.note}" for f in files if f.content.note])
+    if left_out:
+        lines.append(f"{label}: {_counted(len(left_out), 'entry', 'entries')} left out")
+    return lines + _listed(left_out)
+
+
 def _counted(count: int, one: str, more: str) -> str:
     return f"{count:,} {one if count == 1 else more}"
 
 
-def listed(lines: list[str]) -> list[str]:
+def _listed(lines: list[str]) -> list[str]:
     """At most 20 lines, indented, and how many more there are."""
     shown = [f"  {line}" for line in lines[:_MOST_LISTED]]
     more = len(lines) - len(shown)
@@ -178,6 +184,9 @@ def _look_into(
                 reason = str(error)
             except DataError as error:
                 problems += error.problems
+                continue
+            except OSError as error:  # gone since it was found
+                problems.append(unread(entry.path, error))
                 continue
         unknown.append(f"{entry.path}: {reason}")
         source.left_out.append(f"{entry.name}: {reason}")

@@ -339,6 +339,20 @@ def test_differences_of_name_and_content_are_told(
     assert "part-0: its lines are JSON records" in seen and "t.txt" not in seen
 
 
+def test_many_inputs_make_few_lines(
+    tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a shell names them: the files of a pattern one by one."""
+    files = [tmp_path / f"{i:03d}" for i in range(60)]
+    for i, path in enumerate(files):
+        path.write_bytes(b"%PDF-" if i % 2 else lines([f"text {i}"]))
+    prepare(kit.options(tmp_path / "out", *files, quiet=False, skip_unknown=True))
+    seen = capsys.readouterr().err.splitlines()
+    assert seen[0] == "60 inputs: 30 files (30 JSONL)" and "  and 10 more" in seen
+    assert "60 inputs: 30 entries left out" in seen and "  001: a PDF document" in seen
+    assert len(seen) == 44
+
+
 class TestReachedTwice:
     """Linked folders are followed once, and what is reached twice is read once and told."""
 
