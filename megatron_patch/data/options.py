@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_patch.schema.data import TokenizerConfig
+from megatron_patch.schema.paths import PathOrName, PathText
 
 InputFormat = Literal["auto", "text", "jsonl", "uint16", "int32"]
 TokenizerKind = Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "none"]
@@ -16,10 +17,10 @@ TokenizerKind = Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "no
 class PrepareOptions:
     """What to read, how to tokenize it and where to write it."""
 
-    inputs: list[str] = field(default_factory=list)
+    inputs: list[PathText] = field(default_factory=list)
     """Files, directories (everything below, in the order of names, linked folders too) or quoted
     globs, in order."""
-    out: str
+    out: PathText
     """Prefix of the files to write: OUT.bin, OUT.idx, OUT.manifest.json (and OUT.parts while
     working)."""
     corpus: Literal["python-stdlib"] | None = None
@@ -41,7 +42,7 @@ class PrepareOptions:
     kinds, empty, hidden and unreadable ones, links to nothing."""
     tokenizer: TokenizerKind = "bytes"
     """Kind of tokenizer, as data.tokenizer.kind in the configuration."""
-    tokenizer_path: str | None = None
+    tokenizer_path: PathOrName | None = None
     """Its file, as data.tokenizer.path."""
     train_bpe: int | None = None
     """Train a byte-level BPE of so many ids on the inputs first and write it to --tokenizer-path
