@@ -109,7 +109,10 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     decay_steps: int | None = None
-    """Step at which min_lr is reached; default: training.train_steps."""
+    """Step at which min_lr is reached; default: training.train_steps when the run began."""
+    schedule_from: Literal["start", "now"] = "start"
+    """Schedule of a resumed run. start: the one it began with; now: this configuration's, from the
+    next step on."""
     wsd_decay_steps: int | None = None
     """Length of the final decay under ``wsd``."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
