@@ -123,10 +123,8 @@ class Checkpointer:
         self._extra = extra
         self._run_dir, self._foreign = run_dir, foreign
         self.loaded_extra: dict[str, Any] = {}
-        self.loaded_run: dict[str, Any] | None = None
-        """Plain data of the checkpoint that was loaded whole: progress, schedule, config ..."""
-        self.loaded_own = False
-        """Whether it is this run's."""
+        self.loaded_own: dict[str, Any] | None = None
+        """Plain data of the loaded checkpoint of this run: progress, schedule, config ..."""
         options, spike = run.checkpoint, run.faults.spike
         key = read_key(options.hmac_key_file) if options.hmac_key_file is not None else None
         self.ranks = make_collective()
@@ -418,10 +416,8 @@ class Checkpointer:
         loaded = self._together(found, lambda: content.read(request, found.path, index))
         if own:
             self._together(found, lambda: self._check_run(found, str(loaded["run"]["config"])))
-        progress = self._together(found, lambda: self._put(loaded, weights_only, same_layout))
-        if not weights_only:
-            self.loaded_run, self.loaded_own = loaded["run"], own
-        return progress
+        self.loaded_own = dict(loaded["run"]) if own else None
+        return self._together(found, lambda: self._put(loaded, weights_only, same_layout))
 
     def _together(self, found: Found, work: Callable[[], Any]) -> Any:
         """Do ``work`` on all ranks; where it fails on one it fails on all, with that reason."""

@@ -33,8 +33,8 @@ def expert_tensor_parallel_size(run: RunConfig) -> int:
 
 
 def _end_of_document(run: RunConfig) -> int | None:
-    tokenizer = run.data.tokenizer
-    return 256 if tokenizer.kind == "bytes" else tokenizer.eod_id
+    given, kind = run.data.tokenizer.eod_id, run.data.tokenizer.kind
+    return 256 if given is None and kind == "bytes" else given
 
 
 def _expert_width(run: RunConfig) -> int | None:

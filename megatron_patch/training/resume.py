@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint: its data and its schedule are those of the steps before."""
+"""A run goes on from a checkpoint of its own: with the data and schedule of the steps before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def go_on(loaded: Loaded, session: Session, loaders: Loaders, saver: Saver, step
         ConfigError: data or schedule are others, and no key asks for that.
     """
     run = loaded.config
-    own, other = (saver.content(own=which) for which in (True, False))
+    own = saver.own
     verdict: list[Any] = [[], []]
     if session.layout.print_rank:
         verdict = list(
@@ -41,10 +41,8 @@ def go_on(loaded: Loaded, session: Session, loaders: Loaders, saver: Saver, step
         )
     torch.distributed.broadcast_object_list(verdict, src=0)
     problems, lines = verdict
-    content = other if own is None else own
-    if content is not None:
-        mine = own is not None
-        found, said = schedule.go_on(run, session.schedule, content, step=step, own=mine)
+    if own is not None:
+        found, said = schedule.go_on(run, session.schedule, own, step=step)
         problems, lines = problems + found, lines + said
     if problems:
         raise ConfigError(problems)

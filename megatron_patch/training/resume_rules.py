@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_patch.schema.run import Loaded
 
-DATA_RECORD = "data"
+DATA_RECORD = "sequences"
 """Key of `Loaders.identities` in what a checkpoint carries beside the state."""
 
 Change = tuple[str, str, str]

@@ -40,10 +40,10 @@ class Saver:
         """What the loaded checkpoint carried beside the state; empty for a fresh start."""
         return self._checkpointer.loaded_extra
 
-    def content(self, *, own: bool) -> dict[str, Any] | None:
-        """Plain data of the loaded checkpoint, if it is this run's (``own``) or another run's."""
-        checkpointer = self._checkpointer
-        return checkpointer.loaded_run if checkpointer.loaded_own == own else None
+    @property
+    def own(self) -> dict[str, Any] | None:
+        """Plain data of the loaded checkpoint; None for a fresh start, and for another run's."""
+        return self._checkpointer.loaded_own
 
     @property
     def saving(self) -> bool:

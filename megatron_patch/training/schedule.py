@@ -131,28 +131,27 @@ def rates(run: RunConfig, content: Mapping[str, Any], step: int) -> tuple[float,
 
 
 def go_on(
-    run: RunConfig, scheduler: Any, content: Mapping[str, Any], *, step: int, own: bool
+    run: RunConfig, scheduler: Any, content: Mapping[str, Any], *, step: int
 ) -> tuple[list[Problem], list[str]]:
     """Let a scheduler that took over a checkpoint's steps go on with the right schedule.
 
     Args:
         run: the configuration.
         scheduler: what `build_schedule` made; adapted.
-        content: the plain data of the checkpoint.
+        content: the plain data of the checkpoint, which is this run's.
         step: of the checkpoint.
-        own: whether it is this run's; another run's schedule is left behind.
 
     Returns:
         What stands against going on, and a line for every change of a learning rate.
     """
     o, before, now = run.optimizer, Schedule.saved(content, run), Schedule.of(run)
-    if own and o.schedule_from == "start" and o.decay_steps is None:
+    if o.schedule_from == "start" and o.decay_steps is None:
         now = replace(now, decay_steps=before.decay_steps)
     change = f"learning rate of step {step + 1:,}: {before.rate(step + 1):.4g} -> "
     change += f"{now.rate(step + 1):.4g}; at the end {before.end()} -> {now.end()}"
     old, new = before.shape(), now.shape()
     names = [name for name in new if name in old and old[name] != new[name]]
-    if names and own and o.schedule_from == "start":
+    if names and o.schedule_from == "start":
         return [
             Problem(
                 f"optimizer.{name}",
@@ -165,8 +164,6 @@ def go_on(
     scheduler.lr_decay_steps = now.decay_steps
     scheduler.step(increment=0)
     lines = [] if (now.lr, now.min_lr, new) == (before.lr, before.min_lr, old) else [change]
-    if not own:
-        lines = [f"{change} (the schedule of this configuration, not of the run it starts from)"]
     return [], lines + _ends_elsewhere(run, now, step)
 
 
