@@ -117,6 +117,14 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
     return problems, notes
 
 
+DROPOUT = (
+    "training.micro_batch_size",
+    "parallel.sequence_parallel",
+    "attention.backend",
+    "model.layer_spec",
+)
+"""Keys that decide in which order dropout draws; other layouts are told when they are loaded."""
+
 UNSAID = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
 """Changes that need no line, or have one of their own where the schedule goes on."""
 
@@ -129,13 +137,13 @@ def _advice(key: str) -> str:
 
 def _effect(key: str, loaded: Loaded) -> str:
     """What else a change changes, where it is more than rounding."""
-    model = loaded.config.model
-    dropout = model.hidden_dropout > 0 or model.attention_dropout > 0
-    balanced = model.moe is not None and model.moe.load_balancing in ("aux_loss", "sinkhorn")
-    if key == "training.micro_batch_size" and (dropout or balanced):
-        what = ["dropout masks"] * dropout + ["the balancing of experts"] * balanced
-        return f" (other {' and '.join(what)}: they are made for a micro-batch)"
-    return ""
+    model, what = loaded.config.model, []
+    if key in DROPOUT and model.hidden_dropout + model.attention_dropout > 0:
+        what.append("dropout masks")
+    balancing = "none" if model.moe is None else model.moe.load_balancing
+    if key == DROPOUT[0] and balancing in ("aux_loss", "sinkhorn"):
+        what.append("the balancing of experts, which is done in each micro-batch")
+    return f" (changes {' and '.join(what)})" if what else ""
 
 
 def another_run(saved: str, loaded: Loaded) -> str | None:
@@ -189,6 +197,24 @@ def software_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class SavedData:
+    """What a checkpoint of this run says about its data."""
+
+    identities: Mapping[str, str] | None
+    """``Loaders.identities`` when it was saved; None: it is of an earlier version."""
+    moved: list[Change]
+    """Where it names other data than this configuration."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], loaded: Loaded) -> SavedData:
+        """From the plain data of a checkpoint."""
+        text = str(content.get("config") or "")
+        changed = differences(text, loaded.dump_yaml()) if text else []
+        moved = [change for change in changed if _under(change[0], DATA)]
+        return cls(dict(content.get("extra") or {}).get(DATA_RECORD), moved)
+
+
 def check_data(
     file: Path,
     fingerprint: str,
@@ -228,24 +254,6 @@ def check_data(
     if not problems:
         write_whole(file, fingerprint + "\n")
     return problems, notes
-
-
-@dataclass(frozen=True, slots=True)
-class SavedData:
-    """What a checkpoint of this run says about its data."""
-
-    identities: Mapping[str, str] | None
-    """``Loaders.identities`` when it was saved; None: it is of an earlier version."""
-    moved: list[Change]
-    """Where it names other data than this configuration."""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any], loaded: Loaded) -> SavedData:
-        """From the plain data of a checkpoint."""
-        text = str(content.get("config") or "")
-        changed = differences(text, loaded.dump_yaml()) if text else []
-        moved = [change for change in changed if _under(change[0], DATA)]
-        return cls(dict(content.get("extra") or {}).get(DATA_RECORD), moved)
 
 
 def _other_data(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[Problem]:

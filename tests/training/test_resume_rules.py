@@ -227,17 +227,36 @@ def test_the_schedule_changes_under_its_key_only(tiny: Any) -> None:
     assert another_run(saved, tiny(*wsd, "optimizer.schedule_from=now")) is None
 
 
-def test_what_else_a_change_changes_is_said(tiny: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(tiny("model.hidden_dropout=0.1").dump_yaml())
-    keys = ["model.hidden_dropout=0.1", "training.micro_batch_size=4"]
-    problems, notes = resume_rules.check_settings(tiny(*keys), tmp_path)
+@pytest.mark.parametrize(
+    ("base", "change", "effect"),
+    [
+        ([], "training.micro_batch_size=4", ""),
+        (["model.hidden_dropout=0.1"], "training.micro_batch_size=4", " (changes dropout masks)"),
+        (["model.attention_dropout=0.1"], "attention.backend=mcore_local",
+         " (changes dropout masks)"),
+        (["model.hidden_dropout=0.1"], "training.eval_steps=3", ""),
+        (["model.moe.num_experts=4"], "training.micro_batch_size=4",
+         " (changes the balancing of experts, which is done in each micro-batch)"),
+        (["model.moe.num_experts=4", "model.moe.load_balancing=seq_aux_loss"],
+         "training.micro_batch_size=4", ""),
+    ],
+)  # fmt: skip
+def test_what_else_a_change_changes_is_said(
+    tiny: Any, tmp_path: Path, base: list[str], change: str, effect: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(tiny(*base).dump_yaml())
+    problems, (note,) = resume_rules.check_settings(tiny(*base, change), tmp_path)
+    key, _, new = change.partition("=")
     assert not problems
-    assert "micro_batch_size: 2 -> 4 (other dropout masks: they are made for" in "\n".join(notes)
+    assert note.startswith(f"configuration changed since the last attempt: {key}: ")
+    assert note.endswith(f" -> {new}{effect}")
+
+
+def test_a_refused_schedule_names_its_key(tiny: Any, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(tiny().dump_yaml())
-    _, (note,) = resume_rules.check_settings(tiny(keys[1]), tmp_path)
-    assert note.endswith("micro_batch_size: 2 -> 4")
     problems, _ = resume_rules.check_settings(tiny("optimizer.warmup_steps=3"), tmp_path)
     assert "set it back, or ask for the change with optimizer.schedule_from: now" in str(problems)
+    assert resume_rules.check_settings(tiny("optimizer.decay_steps=9"), tmp_path) == ([], [])
 
 
 # ---------------------------------------------------------------------------------- data
