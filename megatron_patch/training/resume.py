@@ -34,7 +34,7 @@ def go_on(loaded: Loaded, session: Session, loaders: Loaders, saver: Saver, step
             check_data(
                 run.directory / "data.sha256",
                 loaders.fingerprint,
-                step=step,
+                step=step if own is not None else 0,  # of another run: none is done here
                 identities=loaders.identities,
                 saved=None if own is None else SavedData.of(own, loaded),
             )
