@@ -109,10 +109,9 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     decay_steps: int | None = None
-    """Step at which min_lr is reached; default: training.train_steps when the run began."""
+    """Step at which min_lr is reached; default: training.train_steps."""
     schedule_from: Literal["start", "now"] = "start"
-    """Schedule of a resumed run. start: the one it began with; now: this configuration's, from the
-    next step on."""
+    """Schedule of a resumed run: the one it began with, or this one."""
     wsd_decay_steps: int | None = None
     """Length of the final decay under ``wsd``."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
@@ -128,7 +127,7 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Global gradient-norm clip; 0 disables clipping."""
     implementation: Literal["auto", "apex", "te", "torch"] = "auto"
-    """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's; the log says which."""
+    """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's."""
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with these values by themselves."""
