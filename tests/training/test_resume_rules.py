@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -186,7 +186,7 @@ def another(tp: Any, value: Any, path: str) -> Any:
         return [*(value or ()), *(value or [1])[-1:]]
     if kind is bool:
         return not value
-    if kind is str:
+    if kind is str or get_origin(kind) is Annotated:
         return f"{value}x"
     return 7 if value is None else type(value)(2 * value + 1)
 
