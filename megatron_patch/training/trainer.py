@@ -42,7 +42,8 @@ from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.resume_rules import another_run, check_data
+from megatron_patch.training.resume import go_on
+from megatron_patch.training.resume_rules import DATA_RECORD, another_run
 from megatron_patch.training.saver import Saver
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
@@ -265,7 +266,7 @@ class Trainer:
         """Take over the newest good checkpoint, where there is one.
 
         Raises:
-            ConfigError: the data is not what the run was trained on so far.
+            ConfigError: data or schedule are not those of the run so far, and no key asks for it.
         """
         position = self.saver.load()
         if position is None:
@@ -277,13 +278,8 @@ class Trainer:
             )
         self._load_watchers()
         self._keep_optimizer_kernel()
-        problems: list[Any] = [[]]
-        if self.layout.print_rank:
-            file = self.run_dir / "data.sha256"
-            problems = [check_data(file, self.loaders.fingerprint, step=self.position.step)]
-        torch.distributed.broadcast_object_list(problems, src=0)
-        if problems[0]:
-            raise ConfigError(problems[0])
+        for line in go_on(self.loaded, self.session, self.loaders, self.saver, self.position.step):
+            self.monitor.say(line)
 
     def _load_watchers(self, *, rewound: bool = False) -> None:
         """Let the watchers go on from the position, with what its checkpoint carries of them."""
@@ -415,6 +411,7 @@ class Trainer:
         for watcher in self.session.watchers:
             found |= watcher.state()
         found["faults"]["skipped"] = self.session.skipped
+        found[DATA_RECORD] = self.loaders.identities
         return found
 
     def _rewind(self, wanted: RewindWanted) -> None:

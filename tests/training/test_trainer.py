@@ -105,8 +105,11 @@ def test_the_first_stop_counts_and_a_checkpoint_is_pinned() -> None:
     assert made._step(2) is None, "the end of the run is no stop"
 
 
-def test_a_checkpoint_carries_what_all_watchers_keep() -> None:
-    assert loop([], [], [])._extra() == {"faults": {"skipped": 3}, "b": {}}
+def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of() -> None:
+    made = loop([], [], [])
+    made.loaders = SimpleNamespace(identities={"train": "1"})
+    kept = {"faults": {"skipped": 3}, "b": {}, "sequences": {"train": "1"}}
+    assert made._extra() == kept
 
 
 def test_a_rewind_is_planned_before_anything_is_loaded() -> None:

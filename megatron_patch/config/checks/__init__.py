@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
+from megatron_patch.schema.effective import decay_steps
 from megatron_patch.schema.parallel import OWN_BACKENDS
 from megatron_patch.schema.problem import Problem
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
     """A warm-up, a decay and a run that do not fit into each other."""
     o = run.optimizer
-    decay = o.decay_steps or run.training.train_steps
+    decay = decay_steps(run)
     if decay >= 1 and o.warmup_steps >= decay:
         yield Problem(
             "optimizer.warmup_steps",
