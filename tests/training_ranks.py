@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
 from torch.distributed import TCPStore
 
 from megatron_patch.runtime.records import read_rows
@@ -87,17 +91,11 @@ def run_ranks(
     processes = []
     for rank, log in enumerate(logs):
         environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as out:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), str(plan)],
-                    cwd=folder,
-                    env=environment,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a test's Ctrl-C must not reach ranks as a stop
-                )
-            )
+        process = forked.context().Process(
+            target=_rank, args=(str(WORKER), str(plan), str(folder), environment, str(log))
+        )
+        process.start()
+        processes.append(process)
     codes = _wait(processes, timeout)
     if any(codes):
         tail = "\n".join(f"--- rank {r}: {log.read_text()[-3000:]}" for r, log in enumerate(logs))
@@ -108,23 +106,41 @@ def run_ranks(
     ]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
-    """Exit codes; when one rank fails or time is over, the others are killed."""
-    import time
+def _rank(worker: str, plan: str, folder: str, environment: dict[str, str], log: str) -> None:
+    """Run the worker's script as ``python WORKER PLAN`` in the folder would."""
+    os.setsid()  # a test's Ctrl-C must not reach ranks as a stop
+    with open(log, "wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [worker, plan]
+    sys.path.insert(0, str(Path(worker).parent))
+    runpy.run_path(worker, run_name="__main__")
 
+
+def _wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
+    """Exit codes; when one rank fails or time is over, the others are killed."""
     end = time.monotonic() + timeout
-    try:
-        while time.monotonic() < end:
-            codes = [p.poll() for p in processes]
-            if all(code == 0 for code in codes) or any(code for code in codes):
-                break
-            time.sleep(0.1)
-        return [p.poll() for p in processes]
-    finally:
-        for p in processes:
-            if p.poll() is None:
+    while time.monotonic() < end:
+        codes = [p.exitcode for p in processes]
+        if all(code == 0 for code in codes) or any(code for code in codes):
+            break
+        time.sleep(0.05)
+    return end_all(processes)
+
+
+def end_all(processes: list[BaseProcess]) -> list[int | None]:
+    """Kill what runs, with all that it started; the exit codes of before."""
+    codes = [p.exitcode for p in processes]
+    for p in processes:
+        if p.exitcode is None:
+            p.kill()
+            with contextlib.suppress(ProcessLookupError):  # not a session of its own yet
                 os.killpg(p.pid, signal.SIGKILL)
-            p.wait()
+        p.join()
+    return codes
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, str]]:
