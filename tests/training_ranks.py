@@ -78,24 +78,8 @@ def run_ranks(
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     ports = [store.port for store in stores]
     plan.write_text(json.dumps({"config": str(config), "ports": ports, "runs": runs}))
-    base = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ports[0]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-    }
     logs = [plan.with_suffix(f".log{rank}") for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = forked.context().Process(
-            target=_rank, args=(str(WORKER), str(plan), str(folder), environment, str(log))
-        )
-        process.start()
-        processes.append(process)
+    processes = start_ranks(WORKER, [str(plan)], folder, ports[0], logs)
     codes = _wait(processes, timeout)
     if any(codes):
         tail = "\n".join(f"--- rank {r}: {log.read_text()[-3000:]}" for r, log in enumerate(logs))
@@ -106,18 +90,43 @@ def run_ranks(
     ]
 
 
-def _rank(worker: str, plan: str, folder: str, environment: dict[str, str], log: str) -> None:
-    """Run the worker's script as ``python WORKER PLAN`` in the folder would."""
+def start_ranks(
+    script: Path, arguments: list[str], folder: Path, port: int, logs: list[Path]
+) -> list[BaseProcess]:
+    """A rank for every log, each ``python SCRIPT ARGUMENTS``; ``port`` is that of their store."""
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(logs)),
+            "LOCAL_WORLD_SIZE": str(len(logs)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "1",
+        }
+        process = forked.context().Process(
+            target=_rank, args=([str(script), *arguments], folder, environment, log)
+        )
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def _rank(argv: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:
+    """Run the script in this process as a new one would."""
     os.setsid()  # a test's Ctrl-C must not reach ranks as a stop
-    with open(log, "wb") as out:
+    with log.open("wb") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [worker, plan]
-    sys.path.insert(0, str(Path(worker).parent))
-    runpy.run_path(worker, run_name="__main__")
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def _wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
