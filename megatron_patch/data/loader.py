@@ -197,6 +197,9 @@ class Loaders:
             total = sum(part.ring.tokens for part in mixture.parts)
             line = f"data {split}: {human(total)} tokens in {len(mixture.parts)} dataset(s)"
             samples = steps.get(split, training.eval_steps) * training.global_batch_size
+            if split == "test":
+                lines.append(f"{line}; held out: no run reads it")
+                continue
             what = "the run reads" if split == "train" else "an evaluation reads"
             line += f"; {what} {human(samples * s)}"
             lines.append(line)
@@ -213,6 +216,10 @@ class Loaders:
                     f"{count / max(samples, 1):.1%} of samples, {epochs:.3g} epochs{note}"
                 )
         lines += [f"data {split}: none ({why})" for split, why in self._absent.items()]
+        data = self._run.data
+        if not data.blend and data.split != type(data)().split:
+            # Not refused: it may come from a base file, where it cannot be taken away.
+            lines.append(f"data.split {data.split}: not used, data.train names whole datasets")
         if self._run.data.eod_mask_loss:
             lines.append("data: end-of-document tokens carry no loss")
         if self._run.data.reset_position_ids:

@@ -184,7 +184,19 @@ def test_splits_of_their_own(kit: SimpleNamespace, corpora: list[Path]) -> None:
     assert loaders.has("train") and loaders.has("valid") and not loaders.has("test")
     with pytest.raises(DataError, match=r"there is no test data.*not configured"):
         loaders.iterate("test")
-    assert any(line.startswith("data test: none") for line in loaders.describe())
+    said = loaders.describe()
+    assert any(line.startswith("data test: none") for line in said)
+    assert said[-1].startswith("data.split [0.8, 0.1, 0.1]: not used")
+
+
+def test_what_is_held_out_is_said_to_be_read_by_nothing(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    said = build_loaders(kit.run_config(*corpora), kit.layout()).describe()
+    assert [line for line in said if line.endswith("held out: no run reads it")] == [
+        line for line in said if line.startswith("data test")
+    ]
+    assert any(line.startswith("data test") for line in said)
 
 
 def naive(tokens: list[int], eod: int) -> tuple[list[int], list[float]]:

@@ -44,8 +44,15 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def data_problems(run: RunConfig) -> Iterator[Problem]:
-    """An evaluation that is asked for and has no data."""
+    """An evaluation that is asked for and has no data, and positions that nothing reads."""
     data, interval = run.data, run.training.eval_interval
+    if data.reset_position_ids and run.model.position_embedding != "learned_absolute":
+        yield Problem(
+            "data.reset_position_ids",
+            f"has no effect with model.position_embedding {run.model.position_embedding!r}: only "
+            "learned_absolute embeddings read position ids (rope counts from the start of the "
+            "sequence); remove it",
+        )
     if interval is None:
         return
     if not data.blend and data.train and not data.valid:
