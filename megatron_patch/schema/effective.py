@@ -42,6 +42,11 @@ def _expert_width(run: RunConfig) -> int | None:
     return None if moe is None else model.expert_ffn_hidden_size(run.model, moe)
 
 
+def _resets_positions(run: RunConfig) -> bool:
+    """Other embeddings read no position ids; earlier versions took the key with all of them."""
+    return run.data.reset_position_ids and run.model.position_embedding == "learned_absolute"
+
+
 def _window(run: RunConfig) -> list[int] | None:
     """Attention is causal: nothing to the right is ever visible."""
     return run.model.window and [run.model.window[0], 0]
@@ -60,6 +65,7 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "model.moe.layer_freq": lambda run: model.moe_layers(run.model),
     "optimizer.decay_steps": decay_steps,
     "data.seed": data_seed,
+    "data.reset_position_ids": _resets_positions,
     "data.tokenizer.eod_id": _end_of_document,
     "parallel.expert_tensor_parallel_size": expert_tensor_parallel_size,
 }
