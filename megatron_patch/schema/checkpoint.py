@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.schema.kinds import MEANING
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class CheckpointConfig:
     """Start from this checkpoint (another run's, any layout) when the run has none of its own."""
     load_weights_only: bool = False
     """With ``load_from``: take the weights only; optimizer, schedule and data start fresh."""
+    intended_changes: list[str] = field(default_factory=list)
+    """With ``load_from``: keys that may differ from the checkpoint's run although its weights then
+    compute something else, such as ``model.rotary_base`` or ``data.tokenizer``."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
     """fully_reshardable loads on any layout; dp_reshardable on other DP sizes only, and not all."""
     verify: Literal["full", "sampled"] = "full"
@@ -48,6 +52,7 @@ class CheckpointConfig:
             yield Problem("checkpoint.directory", f"{self.directory!r} is a file")
         if self.load_weights_only and self.load_from is None:
             yield Problem("checkpoint.load_weights_only", "has no effect without load_from")
+        yield from self._intended()
         if self.load_from is not None and self.resume == "required":
             yield Problem(
                 "checkpoint.load_from",
@@ -60,3 +65,17 @@ class CheckpointConfig:
                 f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
                 "checkpoints",
             )
+
+    def _intended(self) -> Iterator[Problem]:
+        path = "checkpoint.intended_changes"
+        if self.intended_changes and self.load_from is None:
+            yield Problem(path, "has no effect without load_from: leave it out")
+        for number, key in enumerate(self.intended_changes):
+            if key not in MEANING:
+                yield Problem(
+                    f"{path}[{number}]",
+                    f"{key[:60]!r} is no key that decides what a checkpoint's weights mean; "
+                    f"allowed: {', '.join(MEANING)}",
+                )
+            elif key in self.intended_changes[:number]:
+                yield Problem(f"{path}[{number}]", f"{key} is named twice")

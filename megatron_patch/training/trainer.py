@@ -40,6 +40,7 @@ from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import run_directory as directories
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError, unwrap
+from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.resume_rules import another_run, check_data
@@ -201,6 +202,7 @@ class Trainer:
         monitor.say(line)
         self.heartbeat = Heartbeat(layout.rank)
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
+        self.inheritance = Inheritance(loaded, layout, self.loaders)
         checkpointer = self._checkpointer()
         check_host_memory(checkpointer, monitor)
         self.saver = Saver(checkpointer, monitor)
@@ -217,7 +219,8 @@ class Trainer:
         return Checkpointer(
             self.run, self.layout, s.chunks, s.optimizer, s.schedule,
             config_text=self.loaded.dump_yaml(), run_dir=self.run_dir,
-            foreign=partial(another_run, loaded=self.loaded), extra=self._extra,
+            foreign=partial(another_run, loaded=self.loaded), inherit=self.inheritance.check,
+            extra=self._extra,
         )  # fmt: skip
 
     def _watch(self) -> None:
@@ -265,7 +268,8 @@ class Trainer:
         """Take over the newest good checkpoint, where there is one.
 
         Raises:
-            ConfigError: the data is not what the run was trained on so far.
+            ConfigError: the data is not what the run was trained on so far, or the run is beyond
+                its end; of another run's checkpoint: see `inheritance`.
         """
         position = self.saver.load()
         if position is None:
@@ -277,13 +281,22 @@ class Trainer:
             )
         self._load_watchers()
         self._keep_optimizer_kernel()
+        own = self.inheritance.place_data(
+            self.saver.extra, step=self.position.step, batch=self._next_batch,
+            schedule=self.session.schedule, say=self.monitor.say,
+        )  # fmt: skip
         problems: list[Any] = [[]]
         if self.layout.print_rank:
-            file = self.run_dir / "data.sha256"
-            problems = [check_data(file, self.loaders.fingerprint, step=self.position.step)]
+            # At a start from another run, which may have gone on since the last try, none is done.
+            file, done = self.run_dir / "data.sha256", self.position.step if own else 0
+            problems = [check_data(file, self.loaders.fingerprint, step=done)]
         torch.distributed.broadcast_object_list(problems, src=0)
         if problems[0]:
             raise ConfigError(problems[0])
+
+    @property
+    def _next_batch(self) -> int:
+        return self.spikes.skips.batch(self.position.step + 1)
 
     def _load_watchers(self, *, rewound: bool = False) -> None:
         """Let the watchers go on from the position, with what its checkpoint carries of them."""
@@ -415,7 +428,7 @@ class Trainer:
         for watcher in self.session.watchers:
             found |= watcher.state()
         found["faults"]["skipped"] = self.session.skipped
-        return found
+        return found | {"data": self.loaders.position(self._next_batch)}
 
     def _rewind(self, wanted: RewindWanted) -> None:
         """Back to the last checkpoint before the spike; the batches in between are left out."""
