@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -287,8 +288,10 @@ def compare(saved: str, loaded: Loaded) -> list[Change]:
             key = ".".join(part for part in path.split(".") if not part.isdecimal())
         if key in ITSELF or key == "data.tokenizer":
             continue
-        if key != path:
+        if key != path or "absent" in (old, new):  # a list or a section
             old, new = (_text(tree, key) for tree in trees)
+        if old == new:  # datasets at another place
+            continue
         changes[key] = Change(key, kind, old, new)
     values = [_scalars(tree) for tree in trees]
     return [
@@ -402,12 +405,12 @@ def _known_fingerprint(path: Path, tree: dict[str, Any]) -> str | None:
 
 def _rate_of(state: Any, tree: Any, step: int) -> float | None:
     """Learning rate of the step after ``step`` by a scheduler's saved state; None: not told."""
-    from types import SimpleNamespace
-
+    if not state:
+        return None
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     optimizer = {} if tree is None else tree.get("optimizer", {})
-    wsd = state.get("wsd_decay_steps", optimizer.get("wsd_decay_steps")) if state else None
+    wsd = state.get("wsd_decay_steps", optimizer.get("wsd_decay_steps"))
     try:
         schedule = OptimizerParamScheduler(
             SimpleNamespace(param_groups=[]),
@@ -451,6 +454,9 @@ def _text(tree: Any, key: str) -> str:
         if not isinstance(tree, dict) or part not in tree:
             return "absent"
         tree = tree[part]
+    if isinstance(tree, list) and tree and all(isinstance(d, dict) for d in tree):
+        # Datasets by name: what they are is told by content.
+        tree = [f"{Path(str(d.get('path'))).name} {d.get('weight')}" for d in tree]
     if isinstance(tree, str):
         return tree
     return yaml.safe_dump(tree, default_flow_style=True, width=10**6).strip().replace("'", "")

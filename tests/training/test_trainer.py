@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_patch.checkpoint.train_state import TrainState
+from megatron_patch.faults.skips import Skips
 from megatron_patch.runtime.heartbeat import PULSE, Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, RewindWanted, Stop, Watcher
 from megatron_patch.training import trainer
@@ -52,6 +53,8 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
         reads_data=False, micro_batches=1,
     )  # fmt: skip
     made.stability = SimpleNamespace(switched_at=0)
+    made.spikes = SimpleNamespace(skips=Skips(((2, 3),), 1))
+    made.loaders = SimpleNamespace(position=lambda batch: {"batch": batch})
     made.heartbeat = Heartbeat(1)
     made.recorder = SimpleNamespace(stepped=lambda: None, restart=lambda: None)
     made.monitor = SimpleNamespace(tick=lambda: None, restart=lambda *_, **__: None)
@@ -106,7 +109,10 @@ def test_the_first_stop_counts_and_a_checkpoint_is_pinned() -> None:
 
 
 def test_a_checkpoint_carries_what_all_watchers_keep() -> None:
-    assert loop([], [], [])._extra() == {"faults": {"skipped": 3}, "b": {}}
+    made = loop([], [], [])
+    made.position.step = 4  # batches 2 to 4 were left out
+    found = {"faults": {"skipped": 3}, "b": {}, "data": {"batch": 7}}
+    assert made._extra() == found
 
 
 def test_a_rewind_is_planned_before_anything_is_loaded() -> None:
