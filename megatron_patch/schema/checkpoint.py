@@ -29,12 +29,11 @@ class CheckpointConfig:
     resume: Literal["auto", "never", "required"] = "auto"
     """auto: continue from the newest good checkpoint if there is one; required: fail without."""
     load_from: str | None = None
-    """Start from this checkpoint (another run's, any layout) when the run has none of its own."""
+    """Start from this checkpoint (another run's, any layout) when the run has none."""
     load_weights_only: bool = False
-    """With ``load_from``: take the weights only; optimizer, schedule and data start fresh."""
+    """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
     intended_changes: list[str] = field(default_factory=list)
-    """With ``load_from``: keys that may differ from the checkpoint's run although its weights then
-    compute something else, such as ``model.rotary_base`` or ``data.tokenizer``."""
+    """Keys that may change what loaded weights mean."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
     """fully_reshardable loads on any layout; dp_reshardable on other DP sizes only, and not all."""
     verify: Literal["full", "sampled"] = "full"
