@@ -193,7 +193,7 @@ def test_a_key_that_came_with_an_update_is_no_change(loaded: Callable[..., Any])
     older = "\n".join(x for x in saved.splitlines() if "norm_epsilon" not in x)
     assert compare(older, loaded(*START)) == []
     (change,) = compare(older, loaded("model.norm_epsilon=1e-3", *START))
-    assert (change.old, change.kind) == ("absent", "meaning")
+    assert (change.key, change.kind) == ("model.norm_epsilon", "meaning")
 
 
 @pytest.mark.parametrize(
