@@ -216,9 +216,8 @@ finished() {
   local marker=$RUN_DIR/FINISHED text
   [[ -f $marker ]] || return 1
   text=$(<"$marker")
-  if [[ $text =~ \"step\":\ *([0-9]+) ]]; then
-    ((BASH_REMATCH[1] >= TRAIN_STEPS))
-  fi
+  # Without a step it is no marker of ours: the ranks say what it is.
+  [[ $text =~ \"step\":\ *([0-9]+) ]] && ((BASH_REMATCH[1] >= TRAIN_STEPS))
 }
 
 # The step the first rank has begun last; -1 before the first.

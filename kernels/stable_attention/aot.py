@@ -24,9 +24,13 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention import configs
+from stable_attention.hopper import backward as hopper
+from stable_attention.hopper import rows
 from stable_attention.triton import backward, forward, preprocess
 from stable_attention.triton.launches import anew
 
@@ -38,6 +42,9 @@ KERNELS = (
     preprocess.preprocess_kernel,
     backward.dkdv_kernel,
     backward.dq_kernel,
+    rows.rows_kernel,
+    hopper.backward_kernel,
+    rows.dq_kernel,
 )
 # Bytes of shared memory one program may use.
 SHARED_LIMIT = {"sm80": 166912, "sm90": 232448, "sm100": 232448}
@@ -109,9 +116,10 @@ def _source(launch: Launch) -> ASTSource:
         if param.is_constexpr or value is None or _is_one(param, value):
             signature[param.name] = "constexpr"
             constants[(i,)] = value
-        elif isinstance(value, TensorDescriptor):
+        elif isinstance(value, (TensorDescriptor, GluonDescriptor)):
             dtype = _TYPES[value.base.dtype].removeprefix("*")
-            signature[param.name] = f"tensordesc<{dtype}{list(value.block_shape)}>"
+            layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+            signature[param.name] = f"tensordesc<{dtype}{list(value.block_shape)}{layout}>"
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]
             attrs[(i,)] = [["tt.divisibility", 16]]
@@ -121,7 +129,8 @@ def _source(launch: Launch) -> ASTSource:
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not param.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return source(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
 
 
 def _is_one(param: Any, value: object) -> bool:

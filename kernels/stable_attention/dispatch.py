@@ -8,13 +8,14 @@ three functions have the signatures of `triton.forward.forward`, `triton.preproc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from stable_attention import configs
+from stable_attention.hopper import launch as hopper
 from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
-    "deterministic", "chunks",
+    "deterministic", "chunks", "causal, sq != sk",
 )  # fmt: skip
 
 
@@ -56,13 +57,32 @@ class KernelSet:
     name: str
     archs: frozenset[str]
     features: frozenset[str]
-    head_dims: range
+    head_dims: Collection[int]
     forward: Callable[..., Any]
     preprocess: Callable[..., Any]
     backward: Callable[..., Any]
 
 
 KERNEL_SETS = (
+    KernelSet(
+        name="hopper",
+        archs=frozenset({"sm90"}),
+        features=frozenset(FEATURES)
+        - {
+            "window",
+            "softcap",
+            "dropout",
+            "varlen",
+            "different v head dim",
+            "paper_bf16",
+            "chunks",
+            "causal, sq != sk",
+        },
+        head_dims=(64, 128),
+        forward=forward,
+        preprocess=preprocess,
+        backward=hopper.backward,
+    ),
     KernelSet(
         name="triton",
         archs=frozenset({"sm80", "sm90", "sm100", "interpreter"}),
@@ -88,6 +108,7 @@ def needs(problem: Problem, *, chunked: bool = False) -> Iterator[str]:
         "different v head dim": problem.d != problem.dv,
         "deterministic": problem.deterministic,
         "chunks": chunked,
+        "causal, sq != sk": problem.window_right == 0 and problem.sq != problem.sk,
         problem.stabilizer: True,
     }
     return (name for name, used in flags.items() if used)

@@ -6,6 +6,7 @@ here. What was a complete checkpoint is deleted by `delete` alone.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_patch.checkpoint.errors import BadCheckpoint
 from megatron_patch.checkpoint.manifest import MANIFEST, SEAL, check_seal, read_small
@@ -53,6 +55,27 @@ def key_of(name: str) -> tuple[int, int]:
     key = parse_name(name)
     assert key is not None, name
     return key
+
+
+class Pointer(NamedTuple):
+    """What ``latest`` says; all empty but ``why`` where it is lost, empty or no text at all."""
+
+    name: str = ""
+    """The checkpoint that it names, which need not be there."""
+    why: str = ""
+    """Why it names none."""
+    wish: str = ""
+    """What somebody made of it instead: a text, or what is there in the place of the file."""
+
+
+def _typed(data: bytes) -> str:
+    """The text that an editor left (byte order marks, CRLF, UTF-16); "" for bytes that are none."""
+    utf16 = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    try:
+        text = data.decode("utf-16" if utf16 else "utf-8-sig").strip("\0 \t\r\n")
+    except UnicodeDecodeError:
+        return ""
+    return text if all(c.isprintable() or c.isspace() for c in text) else ""
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -131,15 +154,19 @@ class CheckpointDirectory:
 
     # ---------------------------------------------------------------- latest
 
-    def read_pointer(self, name: str = LATEST) -> tuple[str, str]:
-        """(checkpoint that ``latest`` names, ""), or ("", why it names none)."""
+    def read_pointer(self, name: str = LATEST) -> Pointer:
+        """What ``latest`` says. A link is not followed."""
         try:
-            text = read_small(self.root, name, limit=200).decode("ascii", "replace").strip()
+            data = read_small(self.root, name, limit=4096)
         except BadCheckpoint as bad:
-            return "", bad.why
-        if parse_name(text) is None:
-            return "", f"it holds {text[:80]!r}" if text else "it is empty"
-        return text, ""
+            if bad.kind in ("missing", "unreadable"):
+                return Pointer(why=bad.why)
+            link = f"is a link to {os.readlink(self.root / name)}" if bad.kind == "link" else ""
+            return Pointer(why=bad.why, wish=link or bad.why.removeprefix(f"{name} "))
+        text = _typed(data)
+        if parse_name(text) is not None:
+            return Pointer(text)
+        return Pointer(why=f"it holds {data[:80]!r}" if data else "it is empty", wish=text)
 
     def announce(self, name: str) -> None:
         """Say what ``latest`` will name, before anything is renamed for it."""
@@ -154,7 +181,7 @@ class CheckpointDirectory:
         """Finish a `go_back` or a commit that was killed; an announcement of nothing is dropped."""
         if not os.path.lexists(self.root / NEXT):
             return
-        name, _ = self.read_pointer(NEXT)
+        name = self.read_pointer(NEXT).name
         if name in self.complete_names():
             self.go_back(name)
         else:  # killed before the directory had its name

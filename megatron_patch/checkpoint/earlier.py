@@ -32,7 +32,7 @@ def left_behind(directory: CheckpointDirectory, start: str = "") -> tuple[str, l
     """
     names = directory.complete_names()
     parents, last = _lineage(directory.root)
-    latest, _ = directory.read_pointer()
+    latest = directory.read_pointer().name
     known = latest in names or latest in parents
     start = start or (latest if known else last or names[0])
     line: list[str] = []

@@ -112,7 +112,7 @@ def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> 
         only: name of one checkpoint.
     """
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
-    latest, _ = store.directory.read_pointer()
+    latest = store.directory.read_pointer().name
     pins: dict[str, str] = {}
     with contextlib.suppress(pinned.PinnedFileError):  # `list` tells of it
         pins = pinned.read(root)
@@ -208,9 +208,12 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
 
     Raises:
         PinnedFileError: what is pinned cannot be read.
+        CheckpointError: what ``latest`` was set to is no checkpoint.
     """
     pinned.read(root)  # where it does not tell, any of them may be pinned
-    identity = CheckpointStore(root).directory.identity
+    directory = CheckpointStore(root).directory
+    newest.refuse_wish(directory)  # which may mean any of them, too
+    identity = directory.identity
     kept: list[tuple[Entry, str]] = []
     doomed: list[Entry] = []
     for place, entry in enumerate(e for e in entries if e.state in ("complete", "good")):

@@ -182,7 +182,7 @@ def read_key(path: str | Path) -> bytes:
     Raises:
         ValueError: missing, readable by others, or too short; the text says what to do.
     """
-    path = Path(path).expanduser()
+    path = Path(path)
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # before reading: /dev/zero has no end

@@ -2,8 +2,9 @@
 
 Whoever goes back moves the newer ones to ``aside/``: a person with ``megatron-patch checkpoint
 rollback``, a rewind after a loss spike, a load that refused the newest. ``latest`` always names the
-newest, for people and scripts. Where it names another one somebody edited it, as earlier versions
-asked for, and nothing is continued before a person has said which one is meant.
+newest, for people and scripts. Where it says anything else somebody edited it, as earlier versions
+and other trainers ask for, and nothing is continued before a person has said which one is meant.
+Lost, empty or torn, it says nothing.
 
 Local; `checkpoint.store` calls this on rank 0.
 """
@@ -11,51 +12,102 @@ Local; `checkpoint.store` calls this on rank 0.
 from __future__ import annotations
 
 import logging
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier, pinned
-from megatron_patch.checkpoint.directory import LATEST, NEXT, CheckpointDirectory
+from megatron_patch.checkpoint.directory import ASIDE, LATEST, NEXT, CheckpointDirectory, key_of
 from megatron_patch.checkpoint.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
-def candidates(directory: CheckpointDirectory) -> list[str]:
+STEP = re.compile(r"(\d{1,15})(?:\.attempt-\d+\S*)?/?$")
+"""The end of what people write for a checkpoint: ``10``, ``iter_0000010``, a path of one."""
+
+
+def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]:
     """The complete checkpoints to try, newest first. Changes nothing.
 
+    ``own``: False for the store of another run, where the remedy is another.
+
     Raises:
-        CheckpointError: ``latest`` names another than the newest, or one that is not there.
+        CheckpointError: ``latest`` names another than the newest, or one that is not there, or
+            holds something that is no name.
     """
     names = directory.complete_names()
     if not names:
         return []
+    refuse_wish(directory, own=own)
     if not directory.current:
         start, left = earlier.left_behind(directory)
         stay = [name for name in names if name not in left]
         if not stay:
-            raise CheckpointError(_edited(directory.root, start, names[0]))
+            raise CheckpointError(_edited(directory.root, f"names {start}", start, names, own=own))
         return stay
-    announced, _ = directory.read_pointer(NEXT)
+    announced = directory.read_pointer(NEXT).name
     if announced in names:  # a process was killed, or is, in the middle of a move
         return names[names.index(announced) :]
-    latest, why = directory.read_pointer()
-    if why:
-        log.warning("%s: %s; taking the newest, %s", directory.root / LATEST, why, names[0])
-    elif latest != names[0]:
-        raise CheckpointError(_edited(directory.root, latest, names[0]))
+    latest = directory.read_pointer()
+    if latest.why:
+        log.warning("%s: %s; taking the newest, %s", directory.root / LATEST, latest.why, names[0])
+    elif latest.name != names[0]:
+        said = f"names {latest.name}"
+        raise CheckpointError(_edited(directory.root, said, latest.name, names, own=own))
     return names
 
 
-def _edited(root: Path, latest: str, newest: str) -> str:
+def refuse_wish(directory: CheckpointDirectory, *, own: bool = True) -> None:
+    """Do not take what somebody made of ``latest`` for damage.
+
+    What a crash leaves of it is the beginning of the name that it held. A move that was announced
+    is finished: ``latest`` is about to be replaced.
+
+    Raises:
+        CheckpointError: it holds another text than that, or is a link or a directory; or, in the
+            store of an earlier version, names a checkpoint of which nothing is known.
+    """
+    names, latest = directory.complete_names(), directory.read_pointer()
+    if not names or directory.read_pointer(NEXT).name in names:
+        return
+    at = names[0]
+    if not directory.current:
+        at = earlier.left_behind(directory)[0]  # what `latest` names, if anything is known of it
+    elif latest.name:
+        return  # `candidates` knows what is newer
+    if at.startswith(latest.name or latest.wish):
+        return
+    said = f"names {latest.name}" if latest.name else latest.wish
+    if latest.why.startswith("it holds"):
+        said = f"holds {latest.wish[:200]!r}"
+    meant = latest.name or _meant(latest.wish, names)
+    raise CheckpointError(_edited(directory.root, said, meant, names, own=own))
+
+
+def _meant(wish: str, names: Sequence[str]) -> str:
+    """The complete checkpoint that a text looks like, or ""."""
+    found = STEP.search(wish)
+    same = [name for name in names if found and key_of(name)[0] == int(found[1])]
+    return next((name for name in same if name in wish), same[0] if same else "")
+
+
+def _edited(root: Path, said: str, meant: str, names: Sequence[str], *, own: bool) -> str:
+    """Why ``latest`` is for a person, and the commands that decide it."""
     command = f"megatron-patch checkpoint rollback {shlex.quote(str(root))} --to"
-    text = f"{root / LATEST} names {latest}, which is not a complete checkpoint here"
-    if (root / latest).is_dir():
-        text = (
-            f"{root / LATEST} names {latest}, and {newest} is newer; to go back, which moves newer "
-            f"ones aside: {command} {latest}"
-        )
-    return f"{text}; to continue from the newest: {command} {newest}"
+    text = f"{root / LATEST} {said}, which is not a complete checkpoint here"
+    if meant in names[1:]:
+        text = f"{root / LATEST} {said}, and {names[0]} is newer"
+    elif meant not in names and meant:
+        aside = sorted((root / ASIDE).glob(f"{meant}.*"))
+        text += f" (it was moved to {aside[-1]})" if aside else ""
+    if not own:
+        named = root / (meant if meant in names else names[0])
+        return f"{text}; name the one to start from: checkpoint.load_from: {named}"
+    if meant in names[1:]:
+        text += f"; to go back, which moves newer ones aside: {command} {meant}"
+    return f"{text}; to continue from the newest: {command} {names[0]}"
 
 
 def take_over(directory: CheckpointDirectory) -> None:
@@ -94,6 +146,8 @@ def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
     """
     pinned.adopt(directory)
     left = [] if directory.current else earlier.left_behind(directory, name)[1]
+    if directory.read_pointer().wish and (directory.root / LATEST).is_dir():
+        directory.move_aside(directory.root / LATEST, "replaced")  # no file takes its place
     moved = directory.go_back(name, also=left)
     if not directory.current:
         earlier.close(directory)

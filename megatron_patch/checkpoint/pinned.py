@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier
-from megatron_patch.checkpoint.directory import TMP, CheckpointDirectory, key_of, parse_name
+from megatron_patch.checkpoint.directory import ASIDE, TMP, CheckpointDirectory, key_of, parse_name
 from megatron_patch.checkpoint.errors import BadCheckpoint
 from megatron_patch.checkpoint.manifest import read_small
 from megatron_patch.runtime.files import sync_directory, write_whole
@@ -65,6 +65,31 @@ def _parse(root: Path) -> dict[str, str]:
             raise ValueError(f"{name!r:.80} is no checkpoint's name ('{EXAMPLE}' is a good line)")
         pins[name] = "".join(c if c.isprintable() else "?" for c in reason.strip())
     return pins
+
+
+def slip(root: Path, names: Sequence[str]) -> str:
+    """A warning about what a person pinned and is not there, where the one meant may go; or "".
+
+    Those moved aside are there, and those of the early warning were.
+
+    Args:
+        root: directory of the store.
+        names: its complete checkpoints.
+    """
+    try:
+        pins = read(root)
+    except PinnedFileError as error:
+        return str(error)
+    aside = os.listdir(root / ASIDE) if (root / ASIDE).is_dir() else []
+    lost = [
+        name
+        for name, why in pins.items()
+        if name not in names
+        and not WARNING.fullmatch(why)
+        and not any(left.startswith(f"{name}.") for left in aside)
+    ]
+    text = f"{root / FILE} names {', '.join(lost)}: no checkpoint here, and none is kept for it"
+    return f"{text}; mend the line, or remove it" if lost else ""
 
 
 def write(root: Path, pins: Mapping[str, str]) -> None:

@@ -322,7 +322,10 @@ class CheckpointStore:
         def look() -> list[str]:
             if own and self.directory.complete_names():
                 newest.take_over(self.directory)
-            return newest.candidates(self.directory)
+                slip = pinned.slip(self.root, self.directory.complete_names())
+                if slip:
+                    log.warning("%s", slip)
+            return newest.candidates(self.directory, own=own)
 
         names: list[str] = self._on_first_rank(
             look, f"cannot list {self.root}", error=CheckpointError

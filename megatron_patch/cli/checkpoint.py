@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.cli.common import Subparsers
+from megatron_patch.cli.common import Subparsers, as_path
 
 if TYPE_CHECKING:
     from megatron_patch.checkpoint.inspect import Entry
@@ -60,7 +60,8 @@ def add_parser(commands: Subparsers) -> None:
         made: argparse.ArgumentParser = actions.add_parser(
             name, help=text, description=long or text.capitalize() + ".", epilog=EPILOG
         )
-        made.add_argument("path", metavar="PATH", help="run directory, checkpoints/, or one")
+        place = "run directory, checkpoints/, or one"
+        made.add_argument("path", metavar="PATH", type=as_path, help=place)
         made.add_argument("--json", action="store_true", help="one JSON document on stdout")
         made.set_defaults(run=work, only_prints=name == "list")
         return made
@@ -70,7 +71,8 @@ def add_parser(commands: Subparsers) -> None:
     text = "delete old checkpoints by a rule; says only what would go"
     prune = action("prune", run_prune, text, PRUNE)
     for parser in (verify, listing, prune):
-        parser.add_argument("--key-file", metavar="FILE", help="check signatures with this key")
+        text = "check signatures with this key"
+        parser.add_argument("--key-file", metavar="FILE", type=as_path, help=text)
     for parser in (verify, prune):
         parser.add_argument(
             "--jobs", metavar="N", type=_count, default=min(8, os.cpu_count() or 1),
@@ -133,21 +135,24 @@ def _print_json(**answer: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print the table."""
-    from megatron_patch.checkpoint import pinned
+    from megatron_patch.checkpoint import newest, pinned
+    from megatron_patch.checkpoint.directory import CheckpointDirectory
+    from megatron_patch.checkpoint.errors import CheckpointError
 
     root, entries = _survey(args)
-    problem = ""
+    directory, edited = CheckpointDirectory(root), ""
+    problem = pinned.slip(root, directory.complete_names())
     try:
-        pinned.read(root)
-    except pinned.PinnedFileError as error:
-        problem = str(error)
+        newest.candidates(directory)
+    except CheckpointError as error:
+        edited = str(error)
     if args.json:
         found = [e.as_dict() for e in entries]
-        _print_json(store=root, entries=found, pinned_problem=problem)
+        _print_json(store=root, entries=found, pinned_problem=problem, latest_problem=edited)
     else:
         print(table(entries))
-        if problem:
-            print(f"warning: {problem}")
+        for text in filter(None, (problem, edited)):
+            print(f"warning: {text}")
     return verdict(entries)
 
 

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.schema import paths
+
 if TYPE_CHECKING:
     from megatron_patch.schema.run import Loaded
 
@@ -32,7 +34,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """``--config FILE`` and ``--set a.b=c``."""
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    parser.add_argument(
+        "--config", metavar="FILE", type=as_path, required=True, help="YAML file of the run"
+    )
     add_overrides(parser)
 
 
@@ -43,11 +47,27 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(path: str, overrides: list[str]) -> Loaded:
+def as_path(text: str) -> str:
+    """An argument that names a place (``type=`` of argparse), expanded as a key is.
+
+    What exists under the name as written is meant: the shell has expanded it, or found it.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be expanded.
+    """
+    if not text.startswith("~") and os.path.lexists(text):
+        return text
+    try:
+        return paths.expand(text)
+    except paths.PathError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def load(file: str, overrides: list[str], *, for_job: bool = False) -> Loaded:
     """The checked configuration; ``ConfigError`` with every problem."""
     from megatron_patch import config
 
-    return config.load(path, overrides)
+    return config.load(file, overrides, for_job=for_job)
 
 
 told: list[str] = []

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_patch.cli.common import Subparsers, add_overrides, load, tell
+from megatron_patch.cli.common import Subparsers, add_overrides, as_path, load, tell
+from megatron_patch.schema import paths
+from megatron_patch.schema.problem import printable
+
+if TYPE_CHECKING:
+    from megatron_patch.schema.run import RunConfig
 
 DESCRIPTION = """\
 Look at a configuration without starting anything. Nothing here needs a GPU or imports torch.
@@ -39,7 +47,8 @@ def add_parser(commands: Subparsers) -> None:
         parts,
         "check",
         "check configurations and report every problem at once",
-        "Exit code 0: usable; 2: the problems are on stderr, with file, line and remedy.\n"
+        "Exit code 0: usable, and every path it names is printed as it is meant, from the working\n"
+        "directory; 2: the problems are on stderr, with file, line and remedy.\n"
         "Data files are checked when they are opened, at the start of training.",
     )
     _add_file(check, many=True)
@@ -63,7 +72,9 @@ def add_parser(commands: Subparsers) -> None:
         "print the reference page of all keys (docs/configuration.md)",
         "Markdown, generated from the docstrings of the configuration's dataclasses.",
     )
-    docs.add_argument("--write", metavar="FILE", help="write it there instead of printing it")
+    docs.add_argument(
+        "--write", metavar="FILE", type=as_path, help="write it there instead of printing it"
+    )
     docs.set_defaults(run=run_docs)
 
 
@@ -75,9 +86,10 @@ def _part(parts: Subparsers, name: str, summary: str, more: str) -> argparse.Arg
 
 def _add_file(parser: argparse.ArgumentParser, *, many: bool) -> None:
     """The configuration, as an argument or (as in ``train``) with ``--config``."""
-    parser.add_argument("files", metavar="FILE", nargs="*", help="YAML file")
+    parser.add_argument("files", metavar="FILE", type=as_path, nargs="*", help="YAML file")
+    text = "the same, as train takes it"
     parser.add_argument(
-        "--config", metavar="FILE", action="append", default=[], help="the same, as train takes it"
+        "--config", metavar="FILE", type=as_path, action="append", default=[], help=text
     )
     add_overrides(parser)
     parser.set_defaults(many=many, parser=parser)
@@ -94,8 +106,8 @@ def _files(args: argparse.Namespace) -> list[str]:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print the resolved tree."""
-    (path,) = _files(args)
-    loaded = load(path, args.overrides)
+    (file,) = _files(args)
+    loaded = load(file, args.overrides)
     sys.stdout.write(loaded.render(origins=not args.no_origins))
     return 0
 
@@ -105,15 +117,28 @@ def run_check(args: argparse.Namespace) -> int:
     from megatron_patch.config import ConfigError
 
     code = 0
-    for path in _files(args):
+    for file in _files(args):
         try:
-            load(path, args.overrides)
+            loaded = load(file, args.overrides)
         except ConfigError as error:
             tell(error)
             code = error.exit_code
         else:
-            print(f"{path}: ok")
+            print(f"{file}: ok")
+            for key, place in effective_paths(loaded.config):
+                print(f"  {key}: {printable(place)}")
     return code
+
+
+def effective_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, where it leads from here) of every path of a run, those made up by default included."""
+    from megatron_patch.config import types
+
+    yield "run_dir", os.path.abspath(run.directory)
+    yield "checkpoint.directory", os.path.abspath(run.checkpoint_directory)
+    for key, tp, text in types.path_keys(run):
+        if key not in ("run_dir", "checkpoint.directory"):
+            yield key, paths.absolute(text, or_name=tp == paths.PathOrName)
 
 
 def run_help(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Check, render, submit."""
     import sys
 
-    loaded = load(args.config, args.overrides)
+    loaded = load(args.config, args.overrides, for_job=True)
     from megatron_patch.launcher import fit, render, submit
 
     job = submit.build_job(loaded, args.nodes)

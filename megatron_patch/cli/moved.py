@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_patch.cli.common import Subparsers
+from megatron_patch.cli.common import Subparsers, as_path
 
 EXPERIMENT = """\
 the command 'experiment' has left the product. In a clone of the repository:
@@ -30,8 +30,10 @@ def add_parser(commands: Subparsers) -> None:
     experiment.add_argument("arguments", nargs="*", help="whatever follows")
     experiment.set_defaults(run=run_experiment)
     plot = commands.add_parser("plot", description="Is now: report RUN... --png FILE")
-    plot.add_argument("runs", metavar="RUN", nargs="+", help="run directory or metrics.csv")
-    plot.add_argument("-o", "--out", metavar="PNG", help="default: <RUN>/<name>.png, or runs.png")
+    text = "run directory or metrics.csv"
+    plot.add_argument("runs", metavar="RUN", type=as_path, nargs="+", help=text)
+    text = "default: <RUN>/<name>.png, or runs.png"
+    plot.add_argument("-o", "--out", metavar="PNG", type=as_path, help=text)
     plot.set_defaults(run=run_plot)
     backends = commands.add_parser("backends", description="Is now a part of: doctor")
     backends.add_argument("list", choices=["list"], help="print the capability table")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patch.cli.common import Subparsers, add_config, load
+from megatron_patch.cli.common import Subparsers, add_config, as_path, load
 
 if TYPE_CHECKING:
     from megatron_patch.planner.plan import Machine, Plan, Vocabulary
@@ -54,7 +54,9 @@ def add_parser(commands: Subparsers) -> None:
         "--vocab-size", metavar="N", type=int, help="token ids, where the tokenizer is not here"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw the memory of every stage into a PNG")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=as_path, help="draw the memory of every stage into a PNG"
+    )
     parser.set_defaults(run=run, only_prints=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_patch.cli.common import Subparsers, add_config, load
+from megatron_patch.cli.common import Subparsers, add_config, as_path, load
 
 DESCRIPTION = """\
 Ask a node whether it can train: number and health of its GPUs, their matrix rate and the bandwidth
@@ -23,7 +23,9 @@ def add_parser(commands: Subparsers) -> None:
         description=DESCRIPTION,
     )
     add_config(parser)
-    parser.add_argument("--out", metavar="DIR", required=True, help="shared directory for answers")
+    parser.add_argument(
+        "--out", metavar="DIR", type=as_path, required=True, help="shared directory for answers"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--node", action="store_true", help="only measure this node")
     which.add_argument("--compare", action="store_true", help="only compare what nodes answered")

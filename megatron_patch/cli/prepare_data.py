@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal, get_origin
 
-from megatron_patch.cli.common import Subparsers
+from megatron_patch.cli.common import Subparsers, as_path
 
 DESCRIPTION = """\
 Turn text, JSON lines (plain, .gz, .zst) or raw token files into a Megatron indexed dataset:
@@ -38,7 +38,7 @@ def add_parser(commands: Subparsers) -> None:
     for item in types.fields(PrepareOptions).values():
         text = types.help_of(PrepareOptions, item.name).replace("%", "%%")
         if item.name == "inputs":
-            parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
+            parser.add_argument("inputs", nargs="*", metavar="INPUT", type=as_path, help=text)
             continue
         flag = "--" + item.name.replace("_", "-")
         (kind,), _ = types.alternatives(item.type)
@@ -53,7 +53,7 @@ def add_parser(commands: Subparsers) -> None:
         if get_origin(kind) is Literal:
             extra["choices"] = kind.__args__
         else:
-            extra["type"] = kind
+            extra["type"] = as_path if types.is_path(kind) else kind
         parser.add_argument(flag, help=text, **extra)
     # For one release: told what replaces it.
     parser.add_argument("--adopt", action="store_true", help=argparse.SUPPRESS)

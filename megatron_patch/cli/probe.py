@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_patch.cli.common import Subparsers
+from megatron_patch.cli.common import Subparsers, as_path
 
 DESCRIPTION = """\
 Run every attention backend on tensors that a training run captured (stability.capture_steps) and
@@ -35,13 +35,13 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "probe", help="judge attention backends on captured tensors", description=DESCRIPTION
     )
-    parser.add_argument(
-        "captures", metavar="CAPTURE", nargs="+", help="capture file, or a run directory"
-    )
+    text = "capture file, or a run directory"
+    parser.add_argument("captures", metavar="CAPTURE", type=as_path, nargs="+", help=text)
     parser.add_argument(
         "--backends", metavar="NAMES", default="all", help="'all' (default) or names with commas"
     )
-    parser.add_argument("--out", metavar="DIR", help="also write probe.json, probe.md, probe.png")
+    text = "also write probe.json, probe.md, probe.png"
+    parser.add_argument("--out", metavar="DIR", type=as_path, help=text)
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),

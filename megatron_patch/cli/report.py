@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_patch.cli.common import Subparsers
+from megatron_patch.cli.common import Subparsers, as_path
 
 DESCRIPTION = """\
 Write one self-contained HTML page about a run: verdicts, curves, layer x head maps of attention,
@@ -25,11 +25,12 @@ def add_parser(commands: Subparsers) -> None:
         "report", help="write an HTML page about a run, or draw runs", description=DESCRIPTION
     )
     text = "run directory; with --png also a metrics.csv, and several"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    parser.add_argument("runs", metavar="RUN", type=as_path, nargs="+", help=text)
     out = parser.add_mutually_exclusive_group()
     text = "file to write, in a directory that is there; default: <RUN>/report.html"
-    out.add_argument("-o", "--out", metavar="HTML", help=text)
-    out.add_argument("--png", metavar="FILE", help="draw loss, gradient norm and tokens/s instead")
+    out.add_argument("-o", "--out", metavar="HTML", type=as_path, help=text)
+    text = "draw loss, gradient norm and tokens/s instead"
+    out.add_argument("--png", metavar="FILE", type=as_path, help=text)
     parser.set_defaults(run=run, parser=parser)
 
 

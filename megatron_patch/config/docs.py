@@ -36,9 +36,8 @@ inherited mixture of experts dense).
 
 **`--set a.b=c`** is typed by the same schema. Lists are written `[1, 2]`, sections `{path: x}`, no
 value `null`; `data.train.0.path=x` sets one element of a list (the index one past the end appends).
-The last `--set` of a key wins.
 
-**The type of the key decides how a value is read**, never the look of the text:
+**The type of the key decides how a value is read:**
 
 | type | written | refused, with what to write instead |
 | --- | --- | --- |
@@ -46,6 +45,7 @@ The last `--set` of a key wins.
 | `int` | `1000`, `1_000` | `1e3`, `1.0`, `010` (8 or 10?), `0x10`, `1:30`, quotes |
 | `float` | `1e-4`, `0.1`, `.5`, `3` | nan, inf, `1e999`, `10%`, `0,1`, quotes |
 | `str` | anything: `no`, `010`, `1e-4` stay the text they are | `null` (quote it), nothing |
+| `path` | `~/x`, `$VAR/x`, `${VAR}/x` are expanded; `$$` is a `$` | unknown names |
 | choice | one of the names | anything else |
 | `list[...]` | `[a, b]` or `- a` lines | a single value |
 

@@ -16,27 +16,37 @@ from typing import Any
 from megatron_patch.config import checks, types
 from megatron_patch.config.types import BadValue, Scalar, is_null, read_scalar, shown
 from megatron_patch.config.yaml import Mapping, Node, Sequence, apply_overrides, load_layers
+from megatron_patch.schema import paths
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Place, Problem
 from megatron_patch.schema.run import Loaded, RunConfig
 
 # Suggestions are searched for so many unknown keys; a file with more of them is no near miss.
 MAX_SUGGESTIONS = 50
 NO_VALUE_WORDS = ("none", "nil", "nothing", "null")
+HOME_IS_NULL = (
+    '~ alone is null in YAML, not your home directory: write null for no value, "~" in quotes or '
+    "$HOME for the directory"
+)
 
 
 def load(
-    path: str | os.PathLike[str], overrides: Many[str] = (), *, root: type = RunConfig
+    path: str | os.PathLike[str],
+    overrides: Many[str] = (),
+    *,
+    root: type = RunConfig,
+    for_job: bool = False,
 ) -> Loaded:
     """Load ``path``, apply ``overrides`` (``a.b=c``), check everything that needs no GPU.
 
     ``root``: the dataclass of the whole configuration; default ``RunConfig``.
+    ``for_job``: its paths are for a job on other machines (`schema.paths.expand`).
     Raises ``ConfigError`` with every problem found: syntax, unknown keys, types, values, and what
     the sections' ``problems(run)`` say about values that do not fit together.
     """
     problems: list[Problem] = []
     tree = load_layers(os.fspath(path), problems)
     tree = apply_overrides(tree, overrides, root, problems)
-    reader = _Reader(root, problems)
+    reader = _Reader(root, problems, for_job=for_job)
     config = reader.section(root, tree, "", tree.place)
     note = ""
     if config is not None:
@@ -60,8 +70,9 @@ class _Reader:
     and be reported with it; without a default the section, and so the whole, becomes None.
     """
 
-    def __init__(self, root: type, problems: list[Problem]) -> None:
+    def __init__(self, root: type, problems: list[Problem], *, for_job: bool = False) -> None:
         self.root = root
+        self.for_job = for_job
         self.problems = problems
         self.origins: dict[str, Place] = {}
         self.suggestions = 0
@@ -115,8 +126,11 @@ class _Reader:
 
     def value(self, tp: Any, node: Node, path: str, key_place: Place) -> Any:
         """``node`` as ``tp``, or ``_UNREAD`` after noting why not."""
-        _, optional = types.alternatives(tp)
+        members, optional = types.alternatives(tp)
         if isinstance(node, Scalar):
+            if is_null(node) and node.text == "~" and any(map(types.is_path, members)):
+                self.refuse(path, HOME_IS_NULL, node.place)
+                return _UNREAD
             if optional and is_null(node):
                 self.origins[path] = node.place
                 return None
@@ -157,7 +171,9 @@ class _Reader:
         for member in scalars:
             try:
                 value = read_scalar(node, member)
-            except BadValue as error:
+                if types.is_path(member):
+                    value = paths.expand(value, for_job=self.for_job)
+            except (BadValue, paths.PathError) as error:
                 message = str(error)
             else:
                 self.origins[path] = node.place
@@ -238,10 +254,14 @@ def _located(problem: Problem, origins: dict[str, Place]) -> Problem:
     return Problem(path, problem.message, where)
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, all the way down."""
-    if types.is_section(type(value)):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+def _plain(value: Any, tp: Any = None) -> Any:
+    """Dataclasses as dicts, all the way down; paths as they are written, to be expanded again."""
+    section: type = type(value)
+    if types.is_section(section):
+        known = types.fields(section)
+        return {name: _plain(getattr(value, name), item.type) for name, item in known.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, types.list_of(tp)) for item in value]
+    if isinstance(value, str) and any(map(types.is_path, types.alternatives(tp)[0])):
+        return paths.written(value)
     return value

@@ -10,6 +10,7 @@ int       decimal digits, thousands separated by ``_`` at will: ``1000``, ``-3``
 float     a decimal number with or without exponent, finite: ``1e-4``, ``.5``, ``3``
 text      exactly what was written, quoted or not (``no``, ``010`` and ``1e-4`` are text here)
 choice    one of the names, exactly
+path      a text in which ``~`` and ``$VAR`` are expanded (`schema.paths`)
 null      ``null`` or ``~``, where the field is optional
 ========  ==================================================================================
 
@@ -33,8 +34,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from megatron_patch.schema.paths import PathOrName, PathText
 from megatron_patch.schema.problem import Place
 
 MISSING = dataclasses.MISSING
@@ -63,7 +65,7 @@ def is_section(tp: Any) -> bool:
 @cache
 def fields(section: type) -> dict[str, Field]:
     """The keys of ``section`` in order."""
-    hints = typing.get_type_hints(section)
+    hints = typing.get_type_hints(section, include_extras=True)
     found = {}
     for item in dataclasses.fields(section):
         default = item.default
@@ -71,6 +73,16 @@ def fields(section: type) -> dict[str, Field]:
             default = item.default_factory()
         found[item.name] = Field(item.name, hints[item.name], default)
     return found
+
+
+def is_path(tp: Any) -> bool:
+    """Whether ``tp`` is `PathText` or `PathOrName`."""
+    return get_origin(tp) is Annotated
+
+
+def is_text(tp: Any) -> bool:
+    """Whether a scalar for ``tp`` is exactly what was written, before a path is expanded."""
+    return tp is str or is_path(tp)
 
 
 def alternatives(tp: Any) -> tuple[list[Any], bool]:
@@ -102,8 +114,10 @@ def section_under(tp: Any) -> type | None:
     return found if is_section(found) else None
 
 
-NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-PLURALS = {int: "integers", float: "numbers", bool: "true/false values", str: "texts"}
+NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text",
+         PathText: "a path", PathOrName: "a path or name"}  # fmt: skip
+PLURALS = {int: "integers", float: "numbers", bool: "true/false values", str: "texts",
+           PathText: "paths"}  # fmt: skip
 
 
 def describe(tp: Any) -> str:
@@ -133,6 +147,8 @@ def spell(tp: Any) -> str:
             words.append(" | ".join(map(str, get_args(member))))
         elif inner is not None:
             words.append(f"list[{spell(inner)}]")
+        elif is_path(member):
+            words.append(member.__metadata__[0])
         else:
             words.append("section" if is_section(member) else member.__name__)
     return " | ".join(words + ["null"] * optional)
@@ -146,6 +162,23 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
         inner = section_under(item.type)
         if inner is not None:
             yield from walk(inner, path + ("." if section_of(item.type) else ".N."))
+
+
+def path_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(dotted key, type, value) of every path of a section that has a value."""
+    section: type = type(value)
+    for name, item in fields(section).items():
+        yield from _paths_under(item.type, getattr(value, name), prefix + name)
+
+
+def _paths_under(tp: Any, value: Any, key: str) -> Iterator[tuple[str, Any, str]]:
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _paths_under(list_of(tp), inner, f"{key}.{index}")
+    elif is_section(type(value)):
+        yield from path_keys(value, f"{key}.")
+    elif isinstance(value, str):
+        yield from ((key, member, value) for member in alternatives(tp)[0] if is_path(member))
 
 
 @cache
@@ -225,14 +258,14 @@ class BadValue(ValueError):
 
 
 def read_scalar(node: Scalar, tp: Any) -> Any:
-    """``node`` as the scalar type ``tp`` (int, float, bool, str or Literal)."""
+    """``node`` as the scalar type ``tp`` (int, float, bool, str, a path or Literal)."""
     if not node.quoted and node.text == "":
         raise BadValue(
             f"nothing is written after the colon; write {describe(tp)}, or remove the key"
         )
     if get_origin(tp) is Literal:
         return _choice(node, tp)
-    if tp is str:
+    if is_text(tp):
         return _text(node)
     if node.quoted:
         raise BadValue(

@@ -25,6 +25,7 @@ import yaml
 
 from megatron_patch.config import types
 from megatron_patch.config.types import NULLS, Scalar, is_null, shown
+from megatron_patch.schema import paths
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Place, Problem
 
 MAX_BYTES = 256 * 1024
@@ -216,7 +217,12 @@ def load_layers(path: str, problems: list[Problem]) -> Mapping:
         merged = tree if merged is None else merge(tree, merged)
         if base is None:
             return merged
-        path = os.path.normpath(os.path.join(os.path.dirname(path), base.text))
+        try:
+            named = paths.expand(base.text)
+        except paths.PathError as error:
+            problem = Problem(BASE, str(error), base.place)
+            raise ConfigError([*problems, problem]) from None
+        path = os.path.normpath(os.path.join(os.path.dirname(path), named))
         asked_at = base.place
 
 
@@ -239,7 +245,7 @@ def _take_base(tree: Mapping, problems: list[Problem]) -> Scalar | None:
     tree.keys.pop(BASE)
     if isinstance(node, Scalar) and node.text and not is_null(node):
         return node
-    if not (isinstance(node, Scalar) and is_null(node)):
+    if not (isinstance(node, Scalar) and is_null(node) and node.text != "~"):
         message = "names one file, relative to this one, e.g. base: base/gpt.yaml"
         problems.append(Problem(BASE, message, node.place))
     return None
@@ -307,7 +313,7 @@ def _override_value(text: str, tp: Any, place: Place) -> Node:
     null (where allowed) and a value in a pair of quotes mean what they mean in a file.
     """
     members, optional = types.alternatives(tp)
-    textual = all(member is str or get_origin(member) is Literal for member in members)
+    textual = all(types.is_text(member) or get_origin(member) is Literal for member in members)
     stripped = text.strip()
     in_quotes = len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\""
     if tp is not None and textual and not in_quotes:
@@ -315,7 +321,8 @@ def _override_value(text: str, tp: Any, place: Place) -> Node:
         if bad:
             message = f"character {bad.group()!r} cannot stand in a configuration; remove it"
             raise ConfigError([Problem("", message, place)])
-        quoted = stripped != "" and not (optional and stripped in NULLS)
+        home = stripped == "~" and any(map(types.is_path, members))
+        quoted = stripped != "" and not (optional and stripped in NULLS) and not home
         return Scalar(text if quoted else stripped, quoted, place)
     if not stripped:
         return Scalar("", False, place)

@@ -50,7 +50,20 @@ class GPTModel(core_model.GPTModel):
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """[b, s] token losses in nats of ``labels`` [b, s] under ``logits`` [s, b, v]."""
+        """[b, s] token losses in nats of ``labels`` [b, s] under ``logits`` [s, b, v].
+
+        Raises:
+            ValueError: logits of the whole vocabulary on every tensor-parallel rank, which would
+                be taken for parts of a larger one.
+        """
+        parts = self.pg_collection.tp.size()
+        if logits.shape[-1] * parts != self.vocab_size:
+            raise ValueError(
+                f"logits of {logits.shape[-1]} values on each of {parts} tensor-parallel ranks, "
+                f"for a vocabulary of {self.vocab_size}: a loss needs each rank's "
+                f"{self.vocab_size // parts}. Leave parallel_output True and "
+                "runtime_gather_output out, or call the model without labels"
+            )
         if not is_compiled(self.config):
             return super().compute_language_model_loss(labels, logits)
         losses = cross_entropy(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)

@@ -116,7 +116,20 @@ PATCHES = (
     Patch(
         "extra depths",
         "transformer.multi_token_prediction.process_mtp_loss",
-        "under context parallelism each rank weights the extra losses by its own token counts",
+        "extra losses are weighted by the token counts of one rank's part of one micro-batch",
+        upstream_issue=f"{_UPSTREAM}/issues/7452",
+    ),
+    Patch(
+        "sinks",
+        "transformer.dot_product_attention.DotProductAttention.__init__",
+        "the norm of the gradient leaves out learnable sinks of all tensor-parallel ranks but one",
+        upstream_issue=f"{_UPSTREAM}/pull/7530",
+    ),
+    Patch(
+        "gathered logits",
+        "models.gpt.gpt_model.GPTModel.compute_language_model_loss",
+        "logits of the whole vocabulary on every tensor-parallel rank are taken for its parts",
+        upstream_issue=f"{_UPSTREAM}/issues/7452",
     ),
     Patch(
         "tied output layer",

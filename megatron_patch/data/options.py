@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_patch.schema.data import TokenizerConfig
+from megatron_patch.schema.paths import PathOrName, PathText
 
 InputFormat = Literal["auto", "text", "jsonl", "uint16", "int32"]
 TokenizerKind = Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "none"]
@@ -16,9 +17,9 @@ TokenizerKind = Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "no
 class PrepareOptions:
     """What to read, how to tokenize it and where to write it."""
 
-    inputs: list[str] = field(default_factory=list)
+    inputs: list[PathText] = field(default_factory=list)
     """Files, directories (every text and JSONL file below, sorted) or quoted globs, in order."""
-    out: str
+    out: PathText
     """Prefix of the files to write: OUT.bin, OUT.idx, OUT.manifest.json (and OUT.parts while
     working)."""
     corpus: Literal["python-stdlib"] | None = None
@@ -36,7 +37,7 @@ class PrepareOptions:
     """Documents that are not UTF-8: stop, leave them out (counted), or replace the bytes."""
     tokenizer: TokenizerKind = "bytes"
     """Kind of tokenizer, as data.tokenizer.kind in the configuration."""
-    tokenizer_path: str | None = None
+    tokenizer_path: PathOrName | None = None
     """Its file, as data.tokenizer.path."""
     train_bpe: int | None = None
     """Train a byte-level BPE of so many ids on the inputs first and write it to --tokenizer-path

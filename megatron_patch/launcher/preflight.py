@@ -75,7 +75,7 @@ def measure(run: RunConfig, out: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "gpus": list(_gpus()) if run.training.device == "cuda" else [],
         "free": {
-            "local_dir": _free_gb(Path(run.cluster.local_dir).expanduser()),
+            "local_dir": _free_gb(Path(run.cluster.local_dir)),
             "run_dir": _free_gb(out),
             "shm": _free_gb(Path("/dev/shm")),
         },

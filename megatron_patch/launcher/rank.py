@@ -169,7 +169,7 @@ def load_secrets(name: str) -> None:
     """
     if not name:
         return
-    path = Path(name).expanduser()
+    path = Path(name)
     try:
         status = path.stat()
         lines = path.read_text(encoding="utf-8").splitlines()

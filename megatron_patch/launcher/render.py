@@ -6,7 +6,6 @@ Everything outside the blocks is the shipped file, byte for byte. Texts are quot
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -55,6 +54,10 @@ class Job:
     def config_file(self) -> Path:
         """The resolved configuration the job reads."""
         return self.launch_dir / "config.yaml"
+
+    def absolute(self, path: str | None) -> str:
+        """A path of the configuration; empty for null."""
+        return "" if path is None else str(self.work_dir / path)
 
     @property
     def world_size(self) -> int:
@@ -202,9 +205,9 @@ def settings(job: Job) -> Iterator[str]:
         "TRAIN_STEPS": run.training.train_steps,
         "DEVICE": run.training.device,
         "RANKS_PER_NODE": c.ranks,
-        "PYTHON": c.container.python if container else _expanded(c.python),
-        "SETUP_SCRIPT": _expanded(c.setup_script or ""),
-        "LOCAL_DIR": _expanded(c.local_dir),
+        "PYTHON": c.container.python if container else c.python,
+        "SETUP_SCRIPT": job.absolute(c.setup_script),
+        "LOCAL_DIR": job.absolute(c.local_dir),
         "CONTINUATION": c.continuation,
         "MAX_REQUEUES": c.max_requeues,
         "MAX_CRASH_REQUEUES": c.max_crash_requeues,
@@ -218,7 +221,7 @@ def settings(job: Job) -> Iterator[str]:
         "CONTAINER_IMAGE": c.container.image or "",
         "CONTAINER_MOUNTS": ",".join(mounts(job)) if container else "",
         "PASS_ENVIRONMENT": None,
-        "SECRETS_FILE": _expanded(c.secrets_file or ""),
+        "SECRETS_FILE": job.absolute(c.secrets_file),
     }
     arrays = {"PROGRAM": program, "PASS_ENVIRONMENT": c.pass_environment}
     for name, value in values.items():
@@ -241,14 +244,10 @@ def _quoted(value: str) -> str:
 def mounts(job: Job) -> list[str]:
     """Container mounts: the run and working directories, the node's disk, what was asked for."""
     c = job.run.cluster
-    own = [str(job.work_dir), str(job.run_dir), _expanded(c.local_dir)]
+    own = [str(job.work_dir), str(job.run_dir), job.absolute(c.local_dir)]
     if c.secrets_file:
-        own.append(_expanded(c.secrets_file))
+        own.append(job.absolute(c.secrets_file))
     return [f"{path}:{path}" for path in dict.fromkeys(own)] + c.container.mounts
-
-
-def _expanded(path: str) -> str:
-    return os.path.expanduser(path)
 
 
 def rank_map(job: Job) -> str:

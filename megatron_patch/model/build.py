@@ -34,6 +34,7 @@ from megatron_patch.core_patches.cross_entropy import is_compiled
 from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
+from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.model.transformer_config import transformer_config
 
@@ -199,6 +200,7 @@ def _chunk(
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
+    mark_sinks(chunk)
     if is_compiled(config) and config.recompute_granularity != "full":
         residual.join(chunk.decoder)
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 FLOAT = 4
 REFERENCE_TILE = 32 * 2**20
 """Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
+SUMMED_HEAD_DIMS = (64, 128)
+"""Head dims whose dQ the kernels for sm_90 sum in float32 (`stable_attention.dispatch`)."""
 
 
 def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
@@ -55,10 +57,28 @@ def _kept(run: RunConfig, n: RankShapes, backend: str, *, stabilizer: str, resid
 
 
 def score_bytes(run: RunConfig, n: RankShapes) -> int:
-    """Score matrices an unfused backend works on in its backward pass, beside what it saved."""
+    """What a backend works on in its backward pass, beside what it saved and returns.
+
+    Score matrices of the unfused ones; dQ in float32, and two numbers a row, of ours on sm_90,
+    which is planned for whatever the GPU.
+    """
     scores = n.T * n.q * n.s * run.parallel.context_parallel_size
+    if run.attention.backend == "stable_flash" and _sums_dq(run, n):
+        return FLOAT * n.T * n.q * (n.d + 2)
     if run.attention.backend == "mcore_local":
         return 4 * n.w * scores
     if run.attention.backend == "reference":  # in tiles, between float32 dQ, dK, dV
         return 5 * min(FLOAT * scores, REFERENCE_TILE) + 3 * FLOAT * n.T * n.q * n.d
     return 0
+
+
+def _sums_dq(run: RunConfig, n: RankShapes) -> bool:
+    every_layer_windowed = run.model.window is not None and run.model.window_skip_freq is None
+    return (
+        run.training.device == "cuda"
+        and n.d == n.dv
+        and n.d in SUMMED_HEAD_DIMS
+        and run.parallel.context_parallel_size == 1
+        and run.model.attention_dropout == 0
+        and not every_layer_windowed
+    )

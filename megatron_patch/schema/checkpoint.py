@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron_patch.schema.kinds import MEANING
+from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
@@ -19,16 +20,16 @@ class CheckpointConfig:
 
     interval: int | None = 500
     """Steps between checkpoints; null: only at the end and on a graceful stop."""
-    directory: str | None = None
+    directory: PathText | None = None
     """Where checkpoints go; default: ``<run_dir>/checkpoints``."""
     keep_last: int | None = 3
-    """Complete checkpoints kept; older ones are deleted, but for those from before a `danger` of
-    the early warning (two at most). null: keep all."""
+    """Complete checkpoints kept, beside those from before a `danger` of the early warning (two at
+    most). null: all."""
     async_save: bool = False
     """Write in the background while training goes on."""
     resume: Literal["auto", "never", "required"] = "auto"
     """auto: continue from the newest good checkpoint if there is one; required: fail without."""
-    load_from: str | None = None
+    load_from: PathText | None = None
     """Start from this checkpoint (another run's, any layout) when the run has none."""
     load_weights_only: bool = False
     """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
@@ -38,8 +39,8 @@ class CheckpointConfig:
     """fully_reshardable loads on any layout; dp_reshardable on other DP sizes only, and not all."""
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte before loading, or (huge files) a fixed sample of pages and all sizes."""
-    hmac_key_file: str | None = None
-    """File with a secret key; manifests are then signed, and unsigned or forged ones refused."""
+    hmac_key_file: PathText | None = None
+    """File with a secret key: manifests are signed, unsigned or forged ones refused."""
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with these values by themselves."""

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.schema.paths import PathOrName, PathText
 from megatron_patch.schema.problem import Problem, at_least
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MEMORY = re.compile(r"[0-9]+[KMGT]?")
 TIME = re.compile(
     r"(?:(?P<days>[0-9]+)-)?(?P<first>[0-9]+)(?::(?P<second>[0-9]{1,2}))?(?::(?P<third>[0-9]{1,2}))?"
 )
-PATH = re.compile(r"[A-Za-z0-9._/~][A-Za-z0-9._/+=@~-]*")
+PATH = re.compile(r"[A-Za-z0-9._/][A-Za-z0-9._/+=@~-]*")
 MOUNT = re.compile(r"/[A-Za-z0-9._/+=@-]*:/[A-Za-z0-9._/+=@-]*(:[a-z+]+)?")
 IMAGE = re.compile(r"[A-Za-z0-9/.][A-Za-z0-9._/:@+#-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -106,12 +107,12 @@ NCCL_DEFAULTS = tuple(
 class ContainerConfig:
     """pyxis/enroot; the image has this package installed."""
 
-    image: str | None = None
+    image: PathOrName | None = None
     """Image: a .sqsh file, or a registry URI as pyxis reads it; null: bare metal."""
-    mounts: list[str] = field(default_factory=list)
+    mounts: list[PathText] = field(default_factory=list)
     """SOURCE:TARGET[:FLAGS] each; the working and run directories are mounted by themselves."""
     python: str = "python"
-    """Interpreter inside the image."""
+    """Interpreter inside the image; not expanded."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -162,11 +163,11 @@ class ClusterConfig:
     """Memory a node, e.g. 512G; 0: all of it; null: the cluster's default."""
     exclusive: bool = True
     """Take whole nodes."""
-    python: str = "python3"
+    python: PathOrName = "python3"
     """Interpreter of the environment this package is installed in (bare metal)."""
-    setup_script: str | None = None
+    setup_script: PathText | None = None
     """Shell file sourced at the start of the job, e.g. for module load."""
-    local_dir: str = "/tmp"
+    local_dir: PathText = "/tmp"
     """Directory on every node's own disk, for compile caches."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     """pyxis/enroot container."""
@@ -195,7 +196,7 @@ class ClusterConfig:
     """Variables set for every rank, over the built-in NCCL settings."""
     pass_environment: list[str] = field(default_factory=list)
     """Names of variables taken from the submitting shell; nothing else is."""
-    secrets_file: str | None = None
+    secrets_file: PathText | None = None
     """File (mode 0600) of NAME=VALUE lines read by each rank itself; never part of the script."""
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     """Checks of every node before training."""
@@ -242,7 +243,7 @@ class ClusterConfig:
             ("local_dir", self.local_dir, *path),
             ("secrets_file", self.secrets_file, *path),
             ("container.image", c.image, IMAGE, "a path or image URI"),
-            ("container.python", c.python, *path),
+            ("container.python", c.python, PATH, f"{path[1]} inside the image, written out"),
             *(
                 (f"container.mounts.{n}", m, MOUNT, "/source:/target[:flags]")
                 for n, m in enumerate(c.mounts)

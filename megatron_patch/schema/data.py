@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.schema.paths import PathOrName, PathText
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class TokenizerConfig:
 
     kind: Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "none"] = "bytes"
     """bytes: 256 byte values + end of document; none: datasets of bare ids (needs vocab_size)."""
-    path: str | None = None
+    path: PathOrName | None = None
     """tokenizer.json (huggingface), .model (sentencepiece), or for tiktoken a .tiktoken ranks
     file, a .json description (see docs/data.md) or the name of an encoding already cached."""
     vocab_size: int | None = None
@@ -68,7 +69,7 @@ class TokenizerConfig:
 class DatasetConfig:
     """One prepared dataset of a blend."""
 
-    path: str
+    path: PathText
     """Prefix of the ``.bin``/``.idx``/``.manifest.json`` files."""
     weight: float = 1.0
     """Relative share of the samples drawn from it."""
@@ -144,9 +145,7 @@ class DataConfig:
         for key in ("blend", "train", "valid", "test"):
             for i, dataset in enumerate(getattr(self, key)):
                 where = f"data.{key}[{i}]"
-                if not dataset.path:
-                    yield Problem(f"{where}.path", "is empty; give the prefix of .bin and .idx")
-                elif dataset.path.endswith((".bin", ".idx", ".manifest.json")):
+                if dataset.path.endswith((".bin", ".idx", ".manifest.json")):
                     yield Problem(
                         f"{where}.path",
                         f"{dataset.path!r}: leave the file's ending out, the prefix is wanted",

@@ -16,6 +16,7 @@ from megatron_patch.schema.faults import FaultsConfig
 from megatron_patch.schema.logging import LoggingConfig
 from megatron_patch.schema.model import ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
+from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Place, Problem
 from megatron_patch.schema.stability import StabilityConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
@@ -33,7 +34,7 @@ class RunConfig:
 
     name: str
     """Name of the run: letters, digits, ``.``, ``_`` and ``-``."""
-    run_dir: str | None = None
+    run_dir: PathText | None = None
     """Directory of the run (configuration, logs, checkpoints); default: ``runs/<name>``."""
     model: ModelConfig
     """The shape of the GPT."""
@@ -78,8 +79,6 @@ class RunConfig:
                 f"{self.name[:60]!r} cannot name a run; use at most 128 of A-Z a-z 0-9 . _ -, "
                 "the first a letter or digit",
             )
-        if self.run_dir is not None and not self.run_dir.strip():
-            yield Problem("run_dir", "is empty; name a directory, or null for runs/<name>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Loaded:
     origins: dict[str, Place]
     """Dotted path of every value (elements of lists too) -> file and line, --set, or default."""
     tree: dict[str, Any]
-    """The same values as plain dicts and lists."""
+    """The same values as plain dicts and lists; paths expanded, a ``$`` in one written ``$$``."""
 
     def dump_yaml(self) -> str:
         """The resolved configuration as YAML; loading it again gives the same values."""

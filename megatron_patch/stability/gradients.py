@@ -55,7 +55,7 @@ class LayerNorms:
                 slot_of[id(parameter)] = layers if layer is None else layer
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 for parameter, begin, end in _own_values(buffer):
-                    if _counts_here(parameter):
+                    if counts_here(parameter):
                         self._pieces.append((buffer, begin, end))
                         slots.append(slot_of[id(parameter)])
         self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
@@ -96,7 +96,8 @@ def _own_values(buffer: Any) -> list[tuple[torch.nn.Parameter, int, int]]:
     return found
 
 
-def _counts_here(parameter: torch.nn.Parameter) -> bool:
+def counts_here(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank's part of a parameter is neither another rank's copy nor a shared one."""
     expert_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
     unique = param_is_not_tensor_parallel_duplicate(parameter, expert_tp_group=expert_group)
     return param_is_not_shared(parameter) and unique

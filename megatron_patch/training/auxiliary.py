@@ -2,15 +2,23 @@
 
 Core accumulates them over micro-batches in process-wide trackers. They are cleared before every
 step and read at logging intervals only, so a record holds exactly one step.
+
+Every gradient is divided once, by the tokens of the global batch that carry the main loss. These
+losses are means over other numbers of tokens, and `weighed` makes up for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_patch.context_parallel.layout import shard
+
 if TYPE_CHECKING:
+    from megatron_patch.training.batch import Batch
     from megatron_patch.training.session import Session
 
 _BALANCING = {
@@ -29,6 +37,55 @@ def clear(session: Session) -> None:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         MTPLossLoggingHelper.clean_metrics_in_tracker()
+
+
+@contextlib.contextmanager
+def weighed(session: Session, batches: list[Batch | None]) -> Iterator[None]:
+    """Inside, the losses count as their coefficients say, whatever ``data.eod_mask_loss`` masks.
+
+    Collective where tokens are masked and the model has such losses.
+
+    Args:
+        session: what is trained.
+        batches: this rank's micro-batches of the step.
+    """
+    run, layout = session.run, session.layout
+    depths = 0 if run.model.mtp is None else run.model.mtp.num_layers
+    balances = run.model.moe is not None and run.model.moe.load_balancing in _BALANCING
+    if not depths and not (balances and run.data.eod_mask_loss):
+        yield
+        return
+    from megatron_patch.core_patches.mtp import tokens_of_step
+
+    counts = _tokens(session, batches, depths)
+    if balances:
+        # A mean over micro-batches; core sums it over all their tokens.
+        share = counts[:1] / (run.training.global_batch_size * run.model.seq_length)
+        session.config.moe_grad_scale_func = share.clone
+    passes = layout.dp_size * layout.cp_size * session.micro_batches
+    with tokens_of_step(counts.clamp(min=1) / passes if depths else None):
+        yield
+
+
+def _tokens(session: Session, batches: list[Batch | None], depths: int) -> torch.Tensor:
+    """[1 + depths], tokens of the global batch with the main loss, then with that of every depth.
+
+    Depth d predicts d tokens further on: the first d masks of a sequence belong to no position.
+    """
+    run, layout = session.run, session.layout
+    length = run.model.seq_length
+    counts = torch.tensor([length - depth for depth in range(1 + depths)], dtype=torch.float64)
+    if not run.data.eod_mask_loss:
+        return (run.training.global_batch_size * counts).float().to(layout.device)
+    counts.zero_()
+    if layout.reports_loss:
+        here = shard(torch.arange(length), rank=layout.cp_rank, size=layout.cp_size, dim=0)
+        masks = [batch["loss_mask"].double().sum(0) for batch in batches if batch is not None]
+        by_position = torch.stack(masks).sum(0)
+        counts += torch.stack([by_position[here >= depth].sum() for depth in range(1 + depths)])
+    counts = counts.to(layout.device)
+    torch.distributed.all_reduce(counts)
+    return counts.float()
 
 
 def moe_loss(session: Session) -> float | None:

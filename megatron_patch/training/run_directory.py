@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_patch.checkpoint import last_checkpoint, pinned
-from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT
+from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINISHED, LOCK = "FINISHED", ".lock"
+STEP = '{"step": '
+"""What the marker begins with."""
 TOKEN = ".seen-by-every-node-"
 AXES = ("tp", "pp", "cp", "dp", "ep")
 
@@ -78,7 +80,11 @@ class RunDirectory:
             if not root.exists() and (self.path / last_checkpoint.FILE).exists():
                 return []
             root.mkdir(parents=True, exist_ok=True)
-            for name in (IDENTITY, LATEST, NEXT, pinned.FILE):
+            # What stands in the place of `latest` counts where there is something to continue.
+            names = [IDENTITY, NEXT, pinned.FILE]
+            if not CheckpointDirectory(root).complete_names():
+                names.append(LATEST)
+            for name in names:
                 check_file(root / name, appended=False)
             if root.samefile(self.path):
                 return []  # one directory, one lock
@@ -156,6 +162,8 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | Non
             _check_files(path, run, finished=directory.finished)
             if not directory.finished:
                 directory.notes += _record(loaded, path, report)
+    except ConfigError as error:
+        problems = list(error.problems)
     except OSError as error:  # read-only, full, somebody else's
         problems = [_unusable("run_dir", path, error)]
     if problems:
@@ -218,14 +226,29 @@ def _was_trained_in(path: Path, run: RunConfig) -> bool:
 
 
 def _finished(path: Path, run: RunConfig) -> bool:
-    """Whether an earlier attempt reached ``train_steps``; a longer run takes the marker back."""
+    """Whether an earlier attempt reached ``train_steps``; a longer run takes the marker back.
+
+    Raises:
+        ConfigError: somebody wrote something else into it. What a crash leaves of it is no text, or
+            the beginning of what was written.
+    """
     marker = path / FINISHED
     if not marker.exists():
         return False
+    text = marker.read_bytes().decode(errors="replace").strip("\0 \t\r\n")
+    step = -1
     try:
-        step = int(json.loads(marker.read_text())["step"])
-    except (ValueError, KeyError, TypeError):
-        step = -1
+        step = json.loads(text)["step"]
+        said = type(step) is int and step >= 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        torn = text.startswith(STEP) and "}" not in text
+        said = torn or STEP.startswith(text)
+    if not said:
+        problem = (
+            f'{marker} holds {text[:80]!r}, and a finished run leaves {{"step": N}} there: delete '
+            "the file to train on, or write that to keep the run as it is"
+        )
+        raise ConfigError([Problem("run_dir", problem)])
     if step >= run.training.train_steps:
         return True
     os.replace(marker, path / f"{FINISHED}.step_{max(step, 0)}")

@@ -100,16 +100,18 @@ def build_session(
 
 def parameter_line(chunks: list[Any], layout: Layout, padded_vocab: int) -> str:
     """Parameters of the whole model, counted over one replica. Collective."""
+    from megatron.core.parallel_state import get_expert_data_parallel_world_size
+
+    from megatron_patch.stability.gradients import counts_here
+
     count = torch.zeros(1, dtype=torch.float64, device=layout.device)
     for chunk in chunks:
         for parameter in chunk.parameters():
-            if getattr(parameter, "shared", False):
-                continue  # a pipeline stage's copy of the tied embedding
-            # Replicated over tensor parallelism: counted once. Experts: over expert parallelism.
-            split = getattr(parameter, "tensor_model_parallel", False)
-            expert = not getattr(parameter, "allreduce", True)
-            if layout.tp_rank == 0 or split or expert:
+            if counts_here(parameter):
+                expert = not getattr(parameter, "allreduce", True)
                 replicas = layout.dp_size * layout.cp_size
-                count += parameter.numel() / (replicas / layout.ep_size if expert else replicas)
+                if expert:  # over tensor parallelism as well, where that splits experts less
+                    replicas = get_expert_data_parallel_world_size()
+                count += parameter.numel() / replicas
     torch.distributed.all_reduce(count)
     return f"model: {round(count.item()):,} parameters, vocabulary padded to {padded_vocab:,}"

@@ -117,7 +117,8 @@ def train_step(
     session.guard.begin(step, session.chunks, meanwhile=meanwhile)
     for watcher in session.watchers:
         watcher.before_forward()
-    with phase("forward"):  # a later pipeline stage waits for its input before `forward_step`
+    # A later pipeline stage waits for its input before `forward_step`.
+    with phase("forward"), auxiliary.weighed(session, batches):
         # Collective: pipeline sends and receives, and the reduction of the gradients at its end.
         report = run_schedule(session, batches, forward_only=False)
     with phase("reduction"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_store import aside, complete, save
 
-from megatron_patch.checkpoint import newest, pinned
+from megatron_patch.checkpoint import inspect, newest, pinned
 from megatron_patch.checkpoint.directory import FORMAT, IDENTITY, LATEST, NEXT, CheckpointDirectory
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.manifest import MANIFEST
@@ -79,6 +79,54 @@ def of_earlier_version(root: Path, *lines: str) -> None:
     (root / "lineage").write_text("".join(line + "\n" for line in lines))
 
 
+def snapshot(root: Path) -> dict[str, bytes | str | None]:
+    """Every entry of a store but its shards, and what it holds."""
+    return {
+        os.fspath(p): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
+        for p in sorted(root.rglob("*"))
+        if p.name != "__0_0.distcp"
+    }
+
+
+def wished(pointer: Path, wish: str, text: str) -> None:
+    """Make of ``latest`` what a person does."""
+    if pointer.is_dir() and not pointer.is_symlink():
+        pointer.rmdir()
+    pointer.unlink(missing_ok=True)
+    if wish == "a directory":
+        pointer.mkdir()
+    elif wish.startswith("a link"):
+        pointer.symlink_to(text)
+    else:
+        pointer.write_text(text)
+
+
+WISHES = {
+    "other trainers": ("step_00000010", 0),
+    "a step": ("1000\n", 1000),
+    "a padded step": ("001000\r\n", 1000),
+    "the newest step": ("1500", 1500),
+    "Megatron-LM": ("iter_0000500", 500),
+    "Megatron-LM, at its end": ("release\n", 0),
+    "without attempt": ("step_00001000", 1000),
+    "the beginning of another": ("step_0000050", 50),
+    "absolute": ("{root}/step_00001000.attempt-1\n", 1000),
+    "absolute, the newest": ("{root}/step_00001500.attempt-1/\n", 1500),
+    "of another run": ("../other/checkpoints/step_00001000.attempt-1", 1000),
+    "somewhere else": ("../../etc\n", 0),
+    "long": ("/" + "a/" * 1000 + "1000", 1000),
+    "moved aside": ("step_00002000.attempt-1", 2000),
+    "incomplete": ("step_00001700.attempt-1.tmp", 0),
+    "two": ("step_00001000.attempt-1\nstep_00001500.attempt-1\n", 1500),
+    "prose": ("please go back\n", 0),
+    "a link": ("step_00001000.attempt-1", 1000),
+    "a link to the newest": ("{root}/step_00001500.attempt-1", 1500),
+    "a link to nothing": ("gone", 0),
+    "a directory": ("", 0),
+}
+"""What a person makes of ``latest``, and the step that is meant; 0: none that is here."""
+
+
 LINE = [f"{name(500)} -", *(f"{name(s)} {name(s - 500)}" for s in (1000, 1500, 2000))]
 
 
@@ -123,17 +171,64 @@ class TestLatest:
             found(store)
         assert str(error.value).endswith(f"rollback {store} --to {name(2000)}")
 
-    @pytest.mark.parametrize("text", [None, "", "\n", "step_0000", "../../etc\n", "\xff\n"])
-    def test_an_empty_or_truncated_one_recovers_with_a_warning(
-        self, store: Path, caplog: pytest.LogCaptureFixture, text: str | None
+    @pytest.mark.parametrize(
+        "data",
+        [None, b"", b"\n", b"\0" * 24, b"step_0000", b"step_00002000.att\0\0\0\0\0\0",
+         b"step_00002000", b"\xff\n", b"step_0000\x802000.attempt-1", b"st\0p_00001000.attempt-1"],
+    )  # fmt: skip
+    def test_an_empty_or_torn_one_recovers_with_a_warning(
+        self, store: Path, caplog: pytest.LogCaptureFixture, data: bytes | None
     ) -> None:
+        """What a crash leaves: nothing, NUL bytes, the beginning of the name, bytes of no text."""
         (store / LATEST).unlink()
-        if text is not None:
-            (store / LATEST).write_bytes(text.encode("latin-1"))
+        if data is not None:
+            (store / LATEST).write_bytes(data)
         assert found(store) == name(2000)
         assert f"taking the newest, {name(2000)}" in caplog.text
         run(store, 2500)
         assert latest(store) == name(2500) + "\n"
+
+    @pytest.mark.parametrize("codec", ["utf-8", "utf-8-sig", "utf-16"])
+    def test_an_editor_s_spelling_of_the_name_is_the_name(
+        self, store: Path, codec: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for text in ("{}\n", "{}\r\n", " {} \n\n", "{}\0\0"):
+            (store / LATEST).write_bytes(text.format(name(2000)).encode(codec))
+            assert found(store) == name(2000) and not caplog.text
+            (store / LATEST).write_bytes(text.format(name(1000)).encode(codec))
+            with pytest.raises(CheckpointError, match=f"--to {name(1000)}; to continue"):
+                found(store)
+
+    @pytest.mark.parametrize("earlier_version", [False, True])
+    def test_a_wish_is_refused_with_the_commands(self, store: Path, earlier_version: bool) -> None:
+        """And nothing is rewritten, by however many starts, a look or a pruning."""
+        newest.go_back(CheckpointDirectory(store), name(1500))  # 2000 is aside
+        (store / (name(1700) + ".tmp")).mkdir()
+        if earlier_version:
+            of_earlier_version(store, *LINE[:3])
+        command = f"megatron-patch checkpoint rollback {store} --to "
+        for wish, (text, meant) in WISHES.items():
+            wished(store / LATEST, wish, text.format(root=store))
+            before = snapshot(store)
+            for look in (found, found, run):
+                with pytest.raises(CheckpointError) as error:
+                    look(store)
+                assert error.value.exit_code == 4, wish
+            told = str(error.value)
+            assert told.startswith(f"{store / LATEST} "), wish
+            assert told.endswith(f"; to continue from the newest: {command}{name(1500)}"), wish
+            assert (f"aside: {command}{name(meant)};" in told) is (meant in (500, 1000)), wish
+            assert ("(it was moved to" in told) is (meant == 2000), wish
+            with pytest.raises(CheckpointError, match=f"checkpoint.load_from: {store}/step_0000"):
+                CheckpointStore(store).find(own=False)
+            if meant != 2000:  # a name: prune keeps what it names, were it there
+                with pytest.raises(CheckpointError):
+                    inspect.plan(store, [], last=1, every=None)
+            assert snapshot(store) == before, wish
+        for wish in ("a link", "a directory", "prose"):
+            wished(store / LATEST, wish, WISHES[wish][0])
+            inspect.roll_back(store, name(1500))
+            assert found(store) == name(1500) and latest(store) == name(1500) + "\n"
 
     def test_another_run_s_store_is_judged_alike_and_not_changed(self, store: Path) -> None:
         """``load_from``."""

@@ -102,6 +102,31 @@ def test_one_that_was_moved_aside_is_followed_by_another(store: CheckpointStore)
     assert pin(store, 700, 600) and pins(store) == [name(500), name(1000)]
 
 
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [(name(1000), False), (name(1000, 2), True), (name(10), True), ("", False),
+     (f"{name(10)} danger at step 600, signs since step 50", False), (f"{name(500)} aside", False)],
+)  # fmt: skip
+def test_a_pin_of_nothing_is_told(
+    store: CheckpointStore, line: str, lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slip of the pen, and the checkpoint that is meant would go without a word."""
+    store.directory.move_aside(store.root / name(500), "abandoned")
+    (store.root / pinned.FILE).write_text(line + "\n")
+    CheckpointStore(store.root).find()
+    assert ("names step_" in caplog.text and "mend the line" in caplog.text) is lost
+
+
+@pytest.mark.parametrize("line", ["1000", "step_00001000", "iter_0001000", "latest", "/a/b", "*"])
+def test_a_line_that_names_no_checkpoint_stops_every_deletion(
+    store: CheckpointStore, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (store.root / pinned.FILE).write_text(line + "\n")
+    store.keep_last = 1
+    save(store, 2000)
+    assert len(complete(store.root)) == 4 and "no old checkpoint is deleted" in caplog.text
+
+
 def test_who_went_back_to_the_pinned_one_keeps_it(store: CheckpointStore) -> None:
     pin(store, 1600, 1100)
     newest.go_back(store.directory, name(1000))

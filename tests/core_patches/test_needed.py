@@ -150,11 +150,57 @@ def a_rank_hands_on_its_columns():
 
 
 @shows("extra depths")
-def token_counts_are_not_summed_over_ranks():
-    """What follows from it: tests/training/test_context_parallel.py, "mtp_stock"."""
+def tokens_of_one_step_weigh_differently():
+    """4/3 in one micro-batch and 1 in another; what follows: tests/training/test_compositions.py.
+
+    Where core sums counts over ranks (its pull request 7498) this remains.
+    """
     from megatron.core.transformer import multi_token_prediction as core
 
-    assert "all_reduce" not in names_in(core.process_mtp_loss) | names_in(core.roll_tensor)
+    weights = []
+    config = SimpleNamespace(
+        mtp_num_layers=1,
+        mtp_loss_scaling_factor=1.0,
+        mtp_detach_heads=False,
+        calculate_per_token_loss=True,
+    )
+    scaler = SimpleNamespace(apply=lambda main, loss: weights.append(loss.max().item()) or main)
+    for mask in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0]):
+        with patched((core, "MTPLossAutoScaler", scaler)):
+            core.process_mtp_loss(
+                hidden_states=torch.zeros(8, 1, 1),
+                labels=torch.zeros(1, 4),
+                loss_mask=torch.tensor([mask]),
+                output_layer=lambda states, **options: (states, None),
+                output_weight=None,
+                runtime_gather_output=None,
+                is_training=False,
+                compute_language_model_loss=lambda labels, logits: torch.ones(1, 4),
+                config=config,
+            )
+    assert weights == pytest.approx([4 / 3, 1.0])
+
+
+@shows("sinks")
+def a_part_of_the_sinks_is_not_marked():
+    """What follows: tests/training/test_compositions.py, "core sinks unmarked"."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_patch.model.transformer_config import transformer_config
+
+    with single_rank():
+        config = transformer_config(tiny_run({"softmax_type": "learnable"}))
+        layer = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    assert not getattr(layer.softmax_offset, "tensor_model_parallel", False)
+
+
+@shows("gathered logits")
+def any_width_is_taken_for_a_part():
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    used = names_in(LanguageModule.compute_language_model_loss)
+    assert not used & {"vocab_size", "parallel_output", "gather_output"}
 
 
 @shows("tied output layer")

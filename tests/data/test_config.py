@@ -19,7 +19,6 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
         ({"train": [B], "test": [B]}, "data.blend", "contradicts data.train, data.test"),
         ({"blend": []}, "data.blend", "no training data"),
         ({"blend": [], "valid": [B]}, "data.train", "no training data"),
-        ({"blend": [DatasetConfig(path="")]}, "data.blend[0].path", "is empty"),
         ({"blend": [A, DatasetConfig(path="x.bin")]}, "data.blend[1].path", "leave the file's"),
         ({"blend": [DatasetConfig(path="a", weight=0.0)]}, "data.blend[0].weight", "not a pos"),
         ({"blend": [DatasetConfig(path="a", weight=float("nan"))]}, "data.blend[0].weight", "nan"),

@@ -164,9 +164,9 @@ def typed_value(tp: object, rng: Random) -> str:
     if member is float:
         numbers = ["-1", "0", "1e-300", "1e-5", "0.3", "0.9", "1", "2.5", "1e9", "1e308", "-0.0"]
         return rng.choice(numbers)
-    if member is str:
-        return rng.choice(["x", "data/x", "x.bin", ".", "/", "~", '""', "a b", "é", "/dev/zero",
-                           "configs", "x" * 300])  # fmt: skip
+    if types.is_text(member):
+        return rng.choice(["x", "data/x", "~/x", "$HOME/x", "$X", "/", "~", '""', "a b", "é",
+                           "/dev/zero", "configs", "x" * 300])  # fmt: skip
     return str(rng.choice(get_args(member)))
 
 

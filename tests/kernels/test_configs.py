@@ -91,3 +91,33 @@ def test_architectures_nobody_compiled_for_are_refused(
     else:
         with pytest.raises(AttentionArgumentError, match=f"architecture {arch}"):
             dispatch.select(asked, device)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "hopper"),
+        ({"causal": True, "sinks": "off-by-one", "stabilizer": "compensated"}, "hopper"),
+        ({"stabilizer": "dynamic_max"}, "hopper"),
+        ({"window": (4, 0)}, "triton"),
+        ({"softcap": 30.0}, "triton"),
+        ({"dropout_p": 0.1}, "triton"),
+        ({"stabilizer": "paper_bf16"}, "triton"),
+        ({"causal": True, "keys": 24}, "triton"),
+        ({"d": 96}, "triton"),
+    ],
+)
+def test_hopper_serves_what_its_row_says(
+    options: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "_capability", lambda index: (9, 0))
+    named = dict(options)
+    keys, d = named.pop("keys", 16), named.pop("d", 128)
+    q, k = (
+        torch.empty(1, n, heads, d, dtype=torch.bfloat16, device="meta")
+        for n, heads in ((16, 4), (keys, 2))
+    )
+    asked = describe(q, k, k, layout="bshd", **named)
+    device = torch.device("cuda", 0)
+    assert dispatch.select(asked, device).name == name
+    assert dispatch.select(asked, device, chunked=True).name == "triton"

@@ -34,8 +34,10 @@ def test_finished_before(shims):
     assert code == 0 and shims.calls("srun") == [] and shims.requeues() == 0
 
 
-def test_marker_of_a_shorter_run_does_not_count(shims):
-    (shims.run / "FINISHED").write_text('{"step": 50}')
+@pytest.mark.parametrize("text", ['{"step": 50}', "", "done", '{"step": "100"}'])
+def test_marker_of_a_shorter_run_does_not_count(shims, text):
+    """Nor does one that says no step: the trainer says what it is."""
+    (shims.run / "FINISHED").write_text(text)
     code, _ = shims.drive("finish")
     assert code == 0 and len(shims.calls("srun")) == 1
 

@@ -256,6 +256,13 @@ def test_the_tile_of_the_reference_is_its_own():
     assert kernel_memory.REFERENCE_TILE == blockwise.TILE_BYTES
 
 
+def test_head_dims_whose_dq_is_summed_are_those_of_the_kernels():
+    from stable_attention import dispatch
+
+    (hopper,) = (row for row in dispatch.KERNEL_SETS if row.name == "hopper")
+    assert tuple(hopper.head_dims) == kernel_memory.SUMMED_HEAD_DIMS
+
+
 def switching(backend: str, stabilizer: str, guard: str) -> int:
     """Bytes the plan gives to the attention kernel."""
     run = tiny_run(

@@ -147,6 +147,32 @@ def test_finished_is_final_until_the_run_is_made_longer(tiny) -> None:
     assert (longer.path / "FINISHED.step_20").exists()
 
 
+@pytest.mark.parametrize("data", [b"", b"\n", b"\0" * 40, b'{"st', b'{"step": 20, "consu', b"{"])
+def test_a_torn_marker_is_none(tiny, data: bytes) -> None:
+    """The checkpoint tells how far the run is; the marker is kept aside."""
+    directory, _ = start(tiny())
+    (directory.path / run_directory.FINISHED).write_bytes(data)
+    again, problems = start(tiny())
+    assert not problems and not again.finished and (again.path / "FINISHED.step_0").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["stop\n", "20", '{"step": "20"}', '{"step": -1}', '{"step": 2.5}', '{"steps": 20}', "[]",
+     "{step: 20}", '{"step": true}', "step_00000020.attempt-1", '{"step": 20} # done'],
+)  # fmt: skip
+def test_an_edited_marker_is_for_a_person(tiny, text: str) -> None:
+    """Taken for a torn one, the run that somebody meant to end would train on."""
+    directory, _ = start(tiny())
+    marker = directory.path / run_directory.FINISHED
+    marker.write_text(text)
+    for _ in range(2):
+        again, (problem,) = start(tiny())
+        assert again is None and problem.path == "run_dir" and not problem.may_pass
+        assert f"holds {text.strip()!r}" in problem.message and "delete the file" in problem.message
+    assert marker.read_text() == text
+
+
 def test_a_damaged_environment_file_is_kept_aside(tiny) -> None:
     directory, _ = start(tiny())
     (directory.path / "environment.json").write_text("{")

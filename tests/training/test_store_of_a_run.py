@@ -92,6 +92,17 @@ def test_what_a_save_writes_is_looked_at_before_the_first_step(
     assert problem.message == f"{store}: cannot be used (Is a directory: {store}/{name})"
 
 
+def test_what_stands_in_the_place_of_latest_is_left_to_the_store(
+    open_run: Any, tmp_path: Path
+) -> None:
+    """Where there is something to continue, it refuses with the commands (exit code 4)."""
+    (tmp_path / "shared" / "step_00000010.attempt-1").mkdir(parents=True)
+    (tmp_path / "shared" / "latest").mkdir()
+    directory, problems = open_run("run_dir=a", STORE)
+    directory.close()
+    assert not problems
+
+
 def test_the_lock_is_no_trace_of_training(open_run: Any) -> None:
     """A run that never took a step may still be changed, and resume: never may be given again."""
     for overrides in ([], ["model.num_layers=4"], ["checkpoint.resume=never"]):

@@ -102,9 +102,9 @@ def stock_mtp() -> Callable[[], None]:
     cpu_mode.install()  # before anything of Megatron is imported
     from megatron_patch.core_patches import mtp
 
-    right = mtp._over_context
-    mtp._over_context = mtp.core.process_mtp_loss
-    return lambda: setattr(mtp, "_over_context", right)
+    right = mtp._weighted
+    mtp._weighted = mtp.core.process_mtp_loss
+    return lambda: setattr(mtp, "_weighted", right)
 
 
 def windows_read(found: list[Any]) -> Callable[[], None]:

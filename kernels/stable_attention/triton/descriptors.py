@@ -79,9 +79,9 @@ def _plan(
         for kind in kinds
     ]
     present = [x for x in tensors if x is not None]
-    if not all(_describable(x, layout) for x in present):
+    if not all(describable(x, layout) for x in present):
         return None
-    flat = all(_columns(x, layout) for x in present)
+    flat = all(flat_columns(x, layout) for x in present)
     if layout == "thd":
         mode = FLAT_PACKED if flat else PACKED
     else:
@@ -92,7 +92,7 @@ def _plan(
     )
 
 
-def _describable(x: torch.Tensor, layout: str) -> bool:
+def describable(x: torch.Tensor, layout: str) -> bool:
     step = 16 // x.element_size()
     shape, row = dims(x, layout), strides(x, layout)
     legal = all(s > 0 and s % step == 0 for n, s in zip(shape[:3], row, strict=True) if n > 1)
@@ -101,7 +101,7 @@ def _describable(x: torch.Tensor, layout: str) -> bool:
     return legal and x.numel() > 0 and max(shape) <= MAX_DESCRIBED
 
 
-def _columns(x: torch.Tensor, layout: str) -> int:
+def flat_columns(x: torch.Tensor, layout: str) -> int:
     """Columns of x as [s, columns], each head of each batch entry at an offset among them, or 0.
 
     0 where a tile's unused columns would belong to the next head, or an offset exceeds int32.
@@ -132,10 +132,10 @@ def _describe(
         if columns == 0:
             found.append(None)
         elif flat and layout == "thd":
-            flat_x = x.as_strided((s, _columns(x, layout)), (step_s, 1))
+            flat_x = x.as_strided((s, flat_columns(x, layout)), (step_s, 1))
             found.append(create_ragged_descriptor(flat_x, [rows, columns]))
         elif flat:
-            shape = [s, _columns(x, layout)]
+            shape = [s, flat_columns(x, layout)]
             found.append(TensorDescriptor(x, shape, [step_s, 1], [rows, columns]))
         elif layout == "thd":
             heads_first = x.as_strided((h, s, d), (step_h, step_s, 1))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention.triton.descriptors import at
@@ -47,11 +48,11 @@ class _Launch:
         self._arguments = [*positional, *(named[name] for name in names[len(positional) :])]
         slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
         self._addresses: list[tuple[int, int]] = []
-        self._described: list[tuple[int, int, TensorDescriptor]] = []
+        self._described: list[tuple[int, int, Any]] = []
         for place, argument in enumerate(self._arguments):
             if isinstance(argument, torch.Tensor):
                 self._addresses.append((place, slots[id(argument)]))
-            elif isinstance(argument, TensorDescriptor):
+            elif isinstance(argument, (TensorDescriptor, GluonDescriptor)):
                 self._described.append((place, slots[id(argument.base)], at(None, argument)))
             else:
                 continue

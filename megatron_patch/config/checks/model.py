@@ -188,12 +188,14 @@ def _experts(run: RunConfig) -> Iterator[Problem]:
             f"false with {tp} tensor-parallel ranks and experts: Megatron-Core trains MoE layers "
             "under tensor parallelism only with sequence parallelism. Set it to true",
         )
-    if moe.load_balancing == "sinkhorn" and parallel.context_parallel_size > 1:
+    split = {"tensor": tp, "context": parallel.context_parallel_size}
+    if moe.load_balancing == "sinkhorn" and max(split.values()) > 1:
+        ranks = " x ".join(f"{n} {kind}" for kind, n in split.items() if n > 1)
         yield Problem(
             "model.moe.load_balancing",
-            f"'sinkhorn' balances over the tokens that one rank holds, so that "
-            f"{parallel.context_parallel_size} context-parallel ranks would train another model "
-            "than one. Use aux_loss, seq_aux_loss or none",
+            f"'sinkhorn' balances over the tokens that one rank holds, so that {ranks}-parallel "
+            "ranks, each with a part of the sequence, would train another model than one. Use "
+            "aux_loss, seq_aux_loss or none",
         )
     etp = parallel.expert_tensor_parallel_size or tp
     if model.add_bias_linear and etp > 1:
@@ -238,6 +240,12 @@ def _latent(run: RunConfig) -> Iterator[Problem]:
     tp = max(1, run.parallel.tensor_model_parallel_size)
     if tp > 1 and not run.parallel.sequence_parallel:
         yield from _latent_without_sequence_parallelism(run, tp)
+    if model.qk_layernorm and mla.q_lora_rank is None and model.layer_spec == "local":
+        yield Problem(
+            "model.qk_layernorm",
+            "true with multi-latent attention whose queries have no latent: local layers have no "
+            "norm for them. Set model.mla.q_lora_rank, or this to false",
+        )
     if mla.qk_pos_emb_head_dim % 2:
         yield Problem(
             "model.mla.qk_pos_emb_head_dim",

@@ -1,0 +1,105 @@
+"""What Gluon lacks for a persistent kernel: operations of one warp, in assembler; additions by TMA.
+
+A *ring* is a buffer of N slots with two barriers a slot, one for "full" and one for "empty". Who
+waits for a slot passes the parity of the round it is in, which `advance` flips at the end of the
+ring; who waits for it to be empty passes the other parity, so that the first round waits for none.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+
+
+@_core.builtin
+def tma_add(desc, offsets, tile, _semantic=None):
+    """Add a tile in shared memory to global memory, float32, without returning anything."""
+    where = _semantic._convert_to_ir_values(offsets, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, where, tile.handle
+    )
+
+
+@gluon.jit
+def advance(slot, parity, SLOTS: gl.constexpr):
+    """The next slot of a ring, and the parity of its round."""
+    following = slot + 1
+    wraps = following == SLOTS
+    return gl.where(wraps, 0, following), gl.where(wraps, parity ^ 1, parity)
+
+
+@gluon.jit
+def _lanes(x, DTYPE: gl.constexpr):
+    """A scalar in each of the 32 lanes of one warp."""
+    return gl.full([32], 0, DTYPE, gl.BlockedLayout([1], [32], [1], [0])) + x
+
+
+@gluon.jit
+def next_item(counter):
+    """Take a number from a counter in global memory; one warp, which gets one number."""
+    place = _lanes(counter.to(gl.int64), gl.int64)
+    got = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 t;
+        mov.u32 t, %laneid;
+        setp.eq.u32 first, t, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
+        }""",
+        "=&r,l", [place], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.max(got, 0)
+
+
+@gluon.jit
+def wait_for_turn(turn_ptr, turn):
+    """Until ``turn`` others have passed it on; their bulk writes are then visible. One warp."""
+    place = _lanes(turn_ptr.to(gl.int64), gl.int64)
+    wanted = _lanes(turn, gl.int32)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred early;
+        .reg .u32 t;
+        again:
+        ld.acquire.gpu.global.u32 t, [$1];
+        setp.lt.s32 early, t, $2;
+        @early bra again;
+        fence.proxy.async;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [place, wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(turn_ptr):
+    """Once this warp's bulk writes are complete (a wait of `tma` is for their reads only)."""
+    place = _lanes(turn_ptr.to(gl.int64), gl.int64)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 t;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async;
+        bar.warp.sync 0xffffffff;
+        mov.u32 t, %laneid;
+        setp.eq.u32 first, t, 0;
+        @first red.release.gpu.global.add.u32 [$1], 1;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def warp_sync(x):
+    """What this warp's lanes wrote to shared memory is visible to all of them; one warp."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "=r,r", [_lanes(x, gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+__all__ = ["advance", "next_item", "pass_turn", "tma_add", "wait_for_turn", "warp_sync"]
