@@ -36,7 +36,7 @@ class CheckpointConfig:
     intended_changes: list[str] = field(default_factory=list)
     """Keys that may change what loaded weights mean."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
-    """fully_reshardable loads on any layout; dp_reshardable on other DP sizes only, and not all."""
+    """fully_reshardable loads on any layout; dp_reshardable on some other DP sizes."""
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte before loading, or (huge files) a fixed sample of pages and all sizes."""
     hmac_key_file: PathText | None = None
