@@ -24,7 +24,7 @@ quickstart: $(STAMP)  ## train a small GPT on text this machine has: loss, check
 	@bash scripts/quickstart.sh "$(BIN)"
 
 test: $(STAMP)  ## every test that needs no GPU (GPU tests too where there is one)
-	$(BIN)/python -m pytest -m "not slow and not slurm" -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest -m "not slow and not slurm" -n 2 --dist loadfile --no-loadscope-reorder -q
 
 test-slow: $(STAMP)  ## the long versions
 	$(BIN)/python -m pytest -m "slow and not slurm" -q

@@ -23,6 +23,33 @@ import interpreter_shim
 from cuda_devices import cuda_devices
 
 NO_GPU = "needs a CUDA device; none here"
+# Files that take minutes, longest first: a worker that begins one of them last works alone.
+LONG = (
+    "golden/test_golden.py",
+    "training/test_layouts.py",
+    "training/test_context_parallel.py",
+    "kernels/test_planted_bugs.py",
+    "faults/test_hang_runs.py",
+    "faults/test_hopeless_errors.py",
+    "checkpoint/test_resume.py",
+    "training/test_stops.py",
+    "stability/test_runs.py",
+    "faults/test_spike_runs.py",
+    "training/test_gate_ranks.py",
+    "research/test_smoke.py",
+    "kernels/test_aot.py",
+    "kernels/test_error_rule.py",
+    "stability/test_guard_resumes.py",
+    "stability/test_pinned_checkpoints.py",
+    "stability/test_used_errors.py",
+    "model/test_parallel.py",
+    "faults/test_hang.py",
+    "planner/test_activations.py",
+    "kernels/test_ops_torch.py",
+    "kernels/test_side_by_side.py",
+    "context_parallel/test_gloo.py",
+    "context_parallel/test_failure.py",
+)
 
 
 if cuda_devices() == 0:
@@ -46,6 +73,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = Path(__file__).resolve().parent
+    rank = {tests / name: position for position, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path, len(LONG)))
     if cuda_devices() > 0:
         return
     skip = pytest.mark.skip(reason=NO_GPU)

@@ -7,7 +7,6 @@ times a second. `forget` takes the groups away from what the destroyed run left 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 
@@ -25,18 +24,15 @@ def forget() -> None:
     from torch.distributed import ProcessGroup, is_initialized
 
     assert not is_initialized(), "destroy the process groups first"
-    gc.collect()
-    for found in gc.get_objects():
-        values = found if type(found) is dict else _attributes(found)
-        if not values:
+    # Both searches run in C; asking every object for its attributes took seconds.
+    seen = gc.get_referents(*gc.get_objects())
+    groups = {id(x): x for x in seen if type(x) is ProcessGroup}
+    del seen
+    for found in gc.get_referrers(*groups.values()):
+        values = found if type(found) is dict else getattr(found, "__dict__", {})
+        if values is groups:
             continue
-        for name in [name for name, x in values.items() if isinstance(x, ProcessGroup)]:
+        for name in [name for name, x in values.items() if type(x) is ProcessGroup]:
             values[name] = None
+    groups.clear()
     gc.collect()
-
-
-def _attributes(found: object) -> dict[str, object] | None:
-    with contextlib.suppress(Exception):
-        values = object.__getattribute__(found, "__dict__")
-        return values if type(values) is dict else None
-    return None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
 from torch.distributed import TCPStore
 
 from megatron_patch.runtime.records import read_rows
@@ -74,30 +78,8 @@ def run_ranks(
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     ports = [store.port for store in stores]
     plan.write_text(json.dumps({"config": str(config), "ports": ports, "runs": runs}))
-    base = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ports[0]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-    }
     logs = [plan.with_suffix(f".log{rank}") for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as out:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), str(plan)],
-                    cwd=folder,
-                    env=environment,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a test's Ctrl-C must not reach ranks as a stop
-                )
-            )
+    processes = start_ranks(WORKER, [str(plan)], folder, ports[0], logs)
     codes = _wait(processes, timeout)
     if any(codes):
         tail = "\n".join(f"--- rank {r}: {log.read_text()[-3000:]}" for r, log in enumerate(logs))
@@ -108,23 +90,66 @@ def run_ranks(
     ]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
-    """Exit codes; when one rank fails or time is over, the others are killed."""
-    import time
+def start_ranks(
+    script: Path, arguments: list[str], folder: Path, port: int, logs: list[Path]
+) -> list[BaseProcess]:
+    """A rank for every log, each ``python SCRIPT ARGUMENTS``; ``port`` is that of their store."""
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(logs)),
+            "LOCAL_WORLD_SIZE": str(len(logs)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "1",
+        }
+        process = forked.context().Process(
+            target=_rank, args=([str(script), *arguments], folder, environment, log)
+        )
+        process.start()
+        processes.append(process)
+    return processes
 
+
+def _rank(argv: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:
+    """Run the script in this process as a new one would."""
+    os.setsid()  # a test's Ctrl-C must not reach ranks as a stop
+    with log.open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
+    """Exit codes; when one rank fails or time is over, the others are killed."""
     end = time.monotonic() + timeout
-    try:
-        while time.monotonic() < end:
-            codes = [p.poll() for p in processes]
-            if all(code == 0 for code in codes) or any(code for code in codes):
-                break
-            time.sleep(0.1)
-        return [p.poll() for p in processes]
-    finally:
-        for p in processes:
-            if p.poll() is None:
+    while time.monotonic() < end:
+        codes = [p.exitcode for p in processes]
+        if all(code == 0 for code in codes) or any(code for code in codes):
+            break
+        time.sleep(0.05)
+    return end_all(processes)
+
+
+def end_all(processes: list[BaseProcess]) -> list[int | None]:
+    """Kill what runs, with all that it started; the exit codes of before."""
+    codes = [p.exitcode for p in processes]
+    for p in processes:
+        if p.exitcode is None:
+            p.kill()
+            with contextlib.suppress(ProcessLookupError):  # not a session of its own yet
                 os.killpg(p.pid, signal.SIGKILL)
-            p.wait()
+        p.join()
+    return codes
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, str]]:

@@ -1,16 +1,19 @@
-"""Correct BF16 arithmetic for Triton's CPU interpreter (Triton 3.6 and 3.7).
+"""Correct BF16 arithmetic for Triton's CPU interpreter (3.6 and 3.7), in a third of its time.
 
 The interpreter keeps a BF16 value as its uint16 bit pattern. Out of the box it truncates
 FP32 -> BF16 (a bias, of all things), multiplies bit patterns in ``tl.dot`` and adds them in
 element-wise arithmetic: attention of BF16 tensors would come out as noise of size 1e8, and say
 nothing. ``install()`` replaces the casts by round to nearest even, and runs dots and element-wise
-operations of BF16 operands in FP32 with one rounding of the result, as the hardware does.
+operations of BF16 operands in FP32 with one rounding of the result, as the hardware does. It also
+leaves out what the interpreter does again and again to no effect.
 
 `numerics`, which every kernel of the library imports, installs it where kernels are interpreted.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 
@@ -93,3 +96,47 @@ def install() -> None:
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
     builder.binary_op, builder.unary_op = binary_op, unary_op
     builder._bf16_exact = True
+    _faster(interpreter, tl)
+
+
+def _faster(interpreter: Any, tl: Any) -> None:
+    """Do once what the interpreter does at every step; no value changes, and no check is lost."""
+    # Integer arithmetic is checked for overflow in ten operations, whose verdict is then dropped:
+    # `device_assert` does nothing without the option `debug`.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    # Every call of a device function patches all of triton.language anew, which the launch of its
+    # kernel has done.
+    patch, patched = interpreter._patch_lang, set()
+
+    @functools.cache
+    def languages(function: Any) -> frozenset[str]:
+        found = (x for x in function.__globals__.values() if x is tl or x is tl.core)
+        return frozenset(x.__name__ for x in found)
+
+    def patch_lang(function: Any) -> Any:
+        new = languages(function) not in patched
+        scope = patch(function) if new else interpreter._LangPatchScope()
+        patched.add(languages(function))
+        restore = scope.restore
+
+        def end_of_launch() -> None:  # device functions drop their scope
+            patched.clear()
+            restore()
+
+        scope.restore = end_of_launch
+        return scope
+
+    # This one builds a table of all types at every look into it.
+    np_dtype: dict[str, Any] = {}
+    look_up = interpreter._get_np_dtype
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in np_dtype:
+            np_dtype[name] = look_up(dtype)
+        return np_dtype[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype

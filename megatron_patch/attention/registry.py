@@ -20,6 +20,7 @@ from megatron_patch.attention.capabilities import (
     Machine,
     unmet,
 )
+from megatron_patch.schema.model import attention_head_dim, query_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,9 +118,8 @@ def facts_of(
     """
     model, parallel = run.model, run.parallel
     tp = max(1, parallel.tensor_model_parallel_size)
-    groups = model.num_query_groups or model.num_attention_heads
-    head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
-    v_head_dim = head_dim
+    groups = query_groups(model)
+    head_dim = v_head_dim = attention_head_dim(model)
     if model.mla is not None:
         head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
         v_head_dim = model.mla.v_head_dim

@@ -126,6 +126,8 @@ class Checkpointer:
         self._extra = extra
         self._run_dir, self._foreign, self._inherit = run_dir, foreign, inherit
         self.loaded_extra: dict[str, Any] = {}
+        self.loaded_own: dict[str, Any] | None = None
+        """Plain data of the loaded checkpoint of this run: progress, schedule, config ..."""
         options, spike = run.checkpoint, run.faults.spike
         key = read_key(options.hmac_key_file) if options.hmac_key_file is not None else None
         self.ranks = make_collective()
@@ -421,6 +423,7 @@ class Checkpointer:
         loaded = self._together(found, lambda: content.read(request, found.path, index))
         if own:
             self._together(found, lambda: self._check_run(found, str(loaded["run"]["config"])))
+        self.loaded_own = dict(loaded["run"]) if own else None
         return self._together(found, lambda: self._put(loaded, weights_only, same_layout))
 
     def _together(self, found: Found, work: Callable[[], Any]) -> Any:

@@ -36,13 +36,15 @@ def add_parser(commands: Subparsers) -> None:
         default=[],
         help="a node that must have answered",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, compare, or both."""
     from pathlib import Path
 
+    if args.node and args.expect:
+        args.parser.error("--expect: --node only measures this node, --compare looks for others")
     loaded = load(args.config, args.overrides)
     from megatron_patch.launcher import preflight, verdict
 

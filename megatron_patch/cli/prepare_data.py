@@ -8,8 +8,9 @@ from typing import Any, Literal, get_origin
 from megatron_patch.cli.common import Subparsers, as_path
 
 DESCRIPTION = """\
-Turn text, JSON lines (plain, .gz, .zst) or raw token files into a Megatron indexed dataset:
-OUT.bin, OUT.idx and OUT.manifest.json, which training verifies before it reads a token.
+Turn text, JSON lines (plain, gz, zst, xz, bz2), parquet or raw token files into a Megatron indexed
+dataset: OUT.bin, OUT.idx and OUT.manifest.json, which training verifies before it reads a token.
+Every entry of a directory is read by its content or refused; --skip-unknown leaves out the rest.
 
   megatron-patch prepare-data corpus/*.jsonl.zst --tokenizer huggingface \\
       --tokenizer-path tokenizer.json --out data/corpus
@@ -61,14 +62,16 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def options(args: argparse.Namespace) -> Any:
-    """``PrepareOptions`` of arguments; ``\\n`` and ``\\t`` in the separator are unescaped."""
+    """The options, of arguments; in the separator ``\\n``, ``\\r`` and ``\\t`` are unescaped."""
     from megatron_patch.config import types
     from megatron_patch.data.options import PrepareOptions
 
     values = {name: getattr(args, name) for name in types.fields(PrepareOptions)}
     separator = values["document_separator"]
     if separator is not None:
-        values["document_separator"] = separator.replace("\\n", "\n").replace("\\t", "\t")
+        for escaped, character in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
+            separator = separator.replace(escaped, character)
+        values["document_separator"] = separator
     return PrepareOptions(**values)
 
 

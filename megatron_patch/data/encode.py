@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import threading
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
@@ -25,6 +26,24 @@ from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.sources import Batch
 from megatron_patch.runtime.files import replacing
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_GO_ON = "--invalid-text skip leaves such {0} out, replace puts U+FFFD there"
+_REMEDY = {
+    "file": f"convert the file (iconv -t UTF-8); {_GO_ON.format('documents')}",
+    "separated": f"convert the file (iconv -t UTF-8); {_GO_ON.format('documents')}",
+    "jsonl": _GO_ON.format("lines"),
+    "parquet": _GO_ON.format("rows"),
+}
+
+
+@dataclass(slots=True)
+class _Count:
+    """Documents of a batch that are left out, or not read as they are."""
+
+    empty: int = 0
+    invalid: int = 0
+    replaced: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class PartHeader:
@@ -38,6 +57,11 @@ class PartHeader:
     documents: int
     tokens: int
     skipped: int
+    """Documents left out, empty ones and ..."""
+    invalid: int
+    """... those that were not text."""
+    replaced: int
+    """Documents that are read with U+FFFD for what was not text."""
     max_token_id: int
     open_end: bool
     """The last document goes on in the next part (token files only)."""
@@ -58,9 +82,10 @@ class Encoder:
             DataError: the first document that is no text, no JSON or out of the vocabulary.
         """
         if batch.kind == "tokens":
-            lengths, tokens, skipped, open_end = self._cut(batch)
+            lengths, tokens, open_end = self._cut(batch)
+            count = _Count()
         else:
-            lengths, tokens, skipped = self._encode(batch)
+            lengths, tokens, count = self._encode(batch)
             open_end = False
         payload = lengths.astype("<i4").tobytes() + tokens.tobytes()
         header = PartHeader(
@@ -69,7 +94,9 @@ class Encoder:
             source=batch.source,
             documents=len(lengths),
             tokens=len(tokens),
-            skipped=skipped,
+            skipped=count.empty + count.invalid,
+            invalid=count.invalid,
+            replaced=count.replaced,
             max_token_id=int(tokens.max()) if len(tokens) else -1,
             open_end=open_end,
         )
@@ -80,17 +107,20 @@ class Encoder:
             stream.write(payload)
         return header
 
-    def _encode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int]:
-        """Lengths and tokens of a batch's documents, and how many were left out."""
-        texts, skipped = [], 0
+    def _encode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, _Count]:
+        """Lengths and tokens of a batch's documents, and how many were left out or replaced."""
+        texts, count = [], _Count()
         for raw, place in zip(batch.documents, batch.places, strict=True):
             if batch.kind == "jsonl" and not raw.strip():
                 continue  # blank lines between records are no documents
-            text = self._text(raw, place, batch.kind)
-            if text.strip():
+            text, wrong = self._text(raw, place, batch.kind)
+            if text is None:
+                count.invalid += 1
+            elif text.strip():
                 texts.append(text)
+                count.replaced += wrong
             else:
-                skipped += 1
+                count.empty += 1
         eod = self._tokenizer.eod_id
         assert eod is not None, "checked when preparing starts"
         pieces = []
@@ -100,38 +130,53 @@ class Encoder:
             pieces[-1][-1] = eod
         lengths = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=self._dtype)
-        return lengths, tokens, skipped
+        return lengths, tokens, count
 
-    def _text(self, raw: bytes, place: str, kind: str) -> str:
-        """The text of one raw document; an empty one stands for "left out"."""
+    def _text(self, raw: bytes, place: str, kind: str) -> tuple[str | None, bool]:
+        """The text of one raw document and whether anything in it was replaced; None: left out.
+
+        Raises:
+            DataError: it is not text and ``invalid_text`` says error; a line is no record.
+        """
+        mode, wrong = self._options.invalid_text, False
+        # A parquet value is the text itself; a byte order mark belongs to files and lines.
+        encoding = "utf-8" if kind == "parquet" else "utf-8-sig"
         try:
-            if kind == "jsonl":
-                text = self._json_text(raw, place)
-                text.encode("utf-8")
-            else:
-                text = raw.decode("utf-8-sig")
-        except (UnicodeDecodeError, UnicodeEncodeError) as error:
-            if self._options.invalid_text == "error":
-                problem = (
-                    f"not UTF-8 text ({error.reason} at byte {error.start:,})"
-                    if isinstance(error, UnicodeDecodeError)
-                    else f"half a surrogate pair at character {error.start:,}, which is no text"
-                )
-                raise DataError(f"{place}: {problem}; see --invalid-text") from error
-            if self._options.invalid_text == "skip":
-                return ""
-            if kind == "jsonl":
-                text = text.encode("utf-8", errors="replace").decode("utf-8")
-            else:
-                text = raw.decode("utf-8-sig", errors="replace")
-        return text.strip("\n") if kind == "separated" else text
+            text = raw.decode(encoding)
+        except UnicodeDecodeError as error:
+            if mode == "error":
+                raise DataError(
+                    f"{place}: not UTF-8 text ({error.reason} at byte {error.start:,}); "
+                    f"{_REMEDY[kind]}"
+                ) from error
+            if mode == "skip":
+                return None, True
+            text, wrong = raw.decode(encoding, errors="replace"), True
+        if kind == "jsonl":
+            try:
+                text = self._json_text(text, place)
+            except DataError:
+                if wrong:
+                    # The wrong bytes are in the key, or in what makes the line a record.
+                    return None, True
+                raise
+        half = _SURROGATE.search(text)
+        if half is None:
+            return text.strip("\n") if kind == "separated" else text, wrong
+        if mode == "error":
+            raise DataError(
+                f"{place}: half a surrogate pair at character {half.start():,}, which is no text; "
+                f"{_REMEDY[kind]}"
+            )
+        return (None if mode == "skip" else _SURROGATE.sub("\ufffd", text)), True
 
-    def _json_text(self, raw: bytes, place: str) -> str:
+    def _json_text(self, line: str, place: str) -> str:
         key = self._options.json_key
         try:
-            record = json.loads(raw)
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: not JSON ({error})") from error
+            hint = "; it holds a NUL byte, which JSON writes as \\u0000" if "\0" in line else ""
+            raise DataError(f"{place}: not JSON ({error}){hint}") from error
         if not isinstance(record, dict) or not isinstance(record.get(key), str):
             found = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise DataError(
@@ -139,8 +184,8 @@ class Encoder:
             )
         return record[key]
 
-    def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, int, bool]:
-        """Lengths and tokens of documents that end at the end-of-document id; 0; an open end."""
+    def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Lengths and tokens of documents that end at the end-of-document id; an open end."""
         raw, place = b"".join(batch.documents), batch.places[0]
         tokens = np.frombuffer(raw, dtype=DTYPES[self._options.format][1])
         vocab = self._tokenizer.vocab_size
@@ -155,7 +200,7 @@ class Encoder:
         open_end = len(tokens) > 0 and (len(ends) == 0 or ends[-1] != len(tokens))
         if open_end:
             ends = np.append(ends, len(tokens))
-        return np.diff(ends, prepend=0), tokens.astype(self._dtype), 0, bool(open_end)
+        return np.diff(ends, prepend=0), tokens.astype(self._dtype), bool(open_end)
 
 
 def part_path(parts: Path, number: int) -> Path:

@@ -25,6 +25,7 @@ from megatron_patch.data.order import Blend, Ring, derive
 from megatron_patch.data.position import Order, Position, Source
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
+from megatron_patch.schema.effective import data_seed
 
 if TYPE_CHECKING:
     from megatron_patch.schema.data import DatasetConfig
@@ -187,20 +188,32 @@ class Loaders:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything the training order depends on, to record in checkpoints.
+        """Hash of everything the training order depends on, as ``<run_dir>/data.sha256`` has it.
 
-        Equal fingerprints mean that step n reads the same sequences in the same order.
+        Equal fingerprints mean that step n reads the same sequences in the same order; weights
+        written otherwise and data prepared again may give other ones, `identities` do not.
         """
-        run, mixture = self._run, self._mixtures["train"]
-        parts = [(p.file.manifest.sha256, p.first, p.ring.tokens) for p in mixture.parts]
-        tree: list[Any] = [
-            _seed(run, "train"),
-            run.model.seq_length,
-            run.training.global_batch_size,
-            [str(d.weight) for d in _datasets(run, "train")],
-            parts,
-        ]
-        if self._order.inherited != self._plain.inherited:
+        weights = [str(d.weight) for d in _datasets(self._run, "train")]
+        files = [[part.file.manifest.sha256] for part in self._mixtures["train"].parts]
+        return self._hash("train", weights, files)
+
+    @property
+    def identities(self) -> dict[str, str]:
+        """A hash for each split that has data: equal if and only if its sequences are, in order."""
+        found: dict[str, str] = {}
+        for split, mixture in self._mixtures.items():
+            shares = [str(share) for share in mixture.blend.shares()]
+            manifests = [part.file.manifest for part in mixture.parts]
+            files = [[m.bin.sha256, m.dtype, m.tokenizer.sha256] for m in manifests]
+            found[split] = self._hash(split, shares, files)
+        return found
+
+    def _hash(self, split: Split, weights: list[str], files: list[list[str]]) -> str:
+        run, parts = self._run, self._mixtures[split].parts
+        rings = [[*file, p.first, p.ring.tokens] for file, p in zip(files, parts, strict=True)]
+        size, length = run.training.global_batch_size, run.model.seq_length
+        tree: list[Any] = [_seed(run, split), length, size, weights, rings]
+        if split == "train" and self._order.inherited != self._plain.inherited:
             tree.append(self._order.inherited)
         return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
@@ -254,6 +267,9 @@ class Loaders:
             total = sum(part.ring.tokens for part in mixture.parts)
             line = f"data {split}: {human(total)} tokens in {len(mixture.parts)} dataset(s)"
             samples = steps.get(split, training.eval_steps) * training.global_batch_size
+            if split == "test":
+                lines.append(f"{line}; held out: no run reads it")
+                continue
             what = "the run reads" if split == "train" else "an evaluation reads"
             line += f"; {what} {human(samples * s)}"
             lines.append(line)
@@ -270,6 +286,10 @@ class Loaders:
                     f"{count / max(samples, 1):.1%} of samples, {epochs:.3g} epochs{note}"
                 )
         lines += [f"data {split}: none ({why})" for split, why in self._absent.items()]
+        data = self._run.data
+        if not data.blend and data.split != type(data)().split:
+            # Not refused: it may come from a base file, where it cannot be taken away.
+            lines.append(f"data.split {data.split}: not used, data.train names whole datasets")
         if self._run.data.eod_mask_loss:
             lines.append("data: end-of-document tokens carry no loss")
         if self._run.data.reset_position_ids:
@@ -364,7 +384,7 @@ def _datasets(run: RunConfig, split: Split) -> list[DatasetConfig]:
 def _seed(run: RunConfig, split: Split) -> int:
     if split != "train":
         return _EVALUATION_SEED
-    return run.training.seed if run.data.seed is None else run.data.seed
+    return data_seed(run)
 
 
 def _parts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ SAMPLE_PAGES = 256
 SAMPLE_PAGE_BYTES = 65_536
 MAX_CHUNKS = 4_096
 _MIN_CHUNK = 1 << 20
+MAX_LISTED = 100
+"""Entries that a manifest lists of what an input left out; all are counted."""
+_LATER_KEYS = ("invalid", "replaced", "left_out", "left_out_entries")
+"""Of a source; written only where they say something, as the first manifests have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,14 @@ class SourceRecord:
     tokens: int
     skipped: int
     """Documents left out because they were empty or not text."""
+    invalid: int = 0
+    """Of these, the ones that were not text (``--invalid-text skip``, or beyond replacing)."""
+    replaced: int = 0
+    """Documents that are read with U+FFFD for what was not text (``--invalid-text replace``)."""
+    left_out: int = 0
+    """Entries of the input that are not read: of no known kind, or reached twice."""
+    left_out_entries: list[str] = field(default_factory=list)
+    """The first of them with the reason, named from the input on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class Manifest:
     @property
     def sha256(self) -> str:
         """Hash of the manifest, and through it of the whole dataset."""
-        return hashlib.sha256(_dump({"format": FORMAT, **asdict(self)})).hexdigest()
+        return hashlib.sha256(_dump({"format": FORMAT, **_tree(self)})).hexdigest()
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -94,7 +106,7 @@ def manifest_path(prefix: str | Path) -> Path:
 
 def render(manifest: Manifest) -> bytes:
     """The one byte string that stands for a manifest."""
-    return _dump({"format": FORMAT, "sha256": manifest.sha256, **asdict(manifest)})
+    return _dump({"format": FORMAT, "sha256": manifest.sha256, **_tree(manifest)})
 
 
 def read_manifest(prefix: str | Path) -> Manifest:
@@ -189,6 +201,15 @@ def _manifest(tree: dict[str, Any]) -> Manifest:
     if type(tokenizer.vocab_size) is not int or not isinstance(manifest.dtype, str):
         raise ValueError("the tokenizer's vocab_size is no number, or dtype no text")
     return manifest
+
+
+def _tree(manifest: Manifest) -> dict[str, Any]:
+    tree = asdict(manifest)
+    for source in tree["sources"]:
+        for key in _LATER_KEYS:
+            if not source[key]:
+                del source[key]
+    return tree
 
 
 def _dump(tree: dict[str, Any]) -> bytes:

@@ -18,23 +18,28 @@ class PrepareOptions:
     """What to read, how to tokenize it and where to write it."""
 
     inputs: list[PathText] = field(default_factory=list)
-    """Files, directories (every text and JSONL file below, sorted) or quoted globs, in order."""
+    """Files, directories (everything below, in the order of names, linked folders too) or quoted
+    globs, in order."""
     out: PathText
     """Prefix of the files to write: OUT.bin, OUT.idx, OUT.manifest.json (and OUT.parts while
     working)."""
     corpus: Literal["python-stdlib"] | None = None
     """Instead of inputs: python-stdlib, the sources of this Python's standard library."""
     format: InputFormat = "auto"
-    """How files are read; auto: JSONL by its ending (.jsonl, .ndjson, .json), else text. Token
-    files (little-endian uint16 or int32, one stream over all files) must be named here. Files
-    ending in .gz or .zst are decompressed."""
+    """How files are read; auto: by their content, as JSONL, parquet or text. Token files
+    (little-endian uint16 or int32, one stream over all files) must be named here. Files that hold
+    gzip, zstd, xz or bzip2 data are decompressed."""
     json_key: str = "text"
-    """Key of the document's text in a JSONL line."""
+    """Key of the document's text in a JSONL line, and its column in a parquet file."""
     document_separator: str | None = None
     """Cut text files into documents at this string ('\\n\\n': blank lines); default: one document
     a file."""
     invalid_text: Literal["error", "skip", "replace"] = "error"
-    """Documents that are not UTF-8: stop, leave them out (counted), or replace the bytes."""
+    """Documents, JSONL lines and parquet rows that are not UTF-8, or hold half a surrogate pair:
+    stop, leave them out, or replace what is wrong by U+FFFD (both counted)."""
+    skip_unknown: bool = False
+    """Leave out what holds no documents, listed and counted, instead of refusing it: files of other
+    kinds, empty, hidden and unreadable ones, links to nothing."""
     tokenizer: TokenizerKind = "bytes"
     """Kind of tokenizer, as data.tokenizer.kind in the configuration."""
     tokenizer_path: PathOrName | None = None

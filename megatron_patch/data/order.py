@@ -127,6 +127,10 @@ class Blend:
                 counts[node] = k
         return counts
 
+    def shares(self) -> list[Fraction]:
+        """Each dataset's share of the samples, exactly; blends with equal shares deal alike."""
+        return [weight / sum(self._exact, Fraction()) for weight in self._exact]
+
     def _build(self, lo: int, hi: int) -> _Node | int:
         if hi - lo == 1:
             return lo

@@ -9,11 +9,13 @@ the result is the same bytes for any number of workers and interruptions.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import platform
 import shutil
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,10 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_patch.data import tokenizers
+from megatron_patch.data.compression import Packing, opened
 from megatron_patch.data.encode import Encoder, PartHeader, part_path, read_part, start_worker, work
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import dtype_for, write_index
 from megatron_patch.data.manifest import (
+    MAX_LISTED,
     Manifest,
     SourceRecord,
     TokenizerRecord,
@@ -38,9 +42,10 @@ from megatron_patch.data.manifest import (
     render,
     write_file,
 )
+from megatron_patch.data.option_checks import as_options, check_effects, check_options
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.progress import Progress, human
-from megatron_patch.data.sources import Batch, Source, find_sources, kind_of, read_batches
+from megatron_patch.data.sources import Batch, Source, describe, find_sources, read_batches
 from megatron_patch.runtime.files import replacing, sync_directory
 
 __all__ = ["PrepareOptions", "prepare"]
@@ -56,24 +61,22 @@ def prepare(options: PrepareOptions) -> Manifest:
         DataError: the options contradict each other, inputs or tokenizer are unusable, the
             output exists, or an interrupted attempt with other options is in the way.
     """
-    if options.out.endswith("/") or Path(options.out).is_dir():
-        raise DataError(
-            f"--out {options.out}: names a directory, where the beginning of file names is wanted "
-            "(.bin, .idx and .manifest.json are appended): write e.g. "
-            f"{options.out.rstrip('/')}/books"
-        )
+    check_options(options)
     if options.corpus is not None:
-        options = replace(options, invalid_text="skip", document_separator=None, format="text")
+        options = replace(options, invalid_text="skip", format="text")
     sources = find_sources(options)
+    check_effects(options, sources)
     if options.train_bpe is not None:
         _train_tokenizer(options, sources)
-    tokenizer = tokenizers.build(options.tokenizer_config())
-    _check_options(options, tokenizer)
+    tokenizer = _tokenizer(options)
     plan = _plan(options, tokenizer, sources)
     parts = Path(f"{options.out}.parts")
     finished = _refuse_to_overwrite(options, parts, plan)
     if finished is not None:
         return finished
+    _tell(describe(sources, quiet=options.quiet or options.corpus is not None))
+    if options.restart and not (parts / "plan.json").exists():
+        _tell([f"--restart: no interrupted attempt is at {parts}, this is the first"])
     with _errors_of_disk(options.out), _locked(parts):
         _continue_or_begin(parts, plan, restart=options.restart)
         headers = _encode_all(options, sources, parts)
@@ -95,56 +98,61 @@ def prepare(options: PrepareOptions) -> Manifest:
         )
         _commit(options.out, parts, manifest)
     shutil.rmtree(parts)
+    if options.document_separator is not None and not any(source.cuts for source in sources):
+        _tell([f"--document-separator {options.document_separator!r} is in no file: each text file "
+               "became one document"])  # fmt: skip
     if not options.quiet:
-        skipped = sum(source.skipped for source in manifest.sources)
-        print(
-            f"{options.out}: {human(manifest.tokens)} tokens in {manifest.documents:,} documents "
-            f"({skipped:,} left out as empty or not text), {manifest.dtype}, "
-            f"{human(manifest.bin.size, 'B')}"
-        )
+        print(_summary(options.out, manifest))
     return manifest
 
 
-def _check_options(options: PrepareOptions, tokenizer: tokenizers.Tokenizer) -> None:
-    problems = []
-    if tokenizer.eod_id is None:
-        problems.append("--eod-id: documents end at an id; tokenizer none needs to be told which")
-    if options.tokenizer == "none" and not options.token_files:
-        problems.append(
-            "--tokenizer none has no text: choose another tokenizer, or name the format of token "
-            "files (--format uint16 or int32)"
-        )
-    if options.token_files and options.document_separator is not None:
-        problems.append("--document-separator: token files are cut at the end-of-document id")
-    if options.workers < 1:
-        problems.append(f"--workers {options.workers}: use 1 or more")
-    if options.batch_bytes < 4:
-        problems.append(f"--batch-bytes {options.batch_bytes}: use 4 or more (default 8 MiB)")
-    if options.document_separator == "":
-        problems.append("--document-separator is empty; leave it out for one document a file")
-    if problems:
-        raise DataError(problems)
+def _tell(lines: Iterable[str]) -> None:
+    """To standard error, also with --quiet: what the reader might not expect."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _summary(out: str, manifest: Manifest) -> str:
+    skipped, invalid, replaced, entries = (
+        sum(getattr(source, name) for source in manifest.sources)
+        for name in ("skipped", "invalid", "replaced", "left_out")
+    )
+    counts = f"{skipped:,} left out: {skipped - invalid:,} empty, {invalid:,} not text"
+    counts += f"; {replaced:,} with replaced characters" if replaced else ""
+    counts += f"; entries of the inputs not read: {entries:,}" if entries else ""
+    return (
+        f"{out}: {human(manifest.tokens)} tokens in {manifest.documents:,} documents ({counts}), "
+        f"{manifest.dtype}, {human(manifest.bin.size, 'B')}"
+    )
+
+
+def _tokenizer(options: PrepareOptions) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.build(options.tokenizer_config())
+    except DataError as error:
+        raise DataError([as_options(problem) for problem in error.problems]) from error
 
 
 def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
     """Write the tokenizer file of ``--train-bpe``, or check the one an earlier run left."""
     size, path = options.train_bpe, options.tokenizer_path
-    if options.tokenizer != "huggingface" or path is None:
-        raise DataError(
-            "--train-bpe needs --tokenizer huggingface and --tokenizer-path to write to"
-        )
-    files = [file for source in sources for file in source.files]
-    if any(kind_of(file, options) not in ("file", "separated") for file in files):
-        raise DataError("--train-bpe reads plain text files only; train on a sample of the text")
-    assert size is not None
-    if not Path(path).exists():
-        tokenizers.train_bpe(files, size, path)
-    found = tokenizers.build(options.tokenizer_config()).vocab_size
+    assert size is not None and path is not None, "checked when preparing starts"
+    files = {file.path: file.content.packing for source in sources for file in source.files}
+    if Path(path).exists():
+        _tell([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
+    else:
+        tokenizers.train_bpe(files, size, path, read=lambda file: _whole_text(file, files[file]))
+    found = _tokenizer(options).vocab_size
     if found != size:
         raise DataError(
             f"{path}: has {found} ids, --train-bpe asks for {size}: the text is too small for "
             "more, or the file is another tokenizer's; choose another size or path"
         )
+
+
+def _whole_text(path: Path, packing: Packing) -> str:
+    with opened(path, packing) as (stream, _):
+        return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
 
 
 def _plan(options: PrepareOptions, tokenizer: tokenizers.Tokenizer, sources: list[Source]) -> dict:
@@ -303,7 +311,7 @@ def _join(
     if not any(header.tokens for header in headers):
         shutil.rmtree(parts)  # or the corrected command would be told to finish this one
         raise DataError("the inputs hold no documents (all are empty or were left out)")
-    counts = np.zeros((len(sources), 3), dtype=np.int64)  # documents, tokens, skipped
+    counts = np.zeros((len(sources), 5), dtype=np.int64)  # in the order of _record
     pieces: list[np.ndarray] = []
     open_end = False
     with replacing(parts / "joined.bin", "wb") as stream:
@@ -323,19 +331,43 @@ def _join(
             if len(lengths):
                 pieces.append(lengths)
             open_end = header.open_end if header.documents else open_end
-            counts[header.source] += (len(lengths), header.tokens, header.skipped)
+            counts[header.source] += (
+                len(lengths), header.tokens, header.skipped, header.invalid, header.replaced
+            )  # fmt: skip
     lengths = np.concatenate(pieces)
     if lengths.max() > np.iinfo(np.int32).max:
+        kinds = {file.content.kind for source in sources for file in source.files}
+        cut = (
+            "check the end-of-document id (--eod-id)"
+            if kinds == {"tokens"}
+            else "cut it (--document-separator)"
+            if kinds <= {"file", "separated"}
+            else "cut it"
+        )
         raise DataError(
             f"a document of {int(lengths.max()):,} tokens does not fit an index, whose lengths are "
-            "32-bit; cut it (--document-separator), or check the end-of-document id"
+            f"32-bit; {cut}"
         )
     with replacing(parts / "joined.idx", "wb") as stream:
         write_index(stream, lengths, dtype)
-    return [
-        SourceRecord(s.name, len(s.files), s.bytes, *map(int, row))
-        for s, row in zip(sources, counts, strict=True)
-    ]
+    return [_record(source, *map(int, row)) for source, row in zip(sources, counts, strict=True)]
+
+
+def _record(
+    source: Source, documents: int, tokens: int, skipped: int, invalid: int, replaced: int
+) -> SourceRecord:
+    return SourceRecord(
+        name=source.name,
+        files=len(source.files),
+        bytes=source.bytes,
+        documents=documents,
+        tokens=tokens,
+        skipped=skipped,
+        invalid=invalid,
+        replaced=replaced,
+        left_out=len(source.left_out),
+        left_out_entries=source.left_out[:MAX_LISTED],
+    )
 
 
 def _commit(out: str, parts: Path, manifest: Manifest) -> None:

@@ -7,27 +7,39 @@ the workers (``encode``).
 
 from __future__ import annotations
 
-import glob
-import gzip
 import hashlib
-import io
+import os
 import sysconfig
-import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO
 
-from megatron_patch.data.errors import DataError
+from megatron_patch.data import parquet
+from megatron_patch.data.compression import opened
+from megatron_patch.data.content import Content, Kind, NoDocuments, content_of
+from megatron_patch.data.errors import DataError, unread
 from megatron_patch.data.indexed import DTYPES
+from megatron_patch.data.inputs import Entry, Walk
 from megatron_patch.data.options import PrepareOptions
 
-Kind = Literal["file", "separated", "jsonl", "tokens"]
-"""One document a file; documents between separators; a document a line; token ids."""
-TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".py")
-JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
 _READ = 1 << 20
+_MOST_LISTED = 20
+_MOST_PROBLEMS = 100
+
+
+@dataclass(slots=True)
+class File:
+    """One file of documents."""
+
+    path: Path
+    content: Content
+    size: int = field(init=False)
+    """Bytes on disk, compressed where it is."""
+
+    def __post_init__(self) -> None:
+        self.size = self.path.stat().st_size
 
 
 @dataclass(slots=True)
@@ -36,12 +48,22 @@ class Source:
 
     name: str
     """For the manifest: no directory of this machine."""
-    files: list[Path]
-    bytes: int = field(init=False)
-    """On disk, compressed where the files are."""
+    files: list[File] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Entries that are not read, each with its reason."""
+    cuts: int = 0
+    """How often the separator of documents was met; known when it has been read."""
 
-    def __post_init__(self) -> None:
-        self.bytes = sum(path.stat().st_size for path in self.files)
+    @property
+    def bytes(self) -> int:
+        """On disk, compressed where the files are."""
+        return sum(file.size for file in self.files)
+
+
+_WORDS: dict[Kind, str] = {
+    "file": "text", "separated": "text", "jsonl": "JSONL", "tokens": "token ids",
+    "parquet": "parquet",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -68,36 +90,122 @@ class Batch:
         return digest.hexdigest()
 
 
+def describe(sources: list[Source], *, quiet: bool) -> list[str]:
+    """For the log: what is read, what otherwise than named, and (also ``quiet``) what is not."""
+    one = len(sources) == 1
+    label = sources[0].name if one else f"{len(sources):,} inputs"
+    files = [file for source in sources for file in source.files]
+    left_out = [
+        entry if one or entry.startswith(f"{source.name}:") else f"{source.name}: {entry}"
+        for source in sources
+        for entry in source.left_out
+    ]
+    lines = []
+    if not quiet:
+        kinds = Counter(
+            " ".join(filter(None, (_WORDS[f.content.kind], f.content.packing))) for f in files
+        )
+        what = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        lines = [f"{label}: {_counted(len(files), 'file', 'files')} ({what or 'nothing'})"]
+        lines += _listed([f"{f.path.name}: {f.content.note}" for f in files if f.content.note])
+    if left_out:
+        lines.append(f"{label}: {_counted(len(left_out), 'entry', 'entries')} left out")
+    return lines + _listed(left_out)
+
+
+def _counted(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
+
+
+def _listed(lines: list[str]) -> list[str]:
+    """At most 20 lines, indented, and how many more there are."""
+    shown = [f"  {line}" for line in lines[:_MOST_LISTED]]
+    more = len(lines) - len(shown)
+    return shown + ([f"  and {more:,} more"] if more else [])
+
+
 def find_sources(options: PrepareOptions) -> list[Source]:
-    """The inputs, in order, with their files.
+    """The inputs, in order, with their files and what each holds.
 
     Raises:
-        DataError: an input names nothing, or no input was given; all of them at once.
+        DataError: an input names nothing, an entry is of no kind that is read, a file is damaged,
+            or no input was given; all of them at once.
     """
     if options.corpus is not None:
-        if options.inputs:
-            raise DataError(f"--corpus {options.corpus} and inputs {options.inputs}: choose one")
-        files = stdlib_files()
-        return [Source(options.corpus, files)]
-    if not options.inputs:
-        raise DataError("no inputs: name files, directories or globs, or use --corpus")
-    sources, problems = [], []
+        return [Source(options.corpus, [File(path, Content("file")) for path in stdlib_files()])]
+    walk, sources = Walk(options), []
+    problems: list[str] = []
+    unknown: list[str] = []
     for text in options.inputs:
         path = Path(text)
-        if path.is_dir():
-            found = [p for p in sorted(path.rglob("*")) if p.is_file() and _wanted(p, options)]
-        elif path.is_file():
-            found = [path]
-        else:
-            found = [Path(p) for p in sorted(glob.glob(text, recursive=True)) if Path(p).is_file()]
-        if not found:
-            problems.append(
-                f"{text}: no such file, and no directory or glob with files to read in it"
-            )
-        sources.append(Source(path.name or path.resolve().name, found))
+        source = Source(path.name or path.resolve().name)
+        sources.append(source)
+        try:
+            entries = walk.entries(text)
+        except DataError as error:
+            problems += error.problems
+            continue
+        found = _look_into(entries, source, options)
+        problems += found[0]
+        unknown += found[1]
+        if not source.files and not any(found):
+            problems += _nothing(text, entries, options)
+    if unknown and not options.skip_unknown:
+        shown = _bounded(unknown)
+        shown[-1] += (
+            "; convert or move what is no document, or leave it out with --skip-unknown "
+            f"({len(unknown):,} in all: they are listed and counted)"
+        )
+        problems = _bounded(problems) + shown
+    elif not problems and not any(source.files for source in sources):
+        problems.append("nothing is left to read: no entry of the inputs holds documents")
     if problems:
         raise DataError(problems)
     return sources
+
+
+def _look_into(
+    entries: list[Entry], source: Source, options: PrepareOptions
+) -> tuple[list[str], list[str]]:
+    """Fill a source; what stands against that, and what can be left out instead."""
+    problems, unknown = [], []
+    for entry in entries:
+        if entry.again:
+            source.left_out.append(f"{entry.name}: the same as {entry.again}, read once")
+            continue
+        reason = entry.unknown
+        if not reason and not os.access(entry.path, os.R_OK):
+            reason = "cannot be read (Permission denied)"
+        if not reason:
+            try:
+                source.files.append(File(entry.path, content_of(entry.path, options)))
+                continue
+            except NoDocuments as error:
+                reason = str(error)
+            except DataError as error:
+                problems += error.problems
+                continue
+            except OSError as error:  # gone since it was found
+                problems.append(unread(entry.path, error))
+                continue
+        unknown.append(f"{entry.path}: {reason}")
+        source.left_out.append(f"{entry.name}: {reason}")
+    return problems, unknown
+
+
+def _nothing(text: str, entries: list[Entry], options: PrepareOptions) -> list[str]:
+    """An input that adds nothing: refused, or left out where that was asked for."""
+    if not entries:
+        return [f"{text}: no file to read in it"]
+    if options.skip_unknown:
+        return []
+    return [f"{text}: all of it is read already, as {entries[0].again}; name it once (weights "
+            "belong to data.blend of the run)"]  # fmt: skip
+
+
+def _bounded(problems: list[str]) -> list[str]:
+    more = len(problems) - _MOST_PROBLEMS
+    return problems if more <= 0 else [*problems[:_MOST_PROBLEMS], f"and {more:,} more"]
 
 
 def read_batches(sources: list[Source], options: PrepareOptions) -> Iterator[Batch]:
@@ -109,51 +217,42 @@ def read_batches(sources: list[Source], options: PrepareOptions) -> Iterator[Bat
     before = 0
     for number, source in enumerate(sources):
         batch: Batch | None = None
-        for path in source.files:
-            kind = kind_of(path, options)
-            size = path.stat().st_size
-            with _opened(path) as (stream, position):
-                for document, place in _documents(stream, path, kind, options):
-                    if batch is not None and (
-                        batch.kind != kind or batch.size + len(document) > options.batch_bytes
-                    ):
-                        yield batch
-                        batch = None
-                    if batch is None:
-                        batch = Batch(number, kind)
-                    batch.documents.append(document)
-                    batch.places.append(place)
-                    # A small constant for each document keeps batches of empty lines finite.
-                    batch.size += len(document) + 16
-                    batch.position = before + position()
-            before += size
+        source.cuts = 0
+        for file in source.files:
+            kind = file.content.kind
+            count = 0
+            for document, place, position in _read(file, options):
+                if batch is not None and (
+                    batch.kind != kind or batch.size + len(document) > options.batch_bytes
+                ):
+                    yield batch
+                    batch = None
+                if batch is None:
+                    batch = Batch(number, kind)
+                batch.documents.append(document)
+                batch.places.append(place)
+                # A small constant for each document keeps batches of empty lines finite.
+                batch.size += len(document) + 16
+                batch.position = before + position
+                count += 1
+            source.cuts += count - 1 if kind == "separated" else 0
+            before += file.size
         if batch is not None:
             batch.position = before
             yield batch
 
 
-def kind_of(path: Path, options: PrepareOptions) -> Kind:
-    """How a file is cut into documents."""
-    if options.token_files:
-        return "tokens"
-    jsonl = options.format == "auto" and _plain_name(path).endswith(JSONL_ENDINGS)
-    if options.format == "jsonl" or jsonl:
-        return "jsonl"
-    return "file" if options.document_separator is None else "separated"
-
-
-def _wanted(path: Path, options: PrepareOptions) -> bool:
-    """Whether a file found in a directory is read."""
-    endings = {"text": TEXT_ENDINGS, "jsonl": JSONL_ENDINGS}.get(
-        options.format, TEXT_ENDINGS + JSONL_ENDINGS
-    )
-    name = _plain_name(path)
-    return options.token_files or (not name.startswith(".") and name.endswith(endings))
-
-
-def _plain_name(path: Path) -> str:
-    """The file's name without the ending of its compression."""
-    return path.name.removesuffix(".gz").removesuffix(".zst")
+def _read(file: File, options: PrepareOptions) -> Iterator[tuple[bytes, str, int]]:
+    """Raw documents with their places, and how many bytes of the file have been read."""
+    path, kind = file.path, file.content.kind
+    if kind == "parquet":
+        for number, (row, share) in enumerate(parquet.rows(path, options.json_key), 1):
+            yield row, f"{path}, row {number}", int(share * file.size)
+        return
+    position: Callable[[], int]
+    with opened(path, file.content.packing) as (stream, position):
+        for document, place in _documents(stream, path, kind, options):
+            yield document, place, position()
 
 
 def _documents(
@@ -167,7 +266,8 @@ def _documents(
             yield line, f"{path}, line {number}"
     elif kind == "separated":
         assert options.document_separator is not None
-        for number, part in enumerate(_split(stream, options.document_separator.encode()), 1):
+        separator = options.document_separator.replace("\r\n", "\n").encode()
+        for number, part in enumerate(_split(stream, separator), 1):
             yield part, f"{path}, document {number}"
     else:
         # Cut anywhere on an item boundary: ``encode`` finds the documents, merging joins them.
@@ -193,64 +293,6 @@ def _split(stream: BinaryIO, separator: bytes) -> Iterator[bytes]:
         *parts, rest = (rest + data.replace(b"\r\n", b"\n")).split(separator)
         yield from parts
     yield rest
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """A file's content, decompressed by its ending, and how many of its bytes have been read.
-
-    Raises:
-        DataError: it cannot be read, or the compressed data is damaged or cut off.
-    """
-    import zstandard
-
-    try:
-        with path.open("rb") as raw:
-            stream: Any = raw
-            if path.name.endswith(".gz"):
-                stream = gzip.GzipFile(fileobj=raw)
-            elif path.name.endswith(".zst"):
-                stream = io.BufferedReader(_Zstd(raw), _READ)
-            yield stream, raw.tell
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        raise DataError(f"{path}: the compressed data is damaged or cut off ({error})") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-class _Zstd(io.RawIOBase):
-    """All frames of a zstd file; zstandard's own reader takes a cut-off frame for its end."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._pieces, self._ready = self._decompressed(raw), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._ready:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._ready = memoryview(piece)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    @staticmethod
-    def _decompressed(raw: BinaryIO) -> Iterator[bytes]:
-        import zstandard
-
-        frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        frame, inside, data = frames.decompressobj(), False, b""
-        while data := data or raw.read(_READ):
-            yield frame.decompress(data)
-            inside, data = not frame.eof, frame.unused_data
-            if frame.eof:
-                frame = frames.decompressobj()
-        if inside:
-            raise EOFError("the last frame is incomplete")
 
 
 def stdlib_files() -> list[Path]:

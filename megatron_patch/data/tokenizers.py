@@ -206,8 +206,17 @@ _KINDS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
 }
 
 
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def train_bpe(
-    documents: Iterable[str | Path], vocab_size: int, out: str | Path, *, eod: str = EOD_NAMES[0]
+    documents: Iterable[str | Path],
+    vocab_size: int,
+    out: str | Path,
+    *,
+    eod: str = EOD_NAMES[0],
+    read: Callable[[Path], str] = _text_of,
 ) -> Path:
     """Train a byte-level BPE on text files and write it as ``tokenizer.json``.
 
@@ -218,6 +227,8 @@ def train_bpe(
         documents: Paths of UTF-8 text files; invalid bytes are replaced for the training only.
         vocab_size: Number of ids, at least 257.
         out: Path of the file to write; it must not exist yet.
+        eod: The end-of-document token.
+        read: Opens a path that is not plain text.
 
     Raises:
         DataError: no files, a vocabulary below 257, or ``out`` exists.
@@ -241,8 +252,7 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    native.train_from_iterator(texts, trainer=trainer)
+    native.train_from_iterator((read(path) for path in paths), trainer=trainer)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_named(target, native.to_str(pretty=False))
     return target

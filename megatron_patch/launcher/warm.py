@@ -26,24 +26,22 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("warm-up: no GPU on this node", file=sys.stderr)
         return 1
+    from megatron_patch.schema.model import attention_head_dim, query_groups
     from stable_attention import stable_attention
 
     m = run.model
     heads = m.num_attention_heads // run.parallel.tensor_model_parallel_size
-    groups = (
-        m.num_query_groups or m.num_attention_heads
-    ) // run.parallel.tensor_model_parallel_size
-    head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
-    length = min(m.seq_length, 4096)
+    groups = query_groups(m) // run.parallel.tensor_model_parallel_size
+    width, length = attention_head_dim(m), min(m.seq_length, 4096)
     q, k, v = (
-        torch.randn(1, n, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(1, n, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for n in (heads, max(groups, 1), max(groups, 1))
     )
     out = stable_attention(q, k, v, layout="bhsd", causal=True, stabilizer=run.attention.stabilizer)
     assert isinstance(out, torch.Tensor)  # no LSE was asked for
     out.sum().backward()
     torch.cuda.synchronize()
-    print(f"warm-up: stable_flash, {heads} heads, {groups} KV heads, head dimension {head_dim}")
+    print(f"warm-up: stable_flash, {heads} heads, {groups} KV heads, head dimension {width}")
     return 0
 
 

@@ -37,6 +37,7 @@ from megatron_patch.core_patches.norms import norm_class
 from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.model.transformer_config import transformer_config
+from megatron_patch.schema.model import longest_sequence
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -190,7 +191,7 @@ def _chunk(
         config=config,
         transformer_layer_spec=block,
         vocab_size=padded_vocab,
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        max_sequence_length=longest_sequence(model),
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=model.tie_embeddings,

@@ -8,7 +8,12 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_patch.core_patches.activation import activation_function, core_fuses
-from megatron_patch.schema.model import ffn_hidden_size
+from megatron_patch.schema.model import (
+    attention_head_dim,
+    expert_ffn_hidden_size,
+    ffn_hidden_size,
+    query_groups,
+)
 
 if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
@@ -44,8 +49,8 @@ def _shape(run: RunConfig) -> dict[str, Any]:
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
+        "num_query_groups": query_groups(model),
+        "kv_channels": attention_head_dim(model),
         "ffn_hidden_size": ffn_hidden_size(model),
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
@@ -148,7 +153,7 @@ def _experts(run: RunConfig) -> dict[str, Any]:
         "moe_router_topk": moe.top_k,
         # With one expert a token, softmax after the selection has no gradient.
         "moe_router_pre_softmax": moe.top_k == 1,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size or ffn_hidden_size(run.model),
+        "moe_ffn_hidden_size": expert_ffn_hidden_size(run.model, moe),
         "moe_layer_freq": moe.layer_freq,
         "moe_aux_loss_coeff": moe.aux_loss_coeff if "aux_loss" in moe.load_balancing else 0.0,
         "moe_router_load_balancing_type": moe.load_balancing,

@@ -18,7 +18,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.model import (
+    attention_head_dim,
+    expert_ffn_hidden_size,
+    ffn_hidden_size,
+    is_moe_layer,
+    is_windowed_layer,
+    query_groups,
+)
 
 if TYPE_CHECKING:
     from megatron_patch.schema.model import MLAConfig, ModelConfig
@@ -41,20 +48,10 @@ def mean_context(seq_length: int, window: tuple[int, int] | None = None) -> floa
     return (ramp + (seq_length - left) * (left + 1)) / seq_length
 
 
-def _is_windowed(skip_freq: int | list[int] | None, layer_number: int) -> bool:
-    """Whether the 1-based layer is windowed (Megatron-Core: every Nth layer is NOT windowed)."""
-    if skip_freq is None:
-        return True
-    if isinstance(skip_freq, int):
-        return layer_number % skip_freq != 0
-    return bool(skip_freq[layer_number - 1])
-
-
 def _attention(model: ModelConfig, context: float) -> float:
     """Forward FLOPs per token of grouped-query attention: projections and both score products."""
     h, q = model.hidden_size, model.num_attention_heads
-    g = model.num_query_groups or q
-    d = model.kv_channels or h // q
+    g, d = query_groups(model), attention_head_dim(model)
     projections = 2 * h * d * (q + 2 * g) + 2 * q * d * h
     return projections + 2 * q * (d + d) * context
 
@@ -80,7 +77,7 @@ def _mlp(hidden: int, width: int, gated: bool) -> float:
 def _layer(model: ModelConfig, layer_number: int) -> float:
     """Forward FLOPs per token of one transformer layer (1-based number)."""
     window = None
-    if model.window is not None and _is_windowed(model.window_skip_freq, layer_number):
+    if model.window is not None and is_windowed_layer(model.window_skip_freq, layer_number):
         window = (model.window[0], model.window[1])
     context = mean_context(model.seq_length, window)
     attend = (
@@ -92,7 +89,7 @@ def _layer(model: ModelConfig, layer_number: int) -> float:
     moe = model.moe
     if moe is None or not is_moe_layer(moe.layer_freq, layer_number):
         return attend + _mlp(h, ffn_hidden_size(model), gated)
-    experts = moe.top_k * _mlp(h, moe.ffn_hidden_size or ffn_hidden_size(model), gated)
+    experts = moe.top_k * _mlp(h, expert_ffn_hidden_size(model, moe), gated)
     shared = _mlp(h, moe.shared_expert_ffn_hidden_size or 0, gated)
     return attend + experts + shared + 2 * h * moe.num_experts
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.planner.kernel_memory import kernel_bytes, score_bytes
 from megatron_patch.planner.sizes import FLOAT, INT64, rank_shapes
-from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.model import expert_ffn_hidden_size, ffn_hidden_size, is_moe_layer
 
 if TYPE_CHECKING:
     from megatron_patch.schema.model import MLAConfig, MoEConfig
@@ -185,7 +185,7 @@ class Activations:
         """Router, permuted tokens, experts of the fullest rank, shared expert."""
         n = self.n
         given = self.most_tokens(moe)
-        width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
+        width = expert_ffn_hidden_size(self.model, moe) // self.etp
         found = [
             SavedTensor("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts, "mlp")
         ]
@@ -321,7 +321,7 @@ class Activations:
         n = self.n
         local = moe.num_experts // self.run.parallel.expert_model_parallel_size
         given = self.most_tokens(moe)
-        width = (moe.ffn_hidden_size or ffn_hidden_size(self.model)) // self.etp
+        width = expert_ffn_hidden_size(self.model, moe) // self.etp
         unit = given // local * width
         again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
         gradient = n.w * given * n.h

@@ -30,7 +30,7 @@ from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import bubble
 from megatron_patch.planner.sizes import RankShapes
 from megatron_patch.planner.states import states_of
-from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.model import expert_ffn_hidden_size, ffn_hidden_size, is_moe_layer
 from megatron_patch.schema.training import RecomputeConfig
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _Clock:
         moe, model = self.model.moe, self.model
         if moe is None or not is_moe_layer(moe.layer_freq, number):
             return self.mlp(self.n.T, ffn_hidden_size(model) / self.n.tp)
-        width = (moe.ffn_hidden_size or ffn_hidden_size(model)) / self.acts.etp
+        width = expert_ffn_hidden_size(model, moe) / self.acts.etp
         time = self.mlp(self.acts.expert_tokens(moe), width)
         if moe.shared_expert_ffn_hidden_size is not None:
             time += self.mlp(self.n.T, moe.shared_expert_ffn_hidden_size / self.n.tp)

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_patch.schema.model import ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.model import (
+    attention_head_dim,
+    expert_ffn_hidden_size,
+    ffn_hidden_size,
+    is_moe_layer,
+    longest_sequence,
+    query_groups,
+)
 from megatron_patch.schema.parallel import ParallelConfig
 
 if TYPE_CHECKING:
@@ -109,7 +116,7 @@ class _Namer:
         if chunk.first or (chunk.last and model.mtp is not None):
             yield Parameter("embedding.word_embeddings.weight", (rows, h), split=True, tied=copied)
             if model.position_embedding == "learned_absolute":
-                longest = model.max_position_embeddings or model.seq_length
+                longest = longest_sequence(model)
                 yield Parameter("embedding.position_embeddings.weight", (longest, h))
         for index, number in enumerate(chunk.layers):
             yield from self.layer(f"decoder.layers.{index}.", number)
@@ -157,8 +164,7 @@ class _Namer:
     def attention(self, prefix: str) -> Iterator[Parameter]:
         model, h = self.model, self.h
         q = model.num_attention_heads
-        g = model.num_query_groups or q
-        d = model.kv_channels or h // q
+        g, d = query_groups(model), attention_head_dim(model)
         yield Parameter(f"{prefix}linear_proj.weight", (h, q * d // self.tp), split=True)
         if model.add_bias_linear:
             yield Parameter(f"{prefix}linear_proj.bias", (h,))
@@ -217,7 +223,7 @@ class _Namer:
         yield Parameter(f"{prefix}router.weight", (moe.num_experts, self.h))
         if self.model.add_bias_linear:
             yield Parameter(f"{prefix}router.bias", (moe.num_experts,))
-        width = moe.ffn_hidden_size or ffn_hidden_size(self.model)
+        width = expert_ffn_hidden_size(self.model, moe)
         for local in range(moe.num_experts // self.run.parallel.expert_model_parallel_size):
             where = f"{prefix}experts.local_experts.{local}."
             yield from self.mlp(where, width, self.etp, expert=self.own_group)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_patch.schema.model import attention_head_dim, query_groups
+
 if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
 
@@ -78,8 +80,8 @@ def rank_shapes(run: RunConfig, vocab: int) -> RankShapes:
     tp, b = p.tensor_model_parallel_size, run.training.micro_batch_size
     s = model.seq_length // p.context_parallel_size
     q = model.num_attention_heads
-    d = dv = model.kv_channels or model.hidden_size // q
-    groups = model.num_query_groups or q
+    d = dv = attention_head_dim(model)
+    groups = query_groups(model)
     if model.mla is not None:
         d, dv, groups = (
             model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim,

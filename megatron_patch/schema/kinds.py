@@ -38,8 +38,9 @@ _KEYS: dict[Kind, str] = {
         training.train_steps training.global_batch_size training.micro_batch_size
         training.exit_at_step training.exit_after_minutes
         optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps
-        optimizer.decay_steps optimizer.wsd_decay_steps optimizer.wsd_decay_style
-        optimizer.weight_decay optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip_grad
+        optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
+        optimizer.wsd_decay_style optimizer.weight_decay optimizer.beta1 optimizer.beta2
+        optimizer.eps optimizer.clip_grad
         model.hidden_dropout model.attention_dropout model.moe.aux_loss_coeff
         model.mtp.loss_scaling_factor
     """,

@@ -125,6 +125,21 @@ class ModelConfig:
         return self.num_layers + (self.mtp.num_layers if self.mtp is not None else 0)
 
 
+def query_groups(model: ModelConfig) -> int:
+    """Key/value heads: as given, else one per query head."""
+    return model.num_query_groups or model.num_attention_heads
+
+
+def attention_head_dim(model: ModelConfig) -> int:
+    """Width of a head: as given, else hidden_size / num_attention_heads (0 heads count as 1)."""
+    return model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
+
+
+def longest_sequence(model: ModelConfig) -> int:
+    """Tokens that a table of positions covers: as given, else seq_length."""
+    return model.max_position_embeddings or model.seq_length
+
+
 def ffn_hidden_size(model: ModelConfig) -> int:
     """Hidden size of the MLP: as given, else 4 h, or 8/3 h rounded up to 256 for swiglu."""
     if model.ffn_hidden_size is not None:
@@ -139,3 +154,33 @@ def is_moe_layer(layer_freq: int | list[int], layer_number: int) -> bool:
     if isinstance(layer_freq, int):
         return (layer_number - 1) % layer_freq == 0
     return bool(layer_freq[layer_number - 1])
+
+
+def expert_ffn_hidden_size(model: ModelConfig, moe: MoEConfig) -> int:
+    """Hidden size of one expert's MLP: as given, else that of a dense MLP."""
+    return moe.ffn_hidden_size or ffn_hidden_size(model)
+
+
+def moe_layers(model: ModelConfig) -> list[int] | None:
+    """1 for every MoE layer and 0 for every dense one; None without experts."""
+    if model.moe is None:
+        return None
+    numbers = range(1, model.num_layers + 1)
+    return [int(is_moe_layer(model.moe.layer_freq, number)) for number in numbers]
+
+
+def windowed_layers(model: ModelConfig) -> list[int] | None:
+    """1 for every layer with a sliding window and 0 for every other; None without a window."""
+    if model.window is None:
+        return None
+    numbers = range(1, model.num_layers + 1)
+    return [int(is_windowed_layer(model.window_skip_freq, number)) for number in numbers]
+
+
+def is_windowed_layer(skip_freq: int | list[int] | None, layer_number: int) -> bool:
+    """Whether the 1-based layer is windowed (Megatron-Core: every Nth layer is NOT windowed)."""
+    if skip_freq is None:
+        return True
+    if isinstance(skip_freq, int):
+        return layer_number % skip_freq != 0
+    return bool(skip_freq[layer_number - 1])

@@ -64,7 +64,7 @@ class TrainingConfig:
     exit_after_minutes: float | None = None
     """Save and stop gracefully after this long; the run can be resumed."""
     exit_at_step: int | None = None
-    """Save and stop gracefully after this step; the run can be resumed."""
+    """Save and stop gracefully after this step."""
     check_finite: bool = True
     """Stop before the update when loss or gradients are not finite; names step, rank, parameter."""
     compile_fusions: bool = False
@@ -105,17 +105,19 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Decay after the warm-up; wsd holds the peak and decays over the last wsd_decay_steps."""
+    """Decay after the warm-up; wsd: over the last wsd_decay_steps only."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     decay_steps: int | None = None
     """Step at which min_lr is reached; default: training.train_steps."""
+    schedule_from: Literal["start", "now"] = "start"
+    """Schedule of a resumed run: the one it began with, or this one."""
     wsd_decay_steps: int | None = None
     """Length of the final decay under ``wsd``."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
-    """Shape of the final decay under ``wsd``."""
+    """Shape of that decay."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms, biases and sinks are never decayed."""
+    """Decoupled weight decay of matrices; never of norms, biases and sinks."""
     beta1: float = 0.9
     """Adam's first-moment decay."""
     beta2: float = 0.95
@@ -125,7 +127,7 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Global gradient-norm clip; 0 disables clipping."""
     implementation: Literal["auto", "apex", "te", "torch"] = "auto"
-    """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's; the log says which."""
+    """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's."""
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with these values by themselves."""

@@ -27,6 +27,7 @@ import torch
 from megatron_patch.context_parallel import layout
 from megatron_patch.runtime.files import replacing
 from megatron_patch.runtime.records import BestEffort
+from megatron_patch.schema.model import query_groups
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
 from megatron_patch.stability.weights import exact_norms
@@ -358,7 +359,7 @@ class Capturer:
         """Query heads to a key/value head. Ranks of a tensor-parallel group larger than the number
         of key/value heads hold copies of them, so the number follows from the query head's."""
         heads = self._run.model.num_attention_heads
-        return heads // (self._run.model.num_query_groups or heads)
+        return heads // query_groups(self._run.model)
 
 
 def triggers_in(folder: Path) -> set[str]:

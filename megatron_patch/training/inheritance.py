@@ -137,8 +137,8 @@ class Inheritance:
             self._loaders.resume(saved.get("data"))
         except ValueError as error:
             text = (
-                f"the token files are not those the first {step} steps were trained on ({error}): "
-                "put the old ones back, or start a new run with checkpoint.load_from"
+                f"the tokens, or their order, are not those the first {step} steps were trained on "
+                f"({error}): put the old ones back, or start a new run with checkpoint.load_from"
             )
             raise ConfigError([Problem("data", text)]) from None
         return True

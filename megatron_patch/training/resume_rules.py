@@ -1,8 +1,14 @@
-"""What a resumed run may change: its configuration, its software, its data."""
+"""What a resumed run may change: its configuration, its software, its data.
+
+Values are compared, not texts (`megatron_patch.schema.effective`). Two things are judged where the
+checkpoint has been read: data by the hashes of their sequences, the schedule by the learning rates
+that the checkpoint goes on with (`training.schedule`).
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +16,17 @@ import yaml
 
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
-from megatron_patch.schema.problem import DEFAULT, Problem
+from megatron_patch.schema import render
+from megatron_patch.schema.effective import Absent, changes
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_patch.schema.run import Loaded
+
+DATA_RECORD = "sequences"
+"""Key of `Loaders.identities` in what a checkpoint carries beside the state."""
 
 Change = tuple[str, str, str]
 """(key, old, new); a key that one of the two lacks is ``absent`` there."""
@@ -35,6 +48,7 @@ CHANGEABLE = (
     "optimizer.lr",
     "optimizer.min_lr",
     "optimizer.clip_grad",
+    "optimizer.schedule_from",
     "parallel",
     "attention",
     "checkpoint",
@@ -48,6 +62,19 @@ CHANGEABLE = (
 )
 """Keys a resumed run may change: they say how, how long and where, not what is trained. Learning
 rate and clip are what saves a run that diverges; new values count from the next step on."""
+
+SCHEDULE = (
+    "optimizer.schedule",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+    "optimizer.wsd_decay_steps",
+    "optimizer.wsd_decay_style",
+)
+"""Keys of the schedule: they change under ``optimizer.schedule_from: now`` only. Of `decay_steps`
+the checkpoint knows the value in effect, and a configuration does not."""
+
+DATA = ("data.blend", "data.split", "data.train", "data.valid", "data.test", "data.tokenizer")
+"""Keys that say where the tokens are; `check_data` compares what they are."""
 
 SOFTWARE = ("python", *DISTRIBUTIONS, "cuda", "cudnn", "nccl", "gpu")
 """Of the environment report: what may change the rounding of a result."""
@@ -77,17 +104,46 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
             "settings are the same"
         )
         return [Problem("run_dir", text)], []
-    advice = "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
+    refused = _refused(changed, loaded)
     problems = [
-        Problem(key, f"{new}, but the run in {path} was started with {old}; {advice}")
-        for key, old, new in _refused(changed, loaded)
+        Problem(key, f"{new}, but the run in {path} was started with {old}; {_advice(key)}")
+        for key, old, new in refused
     ]
     notes = [
-        f"configuration changed since the last attempt: {key}: {old} -> {new}"
+        f"configuration changed since the last attempt: {key}: {old} -> {new}{_effect(key, loaded)}"
         for key, old, new in changed
-        if _may_change(key) and key not in ("name", "run_dir")
+        if (key, old, new) not in refused and key not in UNSAID
     ]
     return problems, notes
+
+
+DROPOUT = (
+    "training.micro_batch_size",
+    "parallel.sequence_parallel",
+    "attention.backend",
+    "model.layer_spec",
+)
+"""Keys that decide in which order dropout draws; other layouts are told when they are loaded."""
+
+UNSAID = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
+"""Changes that need no line, or have one of their own where the schedule goes on."""
+
+
+def _advice(key: str) -> str:
+    if key in SCHEDULE:
+        return "set it back, or ask for the change with optimizer.schedule_from: now"
+    return "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
+
+
+def _effect(key: str, loaded: Loaded) -> str:
+    """What else a change changes, where it is more than rounding."""
+    model, what = loaded.config.model, []
+    if key in DROPOUT and model.hidden_dropout + model.attention_dropout > 0:
+        what.append("dropout masks")
+    balancing = "none" if model.moe is None else model.moe.load_balancing
+    if key == DROPOUT[0] and balancing in ("aux_loss", "sinkhorn"):
+        what.append("the balancing of experts, which is done in each micro-batch")
+    return f" (changes {' and '.join(what)})" if what else ""
 
 
 def another_run(saved: str, loaded: Loaded) -> str | None:
@@ -106,45 +162,29 @@ def another_run(saved: str, loaded: Loaded) -> str | None:
 
 
 def _refused(changed: list[Change], loaded: Loaded) -> list[Change]:
-    def came_with_an_update(key: str, old: str) -> bool:  # and nobody has set it
-        return old == "absent" and loaded.origins.get(key) == DEFAULT
+    now = loaded.config.optimizer.schedule_from == "now"
+    free = (*CHANGEABLE, *DATA, *(SCHEDULE if now else ("optimizer.decay_steps",)))
+    return [change for change in changed if not _under(change[0], free)]
 
-    return [c for c in changed if not (_may_change(c[0]) or came_with_an_update(c[0], c[1]))]
 
-
-def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in CHANGEABLE)
+def _under(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
 
 
 def differences(before: str, after: str) -> list[Change]:
-    """Changes between two resolved configurations as ``Loaded.dump_yaml`` writes them.
+    """Effective values that differ between two configurations as ``Loaded.dump_yaml`` writes them.
 
     Raises:
         ValueError: ``before`` holds no settings; a YAMLError: it is no YAML.
     """
-    # Both texts come from one renderer, so scalars are compared as they are written.
-    trees = [yaml.load(text, Loader=yaml.BaseLoader) for text in (before, after)]
+    trees = [yaml.safe_load(text) for text in (before, after)]
     if not (isinstance(trees[0], dict) and trees[0]):
         raise ValueError("no settings in it")
-    old, new = map(_flat, trees)
-    keys = list(dict.fromkeys([*new, *old]))
-    return [
-        (k, old.get(k, "absent"), new.get(k, "absent")) for k in keys if old.get(k) != new.get(k)
-    ]
+    return [(key, _text(old), _text(new)) for key, old, new in changes(*trees)]
 
 
-def _flat(node: Any, path: str = "") -> dict[str, str]:
-    """Dotted path -> text of every scalar."""
-    if isinstance(node, dict):
-        items = [(str(k), v) for k, v in node.items()]
-    elif isinstance(node, list):
-        items = [(str(n), v) for n, v in enumerate(node)]
-    else:
-        return {path: str(node)}
-    flat: dict[str, str] = {} if items else {path: "[]" if isinstance(node, list) else "{}"}
-    for key, value in items:
-        flat |= _flat(value, f"{path}.{key}" if path else key)
-    return flat
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, (str, Absent)) else render.scalar(value)
 
 
 def software_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -157,27 +197,97 @@ def software_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def check_data(file: Path, fingerprint: str, *, step: int) -> list[Problem]:
-    """Compare the data's fingerprint with that of the steps before, then record it.
+@dataclass(frozen=True, slots=True)
+class SavedData:
+    """What a checkpoint of this run says about its data."""
+
+    identities: Mapping[str, str] | None
+    """``Loaders.identities`` when it was saved; None: it is of an earlier version."""
+    moved: list[Change]
+    """Where it names other data than this configuration."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], loaded: Loaded) -> SavedData:
+        """From the plain data of a checkpoint."""
+        text = str(content.get("config") or "")
+        changed = differences(text, loaded.dump_yaml()) if text else []
+        moved = [change for change in changed if _under(change[0], DATA)]
+        return cls(dict(content.get("extra") or {}).get(DATA_RECORD), moved)
+
+
+def check_data(
+    file: Path,
+    fingerprint: str,
+    *,
+    step: int,
+    identities: Mapping[str, str],
+    saved: SavedData | None,
+) -> tuple[list[Problem], list[str]]:
+    """Compare the data with those of the steps before, then record their fingerprint.
 
     Args:
-        file: ``<run_dir>/data.sha256``.
+        file: ``<run_dir>/data.sha256``; decides where the checkpoint is of an earlier version,
+            which did not record the data.
         fingerprint: ``Loaders.fingerprint``: everything the order of samples depends on.
         step: steps done; nothing is compared at step 0.
+        identities: ``Loaders.identities``.
+        saved: what the checkpoint of this run says of itself; None where there is none.
+
+    Returns:
+        What stands against going on, and lines about other evaluation data.
     """
-    before = file.read_bytes().strip() if step > 0 and file.exists() else None
-    if before is not None and not re.fullmatch(rb"[0-9a-f]{64}", before):
+    before = saved.identities if saved is not None else None
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if before is not None:
+        problems = _other_data(before, identities, step)
+        notes = _other_evaluation(before, identities, step)
+    elif step > 0 and file.exists():
+        problems = _other_fingerprint(file, fingerprint, step)
+    elif saved is not None:
+        problems = [
+            Problem(key, f"{new}, but the checkpoint was saved with {old}, and nothing records "
+                    "which tokens these are: name them as they were named then, or start a new "
+                    "run with checkpoint.load_from")
+            for key, old, new in saved.moved
+        ]  # fmt: skip
+    if not problems:
+        write_whole(file, fingerprint + "\n")
+    return problems, notes
+
+
+def _other_data(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[Problem]:
+    if before.get("train") == now["train"]:
+        return []
+    text = (
+        f"the tokens, or their order, are not those the first {step} steps were trained on: put "
+        "the old ones back, or start a new run with checkpoint.load_from"
+    )
+    return [Problem("data", text)]
+
+
+def _other_evaluation(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[str]:
+    return [
+        f"warning: data {split}: not the sequences of the first {step} steps; losses of before and "
+        "after are not comparable"
+        for split in sorted({*before, *now} - {"train"})
+        if before.get(split) != now.get(split)
+    ]
+
+
+def _other_fingerprint(file: Path, fingerprint: str, step: int) -> list[Problem]:
+    before = file.read_bytes().strip()
+    if not re.fullmatch(rb"[0-9a-f]{64}", before):
         text = (
             f"{file} holds {before[:40]!r} and no SHA-256 of the data so far: it is damaged; "
             "put it right, or delete it if the token files are the same as before"
         )
         return [Problem("data", text)]
-    if before is not None and before.decode() != fingerprint:
+    if before.decode() != fingerprint:
         text = (
             f"the token files are not those the first {step} steps were trained on (their "
             "manifests differ): put the old ones back, or start a new run with "
             "checkpoint.load_from"
         )
         return [Problem("data", text)]
-    write_whole(file, fingerprint + "\n")
     return []

@@ -41,6 +41,11 @@ class Saver:
         return self._checkpointer.loaded_extra
 
     @property
+    def own(self) -> dict[str, Any] | None:
+        """Plain data of the loaded checkpoint; None for a fresh start, and for another run's."""
+        return self._checkpointer.loaded_own
+
+    @property
     def saving(self) -> bool:
         """Whether a background save is not committed yet. Local."""
         return self._checkpointer.saving

@@ -3,11 +3,22 @@
 The scheduler is stepped before the update, so update n (1-based) uses lr(n): warm-up reaches the
 peak at update ``warmup_steps`` (no update is spent at learning rate 0), and the update numbered
 ``decay_steps`` uses exactly ``min_lr``.
+
+A run goes on with the schedule that it began with, which its checkpoints carry; `go_on` says what a
+resume changes of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megatron_patch.schema.effective import decay_steps
+from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
@@ -15,35 +26,161 @@ if TYPE_CHECKING:
 _STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 
 
-def decay_steps(run: RunConfig) -> int:
-    """Update at which ``min_lr`` is reached."""
-    return run.optimizer.decay_steps or run.training.train_steps
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What the learning rate of a step depends on; the names are those of ``optimizer:``."""
+
+    lr: float
+    min_lr: float
+    schedule: str
+    warmup_steps: int
+    decay_steps: int
+    wsd_decay_steps: int | None
+    wsd_decay_style: str
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Schedule:
+        """The schedule of a run that begins with this configuration."""
+        given = {item.name: getattr(run.optimizer, item.name) for item in fields(cls)}
+        return cls(**given | {"decay_steps": decay_steps(run)})
+
+    @classmethod
+    def saved(cls, content: Mapping[str, Any], run: RunConfig) -> Schedule:
+        """The schedule of a checkpoint.
+
+        Args:
+            content: its plain data: ``schedule``, the scheduler's state, and ``config``, its
+                configuration as YAML, for the two values that the state lacks.
+            run: has those two, where a checkpoint has no configuration.
+        """
+        state, written = content["schedule"], yaml.safe_load(content.get("config") or "{}")
+        o = written.get("optimizer") or {}
+        return cls(
+            lr=state["max_lr"],
+            min_lr=state["min_lr"],
+            schedule=next(k for k, v in _STYLES.items() if v == state["lr_decay_style"]),
+            warmup_steps=state["lr_warmup_steps"],
+            decay_steps=state["lr_decay_steps"],
+            wsd_decay_steps=o.get("wsd_decay_steps", run.optimizer.wsd_decay_steps),
+            wsd_decay_style=o.get("wsd_decay_style", run.optimizer.wsd_decay_style),
+        )
+
+    def build(self, optimizer: Any, *, weight_decay: float = 0.0, steps: int = 1) -> Any:
+        """Its OptimizerParamScheduler; the configuration wins over a checkpoint's values.
+
+        Args:
+            optimizer: a Megatron optimizer, or anything with ``param_groups``.
+            weight_decay: the same in all steps.
+            steps: of the run.
+        """
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=self.lr,
+            min_lr=self.min_lr,
+            lr_warmup_steps=self.warmup_steps,
+            lr_decay_steps=self.decay_steps,
+            lr_decay_style=_STYLES[self.schedule],
+            start_wd=weight_decay,
+            end_wd=weight_decay,
+            wd_incr_steps=steps,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+            wsd_decay_steps=self.wsd_decay_steps,
+            lr_wsd_decay_style=self.wsd_decay_style,
+        )
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the update numbered ``step``, from 1."""
+        scheduler = self.build(SimpleNamespace(param_groups=[]))
+        scheduler.num_steps = step
+        return float(scheduler.get_lr({}))
+
+    def shape(self) -> dict[str, Any]:
+        """What only ``schedule_from: now`` changes, as far as it has an effect."""
+        names = ["schedule", "warmup_steps"]
+        names += ["decay_steps"] * (self.schedule != "constant")
+        names += ["wsd_decay_steps", "wsd_decay_style"] * (self.schedule == "wsd")
+        return {name: getattr(self, name) for name in names}
+
+    def end(self) -> str:
+        """The last word of the schedule."""
+        if self.schedule == "constant":
+            return f"{self.lr:.4g}, constant"
+        return f"{self.min_lr:.4g} from step {self.decay_steps:,}"
 
 
 def build_schedule(run: RunConfig, optimizer: Any) -> Any:
-    """The OptimizerParamScheduler of a run; the configuration wins over a checkpoint's values.
+    """The OptimizerParamScheduler of a run that begins; `go_on` adapts it to a checkpoint."""
+    steps = run.training.train_steps
+    return Schedule.of(run).build(optimizer, weight_decay=run.optimizer.weight_decay, steps=steps)
+
+
+def rates(run: RunConfig, content: Mapping[str, Any], step: int) -> tuple[float, float]:
+    """Learning rates of the next step in the run that a checkpoint is from, and in a run from it.
 
     Args:
-        run: configuration.
-        optimizer: a Megatron optimizer, or anything with ``param_groups``.
+        run: the configuration of a new run, whose own schedule counts (``load_from``).
+        content: the plain data of the checkpoint.
+        step: of the checkpoint; the new run goes on counting.
     """
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    return Schedule.saved(content, run).rate(step + 1), Schedule.of(run).rate(step + 1)
 
-    o = run.optimizer
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=o.lr,
-        min_lr=o.min_lr,
-        lr_warmup_steps=o.warmup_steps,
-        lr_decay_steps=decay_steps(run),
-        lr_decay_style=_STYLES[o.schedule],
-        start_wd=o.weight_decay,
-        end_wd=o.weight_decay,
-        wd_incr_steps=run.training.train_steps,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-        wsd_decay_steps=o.wsd_decay_steps,
-        lr_wsd_decay_style=o.wsd_decay_style,
-    )
+
+def go_on(
+    run: RunConfig, scheduler: Any, content: Mapping[str, Any], *, step: int
+) -> tuple[list[Problem], list[str]]:
+    """Let a scheduler that took over a checkpoint's steps go on with the right schedule.
+
+    Args:
+        run: the configuration.
+        scheduler: what `build_schedule` made; adapted.
+        content: the plain data of the checkpoint, which is this run's.
+        step: of the checkpoint.
+
+    Returns:
+        What stands against going on, and a line for every change of a learning rate.
+    """
+    o, before, now = run.optimizer, Schedule.saved(content, run), Schedule.of(run)
+    if o.schedule_from == "start" and o.decay_steps is None:
+        now = replace(now, decay_steps=before.decay_steps)
+    change = f"learning rate of step {step + 1:,}: {before.rate(step + 1):.4g} -> "
+    change += f"{now.rate(step + 1):.4g}; at the end {before.end()} -> {now.end()}"
+    old, new = before.shape(), now.shape()
+    names = [name for name in new if name in old and old[name] != new[name]]
+    if names and o.schedule_from == "start":
+        return [
+            Problem(
+                f"optimizer.{name}",
+                f"{getattr(now, name)}, but the schedule that this run goes on with has "
+                f"{getattr(before, name)}: set it back, or ask for the change with "
+                f"optimizer.schedule_from: now ({change})",
+            )
+            for name in names
+        ], []
+    scheduler.lr_decay_steps = now.decay_steps
+    scheduler.step(increment=0)
+    lines = [] if (now.lr, now.min_lr, new) == (before.lr, before.min_lr, old) else [change]
+    return [], lines + _ends_elsewhere(run, now, step)
+
+
+def _ends_elsewhere(run: RunConfig, now: Schedule, step: int) -> list[str]:
+    """A warning where the decay of a resumed run does not end with it and nobody asked for that."""
+    last = run.training.train_steps
+    asked = Schedule.of(run)
+    if now.decay_steps == asked.decay_steps or now.schedule == "constant":
+        return []
+    if now.decay_steps < last:
+        what = f"the learning rate stays {now.min_lr:.4g} from step {now.decay_steps:,} on"
+    else:
+        what = f"the learning rate is {now.rate(last):.4g} when the run ends"
+    return [
+        f"warning: training.train_steps is {last:,}, and the schedule that the run began with ends "
+        f"its decay at step {now.decay_steps:,}: {what}; to decay until step {last:,} set "
+        f"optimizer.schedule_from: now (learning rate of step {step + 1:,}: "
+        f"{now.rate(step + 1):.4g} -> {asked.rate(step + 1):.4g}), to keep it without this line "
+        f"optimizer.decay_steps: {now.decay_steps}"
+    ]

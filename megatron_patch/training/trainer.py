@@ -43,7 +43,8 @@ from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.resume_rules import another_run, check_data
+from megatron_patch.training.resume import go_on
+from megatron_patch.training.resume_rules import DATA_RECORD, another_run
 from megatron_patch.training.saver import Saver
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
@@ -268,8 +269,8 @@ class Trainer:
         """Take over the newest good checkpoint, where there is one.
 
         Raises:
-            ConfigError: the data is not what the run was trained on so far, or the run is beyond
-                its end; of another run's checkpoint: see `inheritance`.
+            ConfigError: data or schedule are not those of the run so far, and no key asks for
+                it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
         """
         position = self.saver.load()
         if position is None:
@@ -285,14 +286,10 @@ class Trainer:
             self.saver.extra, step=self.position.step, batch=self._next_batch,
             schedule=self.session.schedule, say=self.monitor.say,
         )  # fmt: skip
-        problems: list[Any] = [[]]
-        if self.layout.print_rank:
-            # At a start from another run, which may have gone on since the last try, none is done.
-            file, done = self.run_dir / "data.sha256", self.position.step if own else 0
-            problems = [check_data(file, self.loaders.fingerprint, step=done)]
-        torch.distributed.broadcast_object_list(problems, src=0)
-        if problems[0]:
-            raise ConfigError(problems[0])
+        # At a start from another run, which may have gone on since the last try, none is done.
+        step = self.position.step if own else 0
+        for line in go_on(self.loaded, self.session, self.loaders, self.saver, step):
+            self.monitor.say(line)
 
     @property
     def _next_batch(self) -> int:
@@ -428,7 +425,9 @@ class Trainer:
         for watcher in self.session.watchers:
             found |= watcher.state()
         found["faults"]["skipped"] = self.session.skipped
-        return found | {"data": self.loaders.position(self._next_batch)}
+        found[DATA_RECORD] = self.loaders.identities
+        found["data"] = self.loaders.position(self._next_batch)
+        return found
 
     def _rewind(self, wanted: RewindWanted) -> None:
         """Back to the last checkpoint before the spike; the batches in between are left out."""

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from typing import Any
 
+import forked
 from free_port import free_port
 
 TIMEOUT = 600
@@ -54,7 +55,7 @@ class RankPool:
     def __init__(self, size: int, *, cpu: bool = True) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = forked.context() if cpu else multiprocessing.get_context("spawn")
         self._ranks = []
         for _ in range(size):
             here, there = context.Pipe()

@@ -20,6 +20,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
+
 ANSWER_SECONDS = 300
 
 
@@ -249,7 +251,7 @@ class Ranks:
 
     def __init__(self, size: int, *, device: str = "cpu", timeout: float = 120) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("spawn")
+        context = forked.context() if device == "cpu" else multiprocessing.get_context("spawn")
         # A file and not a port: another test may take the port between choosing and using it.
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")

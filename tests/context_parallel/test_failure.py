@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 from cp_cases import Case
 from ranks import Ranks
@@ -31,7 +28,7 @@ def test_the_survivors_name_the_lost_rank(mode, how):
         try:
             answers = ranks.play("die", case, victim, how, lost=victim)
         finally:
-            os.kill(ranks.processes[victim].pid, signal.SIGKILL)
+            ranks.processes[victim].kill()
     for rank in (0, 1):
         text, seconds = answers[rank]
         assert "lost rank 2 (context-parallel rank 2)" in text, text

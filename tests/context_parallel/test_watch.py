@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 from ranks import Ranks
 
@@ -117,6 +114,6 @@ def test_a_killed_process_is_named_over_a_real_store():
         try:
             answers = ranks.play("watch", 2, 1.0, lost=2)
         finally:
-            os.kill(ranks.processes[2].pid, signal.SIGKILL)
+            ranks.processes[2].kill()
     for rank in (0, 1):
         assert any("lost rank 2 (context-parallel rank 2" in text for text in answers[rank])

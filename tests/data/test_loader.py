@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prepared import ENDINGS
 
 from megatron_patch.context_parallel.layout import unshard
 from megatron_patch.data.errors import DataError
@@ -184,7 +186,19 @@ def test_splits_of_their_own(kit: SimpleNamespace, corpora: list[Path]) -> None:
     assert loaders.has("train") and loaders.has("valid") and not loaders.has("test")
     with pytest.raises(DataError, match=r"there is no test data.*not configured"):
         loaders.iterate("test")
-    assert any(line.startswith("data test: none") for line in loaders.describe())
+    said = loaders.describe()
+    assert any(line.startswith("data test: none") for line in said)
+    assert said[-1].startswith("data.split [0.8, 0.1, 0.1]: not used")
+
+
+def test_what_is_held_out_is_said_to_be_read_by_nothing(
+    kit: SimpleNamespace, corpora: list[Path]
+) -> None:
+    said = build_loaders(kit.run_config(*corpora), kit.layout()).describe()
+    assert [line for line in said if line.endswith("held out: no run reads it")] == [
+        line for line in said if line.startswith("data test")
+    ]
+    assert any(line.startswith("data test") for line in said)
 
 
 def naive(tokens: list[int], eod: int) -> tuple[list[int], list[float]]:
@@ -279,6 +293,37 @@ def test_the_fingerprint_names_everything_the_order_depends_on(
     heavy = DatasetConfig(path=str(corpora[0]), weight=2.0)
     assert fingerprint(heavy, corpora[1]) != base
     assert len(json.dumps(base)) == 66
+
+
+def test_an_identity_is_that_of_the_sequences_not_of_names_and_texts(
+    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
+) -> None:
+    def identities(*datasets: Path | DatasetConfig, **changes: object) -> dict[str, str]:
+        return build_loaders(kit.run_config(*datasets, **changes), kit.layout()).identities
+
+    def blend(*weights: float) -> list[DatasetConfig]:
+        pairs = zip(corpora, weights, strict=False)
+        return [DatasetConfig(path=str(path), weight=weight) for path, weight in pairs]
+
+    for ending in ENDINGS:
+        shutil.copy(f"{corpora[0]}{ending}", tmp_path / f"copy{ending}")
+    (tmp_path / "link").symlink_to(tmp_path)
+    one = identities(corpora[0])
+    assert set(one) == {"train", "valid", "test"} and len(set(one.values())) == 3
+    for same in (tmp_path / "copy", tmp_path / "link" / "copy", tmp_path / "." / "link" / "copy"):
+        assert identities(same) == one
+    assert identities(*blend(7.0)) == one == identities(corpora[0], train_steps=99)
+    two = identities(*blend(1.0, 1.0))
+    for weights in ((2.0, 2.0), (0.5, 0.5), (0.1, 0.1), (1e-9, 1e-9)):
+        assert identities(*blend(*weights)) == two
+    assert identities(*blend(0.3, 0.7)) == identities(*blend(30.0, 70.0))
+    for other in ((1.0, 2.0), (2.0, 1.0), (1.0, 1.0000001)):
+        assert identities(*blend(*other))["train"] != two["train"]
+    assert identities(*reversed(corpora))["train"] != two["train"]
+    for key, value in {"seed": 9, "seq_length": 8, "global_batch_size": 24}.items():
+        assert identities(corpora[0], **{key: value})["train"] != one["train"]
+    cut = identities(corpora[0], split=[0.8, 0.2, 0.0])
+    assert cut["train"] == one["train"] and cut["valid"] != one["valid"] and "test" not in cut
 
 
 def test_the_log_says_when_the_corpus_is_shorter_than_the_run(

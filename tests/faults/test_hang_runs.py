@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,11 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every rank end by itself: `run_ranks` kills the others when one has failed."""
 
-    def wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    def wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
         end = time.monotonic() + timeout
-        while time.monotonic() < end and any(p.poll() is None for p in processes):
-            time.sleep(0.05)
         for p in processes:
-            if p.poll() is None:
-                os.killpg(p.pid, 9)
-        return [p.wait() for p in processes]
+            p.join(end - time.monotonic())
+        return training_ranks.end_all(processes)
 
     monkeypatch.setattr(training_ranks, "_wait", wait)
 

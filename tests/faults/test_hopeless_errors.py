@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from free_port import free_port
+from training_ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -98,8 +99,9 @@ def test_data_that_one_node_does_not_see(tmp_path: Path, corpus: Path) -> None:
 def test_damaged_checkpoints_end_every_attempt_alike(tmp_path: Path, corpus: Path) -> None:
     """Exit code 4 from both ranks, again and again; never a start from step 0."""
     nodes = [node(tmp_path, corpus, n) for n in range(2)]
-    trained = launch(tmp_path, nodes, "training.exit_at_step=2")
-    assert {code for code, _ in trained.values()} == {0}
+    plan = [{"set": ["training.exit_at_step=2"]}]
+    (trained,) = run_ranks(nodes[0], corpus, 2, plan, config=nodes[0] / "run.yaml")
+    assert [rank["code"] for rank in trained] == [0, 0]
     for shard in (tmp_path / "run" / "checkpoints").glob("step_*/__*.distcp"):
         shard.write_bytes(shard.read_bytes()[::-1])
     for _ in range(2):

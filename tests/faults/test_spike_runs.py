@@ -16,6 +16,7 @@ pytestmark = pytest.mark.multiprocess
 WATCH = (
     "training.deterministic=true",
     "training.train_steps=12",
+    "model.num_layers=2",
     "model.hidden_dropout=0.1",
     "faults.spike.window=8",
     "faults.spike.min_history=4",

@@ -62,6 +62,36 @@ def test_elementwise_bfloat16() -> None:
     assert torch.equal(z, torch.where(x > y, x * y, x - y))
 
 
+@triton.jit
+def _twice(x):
+    return tl.sum(x) + tl.sum(x)
+
+
+@triton.jit
+def _sums(x, y, n: tl.constexpr):
+    for i in range(n):
+        tl.store(y + i, _twice(tl.load(x + tl.arange(0, n))))
+
+
+def test_device_functions_find_the_language_patched(monkeypatch) -> None:
+    """Patching it for each of their calls took most of the time; a launch restores it."""
+    from triton.runtime import interpreter
+
+    patched, builtin = [], interpreter._patch_builtin
+
+    def counted(owner, *rest):
+        patched.append(owner)
+        builtin(owner, *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", counted)
+    original, x, y = tl.load, torch.arange(16.0), torch.empty(16)
+    for _ in range(2):
+        patched.clear()
+        _sums[(2,)](x, y, 16)
+        assert 1 <= patched.count(tl) <= 2  # 96 device functions were called
+        assert bool((y == 240).all()) and tl.load is original
+
+
 def _allocate(namespace: dict, source: str) -> torch.Tensor:
     exec(source, namespace)
     return namespace["out"]

@@ -15,7 +15,7 @@ step 5; touch "$SHIM/ready"
 for _ in {1..90}; do sleep 1 >/dev/null 2>&1; done"""
 SAVES_LATE = """\
 save() {
-  trap "" USR1; touch "$SHIM/told"; sleep 14
+  trap "" USR1; touch "$SHIM/told"; sleep 5
   step 9; leave 0 0; leave 1 0; touch "$SHIM/saved"; exit 0
 }
 trap save USR1
@@ -72,6 +72,12 @@ def test_a_report_that_cannot_be_made_does_not_end_the_job(shims):
 
 def late(shims, step: str, state: str, first: signal.Signals, cluster: str = "") -> tuple[str, int]:
     """USR1 or TERM, then TERM with Slurm's state of the job; output and exit code."""
+    script = shims.render(cluster)
+    (part,) = shims.folder.rglob("lib.sh")
+    text = part.read_text()
+    assert text.count("TERM_SECONDS=10\n") == 1  # less than SAVES_LATE sleeps
+    part.write_text(text.replace("TERM_SECONDS=10\n", "TERM_SECONDS=3\n"))
+    shims.render = lambda _: script
     process = shims.start(step, cluster=cluster)
     shims.signal_when(process, "ready", first)
     end = time.monotonic() + 300

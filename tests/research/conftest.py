@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from byte_corpus import byte_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 # The scripts of research/ import one another as plain modules.
@@ -17,24 +18,11 @@ sys.path.append(str(ROOT / "research"))
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a byte-tokenized dataset."""
-    from megatron_patch.data.prepare import PrepareOptions, prepare
-
-    folder = tmp_path_factory.mktemp("corpus")
     words = ["runs", "of", "one", "seed", "see", "the", "same", "batches"]
-    documents = [
+    documents = (
         " ".join(words[(5 * d + k * k) % len(words)] for k in range(40 + d)) for d in range(60)
-    ]
-    (folder / "text.txt").write_text("\n\n".join(documents))
-    prepare(
-        PrepareOptions(
-            inputs=[str(folder / "text.txt")],
-            out=str(folder / "tiny"),
-            document_separator="\n\n",
-            workers=1,
-            quiet=True,
-        )
     )
-    return folder / "tiny"
+    return byte_corpus(tmp_path_factory.mktemp("corpus") / "tiny", documents)
 
 
 PROTOCOL = """\

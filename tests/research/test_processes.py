@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import processes
-import psutil
+from other_processes import alive, wait_until
 
 PARENT = """
 import pathlib, subprocess, sys
@@ -17,19 +16,6 @@ process = subprocess.Popen(child, start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(f"{process.pid} ")
 process.wait()
 """
-
-
-def wait_until(true: object, seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_kill_tree_reaches_children_in_sessions_of_their_own(tmp_path: Path) -> None:

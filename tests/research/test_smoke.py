@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import cell
 import pytest
 
 from megatron_patch.runtime.records import read_rows
@@ -85,11 +86,12 @@ def test_one_thing_is_changed_in_a_run_that_another_continues(corpus: Path, tmp_
     assert 0 < max(abs(centered[step] - later[step]) for step in later) < 2e-3
 
 
-def test_a_cell_refuses_a_variant_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_cell_refuses_a_variant_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is built: no run directory."""
-    command = [sys.executable, str(ROOT / "research" / "cell.py"), "--variant", "low_order_o"]
+    command = ["cell.py", "--variant", "low_order_o", "--set", f"run_dir={tmp_path / 'run'}"]
     command += ["--config", str(PROTOCOLS / "base" / "tiny_cpu.yaml")]
-    command += ["--set", f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "it changes stable_flash" in done.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    assert cell.main() == 2 and "it changes stable_flash" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
+from other_processes import alive, wait_until
 
 from megatron_patch.cli import train
 from megatron_patch.runtime import lifeline
@@ -23,23 +22,6 @@ if "guarded" in sys.argv:
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(120)
 """
-
-
-def wait_until(true: object, seconds: float = 60.0) -> bool:
-    """Whether a condition became true in time."""
-    end = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def launched(folder: Path, how: str) -> tuple[subprocess.Popen[bytes], list[int]]:

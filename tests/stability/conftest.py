@@ -7,29 +7,17 @@ from pathlib import Path
 
 import pytest
 import training_ranks
+from byte_corpus import byte_corpus
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a byte-tokenized dataset of about 50 kB."""
-    from megatron_patch.data.prepare import PrepareOptions, prepare
-
-    folder = tmp_path_factory.mktemp("corpus")
     words = ["the", "head", "watches", "one", "token", "and", "its", "row", "repeats"]
-    text = "\n\n".join(
+    documents = (
         " ".join(words[(5 * d + k * k) % len(words)] for k in range(40 + d)) for d in range(100)
     )
-    (folder / "text.txt").write_text(text)
-    prepare(
-        PrepareOptions(
-            inputs=[str(folder / "text.txt")],
-            out=str(folder / "tiny"),
-            document_separator="\n\n",
-            workers=1,
-            quiet=True,
-        )
-    )
-    return folder / "tiny"
+    return byte_corpus(tmp_path_factory.mktemp("corpus") / "tiny", documents)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import poisoned_step
 import pytest
 import tiny_trainer
+from torch.distributed import TCPStore
+from training_ranks import end_all, start_ranks
 
 CPU = """
 from megatron_patch.core_patches import cpu_mode
@@ -44,13 +44,12 @@ def test_no_rank_updates_where_one_gradient_is_bad(
         "training.deterministic=false", f"parallel.use_distributed_optimizer={sharded}",
         "training.train_steps=6",
     )  # fmt: skip
-    found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(tmp_path / "gated.py"), *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    said = found.stdout + found.stderr
-    assert found.returncode != 0 and "step 3: gradients not finite" in said, said
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    ranks = start_ranks(tmp_path / "gated.py", command, tmp_path, store.port, logs)
+    for rank in ranks:
+        rank.join(300)
+    codes = end_all(ranks)
+    said = "".join(log.read_text() for log in logs)
+    assert all(codes) and "step 3: gradients not finite" in said, (codes, said)
     assert said.count("as before") == 2 and "changed" not in said, said

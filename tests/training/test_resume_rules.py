@@ -1,26 +1,309 @@
-"""What a resumed run may change; the rest is tested where the run directory is taken."""
+"""What a resumed run may change; what is equal, however it is written."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from minimal_config import TINY
+
+from megatron_patch.config import load, types
+from megatron_patch.schema import render
+from megatron_patch.schema.effective import DERIVED
+from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
+from megatron_patch.schema.run import Loaded, RunConfig
 from megatron_patch.training import resume_rules
+from megatron_patch.training.resume_rules import SavedData, another_run, check_data, differences
+
+FOUND_AT_START = ("logging.peak_tflops",)
+"""Keys whose default is not known before a device is."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``tiny(*overrides)``: a loaded configuration."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda *overrides: load(path, list(overrides))
+
+
+@pytest.fixture(scope="module")
+def full(tiny: Any) -> dict[str, Any]:
+    """A resolved tree with every section; no check has seen it."""
+    tree = copy.deepcopy(tiny().tree)
+    tree["model"] |= {
+        "moe": dataclasses.asdict(MoEConfig(num_experts=4)),
+        "mla": dataclasses.asdict(MLAConfig()),
+        "mtp": dataclasses.asdict(MTPConfig()),
+        "window": [8, 0],
+        "window_skip_freq": 2,
+        "num_layers": 6,
+    }
+    return tree
+
+
+def at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value."""
+    tree = copy.deepcopy(tree)
+    above, _, name = path.rpartition(".")
+    (at(tree, above) if above else tree)[name] = value
+    return tree
+
+
+def as_loaded(tiny: Any, tree: dict[str, Any]) -> Loaded:
+    """``tree`` as if it had been loaded."""
+    return dataclasses.replace(tiny(), tree=tree)
+
+
+# --------------------------------------------------------------------------------- equal
+
+
+SPELLINGS = {
+    "run_dir": ["runs/tiny"],
+    "checkpoint.directory": ["runs/tiny/checkpoints"],
+    "model.num_query_groups": [4],
+    "model.kv_channels": [16],
+    "model.ffn_hidden_size": [256],
+    "model.max_position_embeddings": [32],
+    "model.window": [[8, -1]],
+    "model.window_skip_freq": [[1, 0, 1, 0, 1, 0]],
+    "model.moe.ffn_hidden_size": [256],
+    "model.moe.layer_freq": [[1, 1, 1, 1, 1, 1]],
+    "optimizer.decay_steps": [20],
+    "data.seed": [1234],
+    "data.tokenizer.eod_id": [256],
+    "parallel.expert_tensor_parallel_size": [1],
+}
+"""For the tree ``full``: what each key of `DERIVED` may be written out as."""
+
+
+def test_every_key_with_a_derived_default_is_known() -> None:
+    named = {
+        path
+        for path, item in types.walk(RunConfig)
+        for section in [_section_of(path)]
+        if item.default is None and "default: " in types.help_of(section, item.name).lower()
+    }
+    assert named - set(FOUND_AT_START) - {p for p in named if p.startswith("cluster.")} <= {
+        *DERIVED
+    }
+    assert set(SPELLINGS) == set(DERIVED)
+
+
+def _section_of(path: str) -> type:
+    section: Any = RunConfig
+    for part in path.replace(".N.", ".").split(".")[:-1]:
+        section = types.section_under(types.fields(section)[part].type)
+    return section
+
+
+@settings(max_examples=40)
+@given(before=st.sets(st.sampled_from(sorted(SPELLINGS))), after=st.sets(
+    st.sampled_from(sorted(SPELLINGS))))  # fmt: skip
+def test_a_value_that_is_written_out_is_equal(
+    full: dict[str, Any], before: set[str], after: set[str]
+) -> None:
+    def written(paths: set[str]) -> str:
+        tree = full
+        for path in paths:
+            tree = put(tree, path, SPELLINGS[path][0])
+        return render.dump(tree)
+
+    assert differences(written(before), written(after)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("lr: 0.001", "lr: 1e-3"),
+        ("lr: 0.001", "lr: 1.0E-3"),
+        ("rotary_base: 10000.0", "rotary_base: 10000"),
+        ("norm_epsilon: 1.0e-05", "norm_epsilon: 0.00001"),
+        ("split: [0.98, 0.01, 0.01]", "split:\n    - 0.98\n    - 1e-2\n    - .01"),
+        ("eps: 1.0e-08", ""),
+        ("softmax_type: vanilla", "softmax_type: 'vanilla'"),
+        ("schedule_from: start", ""),
+    ],
+)
+def test_numbers_lists_and_what_an_update_brought_are_equal(
+    tiny: Any, line: str, other: str
+) -> None:
+    """As config.yaml of an earlier version, or of a person, may have them."""
+    text = tiny().dump_yaml()
+    assert text.count(f" {line}\n") == 1
+    changed = text.replace(f" {line}\n", f" {other}\n")
+    assert differences(changed, text) == [] == differences(text, changed)
+    assert another_run(changed, tiny()) is None
+
+
+def test_the_cases_people_ran_into_are_equal(tiny: Any) -> None:
+    """Written out against null: data.seed 1234, num_query_groups 4, decay_steps 20 ..."""
+    keys = ["data.seed=1234", "model.num_query_groups=4", "model.kv_channels=16",
+            "optimizer.decay_steps=20", "model.ffn_hidden_size=256"]  # fmt: skip
+    saved = tiny().dump_yaml()
+    assert differences(saved, tiny(*keys).dump_yaml()) == []
+    assert another_run(saved, tiny(*keys, "data.blend.0.path=./elsewhere/tiny")) is None
+    # The key that follows is not named beside the one that changed.
+    assert differences(saved, tiny("model.hidden_size=128").dump_yaml()) == [
+        ("model.hidden_size", "64", "128")
+    ]
+    assert differences(saved, tiny("model.num_query_groups=2").dump_yaml()) == [
+        ("model.num_query_groups", "4", "2")
+    ]
+
+
+def test_differences_see_lists_and_missing_keys() -> None:
+    found = differences("a: [1, 2]\nb: {}\n", "a: [1, 3, 4]\nb: {c: 1}\n")
+    assert ("a.1", "2", "3") in found and ("a.2", "absent", "4") in found
+    assert ("b.c", "absent", "1") in found
+    with pytest.raises(ValueError, match="no settings"):
+        differences("", "a: 1\n")
+
+
+# ------------------------------------------------------------------------------- refused
+
+
+def another(tp: Any, value: Any, path: str) -> Any:
+    """A value that means something else."""
+    if path == "model.window":
+        return [9, 0]
+    members, _ = types.alternatives(tp)
+    kind = members[0]
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != value)
+    if get_origin(kind) is list:
+        return [*(value or ()), *(value or [1])[-1:]]
+    if kind is bool:
+        return not value
+    if kind is str or get_origin(kind) is Annotated:
+        return f"{value}x"
+    return 7 if value is None else type(value)(2 * value + 1)
+
+
+def leaves(full: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (path, item.type)
+        for path, item in types.walk(RunConfig)
+        if ".N." not in path and types.section_of(item.type) is None
+        and types.section_under(item.type) is None
+    ]  # fmt: skip
+
+
+def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
+    tiny: Any, full: dict[str, Any]
+) -> None:
+    saved, refused = render.dump(full), set()
+    for path, tp in leaves(full):
+        changed = put(full, path, another(tp, at(full, path), path))
+        why = another_run(saved, as_loaded(tiny, changed)) or ""
+        assert differences(saved, render.dump(changed)), path
+        lines = [line for line in why.splitlines() if line.startswith(f"  {path}")]
+        free = (*resume_rules.CHANGEABLE, *resume_rules.DATA, "optimizer.decay_steps")
+        assert bool(lines) != resume_rules._under(path, free), (path, why)
+        refused |= {path} if lines else set()
+    some = {"model.norm_epsilon", "data.seed", "training.seed", "optimizer.beta1", "model.window"}
+    assert (
+        some | {"data.eod_mask_loss", "model.moe.layer_freq", "optimizer.warmup_steps"} <= refused
+    )
+    assert len(refused) > 50
+
+
+def test_the_schedule_changes_under_its_key_only(tiny: Any) -> None:
+    saved = tiny().dump_yaml()
+    wsd = ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=5", "optimizer.warmup_steps=2"]
+    why = another_run(saved, tiny(*wsd)) or ""
+    assert "optimizer.schedule: wsd, but it was saved with cosine" in why
+    assert another_run(saved, tiny(*wsd, "optimizer.schedule_from=now")) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "effect"),
+    [
+        ([], "training.micro_batch_size=4", ""),
+        (["model.hidden_dropout=0.1"], "training.micro_batch_size=4", " (changes dropout masks)"),
+        (["model.attention_dropout=0.1"], "attention.backend=mcore_local",
+         " (changes dropout masks)"),
+        (["model.hidden_dropout=0.1"], "training.eval_steps=3", ""),
+        (["model.moe.num_experts=4"], "training.micro_batch_size=4",
+         " (changes the balancing of experts, which is done in each micro-batch)"),
+        (["model.moe.num_experts=4", "model.moe.load_balancing=seq_aux_loss"],
+         "training.micro_batch_size=4", ""),
+    ],
+)  # fmt: skip
+def test_what_else_a_change_changes_is_said(
+    tiny: Any, tmp_path: Path, base: list[str], change: str, effect: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(tiny(*base).dump_yaml())
+    problems, (note,) = resume_rules.check_settings(tiny(*base, change), tmp_path)
+    key, _, new = change.partition("=")
+    assert not problems
+    assert note.startswith(f"configuration changed since the last attempt: {key}: ")
+    assert note.endswith(f" -> {new}{effect}")
+
+
+def test_a_refused_schedule_names_its_key(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(tiny().dump_yaml())
+    problems, _ = resume_rules.check_settings(tiny("optimizer.warmup_steps=3"), tmp_path)
+    assert "set it back, or ask for the change with optimizer.schedule_from: now" in str(problems)
+    assert resume_rules.check_settings(tiny("optimizer.decay_steps=9"), tmp_path) == ([], [])
+
+
+# ---------------------------------------------------------------------------------- data
+
+
+ONE, TWO = "1" * 64, "2" * 64
 
 
 def test_data_that_changed_is_not_a_damaged_record_of_it(tmp_path: Path) -> None:
-    file, first, other = tmp_path / "data.sha256", "1" * 64, "2" * 64
-    assert resume_rules.check_data(file, first, step=0) == []
-    assert resume_rules.check_data(file, first, step=5) == []
-    (problem,) = resume_rules.check_data(file, other, step=5)
+    """A run whose checkpoints are of an earlier version: its directory knows the data."""
+    file, saved = tmp_path / "data.sha256", SavedData(None, [("data.blend.0.path", "a", "b")])
+
+    def check(fingerprint: str, *, step: int) -> list[Any]:
+        identities = {"train": fingerprint}
+        return check_data(file, fingerprint, step=step, identities=identities, saved=saved)[0]
+
+    (problem,) = check(ONE, step=5)  # nothing tells that a and b are the same
+    assert "saved with a, and nothing records which tokens" in str(problem) and not file.exists()
+    file.write_text(ONE + "\n")
+    assert check(ONE, step=5) == []
+    (problem,) = check(TWO, step=5)
     assert "not those the first 5 steps were trained on" in str(problem)
-    for content in (b"", b"\xff\x00", first[:40].encode()):
+    for content in (b"", b"\xff\x00", ONE[:40].encode()):
         file.write_bytes(content)
-        (problem,) = resume_rules.check_data(file, first, step=5)
+        (problem,) = check(ONE, step=5)
         assert "it is damaged" in str(problem)
         assert file.read_bytes() == content
 
 
-def test_differences_see_lists_and_missing_keys() -> None:
-    found = resume_rules.differences("a: [1, 2]\nb: {}\n", "a: [1, 3, 4]\nb: {c: 1}\n")
-    assert ("a.1", "2", "3") in found and ("a.2", "absent", "4") in found
-    assert ("b.c", "absent", "1") in found
+def test_a_checkpoint_knows_its_data_whatever_the_directory_says(tiny: Any, tmp_path: Path) -> None:
+    file, loaded = tmp_path / "data.sha256", tiny()
+    content = {"config": tiny("data.blend.0.path=before").dump_yaml(),
+               "extra": {resume_rules.DATA_RECORD: {"train": ONE, "valid": ONE}}}  # fmt: skip
+    saved = SavedData.of(content, loaded)
+    assert saved.moved == [("data.blend.0.path", "before", "tiny")]
+
+    def check(**identities: str) -> tuple[list[Any], list[str]]:
+        return check_data(file, TWO, step=5, identities=identities, saved=saved)
+
+    for text in (None, ONE, TWO, "nonsense"):
+        if text is not None:
+            file.write_text(text)
+        assert check(train=ONE, valid=ONE) == ([], [])
+        assert file.read_text() == TWO + "\n"
+        (problem,), _ = check(train=TWO, valid=ONE)
+        assert "the tokens, or their order, are not those the first 5 steps" in str(problem)
+    for other in ({"valid": TWO}, {}, {"valid": ONE, "test": ONE}):  # changed, gone, new
+        problems, (line,) = check(train=ONE, **other)
+        assert not problems and "losses of before and after are not comparable" in line
+    assert check_data(file, ONE, step=0, identities={"train": ONE}, saved=None) == ([], [])

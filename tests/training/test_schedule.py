@@ -1,12 +1,16 @@
 """Schedules against their closed forms, update by update."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
 import pytest
+import yaml
 from run_config import run_config
 
-from megatron_patch.training.schedule import build_schedule
+from megatron_patch.training.schedule import Schedule, build_schedule, go_on
+from megatron_patch.training.schedule import rates as rates_of_a_start
 
 pytestmark = pytest.mark.usefixtures("cpu")
 STEPS, WARMUP, PEAK, LEAST = 20, 4, 1e-3, 1e-4
@@ -98,9 +102,180 @@ def test_resumed_schedule_continues() -> None:
     assert rest.param_groups[0]["lr"] == whole.param_groups[0]["lr"]
 
 
-def test_configuration_wins_over_the_checkpoint() -> None:
-    long = build_schedule(run_config(training={"train_steps": 40}), Groups())
-    short = build_schedule(run_config(), Groups())
-    short.step(increment=5)
-    long.load_state_dict(short.state_dict())
-    assert (long.lr_decay_steps, long.num_steps) == (40, 5)
+# ------------------------------------------------------------------- a run that goes on
+
+
+class Attempt:
+    """One attempt of a run: what it says, and the rates of its steps, by Megatron-Core."""
+
+    def __init__(
+        self, until: int, steps: int, *, before: Attempt | None = None, **optimizer: Any
+    ) -> None:
+        base = {"lr": PEAK, "min_lr": LEAST, "warmup_steps": 2} | optimizer
+        run = run_config(optimizer=base, training={"train_steps": steps})
+        self.rates = {} if before is None else dict(before.rates)
+        self.problems: list[Any] = []
+        self.lines: list[str] = []
+        groups = Groups()
+        scheduler = build_schedule(run, groups)
+        if before is not None:
+            scheduler.load_state_dict(dict(before.content["schedule"]))
+            step = scheduler.num_steps
+            self.problems, self.lines = go_on(run, scheduler, before.content, step=step)
+            if self.problems:
+                return
+        for step in range(scheduler.num_steps + 1, until + 1):
+            scheduler.step(increment=1)
+            self.rates[step] = groups.param_groups[0]["lr"]
+        written = {
+            name: getattr(run.optimizer, name) for name in ("wsd_decay_steps", "wsd_decay_style")
+        }
+        self.content = {
+            "schedule": scheduler.state_dict(),
+            "config": yaml.safe_dump({"optimizer": written}),
+        }
+
+
+STYLES: list[dict[str, Any]] = [
+    {"schedule": "cosine"},
+    {"schedule": "linear"},
+    {"schedule": "linear", "decay_steps": 15},
+    {"schedule": "constant"},
+    *({"schedule": "wsd", "wsd_decay_steps": 6, "wsd_decay_style": style}
+      for style in ("linear", "cosine", "exponential", "minus_sqrt")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("stop", [1, 10, 20])
+def test_a_longer_run_goes_on_with_the_schedule_it_began_with(
+    style: dict[str, Any], stop: int
+) -> None:
+    """Bit for bit, and at the end of the decay it stays there, which is said."""
+    whole = Attempt(20, 20, **style)
+    same = Attempt(20, 20, before=Attempt(stop, 20, **style), **style)
+    assert same.rates == whole.rates and same.lines == []
+    longer = Attempt(50, 100, before=Attempt(stop, 20, **style), **style)
+    assert {step: longer.rates[step] for step in whole.rates} == whole.rates
+    last = PEAK if style["schedule"] == "constant" else LEAST
+    assert {longer.rates[step] for step in range(21, 51)} == {last}
+    if style["schedule"] == "constant" or "decay_steps" in style:
+        assert longer.lines == []
+        return
+    (line,) = longer.lines
+    assert line.startswith("warning: training.train_steps is 100, and the schedule")
+    assert f"ends its decay at step 20: the learning rate stays {LEAST:.4g} from step 20 on" in line
+    assert "optimizer.schedule_from: now" in line and "optimizer.decay_steps: 20" in line
+    again = Attempt(60, 100, before=longer, **style)  # and resumed again
+    assert again.rates[60] == LEAST and len(again.lines) == 1
+    held = Attempt(60, 100, before=longer, **style | {"decay_steps": 20})
+    assert held.rates == again.rates and held.lines == []
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_now_is_said_and_is_the_same_however_often_a_run_resumes(style: dict[str, Any]) -> None:
+    """The case of the issue (20 -> 100 at step 10, cosine), and others."""
+    began = Attempt(10, 20, **style)
+    now = style | {"schedule_from": "now"}
+    once = Attempt(40, 100, before=began, **now)
+    assert once.rates == began.rates | {
+        step: rate for step, rate in Attempt(40, 100, **style).rates.items() if step > 10
+    }
+    middle = Attempt(25, 100, before=began, **now)
+    assert Attempt(40, 100, before=middle, **now).rates == once.rates
+    assert Attempt(40, 100, before=middle, **now).lines == []
+    assert Attempt(40, 100, before=middle, **style).rates == once.rates  # the checkpoint carries it
+    if style["schedule"] == "constant" or "decay_steps" in style:
+        assert once.lines == []
+        return
+    old, new = (
+        Schedule.of(
+            run_config(
+                optimizer={"lr": PEAK, "min_lr": LEAST, "warmup_steps": 2} | style,
+                training={"train_steps": n},
+            )
+        ).rate(11)
+        for n in (20, 100)
+    )
+    assert once.lines == [
+        f"learning rate of step 11: {old:.4g} -> {new:.4g}; at the end {LEAST:.4g} from step 20 -> "
+        f"{LEAST:.4g} from step 100"
+    ]
+    assert once.rates[11] == new
+
+
+def test_wsd_after_its_end_stays_until_it_is_asked_to_go_on() -> None:
+    """20 -> 40 after the end: 2e-4 went back to 2e-3 in one step, and nothing said so."""
+    wsd: dict[str, Any] = {"schedule": "wsd", "wsd_decay_steps": 5, "lr": 2e-3, "min_lr": 2e-4}
+    ended = Attempt(20, 20, **wsd)
+    longer = Attempt(40, 40, before=ended, **wsd)
+    assert {longer.rates[step] for step in range(20, 41)} == {2e-4}
+    assert "(learning rate of step 21: 0.0002 -> 0.002)" in longer.lines[0]
+    asked = Attempt(40, 40, before=ended, **wsd, schedule_from="now")
+    assert asked.rates[21] == 2e-3 and asked.rates[40] == pytest.approx(2e-4)
+    assert asked.lines == ["learning rate of step 21: 0.0002 -> 0.002; at the end 0.0002 from step "
+                           "20 -> 0.0002 from step 40"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"decay_steps": 100}, "decay_steps"),
+        ({"decay_steps": 19}, "decay_steps"),
+        ({"warmup_steps": 3}, "warmup_steps"),
+        ({"schedule": "linear", "wsd_decay_steps": None}, "schedule"),
+        ({"wsd_decay_steps": 7}, "wsd_decay_steps"),
+        ({"wsd_decay_style": "linear"}, "wsd_decay_style"),
+    ],
+)
+def test_another_schedule_is_refused_with_its_rates_and_the_remedy(
+    changed: dict[str, Any], key: str
+) -> None:
+    wsd: dict[str, Any] = {"schedule": "wsd", "wsd_decay_steps": 6}
+    began = Attempt(16, 20, **wsd)
+    (problem,) = Attempt(30, 100, before=began, **wsd | changed).problems
+    assert problem.path == f"optimizer.{key}"
+    old, new = began_with(wsd, key), (wsd | changed)[key]
+    assert f"{new}, but the schedule that this run goes on with has {old}" in problem.message
+    assert "optimizer.schedule_from: now (learning rate of step 17: " in problem.message
+    asked = Attempt(30, 100, before=began, **wsd | changed, schedule_from="now")
+    assert not asked.problems and asked.lines
+
+
+def began_with(style: dict[str, Any], key: str) -> Any:
+    return {"decay_steps": 20, "warmup_steps": 2, "wsd_decay_style": "minus_sqrt"}.get(
+        key, style.get(key)
+    )
+
+
+def test_a_rate_that_rescues_a_run_is_changed_at_once_and_said() -> None:
+    began = Attempt(10, 20)
+    lower = Attempt(20, 20, before=began, lr=PEAK / 2, min_lr=LEAST / 2)
+    assert lower.rates[11] == pytest.approx(began.rates[10] / 2, rel=0.2)
+    assert lower.rates[20] == LEAST / 2
+    assert lower.lines == ["learning rate of step 11: 0.00055 -> 0.000275; at the end 0.0001 from "
+                           "step 20 -> 5e-05 from step 20"]  # fmt: skip
+    assert Attempt(20, 20, before=Attempt(15, 20, before=began, lr=PEAK / 2, min_lr=LEAST / 2),
+                   lr=PEAK / 2, min_lr=LEAST / 2).rates == lower.rates  # fmt: skip
+
+
+def test_a_shorter_run_ends_before_its_decay_and_is_told() -> None:
+    shorter = Attempt(12, 12, before=Attempt(10, 20))
+    assert shorter.rates == Attempt(12, 20).rates
+    (line,) = shorter.lines
+    assert f"the learning rate is {shorter.rates[12]:.4g} when the run ends" in line
+
+
+def test_checkpoints_without_a_configuration_have_a_schedule() -> None:
+    """Of a caller that gave none, as those of some tests: the two missing values are this run's."""
+    began = Attempt(10, 20, schedule="wsd", wsd_decay_steps=6)
+    began.content["config"] = ""
+    assert Attempt(20, 20, before=began, schedule="wsd", wsd_decay_steps=6).lines == []
+
+
+def test_a_run_from_another_s_checkpoint_follows_its_own_schedule() -> None:
+    parent = Attempt(10, 20)
+    run = run_config(optimizer={"lr": 2e-3}, training={"train_steps": 40})
+    before, after = rates_of_a_start(run, parent.content, 10)
+    assert before == Attempt(11, 20).rates[11]
+    assert after == Attempt(11, 40, lr=2e-3, min_lr=0.0, warmup_steps=0).rates[11]

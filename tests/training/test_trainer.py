@@ -108,11 +108,12 @@ def test_the_first_stop_counts_and_a_checkpoint_is_pinned() -> None:
     assert made._step(2) is None, "the end of the run is no stop"
 
 
-def test_a_checkpoint_carries_what_all_watchers_keep() -> None:
+def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of() -> None:
     made = loop([], [], [])
+    made.loaders.identities = {"train": "1"}
     made.position.step = 4  # batches 2 to 4 were left out
-    found = {"faults": {"skipped": 3}, "b": {}, "data": {"batch": 7}}
-    assert made._extra() == found
+    kept = {"faults": {"skipped": 3}, "b": {}, "sequences": {"train": "1"}, "data": {"batch": 7}}
+    assert made._extra() == kept
 
 
 def test_a_rewind_is_planned_before_anything_is_loaded() -> None:

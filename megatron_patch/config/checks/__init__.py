@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
+from megatron_patch.schema.effective import decay_steps
 from megatron_patch.schema.parallel import OWN_BACKENDS
 from megatron_patch.schema.problem import Problem
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
     """A warm-up, a decay and a run that do not fit into each other."""
     o = run.optimizer
-    decay = o.decay_steps or run.training.train_steps
+    decay = decay_steps(run)
     if decay >= 1 and o.warmup_steps >= decay:
         yield Problem(
             "optimizer.warmup_steps",
@@ -44,8 +45,15 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def data_problems(run: RunConfig) -> Iterator[Problem]:
-    """An evaluation that is asked for and has no data."""
+    """An evaluation that is asked for and has no data, and positions that nothing reads."""
     data, interval = run.data, run.training.eval_interval
+    if data.reset_position_ids and run.model.position_embedding != "learned_absolute":
+        yield Problem(
+            "data.reset_position_ids",
+            f"has no effect with model.position_embedding {run.model.position_embedding!r}: only "
+            "learned_absolute embeddings read position ids (rope counts from the start of the "
+            "sequence); remove it",
+        )
     if interval is None:
         return
     if not data.blend and data.train and not data.valid:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import MAX_LAYERS
-from megatron_patch.schema.model import is_moe_layer
+from megatron_patch.schema.model import attention_head_dim, is_moe_layer
 from megatron_patch.schema.problem import Problem, at_least
 
 if TYPE_CHECKING:
@@ -90,14 +90,14 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
         return
     if model.num_attention_heads < 1:
         return
-    head_dim = model.kv_channels or model.hidden_size // model.num_attention_heads
-    if head_dim < 1 or not 0 < model.rotary_percent <= 1:  # said by _sizes and _ranges
+    width = attention_head_dim(model)
+    if width < 1 or not 0 < model.rotary_percent <= 1:  # said by _sizes and _ranges
         return
-    rotated = int(head_dim * model.rotary_percent)
+    rotated = int(width * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield Problem(
             "model.rotary_percent",
-            f"{model.rotary_percent} of head dimension {head_dim} rotates {rotated} channels; "
+            f"{model.rotary_percent} of head dimension {width} rotates {rotated} channels; "
             "rotary positions turn pairs: make it an even number of at least 2",
         )
 

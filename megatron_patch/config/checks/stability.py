@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.capabilities import unmet
+from megatron_patch.schema.model import attention_head_dim
 from megatron_patch.schema.problem import Problem
 from megatron_patch.schema.stability import SWITCHABLE
 
@@ -80,7 +81,7 @@ def capture_mib(run: RunConfig, *, heads: int) -> float:
     model, stability = run.model, run.stability
     all_heads = max(1, model.num_attention_heads // max(1, run.parallel.tensor_model_parallel_size))
     heads = min(all_heads, heads or all_heads)
-    head_dim = model.kv_channels or model.hidden_size // max(1, model.num_attention_heads)
+    head_dim = attention_head_dim(model)
     if model.mla is not None:
         head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
     sequences = min(stability.capture_sequences, run.training.micro_batch_size)
