@@ -105,7 +105,9 @@ MEANING: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "longer windows": ("model.seq_length: 32 -> 64", [], ["model.seq_length=64"]),
     "positions of documents": (
-        "data.reset_position_ids: false -> true", [], ["data.reset_position_ids=true"]
+        "data.reset_position_ids: false -> true",
+        ["model.position_embedding=learned_absolute"],
+        ["model.position_embedding=learned_absolute", "data.reset_position_ids=true"],
     ),
     "loss at ends": ("data.eod_mask_loss: false -> true", [], ["data.eod_mask_loss=true"]),
     "length of the table": (
