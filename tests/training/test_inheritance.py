@@ -171,6 +171,12 @@ def test_what_leaves_the_meaning_alone_is_no_reason(
     }
 
 
+def test_a_default_written_out_is_no_change(loaded: Callable[..., Any]) -> None:
+    written = ("model.num_query_groups=4", "model.kv_channels=16", "data.seed=1234")
+    moved = "data.blend.0.path=/elsewhere/tiny"
+    assert compare(loaded().dump_yaml(), loaded(*written, moved, *START)) == []
+
+
 def test_a_key_without_effect_has_no_meaning(loaded: Callable[..., Any]) -> None:
     """Positions that are not rotated have no base."""
     none = "model.position_embedding=none"
