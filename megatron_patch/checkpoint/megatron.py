@@ -94,6 +94,7 @@ class Checkpointer:
         root: str | Path | None = None,
         run_dir: Path | None = None,
         foreign: Callable[[str], str | None] | None = None,
+        inherit: Callable[[Path, dict[str, Any]], None] | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Nothing is read or written yet. Collective: makes a gloo group of all ranks.
@@ -110,6 +111,8 @@ class Checkpointer:
             run_dir: remembers the newest checkpoint (`checkpoint.last_checkpoint`); None: nothing.
             foreign: why a checkpoint in ``root`` with this configuration text is another run's and
                 must not be continued; None where it is this run's.
+            inherit: called with another run's checkpoint, and what it holds under ``run``, before
+                anything of it is loaded; collective, and may refuse it on all ranks alike.
             extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
 
         Raises:
@@ -121,7 +124,7 @@ class Checkpointer:
         )
         self.config_text = config_text
         self._extra = extra
-        self._run_dir, self._foreign = run_dir, foreign
+        self._run_dir, self._foreign, self._inherit = run_dir, foreign, inherit
         self.loaded_extra: dict[str, Any] = {}
         self.loaded_own: dict[str, Any] | None = None
         """Plain data of the loaded checkpoint of this run: progress, schedule, config ..."""
@@ -406,6 +409,10 @@ class Checkpointer:
                     found.path, {name: d.size for name, d in found.manifest.files.items()}
                 ),
             )
+            if not own and self._inherit is not None:
+                self._inherit(
+                    found.path, self._together(found, lambda: content.read_run(found.path, index))
+                )
             request = self._together(found, lambda: self._request(found, weights_only, same_layout))
             skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
             mine = self._together(found, lambda: content.describe(request))

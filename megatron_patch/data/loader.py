@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from megatron_patch.context_parallel.layout import shard
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import TokenFile
 from megatron_patch.data.order import Blend, Ring, derive
+from megatron_patch.data.position import Order, Position, Source
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
 from megatron_patch.schema.effective import data_seed
@@ -58,11 +59,19 @@ def needs_data(pp_rank: int, pp_size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The tokens [first, first + ring.tokens) of one file: one dataset's share of one split."""
+    """One dataset's share of one split."""
 
     file: TokenFile
-    first: int
+    source: Source
     ring: Ring
+
+    @classmethod
+    def of(cls, file: TokenFile, source: Source) -> _Part:
+        return cls(file, source, Ring(source.tokens, source.length, source.key))
+
+    @property
+    def first(self) -> int:
+        return self.source.first
 
     def read(self, index: int, out: torch.Tensor) -> None:
         """Sample ``index`` and the token after it into ``out`` [s + 1], int64."""
@@ -75,13 +84,17 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """One split: the blend and its parts."""
+    """One split: the order of its samples and its parts."""
 
-    blend: Blend
+    order: Order
     parts: list[_Part]
 
+    @property
+    def blend(self) -> Blend:
+        return self.order.blend
+
     def read(self, k: int, out: torch.Tensor) -> None:
-        dataset, index = self.blend.locate(k)
+        dataset, index = self.order.locate(k)
         self.parts[dataset].read(index, out)
 
 
@@ -107,6 +120,7 @@ class Loaders:
         """Micro-batches of one step on this rank."""
         self._run, self._layout = run, layout
         self._mixtures, self._absent = mixtures, absent
+        self._plain = mixtures["train"].order  # of a run that begins with these datasets
 
     def has(self, split: Split) -> bool:
         """Whether the configuration gives this split any data."""
@@ -154,7 +168,7 @@ class Loaders:
         size, mixture = self._run.training.global_batch_size, self._mixtures[split]
         found: list[dict[str, int | str]] = []
         for k in range(batch * size, (batch + 1) * size):
-            dataset, index = mixture.blend.locate(k)
+            dataset, index = mixture.order.locate(k)
             part = mixture.parts[dataset]
             first = part.first + part.ring.start(index)
             file = part.file.path.name
@@ -198,8 +212,51 @@ class Loaders:
         run, parts = self._run, self._mixtures[split].parts
         rings = [[*file, p.first, p.ring.tokens] for file, p in zip(files, parts, strict=True)]
         size, length = run.training.global_batch_size, run.model.seq_length
-        tree = [_seed(run, split), length, size, weights, rings]
+        tree: list[Any] = [_seed(run, split), length, size, weights, rings]
+        if split == "train" and self._order.inherited != self._plain.inherited:
+            tree.append(self._order.inherited)
         return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+
+    @property
+    def _order(self) -> Order:
+        return self._mixtures["train"].order
+
+    @property
+    def tokenizer(self) -> str:
+        """SHA-256 of the tokenizer that made the training data, by its manifests."""
+        return self._order.tokenizer
+
+    def position(self, batch: int) -> dict[str, Any]:
+        """For the checkpoint: samples taken of each dataset before global batch ``batch``."""
+        return self._order.at(batch).as_dict()
+
+    def resume(self, saved: dict[str, Any] | None) -> None:
+        """Take over the order in which this run's own checkpoint was read.
+
+        Args:
+            saved: what `position` recorded; None by earlier versions, which knew one order only.
+
+        Raises:
+            ValueError: it is of other datasets, or damaged.
+        """
+        if saved is not None:
+            self._follow(self._plain.resumed(Position.from_dict(saved)))
+
+    def start_from(self, position: Position, batch: int) -> list[str]:
+        """Go on after what another run took; a line for every dataset says how.
+
+        Args:
+            position: in that run's data.
+            batch: the global batch that comes first here.
+        """
+        order = self._plain.continued(position, batch)
+        self._follow(order)
+        return order.fates(position)
+
+    def _follow(self, order: Order) -> None:
+        files = [part.file for part in self._mixtures["train"].parts]
+        parts = [_Part.of(f, source) for f, source in zip(files, order.sources, strict=True)]
+        self._mixtures["train"] = _Mixture(order, parts)
 
     def describe(self) -> list[str]:
         """Lines for the start-up log: tokens of each split, and the epochs the run makes."""
@@ -304,8 +361,7 @@ def build_loaders(run: RunConfig, layout: Coordinates) -> Loaders:
         if split == "train" or (split == "valid" and run.training.eval_interval is not None):
             problems += short
         if parts and not short:
-            weights = [dataset.weight for dataset in _datasets(run, split)]
-            mixtures[split] = _Mixture(Blend(weights), parts)
+            mixtures[split] = _Mixture(_order(run, split, parts), parts)
         else:
             absent[split] = "; ".join(short) or "not configured"
     eods = {path: file.manifest.tokenizer.eod_id for path, file in files.items()}
@@ -352,5 +408,15 @@ def _parts(
             )
             continue
         key = derive("sample order", _seed(run, split), split, number)
-        parts.append(_Part(file, first, Ring(end - first, length, key)))
+        name, sha256 = file.path.name, file.manifest.bin.sha256
+        parts.append(_Part.of(file, Source(name, sha256, first, end - first, length, key)))
     return parts, short
+
+
+def _order(run: RunConfig, split: Split, parts: list[_Part]) -> Order:
+    return Order(
+        tuple(part.source for part in parts),
+        tuple(dataset.weight for dataset in _datasets(run, split)),
+        run.training.global_batch_size,
+        parts[0].file.manifest.tokenizer.sha256,
+    )

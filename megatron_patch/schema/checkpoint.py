@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_patch.schema.kinds import MEANING
 from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Problem
 
@@ -22,22 +23,24 @@ class CheckpointConfig:
     directory: PathText | None = None
     """Where checkpoints go; default: ``<run_dir>/checkpoints``."""
     keep_last: int | None = 3
-    """Complete checkpoints kept; older ones are deleted, but for those from before a `danger` of
-    the early warning (two at most). null: keep all."""
+    """Complete checkpoints kept, beside those from before a `danger` of the early warning (two at
+    most). null: all."""
     async_save: bool = False
     """Write in the background while training goes on."""
     resume: Literal["auto", "never", "required"] = "auto"
     """auto: continue from the newest good checkpoint if there is one; required: fail without."""
     load_from: PathText | None = None
-    """Start from this checkpoint (another run's, any layout) when the run has none of its own."""
+    """Start from this checkpoint (another run's, any layout) when the run has none."""
     load_weights_only: bool = False
-    """With ``load_from``: take the weights only; optimizer, schedule and data start fresh."""
+    """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
+    intended_changes: list[str] = field(default_factory=list)
+    """Keys that may change what loaded weights mean."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
-    """fully_reshardable loads on any layout; dp_reshardable on other DP sizes only, and not all."""
+    """fully_reshardable loads on any layout; dp_reshardable on some other DP sizes."""
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte before loading, or (huge files) a fixed sample of pages and all sizes."""
     hmac_key_file: PathText | None = None
-    """File with a secret key; manifests are then signed, and unsigned or forged ones refused."""
+    """File with a secret key: manifests are signed, unsigned or forged ones refused."""
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with these values by themselves."""
@@ -49,6 +52,7 @@ class CheckpointConfig:
             yield Problem("checkpoint.directory", f"{self.directory!r} is a file")
         if self.load_weights_only and self.load_from is None:
             yield Problem("checkpoint.load_weights_only", "has no effect without load_from")
+        yield from self._intended()
         if self.load_from is not None and self.resume == "required":
             yield Problem(
                 "checkpoint.load_from",
@@ -61,3 +65,17 @@ class CheckpointConfig:
                 f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
                 "checkpoints",
             )
+
+    def _intended(self) -> Iterator[Problem]:
+        path = "checkpoint.intended_changes"
+        if self.intended_changes and self.load_from is None:
+            yield Problem(path, "has no effect without load_from: leave it out")
+        for number, key in enumerate(self.intended_changes):
+            if key not in MEANING:
+                yield Problem(
+                    f"{path}[{number}]",
+                    f"{key[:60]!r} is no key that decides what a checkpoint's weights mean; "
+                    f"allowed: {', '.join(MEANING)}",
+                )
+            elif key in self.intended_changes[:number]:
+                yield Problem(f"{path}[{number}]", f"{key} is named twice")

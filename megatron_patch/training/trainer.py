@@ -40,6 +40,7 @@ from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import run_directory as directories
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError, unwrap
+from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.resume import go_on
@@ -202,6 +203,7 @@ class Trainer:
         monitor.say(line)
         self.heartbeat = Heartbeat(layout.rank)
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
+        self.inheritance = Inheritance(loaded, layout, self.loaders)
         checkpointer = self._checkpointer()
         check_host_memory(checkpointer, monitor)
         self.saver = Saver(checkpointer, monitor)
@@ -218,7 +220,8 @@ class Trainer:
         return Checkpointer(
             self.run, self.layout, s.chunks, s.optimizer, s.schedule,
             config_text=self.loaded.dump_yaml(), run_dir=self.run_dir,
-            foreign=partial(another_run, loaded=self.loaded), extra=self._extra,
+            foreign=partial(another_run, loaded=self.loaded), inherit=self.inheritance.check,
+            extra=self._extra,
         )  # fmt: skip
 
     def _watch(self) -> None:
@@ -266,7 +269,8 @@ class Trainer:
         """Take over the newest good checkpoint, where there is one.
 
         Raises:
-            ConfigError: data or schedule are not those of the run so far, and no key asks for it.
+            ConfigError: data or schedule are not those of the run so far, and no key asks for
+                it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
         """
         position = self.saver.load()
         if position is None:
@@ -278,8 +282,18 @@ class Trainer:
             )
         self._load_watchers()
         self._keep_optimizer_kernel()
-        for line in go_on(self.loaded, self.session, self.loaders, self.saver, self.position.step):
+        own = self.inheritance.place_data(
+            self.saver.extra, step=self.position.step, batch=self._next_batch,
+            schedule=self.session.schedule, say=self.monitor.say,
+        )  # fmt: skip
+        # At a start from another run, which may have gone on since the last try, none is done.
+        step = self.position.step if own else 0
+        for line in go_on(self.loaded, self.session, self.loaders, self.saver, step):
             self.monitor.say(line)
+
+    @property
+    def _next_batch(self) -> int:
+        return self.spikes.skips.batch(self.position.step + 1)
 
     def _load_watchers(self, *, rewound: bool = False) -> None:
         """Let the watchers go on from the position, with what its checkpoint carries of them."""
@@ -412,6 +426,7 @@ class Trainer:
             found |= watcher.state()
         found["faults"]["skipped"] = self.session.skipped
         found[DATA_RECORD] = self.loaders.identities
+        found["data"] = self.loaders.position(self._next_batch)
         return found
 
     def _rewind(self, wanted: RewindWanted) -> None:

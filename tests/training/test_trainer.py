@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_patch.checkpoint.train_state import TrainState
+from megatron_patch.faults.skips import Skips
 from megatron_patch.runtime.heartbeat import PULSE, Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, RewindWanted, Stop, Watcher
 from megatron_patch.training import trainer
@@ -52,6 +53,8 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
         reads_data=False, micro_batches=1,
     )  # fmt: skip
     made.stability = SimpleNamespace(switched_at=0)
+    made.spikes = SimpleNamespace(skips=Skips(((2, 3),), 1))
+    made.loaders = SimpleNamespace(position=lambda batch: {"batch": batch})
     made.heartbeat = Heartbeat(1)
     made.recorder = SimpleNamespace(stepped=lambda: None, restart=lambda: None)
     made.monitor = SimpleNamespace(tick=lambda: None, restart=lambda *_, **__: None)
@@ -107,8 +110,9 @@ def test_the_first_stop_counts_and_a_checkpoint_is_pinned() -> None:
 
 def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of() -> None:
     made = loop([], [], [])
-    made.loaders = SimpleNamespace(identities={"train": "1"})
-    kept = {"faults": {"skipped": 3}, "b": {}, "sequences": {"train": "1"}}
+    made.loaders.identities = {"train": "1"}
+    made.position.step = 4  # batches 2 to 4 were left out
+    kept = {"faults": {"skipped": 3}, "b": {}, "sequences": {"train": "1"}, "data": {"batch": 7}}
     assert made._extra() == kept
 
 

@@ -5,8 +5,8 @@
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
 into one rank's local gradient before it is reduced (rank null: into every rank's, after it was);
 ``signal`` delivers a real signal to one rank in the middle of a step; ``variant`` trains wrongly on
-purpose (`VARIANTS`); ``spike`` multiplies the gradients of a step, ``times`` times. Results go to
-PLAN.json.rank<N>.
+purpose (`VARIANTS`); ``spike`` multiplies the gradients of a step, ``times`` times; ``read`` tells
+which windows of the training data were read. Results go to PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
@@ -107,6 +107,21 @@ def stock_mtp() -> Callable[[], None]:
     return lambda: setattr(mtp, "_weighted", right)
 
 
+def windows_read(found: list[Any]) -> Callable[[], None]:
+    """Note (file, number of the window in its order) of every training sample read."""
+    from megatron_patch.data.loader import _Part
+
+    right = _Part.read
+
+    def read(self: Any, index: int, out: torch.Tensor) -> None:
+        if self.first == 0:  # the others are of the validation split
+            found.append((self.file.path.name, index))
+        right(self, index, out)
+
+    _Part.read = read  # type: ignore[method-assign]
+    return lambda: setattr(_Part, "read", right)
+
+
 VARIANTS = {"means of ranks": means_of_ranks, "stock mtp": stock_mtp}
 
 
@@ -120,6 +135,8 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     install_faults(run)
     undo_variant = VARIANTS[run["variant"]]() if "variant" in run else None
+    if run.get("read"):
+        undo_variant = windows_read(result.setdefault("read", []))
     original = trainer.Trainer.run_to_end
 
     def run_to_end(self: Any) -> None:

@@ -1,0 +1,474 @@
+"""The start from another run's checkpoint: what differs, what is refused, where its data goes on.
+
+Refused, before anything is loaded, is what changes the meaning of the weights (`schema.kinds`) and
+is not named in ``checkpoint.intended_changes``, and a run that would train nothing. Everything else
+that differs stands in one table at start. The position in the data is kept in samples per dataset
+(`data.position`), whatever batch size, blend and layout become.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from megatron_patch.data import tokenizers
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.loader import build_loaders
+from megatron_patch.data.position import Position
+from megatron_patch.faults.skips import Skips
+from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
+from megatron_patch.schema.kinds import Kind, entry, in_effect, kind_of
+from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
+from megatron_patch.training.resume_rules import differences
+
+if TYPE_CHECKING:
+    from megatron_patch.data.loader import Loaders
+    from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import Loaded, RunConfig
+
+ITSELF = ("name", "run_dir", "checkpoint.directory", "checkpoint.load_from",
+          "checkpoint.load_weights_only", "checkpoint.intended_changes")  # fmt: skip
+"""Keys that make it another run, or that name this start: no news in the table."""
+SECTIONS = ("model.moe", "model.mla", "model.mtp")
+"""Present or not, as a whole."""
+SEEDS = ("data.seed", "training.seed")
+ORDER: tuple[Kind, ...] = ("meaning", "data", "schedule", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value is another than in the checkpoint's configuration."""
+
+    key: str
+    kind: Kind
+    old: str
+    new: str
+
+
+@dataclass(slots=True)
+class Parent:
+    """The checkpoint that a run starts from."""
+
+    path: Path
+    step: int
+    changes: list[Change]
+    position: Position | None
+    """In its data; None where it cannot be known."""
+    notes: list[str]
+    """Lines of the table about what could not be compared."""
+    rate: float | None
+    """Learning rate that the next step would have had in its run."""
+
+
+class Inheritance:
+    """Judges one start from another run's checkpoint.
+
+    Args:
+        loaded: this run's configuration.
+        layout: coordinates of this rank.
+        loaders: this run's data, at its beginning.
+    """
+
+    def __init__(self, loaded: Loaded, layout: Layout, loaders: Loaders) -> None:
+        self._loaded, self._layout, self._loaders = loaded, layout, loaders
+        self.parent: Parent | None = None
+        """What was accepted last; None for a run that goes on from a checkpoint of its own."""
+
+    def check(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Accept a checkpoint of another run, before anything of it is loaded. Collective.
+
+        Args:
+            path: of the checkpoint.
+            state: what it holds under ``run`` (`checkpoint.content`).
+
+        Raises:
+            ConfigError: its weights mean something else here, nothing would be trained, or an
+                intended change is none; on all ranks.
+        """
+        verdict: list[Any] = [None, []]
+        if self._layout.print_rank:
+            try:
+                verdict = list(self._examine(path, state))
+            except Exception as error:  # the other ranks wait
+                text = f"{path}: what it records of its run cannot be read ({error!r:.300})"
+                verdict = [None, [Problem("checkpoint.load_from", text)]]
+        torch.distributed.broadcast_object_list(verdict, src=0)
+        if verdict[1]:
+            raise ConfigError(verdict[1])
+        self.parent = verdict[0]
+
+    def place_data(
+        self,
+        saved: Mapping[str, Any],
+        *,
+        step: int,
+        batch: int,
+        schedule: Any,
+        say: Callable[[str], None],
+    ) -> bool:
+        """Let the data go on where it was. Local, the same on all ranks.
+
+        Args:
+            saved: what the loaded checkpoint carries beside the state.
+            step: steps done.
+            batch: the global batch to come.
+            schedule: the OptimizerParamScheduler, as it goes on.
+            say: takes the lines of the table.
+
+        Returns:
+            Whether these are steps of the run's own: what its directory knows of its data holds.
+
+        Raises:
+            ConfigError: the run is beyond its end, or read other datasets.
+        """
+        if self.parent is not None:
+            for line in self.begin(batch=batch, schedule=schedule):
+                say(line)
+            return False
+        check_length(self._loaded.config, step=step)
+        try:
+            self._loaders.resume(saved.get("data"))
+        except ValueError as error:
+            text = (
+                f"the tokens, or their order, are not those the first {step} steps were trained on "
+                f"({error}): put the old ones back, or start a new run with checkpoint.load_from"
+            )
+            raise ConfigError([Problem("data", text)]) from None
+        return True
+
+    def begin(self, *, batch: int, schedule: Any) -> list[str]:
+        """Put the data where the other run left it, by this run's blend; the table."""
+        parent = self.parent
+        assert parent is not None
+        fresh = self._loaded.config.checkpoint.load_weights_only
+        rows: list[tuple[str, str]] = [("note", note) for note in parent.notes]
+        intended = self._loaded.config.checkpoint.intended_changes
+        for kind in ORDER:
+            for change in (c for c in parent.changes if c.kind == kind):
+                meant = " (intended)" if change.key in intended else ""
+                if change.key in SEEDS and not fresh:
+                    meant = " (datasets that go on keep their order)"
+                rows.append((kind, f"{change.key}: {change.old} -> {change.new}{meant}"))
+            if kind == "data":
+                rows += [("data", line) for line in self._place_data(batch, fresh=fresh)]
+            if kind == "schedule":
+                line = _rates(parent, schedule, fresh=fresh)
+                rows += [("schedule", line)] if line else []
+        what = "weights only" if fresh else "everything"
+        head = f"start from {parent.path}, step {parent.step:,}, {what}; what differs from it:"
+        return [head, *(f"  {kind:<9} {text}" for kind, text in rows)]
+
+    def _place_data(self, batch: int, *, fresh: bool) -> list[str]:
+        parent = self.parent
+        assert parent is not None
+        position = parent.position
+        if fresh:
+            counts = [] if position is None else [
+                f"{taken.source.name}: {taken.told()} by it, none counts here"
+                for taken in position.reading
+            ]  # fmt: skip
+            return [*counts, "every dataset starts at its first sample"]
+        if position is None:
+            nothing = Position(batch, batch, 1, (), (), (), (), "")
+            self._loaders.start_from(nothing, batch)
+            return ["every dataset starts at its first sample: nothing is left out, and what the "
+                    "checkpoint's run has read is read again"]  # fmt: skip
+        return self._loaders.start_from(position, batch)
+
+    # --------------------------------------------------------------------- the first rank
+
+    def _examine(self, path: Path, state: Mapping[str, Any]) -> tuple[Parent, list[Problem]]:
+        """What the checkpoint is, and what stands against the start."""
+        text, step = str(state["config"]), int(state["progress"]["step"])
+        tree: Any = None
+        changes: list[Change] = []
+        notes: list[str] = []
+        try:
+            tree = yaml.safe_load(text)
+            changes = compare(text, self._loaded)
+        except (ValueError, yaml.YAMLError) as error:
+            why = str(error).splitlines()[0]
+            notes.append(f"it records no configuration that can be read ({why}): not compared")
+            tree = None
+        position, why = self._position(path, state, tree, step)
+        if why:
+            notes.append(why)
+        changes += self._tokenizer_change(position, tree)
+        problems = judge(changes, self._loaded.config, step=step)
+        rate = _rate_of(state.get("schedule"), tree, step)
+        return Parent(path, step, changes, position, notes, rate), problems
+
+    def _position(
+        self, path: Path, state: Mapping[str, Any], tree: Any, step: int
+    ) -> tuple[Position | None, str]:
+        """Where the checkpoint's run was in its data, and what is to be said about that."""
+        extra = dict(state.get("extra", {}))
+        if extra.get("data") is not None:
+            return Position.from_dict(extra["data"]), ""
+        # Earlier versions recorded no position. Their order followed from the configuration.
+        unknown = "it records no position in its data (an earlier version saved it), and "
+        if tree is None:
+            return None, unknown + "nothing else tells it"
+        skips = Skips.from_dict(extra["faults"]["skips"]) if "faults" in extra else Skips()
+        try:
+            loaders = build_loaders(_recorded(self._loaded.config, tree), _Alone())
+        except (ValueError, KeyError, TypeError) as error:
+            why = error.problems[0] if isinstance(error, DataError) else repr(error)
+            return None, unknown + f"its datasets cannot be looked at: {why}"
+        try:
+            fingerprint = loaders.fingerprint
+            position = Position.from_dict(loaders.position(skips.batch(step + 1)))
+        finally:
+            loaders.close()
+        known = _known_fingerprint(path, tree)
+        if known is None:
+            return position, (
+                "it records no position in its data (an earlier version saved it): counted by its "
+                "configuration, and no data.sha256 of its run is there to prove that its token "
+                "files are those found now"
+            )
+        if known != fingerprint:
+            return None, unknown + "its token files are not those found now"
+        return position, ""
+
+    def _tokenizer_change(self, position: Position | None, tree: Any) -> list[Change]:
+        """Whether ids mean other text than in the checkpoint's run, by hash."""
+        own = self._loaded.config.data.tokenizer
+        new = f"{_tokenizer_text(own)}, SHA-256 {self._loaders.tokenizer[:12]}"
+        recorded = {} if tree is None else dict(tree["data"].get("tokenizer") or {})
+        known = {field.name for field in fields(TokenizerConfig)}
+        theirs = TokenizerConfig(**{k: v for k, v in recorded.items() if k in known})
+        old, sha256 = _tokenizer_text(theirs), None if position is None else position.tokenizer
+        if sha256 is None and tree is None:
+            return []
+        if sha256 is None:
+            try:
+                sha256 = tokenizers.build(theirs).sha256
+            except DataError:
+                if theirs == own:
+                    return []
+                return [Change("data.tokenizer", "meaning", f"{old}, which is not there", new)]
+        if sha256 == self._loaders.tokenizer:
+            return []
+        return [Change("data.tokenizer", "meaning", f"{old}, SHA-256 {sha256[:12]}", new)]
+
+
+class _Alone:
+    dp_rank, dp_size, cp_rank, cp_size = 0, 1, 0, 1
+
+
+def compare(saved: str, loaded: Loaded) -> list[Change]:
+    """What differs between a recorded configuration and this run's, but for the tokenizer.
+
+    Raises:
+        ValueError: ``saved`` holds no settings; a YAMLError: it is no YAML.
+    """
+    trees = [yaml.load(text, Loader=yaml.BaseLoader) for text in (saved, loaded.dump_yaml())]
+    found = {
+        path: (old, new)
+        for path, old, new in differences(saved, loaded.dump_yaml())
+        # It came with an update, and nobody has set it.
+        if not (old == "absent" and loaded.origins.get(path) == DEFAULT)
+    }
+    # A section that one of the two has not is one change.
+    missing = [section for section in SECTIONS if section in found]
+    changes: dict[str, Change] = {}
+    for path, (old, new) in found.items():
+        key = entry(path) or path
+        key = next((s for s in missing if path.startswith(s + ".")), key)
+        kind = kind_of(key)
+        if kind == "other":  # whole sections have one entry
+            key = ".".join(part for part in path.split(".") if not part.isdecimal())
+        if key in ITSELF or key == "data.tokenizer":
+            continue
+        if key != path or "absent" in (old, new):  # a list or a section
+            old, new = (_text(tree, key) for tree in trees)
+        if old == new:  # datasets at another place
+            continue
+        changes[key] = Change(key, kind, old, new)
+    values = [_scalars(tree) for tree in trees]
+    return [
+        replace(change, kind="other")
+        if change.kind == "meaning" and not any(in_effect(change.key, v) for v in values)
+        else change
+        for change in changes.values()
+    ]
+
+
+def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
+    """What stands against a start from a checkpoint of ``step``, with these changes."""
+    intended = run.checkpoint.intended_changes
+    differ = {change.key: change for change in changes if change.kind == "meaning"}
+    problems = [
+        Problem(
+            key,
+            f"{change.new}, but the checkpoint's weights were trained with {change.old}, and mean "
+            "something else here: set it back, or name it in checkpoint.intended_changes: "
+            f"[{', '.join([*intended, key])}]",
+        )
+        for key, change in differ.items()
+        if key not in intended
+    ]
+    problems += [
+        Problem(
+            "checkpoint.intended_changes",
+            f"{key} is the same in the checkpoint, or has no effect here: leave it out; "
+            f"what differs in meaning: {', '.join(differ) or 'nothing'}",
+        )
+        for key in intended
+        if key not in differ
+    ]
+    if not run.checkpoint.load_weights_only:
+        problems += nothing_to_do(run, step=step)
+    return problems
+
+
+def nothing_to_do(run: RunConfig, *, step: int) -> list[Problem]:
+    """Why a start from another run's checkpoint of ``step`` would train nothing."""
+    weights = (
+        "set a larger one, or checkpoint.load_weights_only: true to start at step 0 from its "
+        "weights"
+    )
+    return [
+        Problem(
+            f"training.{name}",
+            f"{value}, but the checkpoint to start from is of step {step:,} already: nothing "
+            f"would be trained; {weights}",
+        )
+        for name in ("train_steps", "exit_at_step")
+        if (value := getattr(run.training, name)) is not None and value <= step
+    ]
+
+
+def check_length(run: RunConfig, *, step: int) -> None:
+    """Refuse to call a run finished that is beyond its end.
+
+    Raises:
+        ConfigError: the run's own newest checkpoint is of a later step than ``train_steps``.
+    """
+    if step > run.training.train_steps:
+        text = (
+            f"{run.training.train_steps}, but this run is at step {step:,} already: {step} ends it "
+            "there, a larger one goes on, and 'megatron-patch checkpoint rollback' goes back to an "
+            "earlier checkpoint"
+        )
+        raise ConfigError([Problem("training.train_steps", text)])
+
+
+# ------------------------------------------------------------------------ what was recorded
+
+
+def _recorded(run: RunConfig, tree: dict[str, Any]) -> RunConfig:
+    """``run`` with the data of a recorded configuration: enough to follow its order."""
+    data, training = tree["data"], tree["training"]
+
+    def datasets(name: str) -> list[DatasetConfig]:
+        return [DatasetConfig(path=str(d["path"]), weight=float(d["weight"])) for d in data[name]]
+
+    recorded = DataConfig(
+        blend=datasets("blend"),
+        split=[float(share) for share in data["split"]],
+        train=datasets("train"),
+        seed=None if data["seed"] is None else int(data["seed"]),
+    )
+    return replace(
+        run,
+        data=recorded,
+        model=replace(run.model, seq_length=int(tree["model"]["seq_length"])),
+        training=replace(
+            run.training,
+            seed=int(training["seed"]),
+            global_batch_size=int(training["global_batch_size"]),
+            micro_batch_size=1,
+            eval_interval=None,
+        ),
+    )
+
+
+def _known_fingerprint(path: Path, tree: dict[str, Any]) -> str | None:
+    """What the run of a checkpoint wrote down about its data; None where that is not found."""
+    run_dir = tree.get("run_dir") or Path("runs") / str(tree.get("name"))
+    for folder in (path.absolute().parent.parent, path.absolute().parent, Path(run_dir)):
+        try:
+            return (folder / "data.sha256").read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+    return None
+
+
+def _rate_of(state: Any, tree: Any, step: int) -> float | None:
+    """Learning rate of the step after ``step`` by a scheduler's saved state; None: not told."""
+    if not state:
+        return None
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = {} if tree is None else tree.get("optimizer", {})
+    wsd = state.get("wsd_decay_steps", optimizer.get("wsd_decay_steps"))
+    try:
+        schedule = OptimizerParamScheduler(
+            SimpleNamespace(param_groups=[]),
+            init_lr=0.0,
+            **{name: state[name] for name in ("max_lr", "min_lr", "lr_warmup_steps",
+               "lr_decay_steps", "lr_decay_style", "start_wd", "end_wd", "wd_incr_steps",
+               "wd_incr_style")},
+            use_checkpoint_opt_param_scheduler=False,
+            wsd_decay_steps=None if wsd is None else int(wsd),
+            lr_wsd_decay_style=optimizer.get("wsd_decay_style"),
+        )  # fmt: skip
+    except (AssertionError, KeyError, TypeError, ValueError):
+        return None
+    schedule.num_steps = step + 1
+    return float(schedule.get_lr({}))
+
+
+def _rates(parent: Parent, schedule: Any, *, fresh: bool) -> str:
+    """The learning rate of the next step, before and after; empty where nothing is to be said."""
+    ahead = copy.copy(schedule)
+    ahead.num_steps = 1 if fresh else parent.step + 1
+    rate = float(ahead.get_lr({}))
+    if fresh:
+        return f"optimizer and schedule start anew: learning rate {rate:.6g} at step 1"
+    at = f"learning rate of step {ahead.num_steps:,}"
+    if parent.rate is None:
+        return f"{at}: {rate:.6g}"
+    if parent.rate != rate:
+        return f"{at}: {parent.rate:.6g} -> {rate:.6g}"
+    changed = any(change.kind == "schedule" for change in parent.changes)
+    return f"{at}: {rate:.6g}, as before" if changed else ""
+
+
+def _tokenizer_text(config: TokenizerConfig) -> str:
+    return config.kind if config.path is None else f"{config.kind} {config.path}"
+
+
+def _text(tree: Any, key: str) -> str:
+    """A value of a configuration in one line."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return "absent"
+        tree = tree[part]
+    if isinstance(tree, list) and tree and all(isinstance(d, dict) for d in tree):
+        # Datasets by name: what they are is told by content.
+        tree = [f"{Path(str(d.get('path'))).name} {d.get('weight')}" for d in tree]
+    if isinstance(tree, str):
+        return tree
+    return yaml.safe_dump(tree, default_flow_style=True, width=10**6).strip().replace("'", "")
+
+
+def _scalars(tree: Any, path: str = "") -> dict[str, str]:
+    """Dotted path -> text of every scalar that is in no list."""
+    if isinstance(tree, str):
+        return {path: tree}
+    if not isinstance(tree, dict):
+        return {}
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        found |= _scalars(value, f"{path}.{key}" if path else str(key))
+    return found

@@ -1,0 +1,519 @@
+"""A start from another run's checkpoint: meaning, data, and a run that would train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from byte_corpus import byte_corpus
+from minimal_config import TINY
+from training_ranks import figures, run_ranks
+
+from megatron_patch.config import load
+from megatron_patch.data.loader import Loaders, build_loaders
+from megatron_patch.schema import kinds
+from megatron_patch.schema.problem import ConfigError
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.training.inheritance import Inheritance, check_length, compare, judge
+
+# ------------------------------------------------------------------------- the table of keys
+
+
+def leaves(section: type, path: str = "") -> Iterator[str]:
+    """Dotted path of every key of the schema."""
+    hints = get_type_hints(section)
+    for item in fields(section):
+        inner = f"{path}{item.name}"
+        members = (hints[item.name], *get_args(hints[item.name]))
+        below = next((m for m in members if is_dataclass(m)), None)
+        below = None if get_origin(hints[item.name]) is list else below
+        if below is None:
+            yield inner
+        else:
+            yield from leaves(below, f"{inner}.")
+
+
+HOW = ("parallel", "checkpoint", "logging", "stability", "faults", "cluster")
+"""Sections of which no key says what is trained, or on what."""
+WHOLE = ("data.tokenizer", "training.recompute")
+"""Compared as one."""
+
+
+def test_every_key_has_a_kind_of_its_own() -> None:
+    """A new key is not taken for harmless, or for anything, before somebody has decided."""
+    known = list(leaves(RunConfig))
+    forgotten = [
+        key
+        for key in known
+        if key not in kinds.KINDS and not key.startswith(tuple(f"{s}." for s in (*HOW, *WHOLE)))
+    ]
+    assert not forgotten, "give them a kind in schema/kinds.py"
+    gone = [
+        key
+        for key in kinds.KINDS
+        if key not in known and not any(other.startswith(key + ".") for other in known)
+    ]
+    assert not gone
+    assert all(kinds.kind_of(f"{section}.anything") == "other" for section in HOW)
+    assert kinds.kind_of("model.moe.top_k") == kinds.kind_of("model.window.1") == "meaning"
+    assert kinds.kind_of("model.gone_since") == "other"
+
+
+# ---------------------------------------------------------------------- plain comparison
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The tiny configuration with keys changed."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    return lambda *keys: load(tmp_path / "tiny.yaml", list(keys))
+
+
+MEANING: dict[str, tuple[str, list[str], list[str]]] = {
+    "heads": ("model.num_attention_heads: 4 -> 8", [], ["model.num_attention_heads=8"]),
+    "no positions": (
+        "model.position_embedding: rope -> none", [], ["model.position_embedding=none"]
+    ),
+    "rotary base": (
+        "model.rotary_base: 10000.0 -> 500000.0", [], ["model.rotary_base=500000"]
+    ),
+    "rotary share": ("model.rotary_percent: 1.0 -> 0.5", [], ["model.rotary_percent=0.5"]),
+    "norm epsilon": ("model.norm_epsilon: 1.0e-05 -> 1.0e-06", [], ["model.norm_epsilon=1e-6"]),
+    "kind of norm": (
+        "model.normalization: RMSNorm -> LayerNorm", [], ["model.normalization=LayerNorm"]
+    ),
+    "activation": (
+        "model.activation: squared_relu -> relu",
+        ["model.activation=squared_relu"], ["model.activation=relu"],
+    ),
+    "window": ("model.window: null -> [8, 0]", [], ["model.window=[8,0]"]),
+    "wider window": (
+        "model.window: [8, 0] -> [16, 0]", ["model.window=[8,0]"], ["model.window=[16,0]"]
+    ),
+    "sinks": (
+        "model.softmax_type: vanilla -> off-by-one", [], ["model.softmax_type=off-by-one"]
+    ),
+    "experts a token": (
+        "model.moe.top_k: 2 -> 1", ["model.moe.num_experts=4"],
+        ["model.moe.num_experts=4", "model.moe.top_k=1"],
+    ),
+    "longer windows": ("model.seq_length: 32 -> 64", [], ["model.seq_length=64"]),
+    "positions of documents": (
+        "data.reset_position_ids: false -> true",
+        ["model.position_embedding=learned_absolute"],
+        ["model.position_embedding=learned_absolute", "data.reset_position_ids=true"],
+    ),
+    "loss at ends": ("data.eod_mask_loss: false -> true", [], ["data.eod_mask_loss=true"]),
+    "length of the table": (
+        "model.max_position_embeddings: 64 -> 96",
+        ["model.position_embedding=learned_absolute", "model.max_position_embeddings=64"],
+        ["model.position_embedding=learned_absolute", "model.max_position_embeddings=96"],
+    ),
+}  # fmt: skip
+START = ("checkpoint.load_from=.",)
+
+
+@pytest.mark.parametrize("case", MEANING)
+def test_another_meaning_is_refused_unless_it_is_intended(
+    loaded: Callable[..., Any], case: str
+) -> None:
+    told, before, after = MEANING[case]
+    key, old, new = told.replace(" -> ", ": ").split(": ")
+    saved = loaded(*before).dump_yaml()
+    changes = compare(saved, loaded(*after, *START))
+    (change,) = (c for c in changes if c.kind == "meaning")
+    assert (change.key, change.old, change.new) == (key, old, new)
+    (problem,) = judge(changes, loaded(*after, *START).config, step=3)
+    assert problem.path == key and f"{change.new}, but" in problem.message
+    assert f"checkpoint.intended_changes: [{key}]" in problem.message
+    meant = loaded(*after, *START, f"checkpoint.intended_changes=[{key}]")
+    assert judge(compare(saved, meant), meant.config, step=3) == []
+
+
+def test_all_meanings_are_refused_at_once_and_one_intention_covers_one_key(
+    loaded: Callable[..., Any],
+) -> None:
+    saved = loaded().dump_yaml()
+    keys = ("model.rotary_base=5e5", "model.norm_epsilon=1e-6", "model.window=[8,0]")
+    child = loaded(*keys, *START, "checkpoint.intended_changes=[model.window]")
+    problems = judge(compare(saved, child), child.config, step=0)
+    assert [p.path for p in problems] == ["model.rotary_base", "model.norm_epsilon"]
+    assert "[model.window, model.rotary_base]" in problems[0].message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["training.global_batch_size=4", "data.blend.0.weight=3.0"],
+        ["attention.backend=mcore_local", "model.layer_spec=local", "training.seed=5"],
+        ["optimizer.lr=0.5", "optimizer.weight_decay=0.0", "model.hidden_dropout=0.1"],
+        ["parallel.tensor_model_parallel_size=2", "training.recompute.granularity=full"],
+        ["name=other", "run_dir=elsewhere", "checkpoint.interval=7", "model.init_std=0.5"],
+    ],
+)
+def test_what_leaves_the_meaning_alone_is_no_reason(
+    loaded: Callable[..., Any], keys: list[str]
+) -> None:
+    child = loaded(*keys, *START)
+    changes = compare(loaded().dump_yaml(), child)
+    assert judge(changes, child.config, step=0) == []
+    told = {change.key for change in changes}
+    assert told == {
+        {"data.blend.0.weight": "data.blend"}.get(key, key)
+        for key in (text.partition("=")[0] for text in keys)
+        if key not in ("name", "run_dir", "model.layer_spec")
+    }
+
+
+def test_a_default_written_out_is_no_change(loaded: Callable[..., Any]) -> None:
+    written = ("model.num_query_groups=4", "model.kv_channels=16", "data.seed=1234")
+    moved = "data.blend.0.path=/elsewhere/tiny"
+    assert compare(loaded().dump_yaml(), loaded(*written, moved, *START)) == []
+
+
+def test_a_key_without_effect_has_no_meaning(loaded: Callable[..., Any]) -> None:
+    """Positions that are not rotated have no base."""
+    none = "model.position_embedding=none"
+    child = loaded(none, "model.rotary_base=5e5", "model.max_position_embeddings=99", *START)
+    changes = compare(loaded(none).dump_yaml(), child)
+    assert {c.key: c.kind for c in changes} == {
+        "model.rotary_base": "other", "model.max_position_embeddings": "other"
+    }  # fmt: skip
+    meant = loaded(none, *START, "checkpoint.intended_changes=[model.rotary_base]")
+    (problem,) = judge(compare(loaded(none).dump_yaml(), meant), meant.config, step=0)
+    assert "is the same in the checkpoint, or has no effect" in problem.message
+
+
+def test_a_section_more_is_one_change(loaded: Callable[..., Any]) -> None:
+    child = loaded("model.moe.num_experts=4", "model.moe.top_k=1", *START)
+    (change,) = compare(loaded().dump_yaml(), child)
+    assert (change.key, change.old) == ("model.moe", "null") and "num_experts: 4" in change.new
+
+
+def test_a_key_that_came_with_an_update_is_no_change(loaded: Callable[..., Any]) -> None:
+    saved = loaded().dump_yaml()
+    older = "\n".join(x for x in saved.splitlines() if "norm_epsilon" not in x)
+    assert compare(older, loaded(*START)) == []
+    (change,) = compare(older, loaded("model.norm_epsilon=1e-3", *START))
+    assert (change.key, change.kind) == ("model.norm_epsilon", "meaning")
+
+
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        (["[model.rotary_base]"], "has no effect without load_from"),
+        (["[model.rotary]", *START], "'model.rotary' is no key that decides"),
+        (["[model]", *START], "'model' is no key that decides"),
+        (["[optimizer.lr]", *START], "allowed: data.eod_mask_loss, data.reset_position_ids"),
+        (["['*']", *START], "is no key"),
+        (["[model.window, model.window]", *START], "model.window is named twice"),
+    ],
+)
+def test_an_intention_has_an_effect_or_is_refused(
+    loaded: Callable[..., Any], keys: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        loaded(f"checkpoint.intended_changes={keys[0]}", *keys[1:])
+    assert told in str(error.value) and error.value.exit_code == 2
+
+
+NOTHING = {
+    "before it": (["training.train_steps=10"], 20, ["training.train_steps"]),
+    "at it": (["training.train_steps=20"], 20, ["training.train_steps"]),
+    "stops before": (
+        ["training.train_steps=30", "training.exit_at_step=20"], 20, ["training.exit_at_step"],
+    ),
+    "both": (
+        ["training.train_steps=5", "training.exit_at_step=2"], 9,
+        ["training.train_steps", "training.exit_at_step"],
+    ),
+    "one step": (["training.train_steps=21"], 20, []),
+    "weights only": (["training.train_steps=1", "checkpoint.load_weights_only=true"], 20, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_start_that_trains_nothing_is_refused(loaded: Callable[..., Any], case: str) -> None:
+    keys, step, expected = NOTHING[case]
+    problems = judge([], loaded(*keys, *START).config, step=step)
+    assert [p.path for p in problems] == expected
+    for problem in problems:
+        assert "nothing would be trained" in problem.message
+        assert "load_weights_only: true" in problem.message and f"step {step:,}" in problem.message
+
+
+def test_a_run_beyond_its_end_is_no_success(loaded: Callable[..., Any]) -> None:
+    run = loaded("training.train_steps=10").config
+    check_length(run, step=10)
+    with pytest.raises(ConfigError, match="10, but this run is at step 20 already") as error:
+        check_length(run, step=20)
+    assert error.value.exit_code == 2 and "checkpoint rollback" in str(error.value)
+
+
+# ------------------------------------------------------------- what a checkpoint recorded
+
+
+@pytest.fixture
+def started(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Inheritance, Loaders]]:
+    """A start of the tiny configuration on `corpus`, by its data alone."""
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src: None)
+
+    def start(config: Any) -> tuple[Inheritance, Loaders]:
+        loaders = build_loaders(config.config, ALONE)
+        return Inheritance(config, SimpleNamespace(print_rank=True), loaders), loaders
+
+    return start
+
+
+ALONE = SimpleNamespace(dp_rank=0, dp_size=1, cp_rank=0, cp_size=1)
+CONSTANT = SimpleNamespace(get_lr=lambda group: 0.001)
+
+
+def recorded(config: Any, step: int, **extra: Any) -> dict[str, Any]:
+    """What a checkpoint of this configuration holds under ``run``."""
+    return {"config": config.dump_yaml(), "progress": {"step": step}, "extra": extra}
+
+
+def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
+    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path
+) -> None:
+    """Of earlier versions: step 7, of which a rewind left batches 2 and 3 out, is 72 samples."""
+    data = f"data.blend.0.path={corpus}"
+    parent, child = loaded(data), loaded(data, "training.global_batch_size=4", *START)
+    state = recorded(parent, 7, faults={"skips": {"windows": [[2, 2]], "rewinds": 1}})
+    path = tmp_path / "run" / "checkpoints" / "step_00000007.attempt-1"
+    path.mkdir(parents=True)
+    fingerprint = build_loaders(parent.config, ALONE).fingerprint
+
+    def table() -> tuple[str, int]:
+        inheritance, loaders = started(child)
+        inheritance.check(path, state)
+        lines = inheritance.begin(batch=9, schedule=CONSTANT)
+        return "\n".join(lines), int(loaders.samples("train", 9)[0]["window"])
+
+    told, first = table()
+    assert first == 72 and "no data.sha256 of its run is there to prove" in told
+    (tmp_path / "run" / "data.sha256").write_text(fingerprint + "\n")
+    told, first = table()
+    assert first == 72 and "note" not in told and "72 samples taken" in told
+    assert "  schedule  training.global_batch_size: 8 -> 4\n" in told
+    (tmp_path / "run" / "data.sha256").write_text("0" * 64)
+    told, first = table()
+    assert first == 0 and "its token files are not those found now" in told
+    assert "nothing is left out, and what the checkpoint's run has read is read again" in told
+    (tmp_path / "run" / "data.sha256").write_text(fingerprint)
+    state["config"] = state["config"].replace(str(corpus), str(tmp_path / "gone"))
+    told, first = table()
+    assert first == 0 and "its datasets cannot be looked at" in told
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_another_tokenizer_is_another_meaning_whatever_its_size(
+    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, weights_only: bool
+) -> None:
+    data = f"data.blend.0.path={corpus}"
+    only = f"checkpoint.load_weights_only={str(weights_only).lower()}"
+    inheritance, loaders = started(loaded(data, *START, only))
+    position = loaders.position(2)
+    inheritance.check(tmp_path, recorded(loaded(data), 2, data=position))
+    other = recorded(loaded(data), 2, data=position | {"tokenizer": "f" * 64})
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: bytes, SHA-256") as error:
+        inheritance.check(tmp_path, other)
+    assert "checkpoint.intended_changes: [data.tokenizer]" in str(error.value)
+    meant = loaded(data, *START, only, "checkpoint.intended_changes=[data.tokenizer]")
+    inheritance, _ = started(meant)
+    inheritance.check(tmp_path, other)
+    lines = inheritance.begin(batch=2, schedule=CONSTANT)
+    assert any(line.startswith("  meaning   data.tokenizer: bytes, SHA-256 fff") for line in lines)
+    last = "every dataset starts at its first sample" if weights_only else "continues there"
+    assert any(line.endswith(last) for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["none", "sentencepiece"])
+def test_without_a_record_the_tokenizer_is_looked_at(
+    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, kind: str
+) -> None:
+    """Of an earlier version whose datasets are gone: by its file, or by what is written."""
+    data = f"data.blend.0.path={corpus}"
+    state = recorded(loaded("data.blend.0.path=gone"), 2)
+    inheritance, _ = started(loaded(data, *START))
+    inheritance.check(tmp_path, state)
+    keys = {"none": "vocab_size: 257", "sentencepiece": "path: gone.model"}
+    state["config"] = state["config"].replace("kind: bytes", f"kind: {kind}", 1)
+    key = keys[kind].partition(":")[0]
+    assert f"    {key}: null" in state["config"]
+    state["config"] = state["config"].replace(f"    {key}: null", f"    {keys[kind]}", 1)
+    with pytest.raises(ConfigError, match=f"were trained with {kind}"):
+        inheritance.check(tmp_path, state)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "a: [", "{}", "model: 3"])
+def test_a_configuration_that_cannot_be_read_is_said(
+    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, text: str
+) -> None:
+    child = loaded(f"data.blend.0.path={corpus}", *START)
+    inheritance, loaders = started(child)
+    state = recorded(child, 2, data=loaders.position(2)) | {"config": text}
+    try:
+        inheritance.check(tmp_path, state)
+    except ConfigError as error:
+        assert "what it records of its run cannot be read" in str(error)
+        return
+    told = "\n".join(inheritance.begin(batch=2, schedule=CONSTANT))
+    assert "it records no configuration that can be read" in told and "16 samples taken" in told
+
+
+def test_own_steps_on_other_token_files_are_refused(
+    loaded: Callable[..., Any], started: Any, corpus: Path
+) -> None:
+    inheritance, loaders = started(loaded(f"data.blend.0.path={corpus}"))
+    saved = loaders.position(3)
+    go_on = {"step": 3, "batch": 3, "schedule": CONSTANT, "say": print}
+    assert inheritance.place_data({"data": saved}, **go_on)
+    saved["reading"][0]["source"]["sha256"] = "0" * 64
+    with pytest.raises(ConfigError, match="not those the first 3 steps were trained on"):
+        inheritance.place_data({"data": saved}, **go_on)
+
+
+# -------------------------------------------------------------------------- in processes
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, dict[str, Any]]:
+    """Runs of two steps or four that start from one another, all in one pair of processes."""
+    folder = tmp_path_factory.mktemp("chain")
+    other = byte_corpus(folder / "other", (f"{n} is followed by {n + 1}. " * 9 for n in range(60)))
+    both = [f"data.blend=[{{path: {other}, weight: 0.5}}, {{path: {corpus}, weight: 0.5}}]"]
+    end = "training.train_steps=8"
+    runs: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, *keys: str, ranks: int = 1, attempt: str = "", **more: Any) -> None:
+        keys = ("model.num_layers=1", "faults.hang_seconds=null", *keys)
+        runs[name + attempt] = {"set": [f"name={name}", *keys], "ranks": ranks, "read": True} | more
+
+    run("parent", end, "training.exit_at_step=4")
+    parent = "checkpoint.load_from=parent@4"
+    run("smaller", end, parent, "training.global_batch_size=4", "training.exit_at_step=6")
+    run("smaller", "training.train_steps=5", "training.global_batch_size=4", attempt=" shorter")
+    run("smaller", end, parent, "training.global_batch_size=4", attempt=" resumed", ranks=2)
+    blended = [end, "checkpoint.load_from=smaller@6", "training.global_batch_size=16", *both]
+    run("blended", *blended, ranks=2)
+    spiky = ("faults.spike.action=rewind", "faults.spike.window=8", "faults.spike.min_history=4",
+             "faults.spike.loss_z=null", "faults.spike.grad_norm_z=500", "checkpoint.interval=1",
+             "training.global_batch_size=4")  # fmt: skip
+    leave = "training.exit_at_step=7"
+    run("rewound", end, parent, *spiky, leave, spike={"step": 7, "times": 1})
+    run("rewound", end, parent, *spiky, attempt=" resumed")
+    run("same", end, parent, "training.exit_at_step=6", ranks=2)
+    run("parent", end, "training.exit_at_step=6", attempt=" resumed")
+    run("base", end, parent, "model.rotary_base=500000")
+    intended = "checkpoint.intended_changes=[model.rotary_base]"
+    run(
+        "meant",
+        end,
+        parent,
+        "model.rotary_base=500000",
+        intended,
+        "optimizer.lr=0.02",
+        "training.exit_at_step=5",
+    )
+    run("nothing", "training.train_steps=4", parent)
+    run("weights", "training.train_steps=3", parent, "checkpoint.load_weights_only=true",
+        "training.global_batch_size=4", "training.exit_at_step=2")  # fmt: skip
+    results = run_ranks(folder, corpus, 2, list(runs.values()))
+    return folder, dict(zip(runs, results, strict=True))
+
+
+def windows(result: dict[str, Any], samples: int) -> list[tuple[str, int]]:
+    """Which windows of which file the first ``samples`` of a run were."""
+    found = [(name, n) for name, n in result["read"]]
+    return found[:samples]
+
+
+def log_of(folder: Path, name: str) -> str:
+    return (folder / "runs" / name / "train.log").read_text()
+
+
+def test_a_chain_reads_every_window_once(chain: Any) -> None:
+    """8 samples a step, then 4, resumed on two ranks, then 16 of two datasets."""
+    folder, results = chain
+    parent = windows(results["parent"][0], 32)
+    smaller = windows(results["smaller"][0], 8)
+    assert [n for _, n in parent + smaller] == list(range(40))
+    resumed = [windows(rank, 4) for rank in results["smaller resumed"]]
+    assert sorted(n for rank in resumed for _, n in rank) == list(range(40, 48))
+    blended = [w for rank in results["blended"] for w in windows(rank, 16)]
+    assert sorted(n for name, n in blended if name == "tiny.bin") == list(range(40, 56))
+    assert sorted(n for name, n in blended if name == "other.bin") == list(range(16))
+    log = log_of(folder, "blended")
+    for line in (
+        "  data      other.bin: new: starts at its first sample",
+        "  data      tiny.bin: 40 samples taken (0.0",
+        "  schedule  training.global_batch_size: 4 -> 16",
+        "checkpoints/step_00000006.attempt-1, step 6, everything; what differs from it:",
+    ):
+        assert line in log, line
+    assert "meaning" not in log and "samples taken (0.0" in log_of(folder, "smaller")
+
+
+def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain: Any) -> None:
+    """Global batches go on counting, and are of four samples now: batch 6 is windows 40 to 43."""
+    folder, results = chain
+    (rewound,), (resumed,) = results["rewound"], results["rewound resumed"]
+    assert (rewound["code"], resumed["code"]) == (0, 0)
+    log = log_of(folder, "rewound")
+    assert "going back to step 6; global batches 6-6 are left out" in log
+    assert [n for _, n in windows(rewound, 16)] == [*range(32, 44), *range(44, 48)]
+    assert [n for _, n in windows(resumed, 4)] == list(range(48, 52))
+
+
+def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain: Any) -> None:
+    folder, results = chain
+    assert [r[0]["code"] for r in (results["same"], results["parent resumed"])] == [0, 0]
+    same, parent = (figures(folder / "runs" / name) for name in ("same", "parent"))
+    assert all(
+        float(a) == pytest.approx(float(b), rel=1e-5)
+        for step in (5, 6)
+        for a, b in zip(same[step], parent[step], strict=True)
+    )
+    prints = {(folder / "runs" / n / "data.sha256").read_text() for n in ("same", "parent")}
+    assert len(prints) == 1
+    assert (folder / "runs" / "smaller" / "data.sha256").read_text() not in prints
+
+
+def test_another_model_is_not_trained(chain: Any) -> None:
+    folder, results = chain
+    (result,) = results["base"]
+    assert result["code"] == 2 and "model.rotary_base: 500000.0, but" in result["error"]
+    assert not (folder / "runs" / "base" / "metrics.csv").exists()
+    assert [rank["code"] for rank in results["meant"]] == [0]
+    log = log_of(folder, "meant")
+    assert "  meaning   model.rotary_base: 10000.0 -> 500000.0 (intended)\n" in log
+    assert "  schedule  learning rate of step 5: 0.005" in log and " -> 0.01" in log
+
+
+def test_nothing_to_do_is_no_success(chain: Any) -> None:
+    folder, results = chain
+    assert [rank["code"] for rank in results["nothing"]] == [2]
+    assert "training.train_steps: 4" in results["nothing"][0]["error"]
+    assert not (folder / "runs" / "nothing" / "FINISHED").exists()
+    (shorter,) = results["smaller shorter"]
+    assert shorter["code"] == 2 and "5, but this run is at step 6 already" in shorter["error"]
+    assert "finished" not in log_of(folder, "smaller").partition("step 7")[0]
+
+
+def test_weights_alone_start_everything_anew_and_say_so(chain: Any) -> None:
+    folder, results = chain
+    assert [n for _, n in windows(results["weights"][0], 8)] == list(range(8))
+    log = log_of(folder, "weights")
+    assert "step 4, weights only; what differs from it:" in log
+    assert "  data      every dataset starts at its first sample" in log
+    assert "  schedule  optimizer and schedule start anew: learning rate 0.005 at step 1" in log
