@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from megatron_patch.attention.backends.call import Backend, Call, Result
+    from megatron_patch.attention.backends.call import AttentionCall, Backend, Result
     from megatron_patch.schema.run import RunConfig
 
 
@@ -63,8 +63,10 @@ def _options(**options: Any) -> Callable[[Backend], Backend]:
     """A variant that is a setting of `stable_attention` outside its named stabilizers."""
 
     def wrap(run: Backend) -> Backend:
-        def changed(call: Call) -> Result:
-            return run(dataclasses.replace(call, options=call.options | options))
+        def changed(call: AttentionCall) -> Result:
+            return run(
+                dataclasses.replace(call, options=dataclasses.replace(call.options, **options))
+            )
 
         return changed
 
@@ -81,14 +83,14 @@ def center_keys(run: Backend) -> Backend:
     run's: an observer gets none, and computes its own.
     """
 
-    def changed(call: Call) -> Result:
+    def changed(call: AttentionCall) -> Result:
         import torch
 
         with torch.no_grad():
             mean = call.k.float().mean(0, keepdim=True)
         result = run(dataclasses.replace(call, k=_minus(call.k, mean)))
-        if call.held is not None:
-            call.held.pop("max_logits", None)
+        if call.observed is not None:
+            call.observed.pop("max_logits", None)
         return result
 
     return changed
@@ -103,7 +105,7 @@ def center_values(run: Backend) -> Backend:
     query heads. O - c is rounded to 16 bits before c is added.
     """
 
-    def changed(call: Call) -> Result:
+    def changed(call: AttentionCall) -> Result:
         import torch
 
         if call.q.shape[2] != call.v.shape[2]:
@@ -112,13 +114,13 @@ def center_values(run: Backend) -> Backend:
                 "needs as many of both (remove model.num_query_groups)"
             )
         with torch.no_grad():
-            first = run(dataclasses.replace(call, want_max_logits=False, held=None))[0]
+            first = run(dataclasses.replace(call, want_max_logits=False, observed=None))[0]
             mean = first.float().mean(0, keepdim=True)
-        held: dict[str, torch.Tensor] | None = None if call.held is None else {}
-        out, top = run(dataclasses.replace(call, v=_minus(call.v, mean), held=held))
-        if call.held is not None and held and "max_logits" in held:
+        held: dict[str, torch.Tensor] | None = None if call.observed is None else {}
+        out, top = run(dataclasses.replace(call, v=_minus(call.v, mean), observed=held))
+        if call.observed is not None and held and "max_logits" in held:
             # The low-order part is that of O - c, which an observer would add to O.
-            call.held["max_logits"] = held["max_logits"]
+            call.observed["max_logits"] = held["max_logits"]
         return (out.float() + mean).to(out.dtype), top
 
     return changed
@@ -135,18 +137,24 @@ def float32_attention(run: Backend) -> Backend:
     the CPU the blockwise reference does the same.
     """
 
-    def changed(call: Call) -> Result:
+    def changed(call: AttentionCall) -> Result:
         if call.q.device.type != "cuda":
             return run(call)
         from split_products import split_product_attention
 
-        if call.window is not None or call.sinks is not None:
+        options = call.options
+        if max(options.window_left, options.window_right) > 0 or call.sinks is not None:
             raise ValueError(
                 "fp32_attention is full attention without window or sinks: remove them from the "
                 "model"
             )
         out = split_product_attention(
-            call.q, call.k, call.v, layout=call.layout, causal=call.causal, scale=call.scale
+            call.q,
+            call.k,
+            call.v,
+            layout=options.layout,
+            causal=options.causal,
+            scale=options.scale,
         )
         return out, None
 

@@ -30,9 +30,10 @@ from megatron.core.transformer.utils import (
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import context_parallel
-from megatron_patch.attention.backends.call import Backend, Call, ContextParallel
+from megatron_patch.attention.backends.call import AttentionCall, Backend, ContextParallel
 from megatron_patch.attention.capabilities import BACKENDS, Facts
 from megatron_patch.context_parallel.api import check as check_context_parallel
+from stable_attention.problem import Options
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class CoreAttention(torch.nn.Module):
         self.want_max_logits = bool(config.qk_clip or config.log_max_attention_logit)
         self.current_max_attn_logits: torch.Tensor | None = None
         # A dict while an observer watches (megatron_patch.stability): the backend fills it.
-        self.held: dict[str, torch.Tensor] | None = None
+        self.observed: dict[str, torch.Tensor] | None = None
         self.backend_name = backend
         given = dict(options or {})
         self.cp_options = {name: given.pop(name) for name in CP_OPTIONS if name in given}
@@ -245,24 +246,27 @@ class CoreAttention(torch.nn.Module):
         if packed and not BACKENDS[self.backend_name].thd:
             registry.check(self.backend_name, dataclasses.replace(self._facts(), thd=True))
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        call = Call(
+        options = Options.of(
+            layout="thd" if packed else "sbhd",
+            causal=mask_type in _CAUSAL,
+            window=self.window,
+            scale=scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            deterministic=bool(self.config.deterministic_mode),
+            **self.options,
+        )
+        call = AttentionCall(
             q=query,
             k=key,
             v=value,
-            layout="thd" if packed else "sbhd",
-            scale=scale,
-            causal=mask_type in _CAUSAL,
-            window=self.window,
+            options=options,
             sinks=self.softmax_offset,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            deterministic=bool(self.config.deterministic_mode),
+            packed=packed,
             want_max_logits=self.want_max_logits and self.training,
             cp=self._context_parallel(packed_seq_params),
-            held=self.held,
-            options=self.options,
-            **packed,
+            observed=self.observed,
         )
-        with self._random_stream(call.dropout_p):
+        with self._random_stream(options.dropout_p):
             if call.cp is None:
                 out, max_logits = self._run(call)
             else:
@@ -294,7 +298,7 @@ class CoreAttention(torch.nn.Module):
             group=group,
             mode=self.cp_comm_type,
             hierarchical=hierarchical or None,
-            options=self.cp_options,
+            **self.cp_options,
         )
 
     def use(self, backend: str, **options: Any) -> None:
@@ -403,7 +407,7 @@ def _warn_mask_ignored(mask_type: str, shape: tuple[int, ...]) -> None:
 
 
 def _packed(params: Any) -> dict[str, Any]:
-    """The packed-sequence arguments of a `Call`; empty for sbhd input."""
+    """The packed-sequence arguments of an `AttentionCall`; empty for sbhd input."""
     if params is None:
         return {}
     if params.qkv_format != "thd":

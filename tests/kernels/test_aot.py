@@ -16,10 +16,9 @@ import pytest
 SCRIPT = """
 import json, sys, torch
 from stable_attention import aot
-from stable_attention.problem import Problem
+from stable_attention.problem import Extras, Problem
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
-from stable_attention.triton.options import Extras
 from stable_attention.triton.preprocess import preprocess
 
 arch, rows = sys.argv[1], []

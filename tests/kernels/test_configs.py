@@ -9,7 +9,8 @@ import torch
 
 from stable_attention import AttentionArgumentError, configs, dispatch
 from stable_attention.configs import Tile
-from stable_attention.problem import describe
+from stable_attention.describe import describe
+from stable_attention.problem import Options
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_architectures_nobody_compiled_for_are_refused(
     device = torch.device("cuda", 0)
     assert configs.arch_of(device) == arch
     q = torch.empty(1, 8, 2, 16, dtype=torch.bfloat16, device="meta")
-    asked = describe(q, q, q, layout="bshd")
+    asked, _ = describe(q, q, q, Options())
     if arch in configs.table():
         assert dispatch.select(asked, device).name == "triton"
     else:

@@ -172,7 +172,7 @@ def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
     observer.disarm()
     for site in observer.sites:
         assert not site.module._forward_hooks and not site.module._forward_pre_hooks
-        assert site.module.held is None
+        assert site.module.observed is None
     for _ in range(2):
         module(*tensors(), None).sum().backward()
     assert found == []

@@ -1,1 +1,1 @@
-"""One small file a backend of ours: a function from a `Call` to (output, maximum logits)."""
+"""One file a backend of ours: a function from an `AttentionCall` to (output, maximum logits)."""

@@ -9,27 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_patch.attention.backends.call import Call, Result
+from megatron_patch.attention.backends.call import AttentionCall, Result
 
 
-def run_cudnn(call: Call) -> Result:
+def run_cudnn(call: AttentionCall) -> Result:
     """Attention by cuDNN's fused kernel."""
     return _run(call, SDPBackend.CUDNN_ATTENTION), None
 
 
-def run_flash(call: Call) -> Result:
+def run_flash(call: AttentionCall) -> Result:
     """Attention by the FlashAttention-2 kernel that PyTorch ships."""
     return _run(call, SDPBackend.FLASH_ATTENTION), None
 
 
-def _run(call: Call, backend: SDPBackend) -> torch.Tensor:
+def _run(call: AttentionCall, backend: SDPBackend) -> torch.Tensor:
+    options = call.options
     # is_causal is aligned top-left, which is the same as Megatron's only for equal lengths.
-    if call.causal and call.q.shape[0] != call.k.shape[0]:
+    if options.causal and call.q.shape[0] != call.k.shape[0]:
         raise ValueError(
             f"causal attention with {call.q.shape[0]} queries and {call.k.shape[0]} keys: the "
             "sdpa_* backends need equal lengths; use 'reference' or 'stable_flash'"
         )
-    if call.deterministic and not torch.are_deterministic_algorithms_enabled():
+    if options.deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "a repeatable backward of FlashAttention-2 needs "
             "torch.use_deterministic_algorithms(True); call it before training"
@@ -42,9 +43,9 @@ def _run(call: Call, backend: SDPBackend) -> torch.Tensor:
             q,
             k,
             v,
-            dropout_p=call.dropout_p,
-            is_causal=call.causal,
-            scale=call.scale,
+            dropout_p=options.dropout_p,
+            is_causal=options.causal,
+            scale=options.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
     return out.permute(2, 0, 1, 3)  # [s, b, h, d]
