@@ -24,6 +24,7 @@ from stable_attention import dispatch
 from stable_attention.api import check_device
 from stable_attention.describe import (
     DTYPES,
+    OF_TENSORS,
     Position,
     check_rank,
     check_token_stride,
@@ -42,17 +43,6 @@ from stable_attention.problem import (
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
 
-# Keywords of a pair of chunks that are tensors or say something of tensors.
-_OF_TENSORS = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_k_padded",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "dropout_seed",
-)
-
 
 def _describe(
     q: torch.Tensor,
@@ -62,21 +52,17 @@ def _describe(
     named: dict,
 ) -> tuple[Problem, Extras]:
     """Problem and extras of a pair of chunks; ``named`` are the keywords of `chunk_forward`."""
-    require(
-        named.pop("sinks", None) is None,
-        "sinks",
-        "given",
-        "None",
-        "They join once, in finish_chunks.",
-    )
-    given = {name: named.pop(name) for name in _OF_TENSORS if name in named}
+    sinks, remedy = named.pop("sinks", None), "They join once, in finish_chunks."
+    require(sinks is None, "sinks", "given", "None", remedy)
+    given = {name: named.pop(name) for name in OF_TENSORS if name in named}
     options = Options.of(allow_broken=True, **named)
     if options.dropout_p > 0 and given.get("dropout_seed") is None:
         raise AttentionArgumentError(
             "dropout_seed", None, "an int or an int64 tensor", "All chunks must share one seed."
         )
+    found = describe(q, k, v, options, positions=positions, **given)
     check_device(q)
-    return describe(q, k, v, options, positions=positions, **given)
+    return found
 
 
 @dispatch.on_device

@@ -102,6 +102,10 @@ def describe(
     )  # fmt: skip
 
 
+# Keywords of a call beside its `Options`, but for those that chunks do without or have apart.
+OF_TENSORS = tuple(name for name in describe.__kwdefaults__ if name not in ("sinks", "positions"))
+
+
 def check_rank(name: str, x: object, layout: str) -> None:
     """`AttentionArgumentError` unless x is a tensor with the dimensions of a layout."""
     if not isinstance(x, torch.Tensor):

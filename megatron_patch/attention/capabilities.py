@@ -1,7 +1,7 @@
 """What every attention backend can do, as a table, and what a layer asks of it.
 
-`BACKENDS` is the only place that knows; `unmet` compares one row with the facts of a layer. Nothing
-here imports torch, so that configurations can be checked anywhere.
+`BACKENDS` is the only place that knows; `unsupported` compares one row with what a layer requires.
+Nothing here imports torch, so that configurations can be checked anywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TE_DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
-class Facts:
+class LayerRequirements:
     """What one kind of layer asks of core attention."""
 
     kind: str
@@ -61,7 +61,7 @@ class Capability:
 
     kernel: str
     """What actually runs."""
-    why: str
+    reason: str
     """What it is good for, in a few words, for the start-up line."""
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "fp16")
@@ -98,7 +98,7 @@ NOT_COMPENSATED = {
 BACKENDS: dict[str, Capability] = {
     "stable_flash": Capability(
         kernel="stable_attention (Triton)",
-        why="compensated numerics at flash speed",
+        reason="compensated numerics at flash speed",
         min_sm=(8, 0),
         softcap=True,
         cp=True,
@@ -108,7 +108,7 @@ BACKENDS: dict[str, Capability] = {
     ),
     "sdpa_cudnn": Capability(
         kernel="scaled_dot_product_attention, cuDNN",
-        why="the fastest vendor kernel",
+        reason="the fastest vendor kernel",
         head_dims=(8, 128, 8),
         v_head_dim=False,
         window=False,
@@ -121,7 +121,7 @@ BACKENDS: dict[str, Capability] = {
     ),
     "sdpa_flash": Capability(
         kernel="scaled_dot_product_attention, FlashAttention-2",
-        why="the vendor kernel with a repeatable backward",
+        reason="the vendor kernel with a repeatable backward",
         v_head_dim=False,
         window=False,
         sinks=False,
@@ -132,7 +132,7 @@ BACKENDS: dict[str, Capability] = {
     ),
     "te": Capability(
         kernel="Transformer Engine DotProductAttention (picks FlashAttention, cuDNN or unfused)",
-        why="what Megatron users run today",
+        reason="what Megatron users run today",
         cp=True,
         min_sm=(8, 0),
         package="transformer_engine",
@@ -143,7 +143,7 @@ BACKENDS: dict[str, Capability] = {
     ),
     "mcore_local": Capability(
         kernel="Megatron-Core DotProductAttention (unfused)",
-        why="the stock baseline, any device; materializes the score matrix",
+        reason="the stock baseline, any device; materializes the score matrix",
         devices=("cuda", "cpu"),
         dtypes=("bf16", "fp16", "fp32"),
         head_dims=(1, 1 << 16, 1),
@@ -154,7 +154,7 @@ BACKENDS: dict[str, Capability] = {
     ),
     "reference": Capability(
         kernel="stable_attention.reference (blockwise float32 PyTorch)",
-        why="exact float32 arithmetic anywhere; slow",
+        reason="exact float32 arithmetic anywhere; slow",
         devices=("cuda", "cpu"),
         dtypes=("bf16", "fp16", "fp32"),
         head_dims=(1, 1 << 16, 1),
@@ -164,30 +164,28 @@ BACKENDS: dict[str, Capability] = {
 }
 
 
-def unmet(name: str, facts: Facts, *, machine: Machine | None = None) -> Iterator[str]:
+def unsupported(
+    name: str, facts: LayerRequirements, *, machine: Machine | None = None
+) -> Iterator[str]:
     """Every requirement of ``facts`` that backend ``name`` does not meet, with the remedy.
 
     Without ``machine`` only what the configuration alone decides is checked.
     """
     row = BACKENDS[name]
-    interpreted = name == "stable_flash" and machine is not None and machine.triton_interpreter
-    if facts.device not in row.devices and not interpreted and not _could_interpret(name, machine):
+    # Without a machine, a CPU run may turn out possible on the one it will run on.
+    interpreted = name == "stable_flash" and (machine is None or machine.triton_interpreter)
+    if facts.device not in row.devices and not interpreted:
         yield (
             f"training.device is {facts.device!r}; it runs on {_either(row.devices)}. Use "
             f"training.device: {row.devices[0]} or attention.backend: reference"
         )
-    yield from _unmet_shape(row, facts, interpreted=interpreted or _could_interpret(name, machine))
-    yield from _unmet_features(row, facts)
+    yield from _unsupported_shape(row, facts)
+    yield from _unsupported_features(row, facts)
     if machine is not None:
-        yield from _unmet_machine(name, row, facts, machine)
+        yield from _unsupported_machine(name, row, facts, machine)
 
 
-def _could_interpret(name: str, machine: Machine | None) -> bool:
-    """Whether a CPU run may turn out possible on the machine it will run on."""
-    return name == "stable_flash" and machine is None
-
-
-def _unmet_shape(row: Capability, facts: Facts, *, interpreted: bool) -> Iterator[str]:
+def _unsupported_shape(row: Capability, facts: LayerRequirements) -> Iterator[str]:
     if facts.dtype not in row.dtypes:
         yield (
             f"training.precision is {facts.dtype!r}; it takes {_either(row.dtypes)}. Use "
@@ -219,7 +217,7 @@ def _unmet_shape(row: Capability, facts: Facts, *, interpreted: bool) -> Iterato
         )
 
 
-def _unmet_features(row: Capability, facts: Facts) -> Iterator[str]:
+def _unsupported_features(row: Capability, facts: LayerRequirements) -> Iterator[str]:
     asked = {
         "window": (
             facts.window is not None,
@@ -247,13 +245,15 @@ def _unmet_features(row: Capability, facts: Facts) -> Iterator[str]:
         if name == "open_window" and not row.window:
             continue  # already said
         if wanted and not getattr(row, name):
-            able = [other for other, r in BACKENDS.items() if getattr(r, name)]
+            alternatives = [other for other, r in BACKENDS.items() if getattr(r, name)]
             # `none` cannot be turned off: numerics that are a backend's own have no name here.
             remedy = "Remove that key" if name == "stabilizers" else "Turn it off"
-            yield f"{text} is not something it has. {remedy}, or use {_either(able)}"
+            yield f"{text} is not something it has. {remedy}, or use {_either(alternatives)}"
 
 
-def _unmet_machine(name: str, row: Capability, facts: Facts, machine: Machine) -> Iterator[str]:
+def _unsupported_machine(
+    name: str, row: Capability, facts: LayerRequirements, machine: Machine
+) -> Iterator[str]:
     if row.package and row.package in machine.missing:
         remedy = {
             "transformer_engine": "Install the te extra: pip install megatron-patch-stable[te]",

@@ -31,7 +31,7 @@ from megatron.core.transformer.utils import (
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import context_parallel
 from megatron_patch.attention.backends.call import AttentionCall, Backend, ContextParallel
-from megatron_patch.attention.capabilities import BACKENDS, Facts
+from megatron_patch.attention.capabilities import BACKENDS, LayerRequirements
 from megatron_patch.context_parallel.api import check as check_context_parallel
 from stable_attention.problem import Options
 
@@ -142,7 +142,7 @@ class CoreAttention(torch.nn.Module):
         self.cp_options = {name: given.pop(name) for name in CP_OPTIONS if name in given}
         self.options = given
         _reject_fp8(config)
-        self.selection = registry.check(backend, self._facts())
+        self.selection = registry.check(backend, self._requirements())
         self._run: Backend = _load(backend)
         self._check_context_parallel()
         self._make_softmax_offset()
@@ -151,7 +151,7 @@ class CoreAttention(torch.nn.Module):
         """The rules of heads and groups, before the first step rather than in it."""
         if self.config.context_parallel_size == 1:
             return
-        facts = self._facts()
+        facts = self._requirements()
         sizes = [group.size() for group in self.hierarchical] or None
         check_context_parallel(
             mode=self.cp_comm_type,
@@ -161,7 +161,7 @@ class CoreAttention(torch.nn.Module):
             hierarchical_sizes=sizes,
         )
 
-    def _facts(self) -> Facts:
+    def _requirements(self) -> LayerRequirements:
         config = self.config
         head_dim = v_head_dim = config.kv_channels
         mla = bool(config.multi_latent_attention)
@@ -174,7 +174,7 @@ class CoreAttention(torch.nn.Module):
         kind += f", window {list(self.window)}" if self.window else ""
         cp = config.context_parallel_size
         kind += f", context parallel {self.cp_comm_type}" if cp > 1 else ""
-        return Facts(
+        return LayerRequirements(
             kind=kind,
             dtype="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
             device="cuda" if torch.cuda.is_available() else "cpu",
@@ -244,7 +244,7 @@ class CoreAttention(torch.nn.Module):
         _check_mask(attention_mask, mask_type)
         packed = _packed(packed_seq_params)
         if packed and not BACKENDS[self.backend_name].thd:
-            registry.check(self.backend_name, dataclasses.replace(self._facts(), thd=True))
+            registry.check(self.backend_name, dataclasses.replace(self._requirements(), thd=True))
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         options = Options.of(
             layout="thd" if packed else "sbhd",
@@ -293,7 +293,9 @@ class CoreAttention(torch.nn.Module):
         if group is None or group.size() == 1:
             return None
         if not BACKENDS[self.backend_name].cp:
-            registry.check(self.backend_name, dataclasses.replace(self._facts(), cp=group.size()))
+            registry.check(
+                self.backend_name, dataclasses.replace(self._requirements(), cp=group.size())
+            )
         return ContextParallel(
             group=group,
             mode=self.cp_comm_type,
@@ -310,7 +312,7 @@ class CoreAttention(torch.nn.Module):
         before = self.backend_name, self.options
         self.backend_name, self.options = backend, dict(options)
         try:
-            self.selection = registry.check(backend, self._facts())
+            self.selection = registry.check(backend, self._requirements())
             self._run = _load(backend)
         except ValueError:
             self.backend_name, self.options = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import unmet
+from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.problem import Problem
 from megatron_patch.schema.stability import SWITCHABLE
 
@@ -38,7 +38,7 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
         )
     elif attention.backend != "stable_flash":
         for facts in registry.layer_kinds(run):
-            for complaint in unmet("stable_flash", facts):
+            for complaint in unsupported("stable_flash", facts):
                 yield Problem(
                     "stability.guard", f"switch: stable_flash cannot take over: {complaint}"
                 )
