@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from megatron_patch.attention.backends.call import AttentionCall, Backend, Result
+    from megatron_patch.attention.backends.call import AttentionCall, Result
     from megatron_patch.schema.run import RunConfig
+
+    Function = Callable[[AttentionCall], Result]
 
 
 class VariantError(ValueError):
@@ -33,7 +34,7 @@ class Variant:
 
     meaning: str
     """What is computed, one line, for tables."""
-    wrap: Callable[[Backend], Backend] | None
+    wrap: Callable[[Function], Function] | None
     """From the backend's function to the changed one; None: unchanged."""
     backends: tuple[str, ...] = ("stable_flash", "sdpa_flash", "sdpa_cudnn", "reference")
     """Values of ``attention.backend`` it can be applied to."""
@@ -59,10 +60,10 @@ class Variant:
         return found
 
 
-def _options(**options: Any) -> Callable[[Backend], Backend]:
+def _options(**options: Any) -> Callable[[Function], Function]:
     """A variant that is a setting of `stable_attention` outside its named stabilizers."""
 
-    def wrap(run: Backend) -> Backend:
+    def wrap(run: Function) -> Function:
         def changed(call: AttentionCall) -> Result:
             return run(
                 dataclasses.replace(call, options=dataclasses.replace(call.options, **options))
@@ -73,7 +74,7 @@ def _options(**options: Any) -> Callable[[Backend], Backend]:
     return wrap
 
 
-def center_keys(run: Backend) -> Backend:
+def center_keys(run: Function) -> Function:
     """K - mean over tokens, per sequence and head.
 
     The scores of a row all move by the same amount, so the softmax is what it was (but for the
@@ -96,7 +97,7 @@ def center_keys(run: Backend) -> Backend:
     return changed
 
 
-def center_values(run: Backend) -> Backend:
+def center_values(run: Function) -> Function:
     """V - c and O + c, with c the mean of O over tokens, per sequence and query head.
 
     Rows of P sum to one, so O is what it was. The O that is stored in 16 bits and read back for
@@ -130,7 +131,7 @@ def _minus(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return (x.float() - mean).to(x.dtype)
 
 
-def float32_attention(run: Backend) -> Backend:
+def float32_attention(run: Function) -> Function:
     """Attention in float32 from the same BF16 q, k, v: products of split P and dS.
 
     O is rounded to 16 bits for the output projection only; the backward reads it in float32. On
@@ -200,7 +201,7 @@ def install(name: str, run: RunConfig) -> None:
     Raises:
         VariantError: no such variant, or it does not fit the configuration.
     """
-    from megatron_patch.attention.core import FUNCTIONS
+    from megatron_patch.attention.backends import BACKENDS
 
     if name not in VARIANTS:
         raise VariantError(f"variant {name!r} is not known; there are {', '.join(VARIANTS)}")
@@ -210,9 +211,8 @@ def install(name: str, run: RunConfig) -> None:
         raise VariantError(f"variant {name!r} does not fit: {'; '.join(unmet)}")
     if variant.wrap is None:
         return
-    module, function = FUNCTIONS[run.attention.backend]
-    home = importlib.import_module(module)
-    plain = getattr(home, function)
-    changed = functools.wraps(plain)(variant.wrap(plain))
+    row = BACKENDS[run.attention.backend]
+    assert row.run is not None  # those of `Variant.backends` have one
+    changed = functools.wraps(row.run)(variant.wrap(row.run))
     changed.variant = name  # type: ignore[attr-defined]  # captures name it: stability.observe
-    setattr(home, function, changed)
+    BACKENDS[row.name] = dataclasses.replace(row, run=changed)

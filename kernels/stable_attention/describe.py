@@ -330,7 +330,6 @@ def _check_offsets(name: str, cu: Any, x: torch.Tensor) -> None:
 
 def _check_starts(name: str, x: object, problem: Problem, device: torch.device) -> None:
     """`AttentionArgumentError` unless the kernels can read where sequences start."""
-    tensor = isinstance(x, torch.Tensor)
     ok = (
         isinstance(x, torch.Tensor)
         and problem.varlen
@@ -341,10 +340,10 @@ def _check_starts(name: str, x: object, problem: Problem, device: torch.device) 
         and x.numel() >= problem.batch
     )
     if not ok:
+        steps = f" with strides {x.stride()}" if isinstance(x, torch.Tensor) else ""
         raise AttentionArgumentError(
             name,
-            f"{show(x)}{f' with strides {x.stride()}' if tensor else ''} with layout "
-            f"{problem.layout!r}",
+            f"{show(x)}{steps} with layout {problem.layout!r}",
             f"a contiguous int32 tensor of at least {problem.batch} starts on {device}, with "
             "layout 'thd'",
             "Leave it out where sequences lie back to back.",

@@ -38,6 +38,7 @@ _FLOATS, _INTS, _BOOLS = (float, torch.SymFloat), (int, torch.SymInt), (bool, to
 
 P = ParamSpec("P")
 R = TypeVar("R")
+N = TypeVar("N", int, float)
 
 
 class AttentionArgumentError(ValueError):
@@ -172,7 +173,7 @@ def sure(ok: bool, *, otherwise: bool) -> bool:
     return guard_or_true(ok) if otherwise else guard_or_false(ok)
 
 
-def constant(x: float) -> float:
+def constant(x: N) -> N:
     """x; where it is traced, the number that it stands for, and the graph serves no other."""
     if not torch.compiler.is_compiling() and type(x) in (float, int):
         return x
@@ -190,7 +191,7 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             return function(*arguments, **named)
         try:
-            return known(*arguments, **named)
+            return known(*arguments, **named)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes have no hash
             return function(*arguments, **named)
 
@@ -384,13 +385,11 @@ def _encode(problem: Problem) -> str:
 def options_of(spec: str) -> Options:
     """The `Options` that a spec stands for."""
     given = dict(item.split("=") for item in spec.split())
-    kinds = {name: _FIELDS[name].metadata["kind"] for name in given}
-    return Options(
-        **{
-            name: text == "True" if kinds[name] is bool else kinds[name](text)
-            for name, text in given.items()
-        }
-    )
+    parsed: dict[str, Any] = {}
+    for name, text in given.items():
+        kind = _FIELDS[name].metadata["kind"]
+        parsed[name] = text == "True" if kind is bool else kind(text)
+    return Options(**parsed)
 
 
 @remembered

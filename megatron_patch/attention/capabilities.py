@@ -1,19 +1,19 @@
-"""What every attention backend can do, as a table, and what a layer asks of it.
+"""What a layer asks of core attention, held against the rows of the backends.
 
-`BACKENDS` is the only place that knows; `unsupported` compares one row with what a layer requires.
-Nothing here imports torch, so that configurations can be checked anywhere.
+`unsupported` compares one row of `BACKENDS` with what a layer requires. Nothing here imports torch,
+so that configurations can be checked anywhere.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.backends.row import Backend, Capability
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_TE_DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -55,113 +55,12 @@ class Machine:
     """TRITON_INTERPRET=1: Triton kernels run on the CPU."""
 
 
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Capability:
-    """One row of the table. Every field is a limit; the defaults are the widest."""
-
-    kernel: str
-    """What actually runs."""
-    reason: str
-    """What it is good for, in a few words, for the start-up line."""
-    devices: tuple[str, ...] = ("cuda",)
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
-    head_dims: tuple[int, int, int] = (8, 256, 8)
-    """Smallest, largest, multiple of."""
-    v_head_dim: bool = True
-    """Value head dim may differ from the query/key head dim (MLA)."""
-    gqa: bool = True
-    window: bool = True
-    open_window: bool = True
-    """A window may be unlimited on one side (-1)."""
-    sinks: bool = True
-    softcap: bool = False
-    dropout: bool = True
-    thd: bool = True
-    deterministic: bool = True
-    max_logits: bool = True
-    cp: bool = False
-    min_sm: tuple[int, int] = (0, 0)
-    package: str | None = None
-    """Module that must be importable."""
-    stabilizers: bool = False
-    """Has a choice of stabilizers; others accept only the default setting."""
-    notes: tuple[str, ...] = ()
-
-
 NOT_COMPENSATED = {
     "dynamic_max": "stabilizer dynamic_max: plain numerics with the paper's dynamic maximum",
     "none": "stabilizer none: plain FlashAttention-2 numerics",
     "paper_bf16": "stabilizer paper_bf16: the paper's failing emulation",
 }
 """What the start-up line says instead of ``Capability.why`` when the default is switched off."""
-
-BACKENDS: dict[str, Capability] = {
-    "stable_flash": Capability(
-        kernel="stable_attention (Triton)",
-        reason="compensated numerics at flash speed",
-        min_sm=(8, 0),
-        softcap=True,
-        cp=True,
-        stabilizers=True,
-        package="stable_attention.api",
-        notes=("on a CPU only under Triton's interpreter (TRITON_INTERPRET=1)",),
-    ),
-    "sdpa_cudnn": Capability(
-        kernel="scaled_dot_product_attention, cuDNN",
-        reason="the fastest vendor kernel",
-        head_dims=(8, 128, 8),
-        v_head_dim=False,
-        window=False,
-        sinks=False,
-        thd=False,
-        deterministic=False,
-        max_logits=False,
-        min_sm=(8, 0),
-        notes=("its backward accumulates in an order that changes from run to run",),
-    ),
-    "sdpa_flash": Capability(
-        kernel="scaled_dot_product_attention, FlashAttention-2",
-        reason="the vendor kernel with a repeatable backward",
-        v_head_dim=False,
-        window=False,
-        sinks=False,
-        thd=False,
-        max_logits=False,
-        min_sm=(8, 0),
-        notes=("deterministic under torch.use_deterministic_algorithms, set by training",),
-    ),
-    "te": Capability(
-        kernel="Transformer Engine DotProductAttention (picks FlashAttention, cuDNN or unfused)",
-        reason="what Megatron users run today",
-        cp=True,
-        min_sm=(8, 0),
-        package="transformer_engine",
-        notes=(
-            "deterministic needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in the environment",
-            "its own rules for sinks, windows and packed input apply on top",
-        ),
-    ),
-    "mcore_local": Capability(
-        kernel="Megatron-Core DotProductAttention (unfused)",
-        reason="the stock baseline, any device; materializes the score matrix",
-        devices=("cuda", "cpu"),
-        dtypes=("bf16", "fp16", "fp32"),
-        head_dims=(1, 1 << 16, 1),
-        v_head_dim=False,
-        open_window=False,
-        thd=False,
-        max_logits=False,
-    ),
-    "reference": Capability(
-        kernel="stable_attention.reference (blockwise float32 PyTorch)",
-        reason="exact float32 arithmetic anywhere; slow",
-        devices=("cuda", "cpu"),
-        dtypes=("bf16", "fp16", "fp32"),
-        head_dims=(1, 1 << 16, 1),
-        softcap=True,
-        cp=True,
-    ),
-}
 
 
 def unsupported(
@@ -173,7 +72,7 @@ def unsupported(
     """
     row = BACKENDS[name]
     # Without a machine, a CPU run may turn out possible on the one it will run on.
-    interpreted = name == "stable_flash" and (machine is None or machine.triton_interpreter)
+    interpreted = row.interpreted and (machine is None or machine.triton_interpreter)
     if facts.device not in row.devices and not interpreted:
         yield (
             f"training.device is {facts.device!r}; it runs on {_either(row.devices)}. Use "
@@ -182,7 +81,7 @@ def unsupported(
     yield from _unsupported_shape(row, facts)
     yield from _unsupported_features(row, facts)
     if machine is not None:
-        yield from _unsupported_machine(name, row, facts, machine)
+        yield from _unsupported_machine(row, facts, machine)
 
 
 def _unsupported_shape(row: Capability, facts: LayerRequirements) -> Iterator[str]:
@@ -251,15 +150,10 @@ def _unsupported_features(row: Capability, facts: LayerRequirements) -> Iterator
             yield f"{text} is not something it has. {remedy}, or use {_either(alternatives)}"
 
 
-def _unsupported_machine(
-    name: str, row: Capability, facts: LayerRequirements, machine: Machine
-) -> Iterator[str]:
+def _unsupported_machine(row: Backend, facts: LayerRequirements, machine: Machine) -> Iterator[str]:
     if row.package and row.package in machine.missing:
-        remedy = {
-            "transformer_engine": "Install the te extra: pip install megatron-patch-stable[te]",
-        }.get(row.package, "Reinstall this distribution: the kernels are part of it")
-        yield f"{row.package} cannot be imported ({machine.missing[row.package]}). {remedy}"
-    if facts.device == "cpu" and name == "stable_flash" and not machine.triton_interpreter:
+        yield f"{row.package} cannot be imported ({machine.missing[row.package]}). {row.install}"
+    if facts.device == "cpu" and row.interpreted and not machine.triton_interpreter:
         # Already reported as a device problem; the interpreter is the way out.
         yield "on a CPU its kernels need Triton's interpreter. Set TRITON_INTERPRET=1 (very slow)"
     if facts.device == "cuda" and machine.sm is None:
@@ -269,11 +163,8 @@ def _unsupported_machine(
             f"this GPU is sm_{machine.sm[0]}{machine.sm[1]}; it needs sm_{row.min_sm[0]}"
             f"{row.min_sm[1]} or newer. Use attention.backend: reference or mcore_local"
         )
-    if name == "te" and facts.deterministic and os.environ.get(_TE_DETERMINISM) != "0":
-        yield (
-            f"training.deterministic with Transformer Engine needs {_TE_DETERMINISM}=0 in the "
-            "environment. Export it before start"
-        )
+    if row.own_rules is not None:
+        yield from row.own_rules(facts)
 
 
 def _either(names: tuple[str, ...] | list[str]) -> str:

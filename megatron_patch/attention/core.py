@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,26 +30,14 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.backends import context_parallel
-from megatron_patch.attention.backends.call import AttentionCall, Backend, ContextParallel
-from megatron_patch.attention.capabilities import BACKENDS, LayerRequirements
+from megatron_patch.attention.backends import BACKENDS, context_parallel
+from megatron_patch.attention.backends.call import AttentionCall, ContextParallel, Result
+from megatron_patch.attention.capabilities import LayerRequirements
 from megatron_patch.context_parallel.api import check as check_context_parallel
 from stable_attention.problem import Options
 
 log = logging.getLogger(__name__)
 
-# Backends that `CoreAttention` calls; the others are Megatron-Core modules of their own.
-FUNCTIONS = {
-    "stable_flash": ("megatron_patch.attention.backends.stable", "run"),
-    "sdpa_cudnn": ("megatron_patch.attention.backends.sdpa", "run_cudnn"),
-    "sdpa_flash": ("megatron_patch.attention.backends.sdpa", "run_flash"),
-    "reference": ("megatron_patch.attention.backends.reference", "run"),
-}
-MODULES = {
-    "mcore_local": ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
-    # Its constructor raises without Transformer Engine.
-    "te": ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
-}
 # Options of context parallelism, whatever the backend.
 CP_OPTIONS = ("gradient_wire", "head_groups")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
@@ -72,13 +61,13 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     row = BACKENDS[backend]
-    allowed = CP_OPTIONS if row.cp and backend in FUNCTIONS else ()
+    allowed = CP_OPTIONS if row.chunk_primitives else ()
     unknown = sorted(name for name in options if name not in allowed)
     if unknown and not row.stabilizers:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
         raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
-    if backend in MODULES:
-        module, name = MODULES[backend]
+    if row.module is not None:
+        module, name = row.module
         return getattr(importlib.import_module(module), name)
     return ModuleSpec(module=CoreAttention, params={"backend": backend, "options": options})
 
@@ -143,7 +132,7 @@ class CoreAttention(torch.nn.Module):
         self.options = given
         _reject_fp8(config)
         self.selection = registry.check(backend, self._requirements())
-        self._run: Backend = _load(backend)
+        self._run = _function(backend)
         self._check_context_parallel()
         self._make_softmax_offset()
 
@@ -270,7 +259,9 @@ class CoreAttention(torch.nn.Module):
             if call.cp is None:
                 out, max_logits = self._run(call)
             else:
-                out, max_logits = context_parallel.run(call, self.backend_name)
+                primitives = BACKENDS[self.backend_name].chunk_primitives
+                assert primitives is not None  # the table says cp
+                out, max_logits = context_parallel.run(call, primitives)
         if max_logits is not None and call.want_max_logits:
             self._remember(max_logits)
         return out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1])
@@ -313,7 +304,7 @@ class CoreAttention(torch.nn.Module):
         self.backend_name, self.options = backend, dict(options)
         try:
             self.selection = registry.check(backend, self._requirements())
-            self._run = _load(backend)
+            self._run = _function(backend)
         except ValueError:
             self.backend_name, self.options = before
             raise
@@ -353,14 +344,14 @@ class CoreAttention(torch.nn.Module):
         return f"backend={self.backend_name}, layer={self.layer_number}, window={self.window}"
 
 
-def _load(backend: str) -> Backend:
-    if backend not in FUNCTIONS:
+def _function(backend: str) -> Callable[[AttentionCall], Result]:
+    run = BACKENDS[backend].run
+    if run is None:
         raise ValueError(
             f"backend {backend!r} is a Megatron-Core module of its own; put "
             f"core_attention_spec({backend!r}) into the spec instead of CoreAttention"
         )
-    module, function = FUNCTIONS[backend]
-    return getattr(importlib.import_module(module), function)
+    return run
 
 
 def _reject_fp8(config: Any) -> None:

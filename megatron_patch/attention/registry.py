@@ -12,10 +12,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.backends.row import Capability
 from megatron_patch.attention.capabilities import (
-    BACKENDS,
     NOT_COMPENSATED,
-    Capability,
     LayerRequirements,
     Machine,
     unsupported,
@@ -250,11 +250,7 @@ def _here(name: str, machine: Machine) -> str:
     if row.package and row.package in machine.missing:
         return f"no {row.package}"
     if machine.sm is None and "cpu" not in row.devices:
-        return (
-            "interpreter"
-            if machine.triton_interpreter and name == "stable_flash"
-            else "needs a GPU"
-        )
+        return "interpreter" if machine.triton_interpreter and row.interpreted else "needs a GPU"
     if machine.sm is not None and machine.sm < row.min_sm:
         return f"needs sm_{row.min_sm[0]}{row.min_sm[1]}"
     return "yes"

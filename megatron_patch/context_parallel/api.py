@@ -20,7 +20,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -209,13 +209,15 @@ def context_parallel_attention(
         head_groups=head_groups,
         transfers=transfers,
     )
+    if backend not in BACKENDS:
+        raise _not_allowed("backend", backend, BACKENDS)
     return attend(
         q,
         k,
         v,
         options,
         ranks=ranks,
-        backend=backend,
+        primitives=BACKENDS[backend],
         sinks=sinks,
         dropout_seed=dropout_seed,
         cu_seqlens=cu_seqlens,
@@ -234,7 +236,7 @@ def attend(
     options: Options,
     *,
     ranks: ContextParallel,
-    backend: str = "stable_flash",
+    primitives: str,
     sinks: torch.Tensor | None = None,
     dropout_seed: int | torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
@@ -243,8 +245,16 @@ def attend(
     document_lengths: Sequence[int] | None = None,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`context_parallel_attention` with parsed options."""
-    _check_options(options, backend, ranks.gradient_wire, dropout_seed)
+    """`context_parallel_attention` with parsed options, by the chunk primitives of a module."""
+    if options.layout not in LAYOUTS:
+        raise _not_allowed("layout", options.layout, LAYOUTS)
+    if ranks.gradient_wire not in WIRES:
+        raise _not_allowed("gradient_wire", ranks.gradient_wire, WIRES)
+    if options.dropout_p > 0 and dropout_seed is None:
+        raise ContextParallelError(
+            "dropout_p is set without dropout_seed; every rank must pass the same seed, because "
+            "each computes its own part of one mask"
+        )
     comm = GroupCommunicator(ranks.group, transfers=ranks.transfers)
     levels = _levels(ranks, comm)
     for each in {id(c): c for c in (comm, *levels)}.values():
@@ -260,7 +270,7 @@ def attend(
         everyone=comm,
         levels=levels,
         mode=ranks.mode,
-        backend=backend,
+        primitives=primitives,
         packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
         wire=WIRES[ranks.gradient_wire],
         head_groups=ranks.head_groups,
@@ -281,7 +291,7 @@ def build(
     everyone: Communicator,
     levels: tuple[Communicator, Communicator],
     mode: str,
-    backend: str,
+    primitives: str,
     want_max_logits: bool = False,
     packed: Pack = (None, None, None, None),
     wire: torch.dtype | None = None,
@@ -322,7 +332,7 @@ def build(
     return Attention(
         options=options,
         want_max_logits=want_max_logits,
-        primitives=importlib.import_module(BACKENDS[backend]),
+        primitives=importlib.import_module(primitives),
         tokens=larger,
         exchange=HeadExchange(across, tokens, HeadSplit(across.size, heads, kv_heads)),
         movement=movement,
@@ -368,21 +378,10 @@ def _levels(ranks: ContextParallel, comm: GroupCommunicator) -> tuple[Communicat
     return across, along
 
 
-def _check_options(options: Options, backend: str, gradient_wire: str, dropout_seed: Any) -> None:
-    for name, value, allowed in (
-        ("layout", options.layout, LAYOUTS),
-        ("backend", backend, tuple(BACKENDS)),
-        ("gradient_wire", gradient_wire, tuple(WIRES)),
-    ):
-        if value not in allowed:
-            raise ContextParallelError(
-                f"{name} is {value!r}; allowed under context parallelism: {', '.join(allowed)}"
-            )
-    if options.dropout_p > 0 and dropout_seed is None:
-        raise ContextParallelError(
-            "dropout_p is set without dropout_seed; every rank must pass the same seed, because "
-            "each computes its own part of one mask"
-        )
+def _not_allowed(name: str, value: object, allowed: Iterable[str]) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name} is {value!r}; allowed under context parallelism: {', '.join(allowed)}"
+    )
 
 
 def _tokens(length: int, layout: str, size: int, packed: Pack) -> Tokens:

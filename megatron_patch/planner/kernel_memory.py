@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.stability.guard import TARGET
 
 if TYPE_CHECKING:
     from megatron_patch.planner.sizes import RankShapes
     from megatron_patch.schema.run import RunConfig
-
-FLOAT = 4
-REFERENCE_TILE = 32 * 2**20
-"""Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
 
 
 def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
@@ -26,39 +23,19 @@ def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
     """
     attention = run.attention
     residual = "bf16" if attention.residual == "default" else attention.residual
-    now = _kept(run, n, attention.backend, stabilizer=attention.stabilizer, residual=residual)
+    keys = _keys(run, n)
+    now = BACKENDS[attention.backend].saved_bytes(n, keys, attention.stabilizer, residual)
     if run.stability.guard != "switch":
         return now
     backend, options = TARGET
     kept = residual if attention.backend == backend else "bf16"
-    return max(now, _kept(run, n, backend, stabilizer=options["stabilizer"], residual=kept))
-
-
-def _kept(run: RunConfig, n: RankShapes, backend: str, *, stabilizer: str, residual: str) -> int:
-    """`kernel_bytes` of one backend.
-
-    ``stable_flash`` states it itself (`stable_attention.stabilizers`); the vendors' flash kernels
-    keep O and LSE; the unfused backends keep score matrices.
-    """
-    heads = n.T * n.q
-    if backend == "stable_flash":
-        from stable_attention.stabilizers import STABILIZERS
-
-        return heads * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
-    plain = heads * (n.w * n.dv + FLOAT)
-    keys = n.s * run.parallel.context_parallel_size
-    if backend == "mcore_local":
-        return plain + heads * keys * (3 * n.w)
-    if backend == "reference":
-        return plain + heads * n.dv * FLOAT  # O in float32 as well
-    return plain
+    return max(now, BACKENDS[backend].saved_bytes(n, keys, options["stabilizer"], kept))
 
 
 def score_bytes(run: RunConfig, n: RankShapes) -> int:
     """Score matrices an unfused backend works on in its backward pass, beside what it saved."""
-    scores = n.T * n.q * n.s * run.parallel.context_parallel_size
-    if run.attention.backend == "mcore_local":
-        return 4 * n.w * scores
-    if run.attention.backend == "reference":  # in tiles, between float32 dQ, dK, dV
-        return 5 * min(FLOAT * scores, REFERENCE_TILE) + 3 * FLOAT * n.T * n.q * n.d
-    return 0
+    return BACKENDS[run.attention.backend].score_bytes(n, _keys(run, n))
+
+
+def _keys(run: RunConfig, n: RankShapes) -> int:
+    return n.s * run.parallel.context_parallel_size

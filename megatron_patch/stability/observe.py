@@ -19,12 +19,11 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.stability.sampling import Geometry
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
-_CORE_NAMES = {"DotProductAttention": "mcore_local", "TEDotProductAttention": "te"}
-EXACT = ("reference", "mcore_local")
-"""Backends whose backward does not build delta from a stored 16-bit O."""
+_CORE_NAMES = {row.module[1]: row.name for row in BACKENDS.values() if row.module}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,17 @@ class Site:
     @property
     def stabilizer(self) -> str:
         """Numerics by name; empty where the backend has no choice."""
-        if self.backend != "stable_flash":
+        row = BACKENDS.get(self.backend)
+        if row is None or not row.stabilizers:
             return ""
         module: Any = self.module
         return str(module.options.get("stabilizer", "compensated"))
+
+    @property
+    def exact_delta(self) -> bool:
+        """Whether its backward does not build delta from a stored 16-bit O."""
+        row = BACKENDS.get(self.backend)
+        return row is not None and row.exact_delta
 
     @property
     def variant(self) -> str:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from megatron_cpu import tiny_run
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import BACKENDS, LayerRequirements, Machine, unsupported
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.capabilities import LayerRequirements, Machine, unsupported
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config.checks import attention as checks
 from megatron_patch.schema.model import MLAConfig, MTPConfig

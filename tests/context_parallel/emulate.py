@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_patch.context_parallel.api import Single, build
+from megatron_patch.context_parallel.api import BACKENDS, Single, build
 from megatron_patch.context_parallel.communicator import Communicator, Ticket, Transfer
 from megatron_patch.context_parallel.engine import Attention
 from megatron_patch.context_parallel.layout import shard, unshard
@@ -217,7 +217,7 @@ def emulate(
             everyone=everyone,
             levels=levels,
             mode=mode,
-            backend=backend,
+            primitives=BACKENDS[backend],
             want_max_logits=want_max_logits,
             packed=(cu_seqlens, cu_seqlens_padded, None, document_lengths),
             wire=wire,

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from emulate import Exchange, levels_of
 
 from megatron_patch.context_parallel.api import (
+    BACKENDS,
     ContextParallelError,
     build,
     check,
@@ -79,7 +80,7 @@ def test_shapes():
     everyone, levels = levels_of(Exchange(), 0, 2, "p2p", 1)
 
     def make(q, k, v, **options):
-        settings = {"backend": "reference", **options}
+        settings = {"primitives": BACKENDS["reference"], **options}
         return build(q, k, v, causal, everyone=everyone, levels=levels, mode="p2p", **settings)
 
     q, k, v = inputs()
@@ -113,8 +114,8 @@ def test_packs_are_checked_on_request(monkeypatch):
     def call(real, padded):
         cu = [torch.tensor(y, dtype=torch.int32) for y in (real, padded)]
         build(
-            x, x, x, causal, everyone=everyone, levels=levels, mode="p2p", backend="reference",
-            packed=(*cu, None, None),
+            x, x, x, causal, everyone=everyone, levels=levels, mode="p2p",
+            primitives=BACKENDS["reference"], packed=(*cu, None, None),
         )  # fmt: skip
 
     call([0, 5, 12], [0, 8, 16])

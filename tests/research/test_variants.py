@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import variants
 from run_config import run_config
 from variants import VARIANTS
 
-from megatron_patch.attention.backends import reference, stable
+from megatron_patch.attention.backends import BACKENDS, reference, stable
 from megatron_patch.attention.backends.call import AttentionCall
 from stable_attention.problem import Options
 
@@ -107,14 +106,14 @@ def test_setting_variants_reach_the_kernel(name: str, options: dict[str, str]) -
 
 def test_installing_changes_the_configured_backend_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config(attention={"backend": "reference"})
-    home = importlib.import_module("megatron_patch.attention.backends.reference")
-    monkeypatch.setattr(home, "run", home.run)  # puts it back afterwards
-    before, other = home.run, stable.run
+    before, other = BACKENDS["reference"], BACKENDS["stable_flash"]
+    monkeypatch.setitem(BACKENDS, "reference", before)  # puts it back afterwards
     variants.install("plain", run)
-    assert home.run is before
+    assert BACKENDS["reference"] is before
     variants.install("k_centered", run)
-    assert home.run is not before and stable.run is other
-    assert home.run.variant == "k_centered" and not hasattr(before, "variant")
+    after = BACKENDS["reference"].run
+    assert after is not before.run and BACKENDS["stable_flash"] is other
+    assert after.variant == "k_centered" and not hasattr(before.run, "variant")
     with pytest.raises(ValueError, match="it changes stable_flash"):
         variants.install("low_order_o", run)
     with pytest.raises(ValueError, match="it starts from 'none'"):

@@ -6,7 +6,6 @@ tensor-parallel rank; d, dv head dims of query/key and value; t packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,5 +36,3 @@ class AttentionCall:
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 """(output [sq, b, h, dv] or [t, h, dv]; float32 [h] maximum logits where they were asked for)."""
-
-Backend = Callable[[AttentionCall], Result]

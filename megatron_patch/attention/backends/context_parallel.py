@@ -7,8 +7,8 @@ from megatron_patch.attention.backends.reference import draw_seed
 from megatron_patch.context_parallel.api import attend
 
 
-def run(call: AttentionCall, backend: str) -> Result:
-    """Attention over the ranks of ``call.cp``.
+def run(call: AttentionCall, primitives: str) -> Result:
+    """Attention over the ranks of ``call.cp`` with the chunk primitives of a module.
 
     The dropout seed comes from the model-parallel stream, which is the same on the ranks of a
     context-parallel group.
@@ -20,7 +20,7 @@ def run(call: AttentionCall, backend: str) -> Result:
         call.v,
         call.options,
         ranks=call.cp,
-        backend=backend,
+        primitives=primitives,
         sinks=call.sinks,
         dropout_seed=draw_seed(call.q.device) if call.options.dropout_p > 0 else None,
         cu_seqlens=call.packed.get("cu_seqlens_q"),

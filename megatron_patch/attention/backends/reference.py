@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from megatron_patch.attention.backends.call import AttentionCall, Result
-from stable_attention.reference import reference_attention
+from megatron_patch.attention.backends.row import FLOAT, Backend, Shapes, flash_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_patch.attention.backends.call import AttentionCall, Result
+
+TILE = 32 * 2**20
+"""Bytes of one tile of scores in `stable_attention.reference` (its TILE_BYTES)."""
 
 
 def run(call: AttentionCall) -> Result:
@@ -14,6 +21,8 @@ def run(call: AttentionCall) -> Result:
     Raises:
         ValueError: padded packed sequences with a mask under which the padding would be seen.
     """
+    from stable_attention.reference import reference_attention
+
     options = call.options
     out = reference_attention(
         call.q,
@@ -42,6 +51,8 @@ def draw_seed(device: torch.device) -> torch.Tensor:
 
     Drawn inside the tracker's fork, recompute draws the same one again.
     """
+    import torch
+
     return torch.randint(0, 2**62, (), dtype=torch.int64, device=device)
 
 
@@ -57,3 +68,30 @@ def _starts(call: AttentionCall, name: str) -> torch.Tensor | None:
             "and no maximum logits on 'reference'; pack without padding or use 'stable_flash'"
         )
     return padded
+
+
+def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+    """O in float32 as well."""
+    return flash_bytes(n, keys, stabilizer, residual) + n.T * n.q * n.dv * FLOAT
+
+
+def _score_bytes(n: Shapes, keys: int) -> int:
+    """In tiles, between float32 dQ, dK, dV."""
+    return 5 * min(FLOAT * n.T * n.q * keys, TILE) + 3 * FLOAT * n.T * n.q * n.d
+
+
+BACKEND = Backend(
+    name="reference",
+    kernel="stable_attention.reference (blockwise float32 PyTorch)",
+    reason="exact float32 arithmetic anywhere; slow",
+    devices=("cuda", "cpu"),
+    dtypes=("bf16", "fp16", "fp32"),
+    head_dims=(1, 1 << 16, 1),
+    softcap=True,
+    cp=True,
+    run=run,
+    chunk_primitives="stable_attention.reference.chunks",
+    exact_delta=True,
+    saved_bytes=_saved_bytes,
+    score_bytes=_score_bytes,
+)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_patch.attention.backends.call import AttentionCall, Result
+from typing import TYPE_CHECKING
+
 from megatron_patch.attention.backends.reference import draw_seed
-from stable_attention.api import attend
+from megatron_patch.attention.backends.row import Backend, Shapes
+
+if TYPE_CHECKING:
+    from megatron_patch.attention.backends.call import AttentionCall, Result
+    from megatron_patch.schema.run import RunConfig
 
 
 def run(call: AttentionCall) -> Result:
     """Attention by `stable_attention`."""
+    from stable_attention.api import attend
+
     watched = call.observed is not None
     out = attend(
         call.q,
@@ -29,3 +36,52 @@ def run(call: AttentionCall) -> Result:
         if out[2].numel():
             call.observed["low"] = out[2]
     return out[0], out[1]
+
+
+def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+    from stable_attention.stabilizers import STABILIZERS
+
+    return n.T * n.q * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
+
+
+def warm(run: RunConfig) -> None:
+    """One forward and backward of the configured head dimensions on the current GPU."""
+    import torch
+
+    from stable_attention import stable_attention
+
+    m = run.model
+    heads = m.num_attention_heads // run.parallel.tensor_model_parallel_size
+    groups = (
+        m.num_query_groups or m.num_attention_heads
+    ) // run.parallel.tensor_model_parallel_size
+    head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
+    length = min(m.seq_length, 4096)
+    q, k, v = (
+        torch.randn(1, n, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (heads, max(groups, 1), max(groups, 1))
+    )
+    out = stable_attention(q, k, v, layout="bhsd", causal=True, stabilizer=run.attention.stabilizer)
+    assert isinstance(out, torch.Tensor)  # no LSE was asked for
+    out.sum().backward()
+    torch.cuda.synchronize()
+    print(f"warm-up: stable_flash, {heads} heads, {groups} KV heads, head dimension {head_dim}")
+
+
+BACKEND = Backend(
+    name="stable_flash",
+    kernel="stable_attention (Triton)",
+    reason="compensated numerics at flash speed",
+    min_sm=(8, 0),
+    softcap=True,
+    cp=True,
+    stabilizers=True,
+    package="stable_attention.api",
+    notes=("on a CPU only under Triton's interpreter (TRITON_INTERPRET=1)",),
+    run=run,
+    interpreted=True,
+    chunk_primitives="stable_attention.chunks",
+    switchable=True,
+    saved_bytes=_saved_bytes,
+    warm=warm,
+)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import BACKENDS, unsupported
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
