@@ -10,37 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.backends.row import Backend, Capability
+from megatron_patch.attention.backends.row import Backend, Capability, LayerRequirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class LayerRequirements:
-    """What one kind of layer asks of core attention."""
-
-    kind: str
-    """Layer kind as printed, e.g. ``self-attention`` or ``self-attention, window 128``."""
-    dtype: str
-    """``bf16``, ``fp16`` or ``fp32``: type of q, k and v."""
-    device: str
-    """``cuda`` or ``cpu``."""
-    head_dim: int
-    v_head_dim: int
-    heads: int
-    """Query heads of one tensor-parallel rank."""
-    kv_heads: int
-    """Key/value heads of one tensor-parallel rank."""
-    window: tuple[int, int] | None = None
-    sinks: bool = False
-    dropout: bool = False
-    thd: bool = False
-    deterministic: bool = False
-    max_logits: bool = False
-    cp: int = 1
-    mla: bool = False
-    stabilizer: str = "compensated"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

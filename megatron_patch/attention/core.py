@@ -32,7 +32,7 @@ from megatron.core.transformer.utils import (
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS, context_parallel
 from megatron_patch.attention.backends.call import AttentionCall, ContextParallel, Result
-from megatron_patch.attention.capabilities import LayerRequirements
+from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.context_parallel.api import check as check_context_parallel
 from stable_attention.problem import Options
 

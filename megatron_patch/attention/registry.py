@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.backends.row import Capability
+from megatron_patch.attention.backends.row import Capability, LayerRequirements
 from megatron_patch.attention.capabilities import (
     NOT_COMPENSATED,
-    LayerRequirements,
     Machine,
     unsupported,
 )

@@ -14,7 +14,8 @@ from megatron_cpu import tiny_run
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.capabilities import LayerRequirements, unsupported
+from megatron_patch.attention.backends.row import LayerRequirements
+from megatron_patch.attention.capabilities import unsupported
 
 pytestmark = pytest.mark.gpu
 S, B, HEADS, GROUPS = 192, 2, 8, 2

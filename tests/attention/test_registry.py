@@ -12,7 +12,8 @@ from megatron_cpu import tiny_run
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.capabilities import LayerRequirements, Machine, unsupported
+from megatron_patch.attention.backends.row import LayerRequirements
+from megatron_patch.attention.capabilities import Machine, unsupported
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config.checks import attention as checks
 from megatron_patch.schema.model import MLAConfig, MTPConfig

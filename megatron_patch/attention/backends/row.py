@@ -1,4 +1,4 @@
-"""The row of a backend: what it can do, and all that the other rooms ask of it.
+"""The row of a backend: what it can do, and all that the other rooms ask of it; what layers ask.
 
 A backend is one file in this folder with one row (two, where two kernels share the code). Files of
 rows import torch inside their functions only, so that configurations can be checked anywhere.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megatron_patch.attention.backends.call import AttentionCall, Result
-    from megatron_patch.attention.capabilities import LayerRequirements
     from megatron_patch.schema.run import RunConfig
 
 FLOAT = 4
@@ -39,6 +38,33 @@ def flash_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
 def no_scores(n: Shapes, keys: int) -> int:
     """Bytes of scores a flash kernel writes: none."""
     return 0
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class LayerRequirements:
+    """What one kind of layer asks of core attention."""
+
+    kind: str
+    """Layer kind as printed, e.g. ``self-attention`` or ``self-attention, window 128``."""
+    dtype: str
+    """``bf16``, ``fp16`` or ``fp32``: type of q, k and v."""
+    device: str
+    """``cuda`` or ``cpu``."""
+    head_dim: int
+    v_head_dim: int
+    heads: int
+    """Query heads of one tensor-parallel rank."""
+    kv_heads: int
+    """Key/value heads of one tensor-parallel rank."""
+    window: tuple[int, int] | None = None
+    sinks: bool = False
+    dropout: bool = False
+    thd: bool = False
+    deterministic: bool = False
+    max_logits: bool = False
+    cp: int = 1
+    mla: bool = False
+    stabilizer: str = "compensated"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

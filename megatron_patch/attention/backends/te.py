@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatron_patch.attention.backends.row import Backend
+from megatron_patch.attention.backends.row import Backend, LayerRequirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from megatron_patch.attention.capabilities import LayerRequirements
 
 _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
