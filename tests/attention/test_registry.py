@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.attention.capabilities import Machine, unsupported
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config.checks import attention as checks
+from megatron_patch.schema.attention import BackendName
 from megatron_patch.schema.model import MLAConfig, MTPConfig
 from stable_attention.stabilizers import STABILIZERS
 
@@ -235,3 +237,16 @@ def test_table_has_a_row_for_every_backend_and_says_what_runs_here():
     assert lines[0].split()[0] == "backend" and lines[0].rstrip().endswith("here")
     assert [line.split()[0] for line in lines[1 : 1 + len(BACKENDS)]] == list(BACKENDS)
     assert lines[1 + list(BACKENDS).index("reference")].endswith("yes")
+
+
+def test_a_row_is_whole_and_every_name_of_the_schema_has_one():
+    """What other rooms ask of a row: one file a backend, no list of names elsewhere."""
+    assert set(get_args(BackendName)) == set(BACKENDS)
+    for name, row in BACKENDS.items():
+        assert row.name == name and (row.run is None) != (row.module is None)
+        assert not row.chunk_primitives or (row.cp and row.run)
+        assert not row.switchable or row.run  # the guard exchanges functions
+    from megatron_patch.context_parallel.api import BACKENDS as PRIMITIVES
+
+    ours = {name: row.chunk_primitives for name, row in BACKENDS.items() if row.chunk_primitives}
+    assert ours == PRIMITIVES
