@@ -209,7 +209,7 @@ def context_parallel_attention(
         head_groups=head_groups,
         transfers=transfers,
     )
-    if backend not in BACKENDS:
+    if backend not in tuple(BACKENDS):
         raise _not_allowed("backend", backend, BACKENDS)
     return attend(
         q,
@@ -248,7 +248,7 @@ def attend(
     """`context_parallel_attention` with parsed options, by the chunk primitives of a module."""
     if options.layout not in LAYOUTS:
         raise _not_allowed("layout", options.layout, LAYOUTS)
-    if ranks.gradient_wire not in WIRES:
+    if ranks.gradient_wire not in tuple(WIRES):
         raise _not_allowed("gradient_wire", ranks.gradient_wire, WIRES)
     if options.dropout_p > 0 and dropout_seed is None:
         raise ContextParallelError(
