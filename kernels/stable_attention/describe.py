@@ -103,7 +103,9 @@ def describe(
 
 
 # Keywords of a call beside its `Options`, but for those that chunks do without or have apart.
-OF_TENSORS = tuple(name for name in describe.__kwdefaults__ if name not in ("sinks", "positions"))
+OF_TENSORS = tuple(
+    name for name in describe.__kwdefaults__ or () if name not in ("sinks", "positions")
+)
 
 
 def check_rank(name: str, x: object, layout: str) -> None:

@@ -179,7 +179,7 @@ def constant(x: N) -> N:
         return x
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-    return guard_scalar(x)
+    return guard_scalar(x)  # type: ignore[return-value]
 
 
 def remembered(function: Callable[P, R]) -> Callable[P, R]:
