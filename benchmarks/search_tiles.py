@@ -25,10 +25,9 @@ from machine import describe, interval
 
 from stable_attention import aot, configs
 from stable_attention.configs import Tile
-from stable_attention.problem import Problem
+from stable_attention.problem import Extras, Problem
 from stable_attention.triton.backward import launch_dkdv, launch_dq
 from stable_attention.triton.forward import forward
-from stable_attention.triton.options import Extras
 
 TABLE = Path(configs.__file__).with_name("configs.json")
 # bm,bn,warps,stages; C75xx and heavy spills were dropped with stable_attention.aot beforehand.

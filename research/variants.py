@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from megatron_patch.attention.backends.call import Backend, Call, Result
+    from megatron_patch.attention.backends.call import AttentionCall, Result
     from megatron_patch.schema.run import RunConfig
+
+    Function = Callable[[AttentionCall], Result]
 
 
 class VariantError(ValueError):
@@ -33,7 +34,7 @@ class Variant:
 
     meaning: str
     """What is computed, one line, for tables."""
-    wrap: Callable[[Backend], Backend] | None
+    wrap: Callable[[Function], Function] | None
     """From the backend's function to the changed one; None: unchanged."""
     backends: tuple[str, ...] = ("stable_flash", "sdpa_flash", "sdpa_cudnn", "reference")
     """Values of ``attention.backend`` it can be applied to."""
@@ -59,19 +60,21 @@ class Variant:
         return found
 
 
-def _options(**options: Any) -> Callable[[Backend], Backend]:
+def _options(**options: Any) -> Callable[[Function], Function]:
     """A variant that is a setting of `stable_attention` outside its named stabilizers."""
 
-    def wrap(run: Backend) -> Backend:
-        def changed(call: Call) -> Result:
-            return run(dataclasses.replace(call, options=call.options | options))
+    def wrap(run: Function) -> Function:
+        def changed(call: AttentionCall) -> Result:
+            return run(
+                dataclasses.replace(call, options=dataclasses.replace(call.options, **options))
+            )
 
         return changed
 
     return wrap
 
 
-def center_keys(run: Backend) -> Backend:
+def center_keys(run: Function) -> Function:
     """K - mean over tokens, per sequence and head.
 
     The scores of a row all move by the same amount, so the softmax is what it was (but for the
@@ -81,20 +84,20 @@ def center_keys(run: Backend) -> Backend:
     run's: an observer gets none, and computes its own.
     """
 
-    def changed(call: Call) -> Result:
+    def changed(call: AttentionCall) -> Result:
         import torch
 
         with torch.no_grad():
             mean = call.k.float().mean(0, keepdim=True)
         result = run(dataclasses.replace(call, k=_minus(call.k, mean)))
-        if call.held is not None:
-            call.held.pop("max_logits", None)
+        if call.observed is not None:
+            call.observed.pop("max_logits", None)
         return result
 
     return changed
 
 
-def center_values(run: Backend) -> Backend:
+def center_values(run: Function) -> Function:
     """V - c and O + c, with c the mean of O over tokens, per sequence and query head.
 
     Rows of P sum to one, so O is what it was. The O that is stored in 16 bits and read back for
@@ -103,7 +106,7 @@ def center_values(run: Backend) -> Backend:
     query heads. O - c is rounded to 16 bits before c is added.
     """
 
-    def changed(call: Call) -> Result:
+    def changed(call: AttentionCall) -> Result:
         import torch
 
         if call.q.shape[2] != call.v.shape[2]:
@@ -112,13 +115,13 @@ def center_values(run: Backend) -> Backend:
                 "needs as many of both (remove model.num_query_groups)"
             )
         with torch.no_grad():
-            first = run(dataclasses.replace(call, want_max_logits=False, held=None))[0]
+            first = run(dataclasses.replace(call, want_max_logits=False, observed=None))[0]
             mean = first.float().mean(0, keepdim=True)
-        held: dict[str, torch.Tensor] | None = None if call.held is None else {}
-        out, top = run(dataclasses.replace(call, v=_minus(call.v, mean), held=held))
-        if call.held is not None and held and "max_logits" in held:
+        held: dict[str, torch.Tensor] | None = None if call.observed is None else {}
+        out, top = run(dataclasses.replace(call, v=_minus(call.v, mean), observed=held))
+        if call.observed is not None and held and "max_logits" in held:
             # The low-order part is that of O - c, which an observer would add to O.
-            call.held["max_logits"] = held["max_logits"]
+            call.observed["max_logits"] = held["max_logits"]
         return (out.float() + mean).to(out.dtype), top
 
     return changed
@@ -128,25 +131,31 @@ def _minus(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return (x.float() - mean).to(x.dtype)
 
 
-def float32_attention(run: Backend) -> Backend:
+def float32_attention(run: Function) -> Function:
     """Attention in float32 from the same BF16 q, k, v: products of split P and dS.
 
     O is rounded to 16 bits for the output projection only; the backward reads it in float32. On
     the CPU the blockwise reference does the same.
     """
 
-    def changed(call: Call) -> Result:
+    def changed(call: AttentionCall) -> Result:
         if call.q.device.type != "cuda":
             return run(call)
         from split_products import split_product_attention
 
-        if call.window is not None or call.sinks is not None:
+        options = call.options
+        if max(options.window_left, options.window_right) > 0 or call.sinks is not None:
             raise ValueError(
                 "fp32_attention is full attention without window or sinks: remove them from the "
                 "model"
             )
         out = split_product_attention(
-            call.q, call.k, call.v, layout=call.layout, causal=call.causal, scale=call.scale
+            call.q,
+            call.k,
+            call.v,
+            layout=options.layout,
+            causal=options.causal,
+            scale=options.scale,
         )
         return out, None
 
@@ -192,7 +201,7 @@ def install(name: str, run: RunConfig) -> None:
     Raises:
         VariantError: no such variant, or it does not fit the configuration.
     """
-    from megatron_patch.attention.core import FUNCTIONS
+    from megatron_patch.attention.backends import BACKENDS
 
     if name not in VARIANTS:
         raise VariantError(f"variant {name!r} is not known; there are {', '.join(VARIANTS)}")
@@ -202,9 +211,8 @@ def install(name: str, run: RunConfig) -> None:
         raise VariantError(f"variant {name!r} does not fit: {'; '.join(unmet)}")
     if variant.wrap is None:
         return
-    module, function = FUNCTIONS[run.attention.backend]
-    home = importlib.import_module(module)
-    plain = getattr(home, function)
-    changed = functools.wraps(plain)(variant.wrap(plain))
+    row = BACKENDS[run.attention.backend]
+    assert row.run is not None  # those of `Variant.backends` have one
+    changed = functools.wraps(row.run)(variant.wrap(row.run))
     changed.variant = name  # type: ignore[attr-defined]  # captures name it: stability.observe
-    setattr(home, function, changed)
+    BACKENDS[row.name] = dataclasses.replace(row, run=changed)

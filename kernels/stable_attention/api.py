@@ -7,20 +7,13 @@ bhsd [b, h, s, d], thd [t, h, d] (packed sequences described by cu_seqlens).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from stable_attention import ops
-from stable_attention.arguments import (
-    AttentionArgumentError,
-    check_broken,
-    check_dynamic,
-    check_flags,
-    check_offsets,
-    check_seed,
-    check_unserved,
-    show,
-)
-from stable_attention.problem import Problem, describe
+from stable_attention.describe import describe
+from stable_attention.problem import AttentionArgumentError, Options, check_unserved, flag
 
 
 def stable_attention(
@@ -115,103 +108,69 @@ def stable_attention(
         RuntimeError: in forward-mode AD and, from the gradients, in second derivatives.
     """
     check_unserved(attn_mask=attn_mask, bias=bias, alibi_slopes=alibi_slopes)
-    check_flags(
-        allow_broken=allow_broken,
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_residual=return_residual,
-    )
-    check_broken(stabilizer, allow_broken)
-    problem = describe(
-        q,
-        k,
-        v,
+    options = Options.of(
         layout=layout,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
         causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
-        sinks=sinks,
         dropout_p=dropout_p,
-        stabilizer=stabilizer,
-        residual=residual,
-        deterministic=deterministic,
-    )
-    _check_device(q)
-    check_padded(problem, cu_seqlens_q_padded, cu_seqlens_k_padded, device=q.device)
-    batch_offset, head_offset = check_offsets(batch_offset, head_offset)
-    beta, eps = check_dynamic(beta, eps)
-    check_seed(dropout_seed)
-    out, lse, low, max_logits, _ = ops.attention(
-        q,
-        k,
-        v,
-        _sink_logits(sinks, problem.heads, q.device),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        cu_seqlens_q_padded,
-        cu_seqlens_k_padded,
-        dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None,
-        layout=layout,
-        max_seqlen_q=problem.sq,
-        max_seqlen_k=problem.sk,
-        scale=problem.scale,
-        window_left=problem.window_left,
-        window_right=problem.window_right,
-        softcap=problem.softcap,
-        dropout_p=problem.dropout_p,
         batch_offset=batch_offset,
         head_offset=head_offset,
         stabilizer=stabilizer,
         residual=residual,
         beta=beta,
         eps=eps,
-        deterministic=bool(deterministic),
-        with_max_logits=bool(return_max_logits),
-        with_lse=bool(return_lse),
+        deterministic=deterministic,
+        allow_broken=allow_broken,
     )
-    extra = [
-        x
-        for wanted, x in (
-            (return_lse, lse),
-            (return_max_logits, max_logits),
-            (return_residual, low),
-        )
-        if wanted
-    ]
-    return (out, *extra) if extra else out
+    return attend(
+        q,
+        k,
+        v,
+        options,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_residual=return_residual,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_k_padded=cu_seqlens_k_padded,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_seed=dropout_seed,
+    )
 
 
-def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> torch.Tensor:
-    """The dropout seed as an int64 scalar on ``like``'s device, without a device sync."""
-    if seed is None:
-        return torch.randint(0, 2**62, (), dtype=torch.int64, device=like.device)
-    if not isinstance(seed, torch.Tensor):
-        return torch.full((), check_seed(seed), dtype=torch.int64, device=like.device)
-    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != like.device:
-        raise AttentionArgumentError(
-            "dropout_seed",
-            f"a {seed.dtype} tensor of {seed.numel()} elements on {seed.device}",
-            f"None, an int or an int64 scalar tensor on {like.device}",
-            "The kernel reads it on the device.",
-        )
-    return seed
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    *,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_residual: bool = False,
+    **given: Any,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """`stable_attention` with parsed options; ``given`` are the other keywords of `describe`."""
+    wanted = (
+        flag("return_lse", return_lse),
+        flag("return_max_logits", return_max_logits),
+        flag("return_residual", return_residual),
+    )
+    problem, extras = describe(q, k, v, options, **given)
+    check_device(q)
+    out, lse, low, max_logits, _ = ops.attention(
+        problem, q, k, v, extras, with_max_logits=wanted[1], with_lse=wanted[0]
+    )
+    also = [x for asked, x in zip(wanted, (lse, max_logits, low), strict=True) if asked]
+    return (out, *also) if also else out
 
 
-def _sink_logits(
-    sinks: torch.Tensor | str | None, heads: int, device: torch.device
-) -> torch.Tensor | None:
-    """Sinks that `describe` has seen as a contiguous tensor [h]."""
-    if isinstance(sinks, str):
-        return torch.zeros(heads, dtype=torch.float32, device=device)
-    return None if sinks is None else sinks.contiguous()
-
-
-def _check_device(q: torch.Tensor) -> None:
+def check_device(q: torch.Tensor) -> None:
+    """`AttentionArgumentError` unless the kernels run where q is."""
     if q.device.type == "cuda" or ops.interpreting():
         return
     raise AttentionArgumentError(
@@ -221,33 +180,3 @@ def _check_device(q: torch.Tensor) -> None:
         "Move the tensors to a GPU; to try the kernels on a CPU set TRITON_INTERPRET=1 before "
         "stable_attention is imported; for exact CPU results use stable_attention.reference.",
     )
-
-
-def check_padded(
-    problem: Problem,
-    q_starts: torch.Tensor | None,
-    k_starts: torch.Tensor | None,
-    *,
-    device: torch.device,
-) -> None:
-    """`AttentionArgumentError` unless the kernels can read where sequences start."""
-    for name, x in (("cu_seqlens_q_padded", q_starts), ("cu_seqlens_k_padded", k_starts)):
-        if x is None:
-            continue
-        tensor = isinstance(x, torch.Tensor)
-        ok = (
-            tensor
-            and problem.varlen
-            and x.dim() == 1
-            and x.dtype == torch.int32
-            and x.device == device
-        )
-        if not (ok and x.is_contiguous() and x.numel() >= problem.batch):
-            raise AttentionArgumentError(
-                name,
-                f"{show(x)}{f' with strides {x.stride()}' if tensor else ''} with layout "
-                f"{problem.layout!r}",
-                f"a contiguous int32 tensor of at least {problem.batch} starts on {device}, with "
-                "layout 'thd'",
-                "Leave it out where sequences lie back to back.",
-            )

@@ -21,109 +21,48 @@ from __future__ import annotations
 import torch
 
 from stable_attention import dispatch
-from stable_attention.api import _check_device, check_padded, dropout_seed_tensor
-from stable_attention.arguments import (
-    AttentionArgumentError,
-    check_dropout,
-    check_dynamic,
-    check_offsets,
-    check_seed,
-    choose,
-    integer,
-    require,
-    show,
-)
-from stable_attention.problem import (
+from stable_attention.api import check_device
+from stable_attention.describe import (
     DTYPES,
-    LAYOUTS,
-    MAX_LENGTH,
+    OF_TENSORS,
     Position,
-    Problem,
     check_rank,
     check_token_stride,
     describe,
-    dims,
-    readable,
-    row_shape,
+)
+from stable_attention.layouts import LAYOUTS, dims, readable, row_shape
+from stable_attention.problem import (
+    AttentionArgumentError,
+    Extras,
+    Options,
+    Problem,
+    choose,
+    require,
+    show,
 )
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
-from stable_attention.triton.options import Extras
-
-
-def _positions(
-    q_position: Position, k_position: Position, problem: Problem, device: torch.device
-) -> dict[str, object]:
-    """Position arguments of `Extras`: two ints, or two int32 tensors [b]."""
-    given = (q_position, k_position)
-    if not any(isinstance(p, torch.Tensor) for p in given):
-        for name, p, length in zip(
-            ("q_position", "k_position"), given, (problem.sq, problem.sk), strict=True
-        ):
-            if not 0 <= int(p) <= MAX_LENGTH - length:
-                allowed = f"0 <= position <= {MAX_LENGTH} - {length} (the length)"
-                raise AttentionArgumentError(name, p, allowed, "It is global.")
-        return {"pos_q": int(q_position), "pos_k": int(k_position)}
-    tensors = []
-    for name, p in zip(("q_position", "k_position"), given, strict=True):
-        x = p if isinstance(p, torch.Tensor) else torch.full_like(_first_tensor(given), p)
-        if x.dtype != torch.int32 or x.shape != (problem.batch,) or x.device != device:
-            raise AttentionArgumentError(
-                name,
-                f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}",
-                f"an int, or an int32 tensor of shape ({problem.batch},) on {device}",
-                "One global position a sequence.",
-            )
-        tensors.append(x.contiguous())
-    return {"pos_q_tensor": tensors[0], "pos_k_tensor": tensors[1]}
-
-
-_POSITION = "an int, or an int32 tensor of a position a sequence"
-
-
-def _first_tensor(given: tuple[Position, Position]) -> torch.Tensor:
-    return next(p for p in given if isinstance(p, torch.Tensor))
 
 
 def _describe(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: tuple[Position, Position],
+    named: dict,
 ) -> tuple[Problem, Extras]:
-    """Problem and extras of a chunk call; ``options`` are the keywords of `chunk_forward`."""
-    sinks = options.pop("sinks", None)
-    require(sinks is None, "sinks", "given", "None", "They join once, in finish_chunks.")
-    dropout_p = check_dropout(options.get("dropout_p", 0.0))
-    seed = options.pop("dropout_seed", None)
-    check_seed(seed)
-    if dropout_p > 0 and seed is None:
+    """Problem and extras of a pair of chunks; ``named`` are the keywords of `chunk_forward`."""
+    sinks, remedy = named.pop("sinks", None), "They join once, in finish_chunks."
+    require(sinks is None, "sinks", "given", "None", remedy)
+    given = {name: named.pop(name) for name in OF_TENSORS if name in named}
+    options = Options.of(allow_broken=True, **named)
+    if options.dropout_p > 0 and given.get("dropout_seed") is None:
         raise AttentionArgumentError(
             "dropout_seed", None, "an int or an int64 tensor", "All chunks must share one seed."
         )
-    q_position, k_position = (
-        p if isinstance(p, torch.Tensor) else integer(name, p, _POSITION, "It is global.")
-        for name, p in ((x, options.pop(x)) for x in ("q_position", "k_position"))
-    )
-    batch, head = check_offsets(options.pop("batch_offset", 0), options.pop("head_offset", 0))
-    beta, eps = check_dynamic(options.pop("beta", 2.0), options.pop("eps", 1e-3))
-    small = {
-        "start_q": options.pop("cu_seqlens_q_padded", None),
-        "start_k": options.pop("cu_seqlens_k_padded", None),
-        "batch_offset": batch,
-        "head_offset": head,
-        "beta": beta,
-        "eps": eps,
-    }
-    problem = describe(q, k, v, **options, positions=(q_position, k_position))
-    _check_device(q)
-    check_padded(problem, small["start_q"], small["start_k"], device=q.device)
-    extras = Extras(
-        seed=dropout_seed_tensor(seed, q) if dropout_p > 0 else None,
-        cu_q=options.get("cu_seqlens_q"),
-        cu_k=options.get("cu_seqlens_k"),
-        chunked=True,
-        **_positions(q_position, k_position, problem, q.device),  # type: ignore[arg-type]
-        **small,
-    )
-    return problem, extras
+    found = describe(q, k, v, options, positions=positions, **given)
+    check_device(q)
+    return found
 
 
 @dispatch.on_device
@@ -158,10 +97,8 @@ def chunk_forward(
         AttentionArgumentError: as `stable_attention`, and for sinks. The other functions here raise
             it for tensors whose shapes, dtypes or devices do not belong together.
     """
-    problem, extras = _describe(
-        q, k, v, options | {"layout": layout, "q_position": q_position, "k_position": k_position}
-    )
-    kernels = dispatch.select(problem, q.device, chunked=True)
+    problem, extras = _describe(q, k, v, (q_position, k_position), options | {"layout": layout})
+    kernels = dispatch.select(problem, q.device)
     result = kernels.forward(
         problem,
         q,
@@ -305,8 +242,9 @@ def chunk_delta(
         tk=s,
         scale=1.0,
         has_sinks=sinks is not None,
+        chunked=True,
     )
-    kernels = dispatch.select(problem, out.device, chunked=True)
+    kernels = dispatch.select(problem, out.device)
     delta, dsinks = kernels.preprocess(
         problem,
         dout,
@@ -343,9 +281,7 @@ def chunk_backward(
         dq, dk, dv: float32, laid out like q, k, v; views allowed.
         **options: the same as in the `chunk_forward` of this pair.
     """
-    problem, extras = _describe(
-        q, k, v, options | {"layout": layout, "q_position": q_position, "k_position": k_position}
-    )
+    problem, extras = _describe(q, k, v, (q_position, k_position), options | {"layout": layout})
     _check_like("dout", dout, (*q.shape[:-1], v.shape[-1]), q)
     _check_rows("lse", lse, layout, q)
     _check_rows("delta", delta, layout, q)
@@ -361,7 +297,7 @@ def chunk_backward(
         check_token_stride(name, x, layout)
     if lse.stride() != delta.stride() or lse.stride(-1) != 1:
         lse, delta = lse.contiguous(), delta.contiguous()
-    kernels = dispatch.select(problem, q.device, chunked=True)
+    kernels = dispatch.select(problem, q.device)
     kernels.backward(
         problem,
         readable(dout, layout),

@@ -95,7 +95,7 @@ KERNEL_SETS = (
 )
 
 
-def needs(problem: Problem, *, chunked: bool = False) -> Iterator[str]:
+def needs(problem: Problem) -> Iterator[str]:
     """The features of `FEATURES` that a problem uses."""
     flags = {
         "causal": problem.window_right == 0,
@@ -107,20 +107,20 @@ def needs(problem: Problem, *, chunked: bool = False) -> Iterator[str]:
         "gqa": problem.group > 1,
         "different v head dim": problem.d != problem.dv,
         "deterministic": problem.deterministic,
-        "chunks": chunked,
+        "chunks": problem.chunked,
         "causal, sq != sk": problem.window_right == 0 and problem.sq != problem.sk,
         problem.stabilizer: True,
     }
     return (name for name, used in flags.items() if used)
 
 
-def select(problem: Problem, device: torch.device, *, chunked: bool = False) -> KernelSet:
+def select(problem: Problem, device: torch.device) -> KernelSet:
     """The first kernel set that serves the problem on the device's architecture.
 
     Raises `AttentionArgumentError` with what every set lacks.
     """
     arch = configs.arch_of(device)
-    wanted = set(needs(problem, chunked=chunked))
+    wanted = set(needs(problem))
     lacks = []
     for row in KERNEL_SETS:
         missing = sorted(wanted - row.features)

@@ -14,21 +14,22 @@ KV-cache function.
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from stable_attention.api import dropout_seed_tensor, stable_attention
-from stable_attention.arguments import (
+from stable_attention.api import attend
+from stable_attention.describe import check_rank, describe, dropout_seed_tensor
+from stable_attention.layouts import MAX_HEAD_DIM
+from stable_attention.problem import (
     AttentionArgumentError,
-    check_dropout,
+    Options,
     check_unserved,
     integer,
     require,
     show,
 )
-from stable_attention.problem import MAX_HEAD_DIM, check_rank, describe
-from stable_attention.triton.options import Extras
 from stable_attention.triton.probabilities import scores_and_mask
 
 Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -97,15 +98,14 @@ def _unpack(name: str, x: torch.Tensor, axis: int, count: int) -> tuple[torch.Te
 
 
 def _signed_probabilities(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor, options: dict
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **given: Any
 ) -> torch.Tensor:
     """S_dmask [b, h, sq, sk] in q's dtype, lengths rounded up to 128.
 
     exp(score - m), negative where dropped, with m the running maximum of a kernel that visits key
     blocks from last to first, which is what FlashAttention's tests undo.
     """
-    problem = describe(q, k, v, **options)
-    extras = Extras(seed=seed, cu_q=options.get("cu_seqlens_q"), cu_k=options.get("cu_seqlens_k"))
+    problem, extras = describe(q, k, v, options, **given)
     scores, keep = scores_and_mask(problem, q, k, extras)
     block = _get_block_size_n(q.device, problem.d, True, problem.window_right == 0)
     columns = -problem.sk % 128
@@ -131,37 +131,30 @@ def _attend(
     softcap: float,
     deterministic: bool,
     return_attn_probs: bool,
-    **packed: object,
+    **packed: Any,
 ) -> Outputs:
     layout = "thd" if packed else "bshd"
     d, dv = _head_dims(q, k, v, layout)
     q, k, v = _pad(q), _pad(k), _pad(v)
-    options: dict = {
-        "layout": layout,
-        "causal": causal,
-        "window": _window(window_size),
-        "scale": d**-0.5 if softmax_scale is None else softmax_scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        **packed,
-    }
-    seed = dropout_seed_tensor(None, q) if check_dropout(dropout_p) > 0 else None
-    result = stable_attention(
-        q,
-        k,
-        v,
-        dropout_seed=seed,
+    options = Options.of(
+        layout=layout,
+        causal=causal,
+        window=_window(window_size),
+        scale=d**-0.5 if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
-        **options,
     )
+    seed = dropout_seed_tensor(None, q) if options.dropout_p > 0 else None
+    given = packed | {"dropout_seed": seed}
+    result = attend(q, k, v, options, return_lse=return_attn_probs, **given)
     if isinstance(result, torch.Tensor):
         return result[..., :dv]
     out, lse = result[0][..., :dv], result[1]
     if seed is None:
         return out, lse, None
     with torch.no_grad():
-        return out, lse, _signed_probabilities(q, k, v, seed, options)
+        return out, lse, _signed_probabilities(q, k, v, options, **given)
 
 
 def flash_attn_func(

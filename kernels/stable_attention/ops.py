@@ -4,8 +4,11 @@ Both have fake implementations and the forward has an autograd rule, so torch.co
 fullgraph=True, activation checkpointing, CUDA graphs and torch.library.opcheck work. Nothing here
 reads a device value. `attention` is the only caller of the forward operator.
 
+Both take tensors, the two lengths (symbolic under torch.compile) and ``spec``, the text of all
+options (`Problem.encode`).
+
 They are registered key by key: ``torch.library.custom_op`` walks the schema in Python on every
-call, which costs 140 us with 25 arguments where this costs 25 (and short sequences take as long).
+call, which takes several times as long (and short sequences take as long as a call of either).
 Where nothing would see the operators (`_unseen`), the dispatcher is left out: two trips through it
 a pass, each with all arguments, are a good part of this library's own time for a call
 (docs/kernels.md).
@@ -16,7 +19,6 @@ divided by their sum), O's low-order part, and the small tensors of the call.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +26,10 @@ import torch
 from torch.autograd import forward_ad
 
 from stable_attention import dispatch
+from stable_attention.layouts import readable
 from stable_attention.pieces import joined
-from stable_attention.problem import Problem, dims, readable
+from stable_attention.problem import Extras, Problem, options_of
 from stable_attention.triton.forward import allocate, forward_kernel
-from stable_attention.triton.options import Extras
 from stable_attention.triton.results import new_gradients
 
 # Decided when the kernels are decorated, that is at import.
@@ -37,40 +39,6 @@ _INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"
 def interpreting() -> bool:
     """Whether Triton's CPU interpreter runs the kernels (TRITON_INTERPRET=1 at import)."""
     return _INTERPRETING
-
-
-def _problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_q: torch.Tensor | None,
-    *,
-    layout: str,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: object,
-) -> Problem:
-    """The `Problem` of an operator call whose arguments `problem.describe` has already seen."""
-    batch, lq, heads, d = dims(q, layout)
-    _, lk, kv_heads, _ = dims(k, layout)
-    packed = layout == "thd"
-    assert not packed or cu_q is not None
-    return Problem(
-        layout=layout,
-        dtype=q.dtype,
-        batch=cu_q.shape[0] - 1 if packed and cu_q is not None else batch,
-        sq=max_seqlen_q,
-        sk=max_seqlen_k,
-        heads=heads,
-        kv_heads=kv_heads,
-        d=d,
-        dv=v.shape[-1],
-        tq=lq if packed else batch * lq,
-        tk=lk if packed else batch * lk,
-        has_sinks=sinks is not None,
-        **options,  # type: ignore[arg-type]
-    )
 
 
 def _forward(
@@ -83,21 +51,9 @@ def _forward(
     start_q: torch.Tensor | None,
     start_k: torch.Tensor | None,
     seed: torch.Tensor | None,
-    layout: str,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    batch_offset: int,
-    head_offset: int,
-    stabilizer: str,
-    residual: str,
-    beta: float,
-    eps: float,
-    deterministic: bool,
+    sq: int,
+    sk: int,
+    spec: str,
     with_max_logits: bool,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,36 +61,8 @@ def _forward(
 
     See `api.stable_attention` and `triton.results`: of the two LSE one may be empty.
     """
-    problem = _problem(
-        q,
-        k,
-        v,
-        sinks,
-        cu_q,
-        layout=layout,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        stabilizer=stabilizer,
-        residual=residual,
-        deterministic=deterministic,
-    )
-    extras = Extras(
-        sinks=sinks,
-        seed=seed,
-        cu_q=cu_q,
-        cu_k=cu_k,
-        start_q=start_q,
-        start_k=start_k,
-        batch_offset=batch_offset,
-        head_offset=head_offset,
-        beta=beta,
-        eps=eps,
-    )
+    problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
+    extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
     result = dispatch.select(problem, q.device).forward(
         problem, q, k, v, extras=extras, with_max_logits=with_max_logits, with_lse=with_lse
     )
@@ -142,23 +70,9 @@ def _forward(
 
 
 def _forward_fake(
-    q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, layout, max_seqlen_q, max_seqlen_k,
-    scale, window_left, window_right, softcap, dropout_p, batch_offset, head_offset,
-    stabilizer, residual, beta, eps, deterministic, with_max_logits, with_lse,
-):  # fmt: skip
-    problem = _problem(
-        q,
-        k,
-        v,
-        sinks,
-        cu_q,
-        layout=layout,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        stabilizer=stabilizer,
-        residual=residual,
-    )
+    q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, sq, sk, spec, with_max_logits, with_lse
+):
+    problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
     result = allocate(
         problem, q.device, out_dtype=q.dtype, with_max_logits=with_max_logits, with_lse=with_lse
     )
@@ -168,31 +82,21 @@ def _forward_fake(
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     low: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     sinks: torch.Tensor | None,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     start_q: torch.Tensor | None,
     start_k: torch.Tensor | None,
     seed: torch.Tensor | None,
-    layout: str,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    batch_offset: int,
-    head_offset: int,
-    stabilizer: str,
-    residual: str,
-    deterministic: bool,
+    sq: int,
+    sk: int,
+    spec: str,
     together: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV, dSinks); dSinks is empty without sinks.
@@ -200,34 +104,8 @@ def _backward(
     With ``together`` the first is the buffer of all three, side by side along the head dim, and
     the next two are empty; q, k and v then have the same tokens and heads.
     """
-    problem = _problem(
-        q,
-        k,
-        v,
-        sinks,
-        cu_q,
-        layout=layout,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        stabilizer=stabilizer,
-        residual=residual,
-        deterministic=deterministic,
-    )
-    extras = Extras(
-        sinks=sinks,
-        seed=seed,
-        cu_q=cu_q,
-        cu_k=cu_k,
-        start_q=start_q,
-        start_k=start_k,
-        batch_offset=batch_offset,
-        head_offset=head_offset,
-    )
+    problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
+    extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
     kernels = dispatch.select(problem, q.device)
     delta, dsinks = kernels.preprocess(
         problem, dout, out, low=low, lse=lse, dlse=dlse, extras=extras
@@ -243,9 +121,12 @@ def _backward(
     return dq, dk, dv, dsinks.to(sinks.dtype)
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, low, sinks, *rest):
+def _backward_fake(
+    dout, dlse, out, lse, low, q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, sq, sk, spec,
+    together,
+):  # fmt: skip
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    if rest[-1]:  # together
+    if together:
         whole = q.new_empty((*q.shape[:-1], q.shape[-1] + k.shape[-1] + v.shape[-1]))
         return whole, q.new_empty(0), q.new_empty(0), dsinks
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -292,53 +173,47 @@ def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     )
 
 
-# Positions in the forward operator's argument list.
-_TENSORS = 9
-_SCALARS = slice(9, 21)
-_DETERMINISTIC = 23
-_ARGUMENTS = 26
-_OPTIONS = tuple(inspect.signature(_forward).parameters)[_TENSORS + 1 :]
-
-
 class _Attention(torch.autograd.Function):
     """The autograd rule of the forward operator; differentiable once."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        if _unseen(inputs[:_TENSORS]):
-            out, lse, low, max_logits, row_lse = _forward_here(*inputs)
+    def forward(ctx, q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, sq, sk, spec, *wanted):
+        tensors = (q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed)
+        if _unseen(tensors):
+            out, lse, low, max_logits, row_lse = _forward_here(*tensors, sq, sk, spec, *wanted)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse, low, max_logits, row_lse = forward_op(*inputs)
+                out, lse, low, max_logits, row_lse = forward_op(*tensors, sq, sk, spec, *wanted)
         # By the shape, so that a call without rows is told, too: of (0,) one has one dimension.
         own_rows = row_lse.dim() > 1
-        ctx.save_for_backward(*inputs[:_TENSORS], out, row_lse if own_rows else lse, low)
-        ctx.scalars = (*inputs[_SCALARS], inputs[_DETERMINISTIC])
+        ctx.save_for_backward(out, row_lse if own_rows else lse, low, *tensors)
+        ctx.lengths, ctx.spec = (sq, sk), spec
         ctx.mark_non_differentiable(low, max_logits, row_lse)
         ctx.set_materialize_grads(False)
         return out, lse, low, max_logits, row_lse
 
     @staticmethod
     def backward(ctx, dout, dlse, _dlow, _dmax, _drows):
-        q, k, v, sinks, *rest, out, lse, low = ctx.saved_tensors
+        out, lse, low, q, k, v, sinks, *small = ctx.saved_tensors
+        # cu_q, cu_k, start_q, start_k, seed; sq, sk, spec, with_max_logits, with_lse
+        others = (None,) * 10
         if dlse is not None:
             # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
             dlse = dlse.contiguous() if dlse.dim() > 1 else None
         if dout is None and dlse is None:
-            return (None,) * _ARGUMENTS
+            return None, None, None, None, *others
         if dout is None:
             dout = torch.zeros_like(out)
-        dout = readable(dout, ctx.scalars[0])
+        dout = readable(dout, options_of(ctx.spec).layout)
         together = q.numel() > 0 and joined((q, k, v)) is not None
-        tensors = (dout, dlse, q, k, v, out, lse, low, sinks, *rest)
+        tensors = (dout, dlse, out, lse, low, q, k, v, sinks, *small)
         # With gradients of gradients the operator has something to say (`_Once`).
         direct = not torch.is_grad_enabled() and _unseen(tensors)
         run: Callable[..., tuple[torch.Tensor, ...]] = _backward_here if direct else backward_op
-        dq, dk, dv, dsinks = run(*tensors, *ctx.scalars, together)
+        dq, dk, dv, dsinks = run(*tensors, *ctx.lengths, ctx.spec, together)
         if together:
             dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
-        unused = (None,) * (_ARGUMENTS - 4)
-        return (dq, dk, dv, None if sinks is None else dsinks, *unused)
+        return dq, dk, dv, None if sinks is None else dsinks, *others
 
 
 class _Once(torch.autograd.Function):
@@ -369,14 +244,14 @@ def _refuse_tangents(arguments: tuple[object, ...]) -> None:
 
 
 def _with_rule(
-    operator: Callable[..., object], rule: type[torch.autograd.Function], inputs: slice
+    operator: Callable[..., object], rule: type[torch.autograd.Function]
 ) -> Callable[..., Any]:
-    """What the Autograd key runs: ``rule`` where one of the tensors ``inputs`` wants a gradient."""
+    """What the Autograd key runs: ``rule`` where one of the arguments wants a gradient."""
 
     def call(*arguments):
         if forward_ad._current_level >= 0:
-            _refuse_tangents(arguments[inputs])
-        wanted = (x is not None and x.requires_grad for x in arguments[inputs])
+            _refuse_tangents(arguments)
+        wanted = (isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
         if torch.is_grad_enabled() and any(wanted):
             return rule.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
@@ -385,26 +260,28 @@ def _with_rule(
     return call
 
 
-_LIBRARY.impl("forward", _with_rule(forward_op, _Attention, slice(4)), "Autograd")
-_unseen_forward = _with_rule(_forward_here, _Attention, slice(4))
-# All that is differentiable: with sinks alone only O, LSE and the sinks want a gradient.
-_LIBRARY.impl("backward", _with_rule(backward_op, _Once, slice(9)), "Autograd")
+_LIBRARY.impl("forward", _with_rule(forward_op, _Attention), "Autograd")
+_unseen_forward = _with_rule(_forward_here, _Attention)
+_LIBRARY.impl("backward", _with_rule(backward_op, _Once), "Autograd")
 
 
 def attention(
+    problem: Problem,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *small: torch.Tensor | None,
-    layout: str,
-    **options,
+    extras: Extras,
+    *,
+    with_max_logits: bool,
+    with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`forward_op` with keywords; ``small`` is cu_q, cu_k, start_q, start_k, seed."""
-    assert len(options) == len(_OPTIONS), options.keys()
-    arguments = (q, k, v, sinks, *small, layout, *map(options.__getitem__, _OPTIONS))
-    run = _unseen_forward if _unseen(arguments[:_TENSORS]) else forward_op
-    return run(*arguments)
+    """`forward_op` of a call that `describe.describe` has seen."""
+    tensors = (
+        q, k, v, extras.sinks, extras.cu_q, extras.cu_k, extras.start_q, extras.start_k,
+        extras.seed,
+    )  # fmt: skip
+    run = _unseen_forward if _unseen(tensors) else forward_op
+    return run(*tensors, problem.sq, problem.sk, problem.encode(), with_max_logits, with_lse)
 
 
 __all__ = ["attention", "backward_op", "forward_op", "interpreting"]

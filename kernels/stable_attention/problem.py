@@ -1,56 +1,322 @@
-"""One attention problem, described and validated once.
+"""One attention call: what it can ask for, and what is known of it.
+
+`Options` is the only list of what a call can ask for; a `Problem` adds what its tensors say, and
+`Extras` are the tensors besides q, k and v. `Options.of` parses keywords and `describe.describe`
+checks them against tensors. A new option is a field of `Options` with its rule, and a use in a
+kernel.
 
 Shape legend: b batch (or number of packed sequences), sq/sk query/key length, h query heads,
 kv_heads key/value heads, d query/key head dim, dv value head dim, tq/tk packed token counts.
-
-Only facts that the host knows are checked here. Values that live on the device (``cu_seqlens``) are
-never read, because reading them would stop the GPU; set ``STABLE_ATTENTION_DEBUG=1`` to check them
-too. The kernels clamp them, so bad values give wrong numbers but never touch foreign memory.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-from dataclasses import dataclass
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from stable_attention.arguments import (
-    OFF_BY_ONE,
-    AttentionArgumentError,
-    check_flags,
-    check_numbers,
-    choose,
-    integer,
-    require,
-    show,
-    sure,
-    window_bounds,
-)
+from stable_attention.layouts import LAYOUTS, extents
+from stable_attention.stabilizers import KNOWN, RESIDUALS
 
-LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
 UNLIMITED = -1
-# The largest logical extent: positions and tile starts are 32-bit inside the kernels.
-MAX_LENGTH = 2**31 - 2**12
-# How far apart positions that only the device knows may lie where there is a window.
-MAX_DISTANCE = 2**29
+# Kernels take scalars as float32, and flush or lose digits of what is not normal there.
+# (The largest is less: kernels multiply by log2(e).)
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+# A cap costs about 1e-7 of itself in every logit (docs/numerics.md).
+MAX_SOFTCAP = 1e5
+# Global batch and head indices are 32-bit, and a launch has fewer than 2^16 of each.
+MAX_OFFSET = 2**31 - 2**16
+# Problems and specs remembered: packed batches have new lengths at every step.
+KEPT = 1024
 
-# Offsets inside a tile are 32-bit: rows of the tallest one, and how far apart its first and last
-# may start, a head dim before the end.
-MAX_TILE_ROWS = 256
-MAX_TILE_EXTENT = 2**31 - MAX_HEAD_DIM
+# What torch.compile and torch.export trace with counts as what it stands for.
+_FLOATS, _INTS, _BOOLS = (float, torch.SymFloat), (int, torch.SymInt), (bool, torch.SymBool)
 
-Position = int | torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
+N = TypeVar("N", int, float)
+
+
+class AttentionArgumentError(ValueError):
+    """An argument no kernel can serve; the text names the value, the allowed set and the remedy."""
+
+    def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
+        # Not super().__init__: torch.compile cannot trace it, and its complaint replaced this text.
+        self.args = (f"{name} is {value}; allowed: {allowed}. {remedy}",)
+        self._given = (name, str(value), allowed, remedy)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+        """Worker processes send their errors pickled."""
+        return type(self), self._given
+
+
+def require(
+    ok: bool, name: str, value: object, allowed: str | Callable[[], str], remedy: str
+) -> None:
+    """Raise `AttentionArgumentError` unless ``ok``.
+
+    ``value`` or ``allowed`` that spell out a batch or a length are callables: a dynamic size that
+    is formatted is a constant for torch.compile from then on, also where nothing is wrong.
+    """
+    if not ok:
+        shown = value() if callable(value) else value
+        raise AttentionArgumentError(
+            name, shown, allowed() if callable(allowed) else allowed, remedy
+        )
+
+
+def choose(name: str, value: str, allowed: Iterable[str], remedy: str = "Pick one of them.") -> str:
+    """The one of ``allowed`` that equals ``value``, or `AttentionArgumentError`."""
+    names = tuple(allowed)
+    if not (isinstance(value, str) and value in names):
+        raise AttentionArgumentError(name, show(value), ", ".join(map(repr, names)), remedy)
+    return names[names.index(value)]
+
+
+def show(value: object) -> str:
+    """A short text for a value of any type: never the contents of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        inside = ", ".join(map(show, value))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    return f"a {type(value).__name__}"
+
+
+def number(name: str, value: object, allowed: str, remedy: str) -> float:
+    """``value`` as a float; numbers of other libraries count, text does not."""
+    if isinstance(value, _FLOATS):
+        return value  # type: ignore[return-value]
+    # float() reads text.
+    if isinstance(value, int) or hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass  # arrays of several, integers of hundreds of digits
+    raise AttentionArgumentError(name, show(value), allowed, remedy)
+
+
+def integer(name: str, value: object, allowed: str, remedy: str) -> int:
+    """``value`` as an int; integers of other libraries count, 7.5 is not cut to 7."""
+    if isinstance(value, bool):
+        return int(value)  # Triton would compile for a truth value
+    if isinstance(value, _INTS):
+        return value  # type: ignore[return-value]
+    if isinstance(value, torch.Tensor):
+        whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if whole and value.numel() == 1:
+            return int(value)
+    elif hasattr(value, "__index__"):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass  # an array of several
+    raise AttentionArgumentError(name, show(value), allowed, remedy)
+
+
+def flag(name: str, value: object) -> bool:
+    """``value`` as a truth value; "no" would count as yes, and is refused."""
+    if isinstance(value, _BOOLS):
+        return bool(value)
+    if isinstance(value, torch.Tensor) or value not in (False, True):
+        raise AttentionArgumentError(name, show(value), "True or False", "Call bool() on it.")
+    return bool(value)
+
+
+def check_unserved(**given: object) -> None:
+    """`AttentionArgumentError` for what only other attentions take."""
+    for name, value in given.items():
+        if value is not None:
+            raise AttentionArgumentError(name, "given", "None", _INSTEAD[name])
+
+
+_MASKS = (
+    "Masks are causal, window and packed sequences (layout='thd' with cu_seqlens); for others use "
+    "torch's scaled_dot_product_attention or FlexAttention."
+)
+_INSTEAD = {
+    "attn_mask": _MASKS,
+    "bias": f"Logits take no bias. {_MASKS}",
+    "alibi_slopes": "Use relative or rotary positions; additive biases are not supported.",
+    "block_table": "Paged KV caches are for inference; use an inference kernel.",
+}
+
+
+def window_bounds(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """(left, right) of the visible band around the aligned diagonal, -1 for unlimited."""
+    left = right = -1
+    if window is not None:
+        pair = isinstance(window, tuple | list) and len(window) == 2
+        if not pair or not all(isinstance(x, _INTS) and x >= -1 for x in window):
+            raise AttentionArgumentError(
+                "window",
+                show(window),
+                "None or a pair (left, right) of integers >= -1, where -1 is unlimited",
+                "Both bounds are inclusive: (w - 1, 0) shows each query w keys, its own included.",
+            )
+        left, right = window
+    return left, 0 if causal else right
+
+
+def sure(ok: bool, *, otherwise: bool) -> bool:
+    """``ok``; ``otherwise`` where torch.compile traces a comparison that the data decide."""
+    if not torch.compiler.is_compiling():
+        return ok
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return guard_or_true(ok) if otherwise else guard_or_false(ok)
+
+
+def constant(x: N) -> N:
+    """x; where it is traced, the number that it stands for, and the graph serves no other."""
+    if not torch.compiler.is_compiling() and type(x) in (float, int):
+        return x
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(x)  # type: ignore[return-value]
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` of hashable arguments, worked out once for each; anew where they are traced."""
+    known = functools.lru_cache(maxsize=KEPT)(function)
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*arguments, **named)
+        try:
+            return known(*arguments, **named)  # type: ignore[arg-type]
+        except TypeError:  # symbolic sizes have no hash
+            return function(*arguments, **named)
+
+    return call
+
+
+def _option(kind: type, default: object, rule: Callable[[str, Any], Any] | None = None) -> Any:
+    """A field of `Options`: its type in a spec, and what parses the keyword of its name."""
+    return field(default=default, metadata={"kind": kind, "rule": rule})
+
+
+def _real(ok: Callable[[float], bool], allowed: str, remedy: str) -> Callable[[str, Any], float]:
+    def parse(name: str, value: Any) -> float:
+        found = constant(number(name, value, allowed, remedy))
+        require(ok(found), name, found, allowed, remedy)
+        return found
+
+    return parse
+
+
+def _index(name: str, value: Any) -> int:
+    allowed = f"an integer in 0..{MAX_OFFSET}"
+    found = constant(integer(name, value, allowed, "It is a global index."))
+    require(0 <= found <= MAX_OFFSET, name, found, allowed, "It is a global index.")
+    return found
+
+
+def _scale(name: str, value: Any) -> float | None:
+    return None if value is None else _given_scale(name, value)
+
+
+_given_scale = _real(
+    lambda x: SMALLEST <= x <= LARGEST, "2**-126..2**127", "Negate q for a negative scale."
+)
+_softcap = _real(
+    lambda x: x == 0 or SMALLEST <= x <= MAX_SOFTCAP,
+    f"0 for none, or 2**-126..{MAX_SOFTCAP:g}",
+    "Logits become softcap * tanh(logit / softcap), with an error of about 1e-7 * softcap; a cap "
+    "far above the logits does nothing else: pass 0.",
+)
+dropout_share = _real(lambda x: 0 <= x < 1, "0 <= p < 1", "It is the dropped share.")
+_dynamic = _real(
+    lambda x: -LARGEST <= x <= LARGEST,
+    "a finite float32 number",
+    "It is a parameter of stabilizer='dynamic_max'.",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """A validated attention problem: everything a launcher needs besides the tensors themselves."""
+class Options:
+    """What a call asks for, whatever its tensors: see `stable_attention` for the meanings."""
 
-    layout: str
+    layout: str = _option(str, "bshd", lambda name, x: choose(name, x, LAYOUTS))
+    scale: float | None = _option(float, None, _scale)
+    """None: d ** -0.5."""
+    window_left: int = _option(int, UNLIMITED)
+    """Keys visible before the aligned diagonal, ``UNLIMITED`` for all."""
+    window_right: int = _option(int, UNLIMITED)
+    """Keys visible after the aligned diagonal; causal is 0."""
+    softcap: float = _option(float, 0.0, _softcap)
+    dropout_p: float = _option(float, 0.0, dropout_share)
+    batch_offset: int = _option(int, 0, _index)
+    head_offset: int = _option(int, 0, _index)
+    stabilizer: str = _option(str, "compensated", lambda name, x: choose(name, x, KNOWN))
+    residual: str = _option(
+        str,
+        "bf16",
+        lambda name, x: choose(name, x, RESIDUALS, "It is the storage of O's low-order part."),
+    )
+    beta: float = _option(float, 2.0, _dynamic)
+    eps: float = _option(float, 1e-3, _dynamic)
+    deterministic: bool = _option(bool, False, flag)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] | None = None,
+        allow_broken: bool = False,
+        **named: Any,
+    ) -> Options:
+        """Parse keywords of `stable_attention`.
+
+        Raises:
+            AttentionArgumentError: a value of a wrong type or range.
+            TypeError: a keyword that is no option.
+        """
+        flag("causal", causal)
+        flag("allow_broken", allow_broken)
+        if named.get("stabilizer") == "paper_bf16" and not allow_broken:
+            raise AttentionArgumentError(
+                "stabilizer",
+                "'paper_bf16'",
+                "'compensated', 'dynamic_max', 'none'",
+                "It reproduces a numerical failure on purpose; pass allow_broken=True if you want "
+                "it.",
+            )
+        for name in named:
+            if name not in _RULES:
+                raise TypeError(f"got an unexpected keyword argument {name!r}")
+        left, right = (int(constant(x)) for x in window_bounds(causal, window))
+        parsed = {name: _RULES[name](name, value) for name, value in named.items()}
+        return cls(window_left=left, window_right=right, **parsed)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a key after its own position."""
+        return self.window_right == 0
+
+    def keywords(self) -> dict[str, Any]:
+        """As the keywords of `stable_attention` and of the chunk primitives."""
+        named = {name: getattr(self, name) for name in _RULES}
+        return named | {"window": (self.window_left, self.window_right)}
+
+
+_FIELDS = {x.name: x for x in fields(Options)}
+_DEFAULTS = {name: x.default for name, x in _FIELDS.items()}
+_RULES = {name: x.metadata["rule"] for name, x in _FIELDS.items() if x.metadata["rule"]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem(Options):
+    """A validated call: everything a launcher needs besides the tensors themselves."""
+
     dtype: torch.dtype
     batch: int
     """Batch size; for ``thd`` the number of packed sequences."""
@@ -65,16 +331,12 @@ class Problem:
     """Query tokens in memory for ``thd``, else ``batch * sq``."""
     tk: int
     scale: float
-    window_left: int = UNLIMITED
-    """Keys visible before the aligned diagonal, ``UNLIMITED`` for all."""
-    window_right: int = UNLIMITED
-    """Keys visible after the aligned diagonal; causal is 0."""
-    softcap: float = 0.0
     has_sinks: bool = False
-    dropout_p: float = 0.0
-    stabilizer: str = "compensated"
-    residual: str = "bf16"
-    deterministic: bool = False
+    chunked: bool = False
+    """Positions are global (chunks of a longer sequence), not bottom-right aligned."""
+    pos_q: int = 0
+    """Global position of query row 0 (and of key 0 in ``pos_k``), where the host knows it."""
+    pos_k: int = 0
 
     @property
     def varlen(self) -> bool:
@@ -85,351 +347,103 @@ class Problem:
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads
 
+    def encode(self) -> str:
+        """The options as text, such as "scale=0.125 window_right=0": the operators' ``spec``.
 
-def dims(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
-    """(batch, sequence, heads, head dim) of a tensor; ``thd`` counts as batch 1."""
-    if layout == "bshd":
-        return x.shape[0], x.shape[1], x.shape[2], x.shape[3]
-    if layout == "sbhd":
-        return x.shape[1], x.shape[0], x.shape[2], x.shape[3]
-    if layout == "bhsd":
-        return x.shape[0], x.shape[2], x.shape[1], x.shape[3]
-    return 1, x.shape[0], x.shape[1], x.shape[2]
+        Numbers that torch.compile traces become constants; lengths are not among them.
+        """
+        return _encode(self)
 
-
-def row_shape(layout: str, x: torch.Tensor) -> tuple[int, ...]:
-    """The shape of what has one number a query row and head (LSE, delta) of x in a layout."""
-    b, s, h, _ = dims(x, layout)
-    return (h, s) if layout == "thd" else (b, h, s)
-
-
-def strides(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
-    """(batch, sequence, head) strides in elements; a packed tensor has batch stride 0."""
-    s = x.stride()
-    if layout == "bshd":
-        return s[0], s[1], s[2]
-    if layout == "sbhd":
-        return s[1], s[0], s[2]
-    if layout == "bhsd":
-        return s[0], s[2], s[1]
-    return 0, s[0], s[1]
+    @classmethod
+    def decode(
+        cls,
+        spec: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sq: int,
+        sk: int,
+        sinks: torch.Tensor | None,
+        cu_q: torch.Tensor | None,
+    ) -> Problem:
+        """The `Problem` of a call that `describe` has seen, without its checks."""
+        sequences = None if cu_q is None else cu_q.shape[0] - 1
+        return build(
+            options_of(spec), q.dtype, q.shape, k.shape, v.shape, sequences, sq, sk,
+            sinks is not None,
+        )  # fmt: skip
 
 
-def shape(layout: str, *, batch: int, length: int, heads: int, d: int) -> tuple[int, ...]:
-    """The shape of a tensor in a layout, the inverse of `dims`."""
-    return {
-        "bshd": (batch, length, heads, d),
-        "sbhd": (length, batch, heads, d),
-        "bhsd": (batch, heads, length, d),
-        "thd": (length, heads, d),
-    }[layout]
+@remembered
+def _encode(problem: Problem) -> str:
+    given = {name: getattr(problem, name) for name in _FIELDS}
+    return " ".join(f"{name}={x}" for name, x in given.items() if x != _DEFAULTS[name])
 
 
-def tokens_are_close(x: torch.Tensor, layout: str) -> bool:
-    """Whether 32-bit offsets inside a tile reach all its rows (where it starts is 64-bit)."""
-    return _reached(strides(x, layout)[1], dims(x, layout)[1])
+@functools.lru_cache(maxsize=KEPT)
+def options_of(spec: str) -> Options:
+    """The `Options` that a spec stands for."""
+    given = dict(item.split("=") for item in spec.split())
+    parsed: dict[str, Any] = {}
+    for name, text in given.items():
+        kind = _FIELDS[name].metadata["kind"]
+        parsed[name] = text == "True" if kind is bool else kind(text)
+    return Options(**parsed)
 
 
-def _reached(step: int, length: int) -> bool:
-    return step * MAX_TILE_ROWS < MAX_TILE_EXTENT or step * (length - 1) < MAX_TILE_EXTENT
-
-
-def _check_step(name: str, step: int, length: int) -> None:
-    if not _reached(step, length):
-        raise AttentionArgumentError(
-            f"{name}'s stride from token to token",
-            step,
-            f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
-            "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
-        )
-
-
-def check_token_stride(name: str, x: torch.Tensor, layout: str) -> None:
-    """Raise `AttentionArgumentError` unless `tokens_are_close`."""
-    _check_step(name, strides(x, layout)[1], dims(x, layout)[1])
-
-
-def readable(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """x, or a contiguous copy where kernels could not address it: autograd's dO has any strides."""
-    return x if x.stride(-1) == 1 and tokens_are_close(x, layout) else x.contiguous()
-
-
-def _bounds_that_hide(
-    left: int,
-    right: int,
-    *,
+@remembered
+def build(
+    options: Options,
+    dtype: torch.dtype,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    sequences: int | None,
     sq: int,
     sk: int,
-    buffers: tuple[int, int],
-    positions: tuple[Position, Position] | None,
-) -> tuple[int, int]:
-    """The window without bounds that hide no key from any query.
-
-    Kernels add a bound to positions in 32 bits, where a huge one overflows into a wrong mask. Of
-    what remains, the sums fit: a left bound only meets queries behind it, a right one keys ahead.
-    ``buffers`` are the lengths in memory: they decide where sq and sk come from data.
-    """
-    if left <= 0 and right <= 0:
-        return left, right
-    most = MAX_LENGTH
-    if positions is None:
-        idle = (
-            sure(left >= sk, otherwise=False) or left >= buffers[1],
-            sure(right >= sq, otherwise=False) or right >= buffers[0],
-        )
-    elif any(isinstance(p, torch.Tensor) for p in positions):
-        most = MAX_DISTANCE
-        idle = left >= sq + MAX_DISTANCE, right >= sk + MAX_DISTANCE
-    else:
-        shift = int(positions[0]) - int(positions[1])
-        # Chunks keep other idle bounds: one kernel serves all pairs of a ring.
-        far = abs(shift) + max(left, right) + sq + sk > MAX_LENGTH
-        idle = far and left >= sq + shift, far and right >= sk - shift
-    require(
-        sure(sq + sk <= most, otherwise=False) or sum(buffers) <= most,
-        "length of q plus length of k",
-        lambda: sq + sk,
-        f"<= {most} with a window",
-        "Cut it in chunks, or give max_seqlen_q and max_seqlen_k.",
-    )
-    return UNLIMITED if idle[0] else left, UNLIMITED if idle[1] else right
-
-
-def check_rank(name: str, x: object, layout: str) -> None:
-    """`AttentionArgumentError` unless x is a tensor with the dimensions of a layout."""
-    if not isinstance(x, torch.Tensor):
-        raise AttentionArgumentError(name, show(x), "a tensor", "Pass torch tensors.")
-    rank = 3 if layout == "thd" else 4
-    if x.dim() != rank:
-        raise AttentionArgumentError(
-            f"{name}.dim()",
-            x.dim(),
-            f"{rank} for layout {layout!r}",
-            "Name the layout the tensors really have.",
-        )
-
-
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    """Rank, dtype, device and stride rules of q, k and v."""
-    choose("layout", layout, LAYOUTS)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        # Plain conditions: every call comes past, and texts of devices and dtypes take longer.
-        check_rank(name, x, layout)
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            raise AttentionArgumentError(
-                f"{name}.dtype",
-                x.dtype,
-                "torch.bfloat16 or torch.float16, the same for q, k and v",
-                "Cast the inputs; for float32 or float64 use stable_attention.reference.",
-            )
-        if x.device != q.device:
-            raise AttentionArgumentError(
-                f"{name}.device",
-                x.device,
-                f"q's device {q.device}",
-                "Move the tensors to one device.",
-            )
-        if x.stride(-1) != 1 and x.shape[-1] != 1:
-            raise AttentionArgumentError(
-                f"{name}.stride(-1)",
-                x.stride(-1),
-                "1 (the head dimension is contiguous)",
-                "Call .contiguous() on it; every other stride is free.",
-            )
-        check_token_stride(name, x, layout)
-
-
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    bq, _, h, d = dims(q, layout)
-    bk, sk, kv_heads, dk = dims(k, layout)
-    bv, sv, v_heads, dv = dims(v, layout)
-    require(
-        bk == bq and bv == bq, "batch of k, v", (bk, bv), lambda: f"q's {bq}", "Check the layout."
-    )
-    require(sv == sk, "length of v", sv, lambda: f"k's length {sk}", "Check the layout.")
-    require(v_heads == kv_heads, "heads of v", v_heads, f"k's {kv_heads}", "Check the layout.")
-    require(dk == d, "head dim of k", dk, f"q's head dim {d}", "Only v may differ.")
-    require(
-        kv_heads > 0 and h % kv_heads == 0,
-        "heads of q",
-        h,
-        f"a multiple of the {kv_heads} key/value heads",
-        "Grouped-query attention shares each key/value head among equally many query heads.",
-    )
-    for name, size in (("head dim of q and k", d), ("head dim of v", dv)):
-        require(
-            8 <= size <= MAX_HEAD_DIM and size % 8 == 0,
-            name,
-            size,
-            f"8..{MAX_HEAD_DIM} in steps of 8",
-            "Pad with zeros (flash_compat does) and pass the unpadded scale.",
-        )
-
-
-def _check_cu(name: str, cu: torch.Tensor, like: torch.Tensor, total: int) -> None:
-    require(
-        isinstance(cu, torch.Tensor)
-        and cu.dim() == 1
-        and cu.dtype == torch.int32
-        and cu.device == like.device
-        and cu.numel() > 0,
-        name,
-        lambda: show(cu),
-        f"a 1-D torch.int32 tensor of b + 1 offsets on {like.device}",
-        "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
-    )
-    require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
-    if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
-        values = cu.tolist()
-        require(
-            all(a <= b for a, b in itertools.pairwise(values))
-            and values[0] >= 0
-            and values[-1] <= total,
-            name,
-            values,
-            f"non-decreasing offsets in 0..{total}",
-            "Offsets count tokens and the last one is the number of tokens used.",
-        )
-
-
-def _batch_of(
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: str,
-) -> int:
-    if layout != "thd":
-        for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-            require(
-                cu is None, name, "given", f"None for layout {layout!r}", "Use layout='thd' for it."
-            )
-        return dims(q, layout)[0]
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        require(
-            cu is not None, name, None, "an int32 tensor for layout 'thd'", "Pass both offsets."
-        )
-    assert cu_q is not None and cu_k is not None
-    _check_cu("cu_seqlens_q", cu_q, q, q.shape[0])
-    _check_cu("cu_seqlens_k", cu_k, k, k.shape[0])
-    require(
-        cu_q.numel() == cu_k.numel(),
-        "cu_seqlens_k.numel()",
-        cu_k.numel(),
-        lambda: f"cu_seqlens_q's {cu_q.numel()}",
-        "Both describe the same sequences.",
-    )
-    return cu_q.numel() - 1
-
-
-def _longest(name: str, bound: object, length: int) -> int:
-    """The bound of the longest packed sequence, at most the buffer's length.
-
-    Without a bound every sequence may be as long as that: more empty tiles, no sync.
-    """
-    if bound is None:
-        return length
-    allowed, remedy = "None or an integer >= 0", "It bounds the longest sequence."
-    most = integer(name, bound, allowed, remedy)
-    require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)
-    if torch.compiler.is_compiling():
-        torch._check(most >= 0)
-        return torch.sym_min(most, length)
-    return min(most, length)
-
-
-def _check_sinks(sinks: torch.Tensor | str, heads: int, device: torch.device) -> None:
-    if isinstance(sinks, str):
-        ok = sinks == OFF_BY_ONE
-    else:
-        ok = (
-            isinstance(sinks, torch.Tensor)
-            and sinks.shape == (heads,)
-            and sinks.is_floating_point()
-            and sinks.device == device
-        )
-    require(
-        ok,
-        "sinks",
-        lambda: show(sinks),
-        f"None, {OFF_BY_ONE!r} or a floating tensor of shape ({heads},) on {device}",
-        "One logit per query head.",
-    )
-
-
-def describe(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: str,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | str | None = None,
-    dropout_p: float = 0.0,
-    stabilizer: str = "compensated",
-    residual: str = "bf16",
-    deterministic: bool = False,
-    positions: tuple[Position, Position] | None = None,
+    has_sinks: bool,
+    **found: Any,
 ) -> Problem:
-    """Validate every host-known fact and return the `Problem`.
-
-    ``positions`` are those of row 0 of q and of k where they are chunks of a longer sequence.
-    Raises `AttentionArgumentError` (a `ValueError`) naming value, allowed set and remedy.
-    """
-    check_tensors(q, k, v, layout)
-    _check_shapes(q, k, v, layout)
-    batch = _batch_of(cu_seqlens_q, cu_seqlens_k, q, k, layout)
-    _, lq, heads, d = dims(q, layout)
-    _, lk, kv_heads, _ = dims(k, layout)
-    dv = v.shape[-1]
-    sq, sk = lq, lk
-    if layout == "thd":
-        sq = _longest("max_seqlen_q", max_seqlen_q, lq)
-        sk = _longest("max_seqlen_k", max_seqlen_k, lk)
-    token = dv if layout == "bhsd" else heads * dv * (batch if layout == "sbhd" else 1)
-    _check_step("the output", token, lq)
-    for name, value in (("length of q", lq), ("length of k", lk)):
-        require(value <= MAX_LENGTH, name, value, f"<= {MAX_LENGTH}", "Cut it in chunks.")
-    check_flags(causal=causal, deterministic=deterministic)
-    scale, softcap, dropout_p = check_numbers(
-        scale=d**-0.5 if scale is None else scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        stabilizer=stabilizer,
-        residual=residual,
-    )
-    left, right = window_bounds(causal, window)
-    left, right = _bounds_that_hide(
-        left, right, sq=sq, sk=sk, buffers=(lq, lk), positions=positions
-    )
-    if sinks is not None:
-        _check_sinks(sinks, heads, q.device)
+    batch, lq, heads, d = extents(q, options.layout)
+    _, lk, kv_heads, _ = extents(k, options.layout)
+    packed = sequences is not None
+    given = {name: getattr(options, name) for name in _FIELDS} | found
     return Problem(
-        layout=layout,
-        dtype=q.dtype,
-        batch=batch,
+        **given,
+        dtype=dtype,
+        batch=sequences if sequences is not None else batch,
         sq=sq,
         sk=sk,
         heads=heads,
         kv_heads=kv_heads,
         d=d,
-        dv=dv,
-        tq=lq if layout == "thd" else batch * lq,
-        tk=lk if layout == "thd" else batch * lk,
-        scale=scale,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        has_sinks=sinks is not None,
-        dropout_p=dropout_p,
-        stabilizer=stabilizer,
-        residual=residual,
-        deterministic=deterministic,
+        dv=v[-1],
+        tq=lq if packed else batch * lq,
+        tk=lk if packed else batch * lk,
+        has_sinks=has_sinks,
     )
+
+
+class Extras(NamedTuple):
+    """The tensors of a call besides q, k and v."""
+
+    sinks: torch.Tensor | None = None
+    """[h] sink logits, natural-log units."""
+    cu_q: torch.Tensor | None = None
+    """int32 [b + 1] token offsets of packed sequences."""
+    cu_k: torch.Tensor | None = None
+    start_q: torch.Tensor | None = None
+    """int32 [b] where sequences start in memory, if not at ``cu_q``."""
+    start_k: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    """int64 scalar on the device."""
+    pos_q: torch.Tensor | None = None
+    """int32 [b] global positions, one a packed sequence; replaces those of the `Problem`."""
+    pos_k: torch.Tensor | None = None
+
+    def pointers(self) -> tuple[torch.Tensor | None, ...]:
+        """cu, start and position tensors in kernel order."""
+        start_q = self.cu_q if self.start_q is None else self.start_q
+        start_k = self.cu_k if self.start_k is None else self.start_k
+        return self.cu_q, self.cu_k, start_q, start_k, self.pos_q, self.pos_k

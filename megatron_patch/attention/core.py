@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,25 +30,14 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.backends import context_parallel
-from megatron_patch.attention.backends.call import Backend, Call, ContextParallel
-from megatron_patch.attention.capabilities import BACKENDS, Facts
+from megatron_patch.attention.backends import BACKENDS, context_parallel
+from megatron_patch.attention.backends.call import AttentionCall, ContextParallel, Result
+from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.context_parallel.api import check as check_context_parallel
+from stable_attention.problem import Options
 
 log = logging.getLogger(__name__)
 
-# Backends that `CoreAttention` calls; the others are Megatron-Core modules of their own.
-FUNCTIONS = {
-    "stable_flash": ("megatron_patch.attention.backends.stable", "run"),
-    "sdpa_cudnn": ("megatron_patch.attention.backends.sdpa", "run_cudnn"),
-    "sdpa_flash": ("megatron_patch.attention.backends.sdpa", "run_flash"),
-    "reference": ("megatron_patch.attention.backends.reference", "run"),
-}
-MODULES = {
-    "mcore_local": ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
-    # Its constructor raises without Transformer Engine.
-    "te": ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
-}
 # Options of context parallelism, whatever the backend.
 CP_OPTIONS = ("gradient_wire", "head_groups")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
@@ -71,13 +61,13 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     row = BACKENDS[backend]
-    allowed = CP_OPTIONS if row.cp and backend in FUNCTIONS else ()
+    allowed = CP_OPTIONS if row.chunk_primitives else ()
     unknown = sorted(name for name in options if name not in allowed)
     if unknown and not row.stabilizers:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
         raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
-    if backend in MODULES:
-        module, name = MODULES[backend]
+    if row.module is not None:
+        module, name = row.module
         return getattr(importlib.import_module(module), name)
     return ModuleSpec(module=CoreAttention, params={"backend": backend, "options": options})
 
@@ -135,14 +125,14 @@ class CoreAttention(torch.nn.Module):
         self.want_max_logits = bool(config.qk_clip or config.log_max_attention_logit)
         self.current_max_attn_logits: torch.Tensor | None = None
         # A dict while an observer watches (megatron_patch.stability): the backend fills it.
-        self.held: dict[str, torch.Tensor] | None = None
+        self.observed: dict[str, torch.Tensor] | None = None
         self.backend_name = backend
         given = dict(options or {})
         self.cp_options = {name: given.pop(name) for name in CP_OPTIONS if name in given}
         self.options = given
         _reject_fp8(config)
-        self.selection = registry.check(backend, self._facts())
-        self._run: Backend = _load(backend)
+        self.selection = registry.check(backend, self._requirements())
+        self._run = _function(backend)
         self._check_context_parallel()
         self._make_softmax_offset()
 
@@ -150,7 +140,7 @@ class CoreAttention(torch.nn.Module):
         """The rules of heads and groups, before the first step rather than in it."""
         if self.config.context_parallel_size == 1:
             return
-        facts = self._facts()
+        facts = self._requirements()
         sizes = [group.size() for group in self.hierarchical] or None
         check_context_parallel(
             mode=self.cp_comm_type,
@@ -160,7 +150,7 @@ class CoreAttention(torch.nn.Module):
             hierarchical_sizes=sizes,
         )
 
-    def _facts(self) -> Facts:
+    def _requirements(self) -> LayerRequirements:
         config = self.config
         head_dim = v_head_dim = config.kv_channels
         mla = bool(config.multi_latent_attention)
@@ -173,7 +163,7 @@ class CoreAttention(torch.nn.Module):
         kind += f", window {list(self.window)}" if self.window else ""
         cp = config.context_parallel_size
         kind += f", context parallel {self.cp_comm_type}" if cp > 1 else ""
-        return Facts(
+        return LayerRequirements(
             kind=kind,
             dtype="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
             device="cuda" if torch.cuda.is_available() else "cpu",
@@ -243,30 +233,35 @@ class CoreAttention(torch.nn.Module):
         _check_mask(attention_mask, mask_type)
         packed = _packed(packed_seq_params)
         if packed and not BACKENDS[self.backend_name].thd:
-            registry.check(self.backend_name, dataclasses.replace(self._facts(), thd=True))
+            registry.check(self.backend_name, dataclasses.replace(self._requirements(), thd=True))
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        call = Call(
+        options = Options.of(
+            layout="thd" if packed else "sbhd",
+            causal=mask_type in _CAUSAL,
+            window=self.window,
+            scale=scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            deterministic=bool(self.config.deterministic_mode),
+            **self.options,
+        )
+        call = AttentionCall(
             q=query,
             k=key,
             v=value,
-            layout="thd" if packed else "sbhd",
-            scale=scale,
-            causal=mask_type in _CAUSAL,
-            window=self.window,
+            options=options,
             sinks=self.softmax_offset,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            deterministic=bool(self.config.deterministic_mode),
+            packed=packed,
             want_max_logits=self.want_max_logits and self.training,
             cp=self._context_parallel(packed_seq_params),
-            held=self.held,
-            options=self.options,
-            **packed,
+            observed=self.observed,
         )
-        with self._random_stream(call.dropout_p):
+        with self._random_stream(options.dropout_p):
             if call.cp is None:
                 out, max_logits = self._run(call)
             else:
-                out, max_logits = context_parallel.run(call, self.backend_name)
+                primitives = BACKENDS[self.backend_name].chunk_primitives
+                assert primitives is not None  # the table says cp
+                out, max_logits = context_parallel.run(call, primitives)
         if max_logits is not None and call.want_max_logits:
             self._remember(max_logits)
         return out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1])
@@ -289,12 +284,14 @@ class CoreAttention(torch.nn.Module):
         if group is None or group.size() == 1:
             return None
         if not BACKENDS[self.backend_name].cp:
-            registry.check(self.backend_name, dataclasses.replace(self._facts(), cp=group.size()))
+            registry.check(
+                self.backend_name, dataclasses.replace(self._requirements(), cp=group.size())
+            )
         return ContextParallel(
             group=group,
             mode=self.cp_comm_type,
             hierarchical=hierarchical or None,
-            options=self.cp_options,
+            **self.cp_options,
         )
 
     def use(self, backend: str, **options: Any) -> None:
@@ -306,8 +303,8 @@ class CoreAttention(torch.nn.Module):
         before = self.backend_name, self.options
         self.backend_name, self.options = backend, dict(options)
         try:
-            self.selection = registry.check(backend, self._facts())
-            self._run = _load(backend)
+            self.selection = registry.check(backend, self._requirements())
+            self._run = _function(backend)
         except ValueError:
             self.backend_name, self.options = before
             raise
@@ -347,14 +344,14 @@ class CoreAttention(torch.nn.Module):
         return f"backend={self.backend_name}, layer={self.layer_number}, window={self.window}"
 
 
-def _load(backend: str) -> Backend:
-    if backend not in FUNCTIONS:
+def _function(backend: str) -> Callable[[AttentionCall], Result]:
+    run = BACKENDS[backend].run
+    if run is None:
         raise ValueError(
             f"backend {backend!r} is a Megatron-Core module of its own; put "
             f"core_attention_spec({backend!r}) into the spec instead of CoreAttention"
         )
-    module, function = FUNCTIONS[backend]
-    return getattr(importlib.import_module(module), function)
+    return run
 
 
 def _reject_fp8(config: Any) -> None:
@@ -403,7 +400,7 @@ def _warn_mask_ignored(mask_type: str, shape: tuple[int, ...]) -> None:
 
 
 def _packed(params: Any) -> dict[str, Any]:
-    """The packed-sequence arguments of a `Call`; empty for sbhd input."""
+    """The packed-sequence arguments of an `AttentionCall`; empty for sbhd input."""
     if params is None:
         return {}
     if params.qkv_format != "thd":

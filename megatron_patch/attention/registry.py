@@ -12,13 +12,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.backends.row import Capability, LayerRequirements
 from megatron_patch.attention.capabilities import (
-    BACKENDS,
     NOT_COMPENSATED,
-    Capability,
-    Facts,
     Machine,
-    unmet,
+    unsupported,
 )
 from megatron_patch.schema.model import attention_head_dim, query_groups
 
@@ -42,19 +41,21 @@ class Selection:
     kind: str
     backend: str
     kernel: str
-    why: str
+    reason: str
 
     def line(self) -> str:
         """The start-up line."""
-        return f"attention: {self.kind} -> {self.backend}: {self.kernel}; {self.why}"
+        return f"attention: {self.kind} -> {self.backend}: {self.kernel}; {self.reason}"
 
 
-def select(run: RunConfig, facts: Facts, *, machine: Machine | None = None) -> Selection:
+def select(
+    run: RunConfig, facts: LayerRequirements, *, machine: Machine | None = None
+) -> Selection:
     """The configured backend for one kind of layer.
 
     Args:
         run: the configuration; ``attention.backend`` names the backend.
-        facts: what the layer kind asks for, see `facts_of`.
+        facts: what the layer kind asks for, see `requirements_of`.
         machine: default: this one, probed.
 
     Raises:
@@ -64,23 +65,25 @@ def select(run: RunConfig, facts: Facts, *, machine: Machine | None = None) -> S
     return check(run.attention.backend, facts, machine=machine)
 
 
-def check(name: str, facts: Facts, *, machine: Machine | None = None) -> Selection:
+def check(name: str, facts: LayerRequirements, *, machine: Machine | None = None) -> Selection:
     """`select` by backend name, for programs that have no `RunConfig`."""
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} is not one of {', '.join(BACKENDS)}")
     machine = probe() if machine is None else machine
-    complaints = list(unmet(name, facts, machine=machine))
+    complaints = list(unsupported(name, facts, machine=machine))
     if complaints:
-        able = [n for n in BACKENDS if n != name and not list(unmet(n, facts, machine=machine))]
-        remedy = f"backends that can serve this layer here: {', '.join(able) or 'none'}"
+        alternatives = [
+            n for n in BACKENDS if n != name and not list(unsupported(n, facts, machine=machine))
+        ]
+        remedy = f"backends that can serve this layer here: {', '.join(alternatives) or 'none'}"
         listed = "\n".join(f"  - {c}" for c in complaints)
         raise BackendError(
             f"attention backend {name!r} cannot serve {facts.kind}; unmet requirements:\n{listed}\n"
             f"{remedy}"
         )
     row = BACKENDS[name]
-    why = NOT_COMPENSATED.get(facts.stabilizer, row.why) if row.stabilizers else row.why
-    return Selection(kind=facts.kind, backend=name, kernel=row.kernel, why=why)
+    reason = NOT_COMPENSATED.get(facts.stabilizer, row.reason) if row.stabilizers else row.reason
+    return Selection(kind=facts.kind, backend=name, kernel=row.kernel, reason=reason)
 
 
 def probe() -> Machine:
@@ -105,13 +108,13 @@ def _import_error(name: str) -> str:
     return ""
 
 
-def facts_of(
+def requirements_of(
     run: RunConfig,
     *,
     window: tuple[int, int] | None,
     mtp: bool = False,
     cp_comm_type: str | None = None,
-) -> Facts:
+) -> LayerRequirements:
     """The facts of one kind of layer of a configuration (``window`` None: full causal).
 
     ``cp_comm_type`` names the mode in the layer kind, where several ranks share a sequence.
@@ -129,7 +132,7 @@ def facts_of(
     kind += f", window {list(window)}" if window is not None else ""
     if cp_comm_type is not None and parallel.context_parallel_size > 1:
         kind += f", context parallel {cp_comm_type}"
-    return Facts(
+    return LayerRequirements(
         kind=kind,
         dtype=run.training.precision,
         device=run.training.device,
@@ -147,7 +150,7 @@ def facts_of(
     )
 
 
-def layer_kinds(run: RunConfig) -> list[Facts]:
+def layer_kinds(run: RunConfig) -> list[LayerRequirements]:
     """The facts of every kind of attention layer in a model, without repeats."""
     model = run.model
     kinds = []
@@ -157,7 +160,7 @@ def layer_kinds(run: RunConfig) -> list[Facts]:
     windows = [layer_window(run, number) for number in numbers]
     modes = [layer_cp_comm_type(run, number) for number in numbers]
     for window, mode in dict.fromkeys(zip(windows, modes, strict=True)):
-        kinds.append(facts_of(run, window=window, cp_comm_type=mode))
+        kinds.append(requirements_of(run, window=window, cp_comm_type=mode))
     if model.mtp is not None:
         # Depth k of multi-token prediction is built like the last layer, but its attention is
         # numbered k: it takes the window and the mode of layer k (core's
@@ -165,7 +168,7 @@ def layer_kinds(run: RunConfig) -> list[Facts]:
         depths = range(1, min(model.mtp.num_layers, MAX_LAYERS) + 1)
         pairs = [(layer_window(run, number), layer_cp_comm_type(run, number)) for number in depths]
         for window, mode in dict.fromkeys(pairs):
-            kinds.append(facts_of(run, window=window, mtp=True, cp_comm_type=mode))
+            kinds.append(requirements_of(run, window=window, mtp=True, cp_comm_type=mode))
     return kinds
 
 
@@ -217,7 +220,7 @@ def table() -> str:
     ]
     lines.append("")
     for name, row in BACKENDS.items():
-        lines.append(f"{name}: {row.kernel}; {row.why}")
+        lines.append(f"{name}: {row.kernel}; {row.reason}")
         lines.extend(f"    {note}" for note in row.notes)
     return "\n".join(lines)
 
@@ -246,11 +249,7 @@ def _here(name: str, machine: Machine) -> str:
     if row.package and row.package in machine.missing:
         return f"no {row.package}"
     if machine.sm is None and "cpu" not in row.devices:
-        return (
-            "interpreter"
-            if machine.triton_interpreter and name == "stable_flash"
-            else "needs a GPU"
-        )
+        return "interpreter" if machine.triton_interpreter and row.interpreted else "needs a GPU"
     if machine.sm is not None and machine.sm < row.min_sm:
         return f"needs sm_{row.min_sm[0]}{row.min_sm[1]}"
     return "yes"

@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 
-from megatron_patch.attention.capabilities import BACKENDS
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.attention.replace import replace_core_attention
 
@@ -55,7 +55,7 @@ def with_backend(
 
     Args:
         layer_spec: for example Megatron-Bridge's ``default_layer_spec``; its signature is kept.
-        backend: a name of `capabilities.BACKENDS`.
+        backend: a name of `backends.BACKENDS`.
         options: as for `core_attention_spec`.
 
     Returns:

@@ -20,7 +20,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -39,12 +40,12 @@ from megatron_patch.context_parallel.communicator import (
     GroupCommunicator,
     bytes_sent,
 )
-from megatron_patch.context_parallel.engine import Attention, Rules, Saved
+from megatron_patch.context_parallel.engine import Attention, Saved
 from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
 from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring
 from megatron_patch.context_parallel.schedule import Bounds, schedule
 from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
-from stable_attention.problem import window_bounds
+from stable_attention.problem import AttentionArgumentError, Options
 
 BACKENDS = {
     "stable_flash": "stable_attention.chunks",
@@ -56,14 +57,31 @@ WIRES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 HEAD_GROUPS = 4
 """all_gather: groups of heads, of which the next travels while one is computed."""
 
+Pack = tuple[torch.Tensor | None, torch.Tensor | None, int | None, Sequence[int] | None]
+"""cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths: `context_parallel_attention`."""
+
 __all__ = [
     "BACKENDS",
     "MODES",
+    "ContextParallel",
     "ContextParallelError",
+    "attend",
     "bytes_sent",
     "check",
     "context_parallel_attention",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextParallel:
+    """Over which ranks a sequence is split, and how: see `context_parallel_attention`."""
+
+    group: Any  # torch.distributed.ProcessGroup
+    mode: str = "p2p"
+    hierarchical: Sequence[Any] | None = None  # (a2a group, p2p group) of "a2a+p2p"
+    gradient_wire: str = "fp32"
+    head_groups: int | None = None
+    transfers: bool = True
 
 
 P = ParamSpec("P")
@@ -165,11 +183,80 @@ def context_parallel_attention(
         ContextParallelError: what cannot be, with the reason and what to use instead.
         RankLostError: another rank died or hangs, named in the text.
     """
-    _check_options(
-        layout, backend, gradient_wire, dropout_p, dropout_seed, stabilizer, allow_broken
+    try:
+        options = Options.of(
+            layout=layout,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            batch_offset=batch_offset,
+            head_offset=head_offset,
+            deterministic=deterministic,
+            stabilizer=stabilizer,
+            residual=residual,
+            allow_broken=allow_broken,
+            **numerics,
+        )
+    except AttentionArgumentError as error:
+        raise ContextParallelError(str(error)) from None
+    ranks = ContextParallel(
+        group=group,
+        mode=mode,
+        hierarchical=hierarchical,
+        gradient_wire=gradient_wire,
+        head_groups=head_groups,
+        transfers=transfers,
     )
-    comm = GroupCommunicator(group, transfers=transfers)
-    levels = _levels(mode, comm, hierarchical, transfers)
+    if backend not in tuple(BACKENDS):
+        raise _not_allowed("backend", backend, BACKENDS)
+    return attend(
+        q,
+        k,
+        v,
+        options,
+        ranks=ranks,
+        primitives=BACKENDS[backend],
+        sinks=sinks,
+        dropout_seed=dropout_seed,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_seqlens_padded,
+        max_seqlen=max_seqlen,
+        document_lengths=document_lengths,
+        return_max_logits=return_max_logits,
+    )
+
+
+@_eagerly
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    *,
+    ranks: ContextParallel,
+    primitives: str,
+    sinks: torch.Tensor | None = None,
+    dropout_seed: int | torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    document_lengths: Sequence[int] | None = None,
+    return_max_logits: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`context_parallel_attention` with parsed options, by the chunk primitives of a module."""
+    if options.layout not in LAYOUTS:
+        raise _not_allowed("layout", options.layout, LAYOUTS)
+    if ranks.gradient_wire not in tuple(WIRES):
+        raise _not_allowed("gradient_wire", ranks.gradient_wire, WIRES)
+    if options.dropout_p > 0 and dropout_seed is None:
+        raise ContextParallelError(
+            "dropout_p is set without dropout_seed; every rank must pass the same seed, because "
+            "each computes its own part of one mask"
+        )
+    comm = GroupCommunicator(ranks.group, transfers=ranks.transfers)
+    levels = _levels(ranks, comm)
     for each in {id(c): c for c in (comm, *levels)}.values():
         if isinstance(each, GroupCommunicator):
             each.connect(q.device)
@@ -177,29 +264,16 @@ def context_parallel_attention(
         q,
         k,
         v,
+        options,
+        want_max_logits=return_max_logits,
         sinks=sinks,
         everyone=comm,
         levels=levels,
-        mode=mode,
-        layout=layout,
-        backend=backend,
-        rules=Rules(
-            causal=causal,
-            window=window,
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-            softcap=softcap,
-            dropout_p=dropout_p,
-            batch_offset=batch_offset,
-            head_offset=head_offset,
-            deterministic=deterministic,
-            want_max_logits=return_max_logits,
-            stabilizer=stabilizer,
-            residual=residual,
-            numerics=dict(numerics) if backend == "stable_flash" else {},
-        ),
+        mode=ranks.mode,
+        primitives=primitives,
         packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
-        wire=WIRES[gradient_wire],
-        head_groups=head_groups,
+        wire=WIRES[ranks.gradient_wire],
+        head_groups=ranks.head_groups,
     )
     if isinstance(dropout_seed, int):
         dropout_seed = torch.full((), dropout_seed, dtype=torch.int64, device=q.device)
@@ -211,20 +285,15 @@ def build(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    options: Options,
     *,
     sinks: torch.Tensor | None = None,
     everyone: Communicator,
     levels: tuple[Communicator, Communicator],
     mode: str,
-    layout: str,
-    backend: str,
-    rules: Rules,
-    packed: tuple[torch.Tensor | None, torch.Tensor | None, int | None, Sequence[int] | None] = (
-        None,
-        None,
-        None,
-        None,
-    ),
+    primitives: str,
+    want_max_logits: bool = False,
+    packed: Pack = (None, None, None, None),
     wire: torch.dtype | None = None,
     head_groups: int | None = None,
 ) -> Attention:
@@ -239,16 +308,16 @@ def build(
         kv_heads=kv_heads,
         hierarchical_sizes=(across.size, along.size),
     )
-    tokens = _tokens(q.shape[0], layout, everyone.size, packed)
+    tokens = _tokens(q.shape[0], options.layout, everyone.size, packed)
     larger = tokens.larger(across.size)
     short, long = larger.chunk_lengths()
     plan = schedule(
         along.size,
         along.rank,
-        Bounds(*window_bounds(rules.causal, rules.window)),
+        Bounds(options.window_left, options.window_right),
         short=short,
         long=long,
-        by_position=rules.dropout_p > 0,
+        by_position=options.dropout_p > 0,
     )
     movement: Movement
     if along.size == 1:
@@ -261,8 +330,9 @@ def build(
     else:
         movement = Ring(larger, plan, along, wire)
     return Attention(
-        rules=rules,
-        primitives=importlib.import_module(BACKENDS[backend]),
+        options=options,
+        want_max_logits=want_max_logits,
+        primitives=importlib.import_module(primitives),
         tokens=larger,
         exchange=HeadExchange(across, tokens, HeadSplit(across.size, heads, kv_heads)),
         movement=movement,
@@ -287,22 +357,18 @@ class Single:
         """Already it."""
 
 
-def _levels(
-    mode: str,
-    comm: GroupCommunicator,
-    hierarchical: Sequence[dist.ProcessGroup] | None,
-    transfers: bool,
-) -> tuple[Communicator, Communicator]:
+def _levels(ranks: ContextParallel, comm: GroupCommunicator) -> tuple[Communicator, Communicator]:
     """(group that exchanges heads, group that moves keys)."""
-    if mode == "a2a":
+    if ranks.mode == "a2a":
         return comm, Single()
-    if mode != "a2a+p2p":
+    if ranks.mode != "a2a+p2p":
         return Single(), comm
-    sizes = None if hierarchical is None else [dist.get_world_size(g) for g in hierarchical]
+    groups = ranks.hierarchical
+    sizes = None if groups is None else [dist.get_world_size(g) for g in groups]
     # Says what is wrong with the sizes; heads are checked with the tensors.
-    check(mode=mode, size=comm.size, heads=comm.size, kv_heads=1, hierarchical_sizes=sizes)
-    assert hierarchical is not None
-    across, along = (GroupCommunicator(g, transfers=transfers) for g in hierarchical)
+    check(mode=ranks.mode, size=comm.size, heads=comm.size, kv_heads=1, hierarchical_sizes=sizes)
+    assert groups is not None
+    across, along = (GroupCommunicator(g, transfers=ranks.transfers) for g in groups)
     if comm.rank != along.rank * across.size + across.rank:
         raise ContextParallelError(
             f"rank {comm.rank} of the context-parallel group is rank {across.rank} of the a2a and "
@@ -312,39 +378,13 @@ def _levels(
     return across, along
 
 
-def _check_options(
-    layout: str,
-    backend: str,
-    gradient_wire: str,
-    dropout_p: float,
-    dropout_seed: Any,
-    stabilizer: str,
-    allow_broken: bool,
-) -> None:
-    for name, value, allowed in (
-        ("layout", layout, LAYOUTS),
-        ("backend", backend, tuple(BACKENDS)),
-        ("gradient_wire", gradient_wire, tuple(WIRES)),
-    ):
-        if value not in allowed:
-            raise ContextParallelError(
-                f"{name} is {value!r}; allowed under context parallelism: {', '.join(allowed)}"
-            )
-    if not 0 <= dropout_p < 1:
-        raise ContextParallelError(f"dropout_p is {dropout_p}; allowed: 0 <= p < 1")
-    if dropout_p > 0 and dropout_seed is None:
-        raise ContextParallelError(
-            "dropout_p is set without dropout_seed; every rank must pass the same seed, because "
-            "each computes its own part of one mask"
-        )
-    if stabilizer == "paper_bf16" and not allow_broken:
-        raise ContextParallelError(
-            "stabilizer 'paper_bf16' reproduces a numerical failure on purpose; pass "
-            "allow_broken=True if you want it, or use 'compensated'"
-        )
+def _not_allowed(name: str, value: object, allowed: Iterable[str]) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name} is {value!r}; allowed under context parallelism: {', '.join(allowed)}"
+    )
 
 
-def _tokens(length: int, layout: str, size: int, packed: Any) -> Tokens:
+def _tokens(length: int, layout: str, size: int, packed: Pack) -> Tokens:
     """The geometry of a shard of ``length`` tokens."""
     cu, cu_padded, longest, lengths = packed
     if layout == "sbhd":

@@ -20,25 +20,7 @@ from megatron_patch.context_parallel.heads import HeadExchange
 from megatron_patch.context_parallel.movement import Block, Movement, accumulator
 from megatron_patch.context_parallel.schedule import Mask
 from megatron_patch.context_parallel.tokens import Tokens, arguments
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """The attention problem, as far as it is the same for every launch."""
-
-    causal: bool
-    window: tuple[int, int] | None
-    scale: float
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    batch_offset: int = 0
-    head_offset: int = 0
-    deterministic: bool = False
-    want_max_logits: bool = False
-    numerics: dict[str, Any] = field(default_factory=dict)
-    """Options of the kernels alone: beta, eps."""
-    stabilizer: str = "compensated"
-    residual: str = "bf16"
+from stable_attention.problem import UNLIMITED, Options
 
 
 @dataclass(slots=True)
@@ -108,7 +90,9 @@ class Attention:
     (p2p, all_gather, or nothing); ``everyone`` is the whole context-parallel group.
     """
 
-    rules: Rules
+    options: Options
+    """The same for every launch, but for mask and head offset."""
+    want_max_logits: bool
     primitives: Any
     """A module with the functions of `stable_attention.chunks`."""
     tokens: Tokens
@@ -142,8 +126,7 @@ class Attention:
                     q[q_view.rows][..., at, :],
                     block.k[k_view.rows],
                     block.v[k_view.rows],
-                    layout=layout,
-                    return_max_logits=self.rules.want_max_logits,
+                    return_max_logits=self.want_max_logits,
                     **self._options(mask, at, seed),
                     **arguments(q_view, k_view, by_position=mask is Mask.GLOBAL),
                 )
@@ -160,10 +143,10 @@ class Attention:
             dtype=q.dtype,
             layout=layout,
             sinks=own_sinks,
-            stabilizer=self.rules.stabilizer,
-            residual=self.rules.residual,
+            stabilizer=self.options.stabilizer,
+            residual=self.options.residual,
         )
-        if self.rules.want_max_logits:
+        if self.want_max_logits:
             self.everyone.maximum(top)
         saved = Saved(q, k, v, out, low, partial.lse, own_sinks, seed)
         return self.exchange.together([("o", out)])[0], top, saved
@@ -196,7 +179,6 @@ class Attention:
                     dq=dq[rows][..., at, :],
                     dk=dk[keys],
                     dv=dv[keys],
-                    layout=layout,
                     **self._options(mask, at, saved.seed),
                     **arguments(q_view, k_view, by_position=mask is Mask.GLOBAL),
                 )
@@ -226,21 +208,12 @@ class Attention:
         return split.kv_heads * split.replicas // self.exchange.comm.size
 
     def _options(self, mask: Mask, at: slice, seed: torch.Tensor | None) -> dict[str, Any]:
-        rules = self.rules
+        options = self.options
         first = self._own_heads(self.exchange.split.heads // self.exchange.comm.size).start
-        out: dict[str, Any] = {
-            "causal": mask is Mask.LOCAL or (mask is Mask.GLOBAL and rules.causal),
-            "window": rules.window if mask is Mask.GLOBAL else None,
-            "scale": rules.scale,
-            "softcap": rules.softcap,
-            "dropout_p": rules.dropout_p,
-            "batch_offset": rules.batch_offset,
-            "head_offset": rules.head_offset + first + at.start,
-            "deterministic": rules.deterministic,
-            "stabilizer": rules.stabilizer,
-            "residual": rules.residual,
-            **rules.numerics,
-        }
-        if rules.dropout_p > 0:
+        out = options.keywords()
+        if mask is not Mask.GLOBAL:
+            out["window"] = (UNLIMITED, 0 if mask is Mask.LOCAL else UNLIMITED)
+        out["head_offset"] = options.head_offset + first + at.start
+        if options.dropout_p > 0:
             out["dropout_seed"] = seed
         return out

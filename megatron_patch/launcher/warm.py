@@ -16,9 +16,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     args = parser.parse_args(argv)
     from megatron_patch import config
+    from megatron_patch.attention.backends import BACKENDS
 
     run = config.load(args.config).config
-    if run.attention.backend != "stable_flash":
+    warm = BACKENDS[run.attention.backend].warm
+    if warm is None:
         print(f"warm-up: attention.backend {run.attention.backend} compiles nothing")
         return 0
     import torch
@@ -26,22 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("warm-up: no GPU on this node", file=sys.stderr)
         return 1
-    from megatron_patch.schema.model import attention_head_dim, query_groups
-    from stable_attention import stable_attention
-
-    m = run.model
-    heads = m.num_attention_heads // run.parallel.tensor_model_parallel_size
-    groups = query_groups(m) // run.parallel.tensor_model_parallel_size
-    width, length = attention_head_dim(m), min(m.seq_length, 4096)
-    q, k, v = (
-        torch.randn(1, n, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n in (heads, max(groups, 1), max(groups, 1))
-    )
-    out = stable_attention(q, k, v, layout="bhsd", causal=True, stabilizer=run.attention.stabilizer)
-    assert isinstance(out, torch.Tensor)  # no LSE was asked for
-    out.sum().backward()
-    torch.cuda.synchronize()
-    print(f"warm-up: stable_flash, {heads} heads, {groups} KV heads, head dimension {width}")
+    warm(run)
     return 0
 
 

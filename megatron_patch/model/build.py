@@ -21,7 +21,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import BACKENDS
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.attention.replace import (
     KEEP,

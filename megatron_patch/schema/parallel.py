@@ -10,7 +10,6 @@ from megatron_patch.schema.problem import Problem, at_least
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OWN_BACKENDS = ("stable_flash", "reference")  # those that communicate by context_parallel/
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 

@@ -10,9 +10,6 @@ from megatron_patch.schema.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Backends whose core attention is `CoreAttention`, with numerics that stable_flash improves on.
-SWITCHABLE = ("stable_flash", "sdpa_cudnn", "sdpa_flash")
-
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class StabilityConfig:

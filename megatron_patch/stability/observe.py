@@ -19,12 +19,11 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.stability.sampling import Geometry
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
-_CORE_NAMES = {"DotProductAttention": "mcore_local", "TEDotProductAttention": "te"}
-EXACT = ("reference", "mcore_local")
-"""Backends whose backward does not build delta from a stored 16-bit O."""
+_CORE_NAMES = {row.module[1]: row.name for row in BACKENDS.values() if row.module}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,17 @@ class Site:
     @property
     def stabilizer(self) -> str:
         """Numerics by name; empty where the backend has no choice."""
-        if self.backend != "stable_flash":
+        row = BACKENDS.get(self.backend)
+        if row is None or not row.stabilizers:
             return ""
         module: Any = self.module
         return str(module.options.get("stabilizer", "compensated"))
+
+    @property
+    def exact_delta(self) -> bool:
+        """Whether its backward does not build delta from a stored 16-bit O."""
+        row = BACKENDS.get(self.backend)
+        return row is not None and row.exact_delta
 
     @property
     def variant(self) -> str:
@@ -154,8 +160,8 @@ class Observer:
             handle.remove()
         self._handles, self._requests = [], []
         for site in self.sites:
-            if getattr(site.module, "held", None) is not None:
-                site.module.held = None  # type: ignore[assignment]
+            if getattr(site.module, "observed", None) is not None:
+                site.module.observed = None  # type: ignore[assignment]
 
     def _wanted(self, site: Site) -> list[Request]:
         if not torch.is_grad_enabled():
@@ -165,8 +171,8 @@ class Observer:
 
     def _before(self, site: Site) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
-            if hasattr(module, "held") and self._wanted(site) and not _packed(args, kwargs):
-                module.held = {}
+            if hasattr(module, "observed") and self._wanted(site) and not _packed(args, kwargs):
+                module.observed = {}
 
         return hook
 
@@ -194,9 +200,9 @@ class Observer:
             (args[i] if len(args) > i else kwargs[name]).detach()
             for i, name in enumerate(("query", "key", "value"))
         )
-        held = getattr(module, "held", None) or {}
-        if hasattr(module, "held"):
-            module.held = None
+        observed = getattr(module, "observed", None) or {}
+        if hasattr(module, "observed"):
+            module.observed = None
         mask = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
         sinks = getattr(module, "softmax_offset", None)
         # Detached: a hook that held the very tensor it stands on would never be freed.
@@ -207,8 +213,8 @@ class Observer:
             k=k,
             v=v,
             out=out,
-            low=held.get("low"),
-            max_logits=held.get("max_logits"),
+            low=observed.get("low"),
+            max_logits=observed.get("max_logits"),
             sinks=None if sinks is None else sinks.detach(),
             geometry=Geometry(
                 scale=_scale(module, q.shape[-1]),
@@ -253,7 +259,7 @@ def _scale(module: Any, head_dim: int) -> float:
 
 
 def _window(module: Any) -> tuple[int, int] | None:
-    if hasattr(module, "held"):
+    if hasattr(module, "observed"):
         window: tuple[int, int] | None = module.window
         return window
     config = module.config

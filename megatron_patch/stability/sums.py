@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_patch.stability.names import HEAD_METRICS
-from megatron_patch.stability.observe import EXACT, Seen
+from megatron_patch.stability.observe import Seen
 from megatron_patch.stability.sampling import (
     BLOCK_BYTES,
     Geometry,
@@ -152,7 +152,7 @@ class HeadSums:
     def _call(self, seen: Seen, dout: torch.Tensor) -> _Call:
         geometry, b = seen.geometry, min(self.sequences, seen.q.shape[1])
         rows, clean = self._sample(seen.q.shape[0], geometry).rows, seen.dropout_p == 0.0
-        exact = seen.low is None and clean and seen.site.backend in EXACT
+        exact = seen.low is None and clean and seen.site.exact_delta
         numerics = KNOWN.get(seen.site.stabilizer)
         source = _Source(
             geometry=geometry,

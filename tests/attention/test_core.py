@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_cpu import reseed
 
-from megatron_patch.attention.capabilities import BACKENDS
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import (
     CoreAttention,
     _warn_mask_ignored,

@@ -13,7 +13,9 @@ import torch
 from megatron_cpu import tiny_run
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import BACKENDS, Facts, unmet
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.backends.row import LayerRequirements
+from megatron_patch.attention.capabilities import unsupported
 
 pytestmark = pytest.mark.gpu
 S, B, HEADS, GROUPS = 192, 2, 8, 2
@@ -38,8 +40,8 @@ def one_gpu():
 def here(backend: str, **changes) -> None:
     """Skip a backend that this machine lacks altogether (no Transformer Engine, an old GPU)."""
     plain = {"dtype": "bf16", "device": "cuda", "head_dim": 64, "v_head_dim": 64}
-    wanted = Facts(kind="x", heads=8, kv_heads=8, **(plain | changes))
-    missing = list(unmet(backend, wanted, machine=registry.probe()))
+    wanted = LayerRequirements(kind="x", heads=8, kv_heads=8, **(plain | changes))
+    missing = list(unsupported(backend, wanted, machine=registry.probe()))
     if missing:
         pytest.skip(f"{backend}: {missing}")
 

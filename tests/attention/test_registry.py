@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from megatron_cpu import tiny_run
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import BACKENDS, Facts, Machine, unmet
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.backends.row import LayerRequirements
+from megatron_patch.attention.capabilities import Machine, unsupported
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config.checks import attention as checks
+from megatron_patch.schema.attention import BackendName
 from megatron_patch.schema.model import MLAConfig, MTPConfig
 from stable_attention.stabilizers import STABILIZERS
 
@@ -21,7 +25,7 @@ HOPPER = Machine(sm=(9, 0), missing={"transformer_engine": "ModuleNotFoundError:
 CPU = Machine(missing={"transformer_engine": "ModuleNotFoundError: none"})
 
 
-def facts(**changes) -> Facts:
+def facts(**changes) -> LayerRequirements:
     plain = {
         "kind": "self-attention",
         "dtype": "bf16",
@@ -31,7 +35,7 @@ def facts(**changes) -> Facts:
         "heads": 8,
         "kv_heads": 8,
     }
-    return Facts(**(plain | changes))
+    return LayerRequirements(**(plain | changes))
 
 
 def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
@@ -90,8 +94,8 @@ def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
 def test_select_raises_exactly_where_something_is_unmet(wanted, machine):
     """Every complaint is in the error, and checking without a machine never invents one."""
     for name in BACKENDS:
-        complaints = list(unmet(name, wanted, machine=machine))
-        assert set(unmet(name, wanted)) <= set(complaints)
+        complaints = list(unsupported(name, wanted, machine=machine))
+        assert set(unsupported(name, wanted)) <= set(complaints)
         if not complaints:
             assert registry.check(name, wanted, machine=machine).backend == name
             continue
@@ -122,38 +126,38 @@ def test_every_complaint_says_what_to_do():
             asked = facts(**{f: getattr(extreme, f) for f in ("dtype", "head_dim", "thd", "cp")})
             for wanted in (extreme, asked):
                 wanted = facts(**{**_fields(wanted), "device": device})
-                for complaint in unmet(name, wanted, machine=CPU):
+                for complaint in unsupported(name, wanted, machine=CPU):
                     assert any(verb in complaint for verb in verbs), complaint
 
 
-def _fields(wanted: Facts) -> dict:
-    return {name: getattr(wanted, name) for name in Facts.__slots__}
+def _fields(wanted: LayerRequirements) -> dict:
+    return {name: getattr(wanted, name) for name in LayerRequirements.__slots__}
 
 
 def test_stable_flash_says_what_is_missing():
     broken = Machine(sm=(9, 0), missing={"stable_attention.api": "ImportError: no kernels"})
     assert any(
-        "ImportError: no kernels" in c for c in unmet("stable_flash", facts(), machine=broken)
+        "ImportError: no kernels" in c for c in unsupported("stable_flash", facts(), machine=broken)
     )
-    assert not list(unmet("stable_flash", facts(), machine=HOPPER))
-    on_cpu = " ".join(unmet("stable_flash", facts(device="cpu"), machine=CPU))
+    assert not list(unsupported("stable_flash", facts(), machine=HOPPER))
+    on_cpu = " ".join(unsupported("stable_flash", facts(device="cpu"), machine=CPU))
     assert "TRITON_INTERPRET=1" in on_cpu
     interpreted = Machine(triton_interpreter=True)
-    assert not list(unmet("stable_flash", facts(device="cpu"), machine=interpreted))
+    assert not list(unsupported("stable_flash", facts(device="cpu"), machine=interpreted))
 
 
 def test_numerics_that_have_no_name_are_had_by_removing_the_key():
     """`sdpa_flash` with `stabilizer: none`, as who wants plain numerics writes it."""
-    (complaint,) = unmet("sdpa_flash", facts(stabilizer="none"))
+    (complaint,) = unsupported("sdpa_flash", facts(stabilizer="none"))
     assert complaint.endswith("Remove that key, or use stable_flash")
 
 
 def test_te_determinism_needs_its_variable(monkeypatch):
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     machine = Machine(sm=(9, 0))
-    assert list(unmet("te", facts(deterministic=True), machine=machine))
+    assert list(unsupported("te", facts(deterministic=True), machine=machine))
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert not list(unmet("te", facts(deterministic=True), machine=machine))
+    assert not list(unsupported("te", facts(deterministic=True), machine=machine))
 
 
 def test_one_kind_of_layer_a_line():
@@ -184,10 +188,10 @@ def test_latent_attention_reports_its_own_head_dims():
     run = tiny_run({"mla": MLAConfig(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)})
     (kind,) = registry.layer_kinds(run)
     assert (kind.head_dim, kind.v_head_dim, kind.kv_heads) == (192, 128, 4)
-    complaints = list(unmet("mcore_local", kind))
+    complaints = list(unsupported("mcore_local", kind))
     assert len(complaints) == 1 and "differs" in complaints[0]
     same = tiny_run({"mla": MLAConfig(qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=16)})
-    assert "k_channels" in next(unmet("mcore_local", registry.layer_kinds(same)[0]))
+    assert "k_channels" in next(unsupported("mcore_local", registry.layer_kinds(same)[0]))
 
 
 def test_configuration_problems_name_the_key():
@@ -233,3 +237,16 @@ def test_table_has_a_row_for_every_backend_and_says_what_runs_here():
     assert lines[0].split()[0] == "backend" and lines[0].rstrip().endswith("here")
     assert [line.split()[0] for line in lines[1 : 1 + len(BACKENDS)]] == list(BACKENDS)
     assert lines[1 + list(BACKENDS).index("reference")].endswith("yes")
+
+
+def test_a_row_is_whole_and_every_name_of_the_schema_has_one():
+    """What other rooms ask of a row: one file a backend, no list of names elsewhere."""
+    assert set(get_args(BackendName)) == set(BACKENDS)
+    for name, row in BACKENDS.items():
+        assert row.name == name and (row.run is None) != (row.module is None)
+        assert not row.chunk_primitives or (row.cp and row.run)
+        assert not row.switchable or row.run  # the guard exchanges functions
+    from megatron_patch.context_parallel.api import BACKENDS as PRIMITIVES
+
+    ours = {name: row.chunk_primitives for name, row in BACKENDS.items() if row.chunk_primitives}
+    assert ours == PRIMITIVES

@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
 from megatron_patch.attention import specs
-from megatron_patch.attention.capabilities import BACKENDS
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import CoreAttention
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from megatron_patch.context_parallel.api import Single, build
+from megatron_patch.context_parallel.api import BACKENDS, Single, build
 from megatron_patch.context_parallel.communicator import Communicator, Ticket, Transfer
-from megatron_patch.context_parallel.engine import Attention, Rules
+from megatron_patch.context_parallel.engine import Attention
 from megatron_patch.context_parallel.layout import shard, unshard
 from megatron_patch.context_parallel.packed import shard_packed, unshard_packed
+from stable_attention.problem import Options
 
 TURN_SECONDS = 600.0
 """A rank that waits longer for another is stuck: a deadlock, which ends the emulation."""
@@ -183,7 +184,8 @@ def emulate(
     wire: torch.dtype | None = None,
     head_groups: int | None = None,
     primitives: Any = None,
-    **rules: Any,
+    want_max_logits: bool = False,
+    **options: Any,
 ) -> Emulated:
     """Forward and backward of ``size`` virtual ranks on tensors of the whole sequence.
 
@@ -191,10 +193,10 @@ def emulate(
         q, k, v, dout: whole sequence in natural order, "sbhd" [s, b, heads, d] or packed.
         across: size of the a2a group of "a2a+p2p".
         primitives: replaces the backend's chunk primitives (emulations of other arithmetic).
-        rules: fields of `engine.Rules`; ``scale`` defaults to d ** -0.5.
+        options: keywords of `stable_attention`.
     """
     exchange = Exchange()
-    real = Rules(**{"causal": False, "window": None, "scale": q.shape[-1] ** -0.5, **rules})
+    asked = Options.of(layout=layout, allow_broken=True, **options)
     seed = torch.full((), dropout_seed, dtype=torch.int64, device=q.device)
     padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
 
@@ -210,13 +212,13 @@ def emulate(
             q_own,
             k_own,
             v_own,
+            asked,
             sinks=sinks,
             everyone=everyone,
             levels=levels,
             mode=mode,
-            layout=layout,
-            backend=backend,
-            rules=real,
+            primitives=BACKENDS[backend],
+            want_max_logits=want_max_logits,
             packed=(cu_seqlens, cu_seqlens_padded, None, document_lengths),
             wire=wire,
             head_groups=head_groups,

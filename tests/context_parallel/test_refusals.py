@@ -8,13 +8,14 @@ import torch.distributed as dist
 from emulate import Exchange, levels_of
 
 from megatron_patch.context_parallel.api import (
+    BACKENDS,
     ContextParallelError,
     build,
     check,
     context_parallel_attention,
 )
-from megatron_patch.context_parallel.engine import Rules
 from megatron_patch.context_parallel.packed import padded_cu_seqlens
+from stable_attention.problem import Options
 from stable_attention.reference import reference_attention
 
 
@@ -75,12 +76,12 @@ def test_options(alone):
 
 
 def test_shapes():
-    rules = Rules(causal=True, window=None, scale=1.0)
+    causal = Options.of(layout="sbhd", causal=True)
     everyone, levels = levels_of(Exchange(), 0, 2, "p2p", 1)
 
     def make(q, k, v, **options):
-        settings = {"layout": "sbhd", "backend": "reference", "rules": rules, **options}
-        return build(q, k, v, everyone=everyone, levels=levels, mode="p2p", **settings)
+        settings = {"primitives": BACKENDS["reference"], **options}
+        return build(q, k, v, causal, everyone=everyone, levels=levels, mode="p2p", **settings)
 
     q, k, v = inputs()
     with pytest.raises(ContextParallelError, match="q has 8 tokens on this rank, k 6 and v 6"):
@@ -107,14 +108,14 @@ def test_shapes():
 def test_packs_are_checked_on_request(monkeypatch):
     monkeypatch.setenv("STABLE_ATTENTION_DEBUG", "1")
     x = torch.zeros(12, 2, 8)
-    rules = Rules(causal=True, window=None, scale=1.0)
+    causal = Options.of(layout="thd", causal=True)
     everyone, levels = levels_of(Exchange(), 0, 2, "p2p", 1)
 
     def call(real, padded):
         cu = [torch.tensor(y, dtype=torch.int32) for y in (real, padded)]
         build(
-            x, x, x, everyone=everyone, levels=levels, mode="p2p", layout="thd",
-            backend="reference", rules=rules, packed=(*cu, None, None),
+            x, x, x, causal, everyone=everyone, levels=levels, mode="p2p",
+            primitives=BACKENDS["reference"], packed=(*cu, None, None),
         )  # fmt: skip
 
     call([0, 5, 12], [0, 8, 16])

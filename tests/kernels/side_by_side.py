@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stable_attention import stable_attention
-from stable_attention.problem import shape
+from stable_attention.layouts import shape
 
 LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
 LENGTHS = (33, 7)

@@ -17,10 +17,9 @@ SCRIPT = """
 import json, sys, torch
 from stable_attention import aot
 from stable_attention.hopper.launch import backward as hopper_backward
-from stable_attention.problem import Problem
+from stable_attention.problem import Extras, Problem
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
-from stable_attention.triton.options import Extras
 from stable_attention.triton.preprocess import preprocess
 
 arch, few, rows = sys.argv[1], "few" in sys.argv, []

@@ -13,7 +13,8 @@ import torch
 
 from stable_attention import AttentionArgumentError, stable_attention
 from stable_attention import flash_compat as fa
-from stable_attention.problem import dims, shape, strides, window_bounds
+from stable_attention.layouts import dims, shape, strides
+from stable_attention.problem import window_bounds
 from stable_attention.stabilizers import STABILIZERS
 
 

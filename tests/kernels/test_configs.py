@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from stable_attention import AttentionArgumentError, configs, dispatch
 from stable_attention.configs import Tile
-from stable_attention.problem import describe
+from stable_attention.describe import describe
+from stable_attention.problem import Options
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_architectures_nobody_compiled_for_are_refused(
     device = torch.device("cuda", 0)
     assert configs.arch_of(device) == arch
     q = torch.empty(1, 8, 2, 16, dtype=torch.bfloat16, device="meta")
-    asked = describe(q, q, q, layout="bshd")
+    asked, _ = describe(q, q, q, Options())
     if arch in configs.table():
         assert dispatch.select(asked, device).name == "triton"
     else:
@@ -102,7 +104,7 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"window": (4, 0)}, "triton"),
         ({"softcap": 30.0}, "triton"),
         ({"dropout_p": 0.1}, "triton"),
-        ({"stabilizer": "paper_bf16"}, "triton"),
+        ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
         ({"causal": True, "keys": 24}, "triton"),
         ({"d": 96}, "triton"),
     ],
@@ -117,7 +119,9 @@ def test_hopper_serves_what_its_row_says(
         torch.empty(1, n, heads, d, dtype=torch.bfloat16, device="meta")
         for n, heads in ((16, 4), (keys, 2))
     )
-    asked = describe(q, k, k, layout="bshd", **named)
+    sinks = named.pop("sinks", None)
+    seed = 1 if "dropout_p" in named else None
+    asked, _ = describe(q, k, k, Options.of(**named), sinks=sinks, dropout_seed=seed)
     device = torch.device("cuda", 0)
     assert dispatch.select(asked, device).name == name
-    assert dispatch.select(asked, device, chunked=True).name == "triton"
+    assert dispatch.select(replace(asked, chunked=True), device).name == "triton"

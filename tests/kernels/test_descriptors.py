@@ -7,7 +7,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention.configs import Tile
-from stable_attention.problem import Problem, dims, shape
+from stable_attention.layouts import dims, shape
+from stable_attention.problem import Problem
 from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.memory import DENSE, FLAT, POINTERS
 

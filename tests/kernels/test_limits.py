@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stable_attention import AttentionArgumentError, configs, ops, problem, stable_attention
+from stable_attention import AttentionArgumentError, configs, layouts, ops, stable_attention
 from stable_attention import chunks as kernels
+from stable_attention.describe import describe
+from stable_attention.problem import Options, Problem
 from stable_attention.reference import chunks as reference
 
 HUGE = 2**31 - 1
@@ -117,9 +119,9 @@ def far_apart(step: int, tokens: int) -> torch.Tensor:
 def test_tokens_too_far_apart_for_the_offsets_of_a_tile_are_refused(name: str) -> None:
     """Row times stride is 32-bit inside a tile: it wrapped, and read foreign memory."""
 
-    def described(step: int, tokens: int) -> problem.Problem:
+    def described(step: int, tokens: int) -> Problem:
         near = {x: far_apart(16, tokens) for x in ("q", "k", "v")}
-        return problem.describe(**near | {name: far_apart(step, tokens)}, layout="bshd")
+        return describe(**near | {name: far_apart(step, tokens)}, options=Options())[0]
 
     for step, tokens in ((2**23, 257), (2**23, 1000), (2**31, 1000), (2**26, 33)):
         with pytest.raises(AttentionArgumentError, match=rf"{name}'s stride .* is {step}") as error:
@@ -131,7 +133,7 @@ def test_tokens_too_far_apart_for_the_offsets_of_a_tile_are_refused(name: str) -
 
 def test_no_tile_is_taller_than_the_limit_counts_with() -> None:
     rows = [row for rows in configs.table().values() for row in rows.values()]
-    assert max(max(row[:2]) for row in rows) <= problem.MAX_TILE_ROWS
+    assert max(max(row[:2]) for row in rows) <= layouts.MAX_TILE_ROWS
 
 
 def test_outputs_too_far_apart_are_refused() -> None:
@@ -139,7 +141,7 @@ def test_outputs_too_far_apart_are_refused() -> None:
     q = torch.empty(300, 4096, 8, 16, dtype=torch.float16, device="meta")
     v = torch.empty(1, 1, 8, 256, dtype=torch.float16, device="meta").expand(300, 4096, 8, 256)
     with pytest.raises(AttentionArgumentError, match="the output's stride"):
-        problem.describe(q, q, v, layout="sbhd")
+        describe(q, q, v, Options(layout="sbhd"))
 
 
 def test_a_far_apart_gradient_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +150,7 @@ def test_a_far_apart_gradient_is_copied(monkeypatch: pytest.MonkeyPatch) -> None
     wide = torch.randn(1, 40, 2, 1024).bfloat16()
     dout = wide[..., :16]
     want = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), dout)
-    monkeypatch.setattr(problem, "MAX_TILE_EXTENT", 40 * 64)
+    monkeypatch.setattr(layouts, "MAX_TILE_EXTENT", 40 * 64)
     seen = []
     monkeypatch.setattr(ops, "_unseen", lambda tensors: False)
     operator = ops.backward_op
@@ -162,7 +164,7 @@ def test_far_apart_partials_and_accumulators_are_refused(monkeypatch: pytest.Mon
     q = torch.zeros(1, 40, 2, 16, dtype=torch.bfloat16)
     near, lse = torch.zeros(1, 40, 2, 16), torch.zeros(1, 2, 40)
     far = torch.zeros(1, 40, 2, 1024)[..., :16]
-    monkeypatch.setattr(problem, "MAX_TILE_EXTENT", 40 * 64)
+    monkeypatch.setattr(layouts, "MAX_TILE_EXTENT", 40 * 64)
     with pytest.raises(AttentionArgumentError, match="part's stride"):
         kernels.merge_chunks(near, lse, far, lse)
     with pytest.raises(AttentionArgumentError, match="out's stride"):

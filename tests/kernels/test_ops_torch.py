@@ -9,35 +9,20 @@ from torch.autograd import forward_ad
 from stable_attention import flash_compat as fa
 from stable_attention import ops, stable_attention
 from stable_attention.chunks import chunk_forward, merge_chunks
-from stable_attention.problem import shape
+from stable_attention.describe import describe
+from stable_attention.layouts import shape
+from stable_attention.problem import Options
 
 
 def randn(*size, grad=True, dtype=torch.bfloat16):
     return torch.randn(size).to(dtype).requires_grad_(grad)
 
 
-def op_arguments(q, k, v, sinks=None, **changes):
-    length = 2 if changes.get("layout") == "bhsd" else 0 if changes.get("layout") == "sbhd" else 1
-    named = {
-        "layout": "bshd",
-        "max_seqlen_q": q.shape[length],
-        "max_seqlen_k": k.shape[length],
-        "scale": 0.25,
-        "window_left": -1,
-        "window_right": 0,
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-        "batch_offset": 0,
-        "head_offset": 0,
-        "stabilizer": "compensated",
-        "residual": "bf16",
-        "beta": 2.0,
-        "eps": 1e-3,
-        "deterministic": True,
-        "with_max_logits": True,
-        "with_lse": True,
-    }
-    return (q, k, v, sinks, None, None, None, None, None, *(named | changes).values())
+def op_arguments(q, k, v, sinks=None, with_lse=True, **options):
+    asked = Options.of(scale=0.25, causal=True, deterministic=True, **options)
+    problem, _ = describe(q, k, v, asked, sinks=sinks)
+    small = (None,) * 5
+    return (q, k, v, sinks, *small, problem.sq, problem.sk, problem.encode(), True, with_lse)
 
 
 @pytest.mark.parametrize("stabilizer", ["compensated", "none"])

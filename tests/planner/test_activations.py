@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron_cpu import CP, PP, SP, TP, VP, single_rank, tiny_run
 from test_parameters import GPT2
 
-from megatron_patch.planner import activations, kernel_memory, memory, parameters
+from megatron_patch.attention.backends import BACKENDS, reference
+from megatron_patch.planner import activations, memory, parameters
 from megatron_patch.planner.layout import layout_of
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.stability import StabilityConfig
@@ -260,14 +261,14 @@ def test_recomputed_up_projection():
 def test_the_tile_of_the_reference_is_its_own():
     from stable_attention.reference import blockwise
 
-    assert kernel_memory.REFERENCE_TILE == blockwise.TILE_BYTES
+    assert reference.TILE == blockwise.TILE_BYTES
 
 
 def test_head_dims_whose_dq_is_summed_are_those_of_the_kernels():
     from stable_attention import dispatch
 
     (hopper,) = (row for row in dispatch.KERNEL_SETS if row.name == "hopper")
-    assert tuple(hopper.head_dims) == kernel_memory.SUMMED_HEAD_DIMS
+    assert tuple(hopper.head_dims) == BACKENDS["stable_flash"].summed_head_dims
 
 
 def switching(backend: str, stabilizer: str, guard: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 
 import pytest
 import torch
@@ -10,21 +10,22 @@ import variants
 from run_config import run_config
 from variants import VARIANTS
 
-from megatron_patch.attention.backends import reference, stable
-from megatron_patch.attention.backends.call import Call
+from megatron_patch.attention.backends import BACKENDS, reference, stable
+from megatron_patch.attention.backends.call import AttentionCall
+from stable_attention.problem import Options
 
 
-def make_call(dtype: torch.dtype = torch.float32, **options: object) -> Call:
+def make_call(dtype: torch.dtype = torch.float32, **options: object) -> AttentionCall:
     """Causal, 2 sequences of 24 tokens, 3 heads; K and V far from zero mean."""
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(24, 2, 3, 16, generator=gen) for _ in range(3))
     k, v = k + 3, v - 2
     leaves = (x.to(dtype).requires_grad_() for x in (q, k, v))
-    return Call(**dict(zip("qkv", leaves, strict=True)), layout="sbhd", scale=0.25, causal=True,
-                options=dict(options))  # fmt: skip
+    asked = Options.of(layout="sbhd", scale=0.25, causal=True, **options)
+    return AttentionCall(**dict(zip("qkv", leaves, strict=True)), options=asked)
 
 
-def results(run, call: Call) -> list[torch.Tensor]:
+def results(run, call: AttentionCall) -> list[torch.Tensor]:
     out = run(call)[0]
     weight = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
     return [out, *torch.autograd.grad((out * weight).sum(), (call.q, call.k, call.v))]
@@ -43,9 +44,9 @@ def test_exact_variants_are_the_same_mathematics(name: str) -> None:
 
 def test_centering_does_what_it_says() -> None:
     """The kernel sees K (and V) without its common part."""
-    seen: list[Call] = []
+    seen: list[AttentionCall] = []
 
-    def spy(call: Call):
+    def spy(call: AttentionCall):
         seen.append(call)
         return reference.run(call)
 
@@ -67,9 +68,9 @@ def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer() -> None
     tops = {}
     for name in ("plain", "k_centered", "v_centered"):
         call = make_call()
-        call.held = {}
+        call.observed = {}
         (VARIANTS[name].wrap or (lambda run: run))(reference.run)(call)
-        tops[name] = call.held.get("max_logits")
+        tops[name] = call.observed.get("max_logits")
     assert tops["k_centered"] is None
     assert torch.equal(tops["plain"], tops["v_centered"])
 
@@ -85,9 +86,9 @@ def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer() -> None
 )
 def test_setting_variants_reach_the_kernel(name: str, options: dict[str, str]) -> None:
     """Through the interpreter: the backend is called with the setting and runs with it."""
-    seen: list[Call] = []
+    seen: list[AttentionCall] = []
 
-    def spy(call: Call):
+    def spy(call: AttentionCall):
         seen.append(call)
         return stable.run(call)
 
@@ -95,23 +96,24 @@ def test_setting_variants_reach_the_kernel(name: str, options: dict[str, str]) -
     assert wrap is not None
     held: dict[str, torch.Tensor] = {}
     call = make_call(torch.bfloat16, stabilizer="none")
-    call.held = held
+    call.observed = held
     wrap(spy)(call)
-    assert seen[0].options == options and call.options == {"stabilizer": "none"}
+    assert seen[0].options == dataclasses.replace(call.options, **options)
+    assert call.options.stabilizer == "none"
     keeps = {"consistent_sum": None, "low_order_o": torch.bfloat16}.get(name, torch.float32)
     assert (held["low"].dtype if "low" in held else None) == keeps
 
 
 def test_installing_changes_the_configured_backend_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config(attention={"backend": "reference"})
-    home = importlib.import_module("megatron_patch.attention.backends.reference")
-    monkeypatch.setattr(home, "run", home.run)  # puts it back afterwards
-    before, other = home.run, stable.run
+    before, other = BACKENDS["reference"], BACKENDS["stable_flash"]
+    monkeypatch.setitem(BACKENDS, "reference", before)  # puts it back afterwards
     variants.install("plain", run)
-    assert home.run is before
+    assert BACKENDS["reference"] is before
     variants.install("k_centered", run)
-    assert home.run is not before and stable.run is other
-    assert home.run.variant == "k_centered" and not hasattr(before, "variant")
+    after = BACKENDS["reference"].run
+    assert after is not before.run and BACKENDS["stable_flash"] is other
+    assert after.variant == "k_centered" and not hasattr(before.run, "variant")
     with pytest.raises(ValueError, match="it changes stable_flash"):
         variants.install("low_order_o", run)
     with pytest.raises(ValueError, match="it starts from 'none'"):

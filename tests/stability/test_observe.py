@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -95,16 +96,16 @@ def test_sites_are_numbered_over_the_whole_model() -> None:
 
 def test_a_site_names_the_variant_of_an_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function says so that core attention calls, whoever put it there."""
-    from megatron_patch.attention.backends import reference
+    from megatron_patch.attention.backends import BACKENDS
     from megatron_patch.stability.observe import find_sites
 
     def changed(call: Any) -> Any:
-        return run(call)
+        return row.run(call)
 
-    run = reference.run
+    row = BACKENDS["reference"]
     changed.variant = "k_centered"  # type: ignore[attr-defined]
     assert find_sites([Model()], decoder_layers=4)[0].variant == ""
-    monkeypatch.setattr(reference, "run", changed)
+    monkeypatch.setitem(BACKENDS, "reference", dataclasses.replace(row, run=changed))
     assert find_sites([Model()], decoder_layers=4)[0].variant == "k_centered"
 
 
@@ -172,7 +173,7 @@ def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
     observer.disarm()
     for site in observer.sites:
         assert not site.module._forward_hooks and not site.module._forward_pre_hooks
-        assert site.module.held is None
+        assert site.module.observed is None
     for _ in range(2):
         module(*tensors(), None).sum().backward()
     assert found == []

@@ -14,11 +14,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stable_attention.hopper.backward import backward_kernel
 from stable_attention.hopper.rows import dq_kernel, rows_kernel
-from stable_attention.problem import Problem, dims, strides
+from stable_attention.layouts import dims, strides
+from stable_attention.problem import Extras, Problem
 from stable_attention.triton import backward as portable
 from stable_attention.triton.descriptors import describable, flat_columns
 from stable_attention.triton.launches import Arguments, launch
-from stable_attention.triton.options import LOG2E, Extras
+from stable_attention.triton.options import LOG2E
 from stable_attention.triton.results import new_gradients
 
 BN = 128

@@ -41,9 +41,12 @@ def _rules(
     k_position: Position = 0,
     batch_offset: int = 0,
     head_offset: int = 0,
-    deterministic: bool = False,
+    **numerics: object,
 ) -> tuple[Rules, list[tuple[slice, slice, At]]]:
-    """The rules of a pair of chunks, and (rows, keys, where they are) of every sequence in it."""
+    """The rules of a pair of chunks, and (rows, keys, where they are) of every sequence in it.
+
+    ``numerics`` (stabilizer, residual, beta, eps, deterministic) change nothing here.
+    """
     if dropout_p and dropout_seed is None:
         raise ValueError("dropout needs dropout_seed: all chunks must share one")
     rules = Rules(
@@ -75,11 +78,9 @@ def chunk_forward(
     *,
     layout: str = "bshd",
     return_max_logits: bool = False,
-    stabilizer: str = "compensated",
-    residual: str = "bf16",
     **options,
 ) -> tuple[torch.Tensor, ...]:
-    """As `stable_attention.chunks.chunk_forward`; ``stabilizer`` and ``residual`` do not matter."""
+    """As `stable_attention.chunks.chunk_forward`; numerics do not matter."""
     rules, pieces = _rules(q, k, layout, **options)
     q5, k5, v5 = five_dims(rules, q, k, v)
     out, lse = q5.new_zeros(*q5.shape[:-1], v5.shape[-1]), q5.new_full(q5.shape[:-1], -math.inf)
@@ -174,8 +175,6 @@ def chunk_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     layout: str = "bshd",
-    stabilizer: str = "compensated",
-    residual: str = "bf16",
     **options,
 ) -> None:
     """As `stable_attention.chunks.chunk_backward`: adds to dq, dk and dv."""

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from stable_attention import configs
+from stable_attention.layouts import strides
 from stable_attention.numerics import lse_to_shift, round_scores, score_slope, soften
 from stable_attention.philox import keep_mask
-from stable_attention.problem import Problem, strides
+from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
@@ -41,7 +42,7 @@ from stable_attention.triton.memory import (
     store_tile,
     tile_offsets,
 )
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+from stable_attention.triton.options import NO_SPECIALIZE, common_arguments
 from stable_attention.triton.parts import (
     add_dot_parts,
     dot_over_parts,
@@ -348,7 +349,7 @@ def _launch(kernel, arguments, problem, tensors, extras, tile, add):
     seed = extras.seed if problem.dropout_p > 0 else None
     launch(
         kernel,
-        (problem, tile, add, extras.scalars()),
+        (problem, tile, add),
         (*tensors, seed, *extras.pointers()),
         functools.partial(arguments, problem, extras, tile, add),
     )

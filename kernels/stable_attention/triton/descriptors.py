@@ -18,7 +18,8 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention.configs import Tile, tile_width
-from stable_attention.problem import Problem, dims, strides
+from stable_attention.layouts import dims, strides
+from stable_attention.problem import Problem
 from stable_attention.triton.memory import DENSE, FLAT, FLAT_PACKED, PACKED, POINTERS
 from stable_attention.triton.parts import first_part
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from stable_attention import configs
+from stable_attention.layouts import strides
 from stable_attention.numerics import (
     DYNAMIC_BOUND_BF16,
     DYNAMIC_BOUND_FP16,
@@ -38,7 +39,7 @@ from stable_attention.numerics import (
     softmax_step,
 )
 from stable_attention.philox import keep_mask
-from stable_attention.problem import Problem, strides
+from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN, Stabilizer
 from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
@@ -52,7 +53,7 @@ from stable_attention.triton.geometry import (
 )
 from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.memory import POINTERS, store_tile
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+from stable_attention.triton.options import NO_SPECIALIZE, common_arguments
 from stable_attention.triton.parts import (
     accumulate_parts,
     add_dot_parts,
@@ -412,7 +413,7 @@ def _arguments(
     named = common_arguments(problem, extras) | {
         "tiles": tiles,
         "keep_scale": 1.0 / (1.0 - problem.dropout_p),
-        "beta": extras.beta, "eps": extras.eps,
+        "beta": problem.beta, "eps": problem.eps,
         "BM": tile.bm, "BN": tile.bn,
         "EVEN_K": not problem.varlen and problem.sk % tile.bn == 0,
         "HAS_SINK": problem.has_sinks,
@@ -448,7 +449,7 @@ def forward(
     """Launch the forward kernel.
 
     Args:
-        extras: sinks, offsets, positions, seed and the other tensors that are not q, k, v.
+        extras: sinks, offsets, seed and the other tensors that are not q, k, v.
         out_dtype: q's dtype (default), or float32 for partial outputs that will be merged.
         with_lse: LSE is wanted; without it, what needs it all the same still makes it.
         config: tile sizes; None looks them up in `configs`.
@@ -473,7 +474,7 @@ def forward(
     )  # fmt: skip
     launch(
         forward_kernel,
-        (problem, tile, extras.scalars()),
+        (problem, tile),
         tensors,
         functools.partial(_arguments, problem, extras, tile),
     )

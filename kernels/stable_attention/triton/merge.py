@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from stable_attention.layouts import dims, strides
 from stable_attention.numerics import LN2, LOG2E, residual_encode, round_and_widen
-from stable_attention.problem import dims, strides
 from stable_attention.triton.memory import tile_offsets
 from stable_attention.triton.options import padded
 

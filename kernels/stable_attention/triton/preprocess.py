@@ -15,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from stable_attention.layouts import strides
 from stable_attention.numerics import LOG2E, residual_decode, row_delta
-from stable_attention.problem import Problem, strides
+from stable_attention.problem import Extras, Problem
 from stable_attention.triton.geometry import locate
 from stable_attention.triton.launches import launch
 from stable_attention.triton.memory import load_tile, tile_offsets
-from stable_attention.triton.options import Extras, padded
+from stable_attention.triton.options import padded
 
 BLOCK_M = 64
 

@@ -9,11 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from stable_attention.layouts import strides
 from stable_attention.numerics import LN2, soften
 from stable_attention.philox import keep_mask
-from stable_attention.problem import Problem, strides
+from stable_attention.problem import Extras, Problem
 from stable_attention.triton.geometry import align, locate, visible
-from stable_attention.triton.options import NO_SPECIALIZE, Extras, common_arguments
+from stable_attention.triton.options import NO_SPECIALIZE, common_arguments
 from stable_attention.triton.parts import dot_over_parts, read_parts
 
 BLOCK = 64

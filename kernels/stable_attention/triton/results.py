@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stable_attention.problem import Problem, shape
+from stable_attention.layouts import shape
+from stable_attention.problem import Problem
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES
 
 

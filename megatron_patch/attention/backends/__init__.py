@@ -1,1 +1,16 @@
-"""One small file a backend of ours: a function from a `Call` to (output, maximum logits)."""
+"""One file a backend with its row; `BACKENDS` is the table of them."""
+
+from megatron_patch.attention.backends import mcore_local, reference, sdpa, stable, te
+from megatron_patch.attention.backends.row import Backend
+
+BACKENDS: dict[str, Backend] = {
+    row.name: row
+    for row in (
+        stable.BACKEND,
+        sdpa.CUDNN,
+        sdpa.FLASH,
+        te.BACKEND,
+        mcore_local.BACKEND,
+        reference.BACKEND,
+    )
+}

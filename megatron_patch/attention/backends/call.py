@@ -6,54 +6,33 @@ tensor-parallel rank; d, dv head dims of query/key and value; t packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ContextParallel:
-    """Over which ranks the sequence of a call is split, and how they communicate."""
-
-    group: Any  # torch.distributed.ProcessGroup
-    mode: str  # "p2p", "all_gather", "a2a" or "a2a+p2p"
-    hierarchical: tuple[Any, ...] | None = None  # (a2a group, p2p group) of "a2a+p2p"
-    options: dict[str, Any] = field(default_factory=dict)  # gradient_wire, head_groups
+from megatron_patch.context_parallel.api import ContextParallel
+from stable_attention.problem import Options
 
 
 @dataclass(kw_only=True, slots=True)
-class Call:
+class AttentionCall:
     """One attention call. Tensors may have any strides; their last dimension is contiguous."""
 
     q: torch.Tensor  # [sq, b, h, d], or [t, h, d] for thd
     k: torch.Tensor  # [sk, b, kv_heads, d], or [t, kv_heads, d]
     v: torch.Tensor  # [sk, b, kv_heads, dv], or [t, kv_heads, dv]
-    layout: str  # "sbhd" or "thd"
-    scale: float
-    causal: bool
-    window: tuple[int, int] | None = None  # (left, right), inclusive, -1 unlimited
+    options: Options  # layout "sbhd" or "thd", mask, scale, dropout (0 outside training), numerics
     sinks: torch.Tensor | None = None  # [h] sink logits, natural log
-    dropout_p: float = 0.0  # 0 outside training
-    cu_seqlens_q: torch.Tensor | None = None  # int32 [b + 1], thd
-    cu_seqlens_k: torch.Tensor | None = None
-    cu_seqlens_q_padded: torch.Tensor | None = None  # where each sequence starts in memory
-    cu_seqlens_k_padded: torch.Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    deterministic: bool = False
+    packed: dict[str, Any] = field(default_factory=dict)
+    """thd: cu_seqlens_q, cu_seqlens_k, their "_padded", max_seqlen_q, max_seqlen_k, as keywords of
+    `stable_attention`."""
     want_max_logits: bool = False
     cp: ContextParallel | None = None  # None: this rank has the whole sequence
-    held: dict[str, torch.Tensor] | None = None  # see `HELD`
-    options: dict[str, Any] = field(default_factory=dict)  # the backend's own settings
+    observed: dict[str, torch.Tensor] | None = None
+    """A dict while an observer watches. A backend that has them leaves there the float32 [h]
+    ``max_logits``, and ``low``, O's low-order part as the kernel stores it, [sq, b, h, dv]."""
 
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 """(output [sq, b, h, dv] or [t, h, dv]; float32 [h] maximum logits where they were asked for)."""
-
-Backend = Callable[[Call], Result]
-
-HELD = ("max_logits", "low")
-"""What an observer may ask for: with ``Call.held`` a dict, a backend that has it leaves there the
-float32 [h] maximum logits, and O's low-order part as the kernel stores it, [sq, b, h, dv]."""

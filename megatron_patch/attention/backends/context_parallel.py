@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from megatron_patch.attention.backends.call import Call, Result
+from megatron_patch.attention.backends.call import AttentionCall, Result
 from megatron_patch.attention.backends.reference import draw_seed
-from megatron_patch.context_parallel.api import context_parallel_attention
+from megatron_patch.context_parallel.api import attend
 
 
-def run(call: Call, backend: str) -> Result:
-    """Attention by `context_parallel_attention`; ``call.cp`` says over which ranks and how.
+def run(call: AttentionCall, primitives: str) -> Result:
+    """Attention over the ranks of ``call.cp`` with the chunk primitives of a module.
 
     The dropout seed comes from the model-parallel stream, which is the same on the ranks of a
     context-parallel group.
     """
     assert call.cp is not None
-    watched = call.want_max_logits or call.held is not None
-    out = context_parallel_attention(
+    out = attend(
         call.q,
         call.k,
         call.v,
-        group=call.cp.group,
-        mode=call.cp.mode,
-        hierarchical=call.cp.hierarchical,
-        layout=call.layout,
-        backend=backend,
-        causal=call.causal,
-        window=call.window,
-        scale=call.scale,
+        call.options,
+        ranks=call.cp,
+        primitives=primitives,
         sinks=call.sinks,
-        dropout_p=call.dropout_p,
-        dropout_seed=draw_seed(call.q.device) if call.dropout_p > 0 else None,
-        cu_seqlens=call.cu_seqlens_q,
-        cu_seqlens_padded=call.cu_seqlens_q_padded,
-        max_seqlen=call.max_seqlen_q,
-        deterministic=call.deterministic,
-        return_max_logits=watched,
-        **call.cp.options,
-        **call.options,
+        dropout_seed=draw_seed(call.q.device) if call.options.dropout_p > 0 else None,
+        cu_seqlens=call.packed.get("cu_seqlens_q"),
+        cu_seqlens_padded=call.packed.get("cu_seqlens_q_padded"),
+        max_seqlen=call.packed.get("max_seqlen_q"),
+        return_max_logits=call.want_max_logits or call.observed is not None,
     )
     if not isinstance(out, tuple):
         return out, None
-    if call.held is not None:
-        call.held["max_logits"] = out[1]
+    if call.observed is not None:
+        call.observed["max_logits"] = out[1]
     return out[0], out[1]

@@ -2,41 +2,85 @@
 
 from __future__ import annotations
 
-from megatron_patch.attention.backends.call import Call, Result
+from typing import TYPE_CHECKING
+
 from megatron_patch.attention.backends.reference import draw_seed
-from stable_attention.api import stable_attention
+from megatron_patch.attention.backends.row import Backend, Shapes
+from megatron_patch.schema.model import attention_head_dim, query_groups
+
+if TYPE_CHECKING:
+    from megatron_patch.attention.backends.call import AttentionCall, Result
+    from megatron_patch.schema.run import RunConfig
 
 
-def run(call: Call) -> Result:
-    """Attention by `stable_attention`; ``call.options`` are its stabilizer settings."""
-    watched = call.held is not None
-    out = stable_attention(
+def run(call: AttentionCall) -> Result:
+    """Attention by `stable_attention`."""
+    from stable_attention.api import attend
+
+    watched = call.observed is not None
+    out = attend(
         call.q,
         call.k,
         call.v,
-        layout=call.layout,
-        causal=call.causal,
-        window=call.window,
-        scale=call.scale,
+        call.options,
         # Parameters are BF16; the softmax they join is float32.
         sinks=None if call.sinks is None else call.sinks.float(),
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-        cu_seqlens_q_padded=call.cu_seqlens_q_padded,
-        cu_seqlens_k_padded=call.cu_seqlens_k_padded,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        dropout_p=call.dropout_p,
-        dropout_seed=draw_seed(call.q.device) if call.dropout_p > 0 else None,
-        deterministic=call.deterministic,
+        dropout_seed=draw_seed(call.q.device) if call.options.dropout_p > 0 else None,
         return_max_logits=call.want_max_logits or watched,
         return_residual=watched,
-        **call.options,
+        **call.packed,
     )
     if not isinstance(out, tuple):
         return out, None
-    if call.held is not None:
-        call.held["max_logits"] = out[1]
+    if call.observed is not None:
+        call.observed["max_logits"] = out[1]
         if out[2].numel():
-            call.held["low"] = out[2]
+            call.observed["low"] = out[2]
     return out[0], out[1]
+
+
+def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+    from stable_attention.stabilizers import STABILIZERS
+
+    return n.T * n.q * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
+
+
+def warm(run: RunConfig) -> None:
+    """One forward and backward of the configured head dimensions on the current GPU."""
+    import torch
+
+    from stable_attention import stable_attention
+
+    m = run.model
+    heads = m.num_attention_heads // run.parallel.tensor_model_parallel_size
+    groups = query_groups(m) // run.parallel.tensor_model_parallel_size
+    head_dim, length = attention_head_dim(m), min(m.seq_length, 4096)
+    q, k, v = (
+        torch.randn(1, n, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (heads, max(groups, 1), max(groups, 1))
+    )
+    out = stable_attention(q, k, v, layout="bhsd", causal=True, stabilizer=run.attention.stabilizer)
+    assert isinstance(out, torch.Tensor)  # no LSE was asked for
+    out.sum().backward()
+    torch.cuda.synchronize()
+    print(f"warm-up: stable_flash, {heads} heads, {groups} KV heads, head dimension {head_dim}")
+
+
+BACKEND = Backend(
+    name="stable_flash",
+    kernel="stable_attention (Triton)",
+    reason="compensated numerics at flash speed",
+    min_sm=(8, 0),
+    softcap=True,
+    cp=True,
+    stabilizers=True,
+    package="stable_attention.api",
+    notes=("on a CPU only under Triton's interpreter (TRITON_INTERPRET=1)",),
+    run=run,
+    interpreted=True,
+    chunk_primitives="stable_attention.chunks",
+    switchable=True,
+    saved_bytes=_saved_bytes,
+    summed_head_dims=(64, 128),
+    warm=warm,
+)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
 from megatron_patch.schema.effective import decay_steps
-from megatron_patch.schema.parallel import OWN_BACKENDS
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
@@ -106,11 +106,12 @@ def _gradient_wire(run: RunConfig) -> Iterator[Problem]:
     wire, kinds = run.parallel.cp_gradient_wire, run.parallel.cp_comm_types
     if wire == "fp32" or not kinds:
         return
-    if run.attention.backend not in OWN_BACKENDS:
+    ours = [row.name for row in BACKENDS.values() if row.chunk_primitives]
+    if run.attention.backend not in ours:
         yield Problem(
             "parallel.cp_gradient_wire",
             f"{wire} is an option of attention.backend "
-            f"{' and '.join(OWN_BACKENDS)}, not of {run.attention.backend}: leave it out",
+            f"{' and '.join(ours)}, not of {run.attention.backend}: leave it out",
         )
     elif kinds == ["a2a"]:
         yield Problem(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import BACKENDS, unmet
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.problem import Problem
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _stabilizer(run)
     said = set()
     for facts in registry.layer_kinds(run):
-        for complaint in unmet(run.attention.backend, facts):
+        for complaint in unsupported(run.attention.backend, facts):
             if complaint not in said:
                 said.add(complaint)
                 yield Problem("attention.backend", f"{run.attention.backend!r}: {complaint}")

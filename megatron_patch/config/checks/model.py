@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.schema.model import attention_head_dim, is_moe_layer
 from megatron_patch.schema.problem import Problem, at_least
@@ -385,7 +386,8 @@ def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
     if model.mla is None and model.num_query_groups is not None:
         groups = model.num_query_groups
     dealt = {"query": model.num_attention_heads // tp}
-    if run.attention.backend == "te":  # ours replicates key/value heads as needed
+    backend = BACKENDS[run.attention.backend]
+    if backend.cp and not backend.chunk_primitives:  # ours replicates key/value heads as needed
         dealt["key/value"] = max(1, groups // tp)
     for kind in parallel.cp_comm_types:
         size = parallel.a2a_size(kind)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
-from megatron_patch.attention.capabilities import unmet
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.model import attention_head_dim
 from megatron_patch.schema.problem import Problem
-from megatron_patch.schema.stability import SWITCHABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +25,12 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 def _switch(run: RunConfig) -> Iterator[Problem]:
     attention = run.attention
-    if attention.backend not in SWITCHABLE:
+    switchable = [row.name for row in BACKENDS.values() if row.switchable]
+    if attention.backend not in switchable:
         yield Problem(
             "stability.guard",
             f"switch has nothing to switch to with attention.backend {attention.backend!r} "
-            f"(it can with {', '.join(SWITCHABLE)}); use guard: warn or stop",
+            f"(it can with {', '.join(switchable)}); use guard: warn or stop",
         )
     elif attention.backend == "stable_flash" and attention.stabilizer == "compensated":
         yield Problem(
@@ -39,7 +40,7 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
         )
     elif attention.backend != "stable_flash":
         for facts in registry.layer_kinds(run):
-            for complaint in unmet("stable_flash", facts):
+            for complaint in unsupported("stable_flash", facts):
                 yield Problem(
                     "stability.guard", f"switch: stable_flash cannot take over: {complaint}"
                 )

@@ -1,0 +1,447 @@
+"""Checks of a call's tensors: from `Options` and tensors to a `Problem` and `Extras`.
+
+Only facts that the host knows are checked. Values that live on the device (``cu_seqlens``) are
+never read, because reading them would stop the GPU; set ``STABLE_ATTENTION_DEBUG=1`` to check them
+too. The kernels clamp them, so bad values give wrong numbers but never touch foreign memory.
+
+Shape legend: as in `problem`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import torch
+
+from stable_attention.layouts import (
+    MAX_HEAD_DIM,
+    MAX_TILE_EXTENT,
+    MAX_TILE_ROWS,
+    dims,
+    extents,
+    reached,
+    strides,
+)
+from stable_attention.problem import (
+    LARGEST,
+    SMALLEST,
+    UNLIMITED,
+    AttentionArgumentError,
+    Extras,
+    Options,
+    Problem,
+    build,
+    constant,
+    integer,
+    remembered,
+    require,
+    show,
+    sure,
+)
+
+OFF_BY_ONE = "off-by-one"
+DTYPES = (torch.bfloat16, torch.float16)
+# The largest logical extent: positions and tile starts are 32-bit inside the kernels.
+MAX_LENGTH = 2**31 - 2**12
+# How far apart positions that only the device knows may lie where there is a window.
+MAX_DISTANCE = 2**29
+_GLOBAL = "It is global."
+
+Position = int | torch.Tensor
+
+
+def describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    *,
+    sinks: torch.Tensor | str | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_k_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_seed: torch.Tensor | int | None = None,
+    positions: tuple[Position, Position] | None = None,
+) -> tuple[Problem, Extras]:
+    """Check every fact that the host knows; the `Problem` and the other tensors of the call.
+
+    ``positions`` are those of row 0 of q and of k where they are chunks of a longer sequence.
+
+    Raises:
+        AttentionArgumentError: names value, allowed set and remedy.
+    """
+    layout = options.layout
+    _check_tensors(q, k, v, layout)
+    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, layout)
+    sq, sk = dims(q, layout)[1], dims(k, layout)[1]
+    if sequences is not None:
+        sq = _longest("max_seqlen_q", max_seqlen_q, sq)
+        sk = _longest("max_seqlen_k", max_seqlen_k, sk)
+    places = None if positions is None else _places(positions)
+    problem = _validated(
+        options, q.dtype, q.shape, k.shape, v.shape, sequences, sq, sk, sinks is not None, places
+    )
+    if sinks is not None:
+        sinks = _sink_logits(sinks, problem.heads, q.device)
+    for name, x in (("q", cu_seqlens_q_padded), ("k", cu_seqlens_k_padded)):
+        if x is not None:
+            _check_starts(f"cu_seqlens_{name}_padded", x, problem, q.device)
+    check_seed(dropout_seed)
+    seed = dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
+    pos_q = pos_k = None
+    if positions is not None and places == (None, None):
+        pos_q, pos_k = _position_tensors(positions, problem.batch, q.device)
+    return problem, Extras(
+        sinks, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, seed,
+        pos_q, pos_k,
+    )  # fmt: skip
+
+
+# Keywords of a call beside its `Options`, but for those that chunks do without or have apart.
+OF_TENSORS = tuple(
+    name for name in describe.__kwdefaults__ or () if name not in ("sinks", "positions")
+)
+
+
+def check_rank(name: str, x: object, layout: str) -> None:
+    """`AttentionArgumentError` unless x is a tensor with the dimensions of a layout."""
+    if not isinstance(x, torch.Tensor):
+        raise AttentionArgumentError(name, show(x), "a tensor", "Pass torch tensors.")
+    rank = 3 if layout == "thd" else 4
+    if x.dim() != rank:
+        raise AttentionArgumentError(
+            f"{name}.dim()",
+            x.dim(),
+            f"{rank} for layout {layout!r}",
+            "Name the layout the tensors really have.",
+        )
+
+
+def check_token_stride(name: str, x: torch.Tensor, layout: str) -> None:
+    """`AttentionArgumentError` unless kernels can address all tokens of x."""
+    _check_step(name, strides(x, layout)[1], dims(x, layout)[1])
+
+
+def _check_step(name: str, step: int, length: int) -> None:
+    if not reached(step, length):
+        raise AttentionArgumentError(
+            f"{name}'s stride from token to token",
+            step,
+            f"below {MAX_TILE_EXTENT // MAX_TILE_ROWS}",
+            "Call .contiguous() on it; if tokens themselves are that large, cut the batch.",
+        )
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Rank, dtype, device and stride rules of q, k and v."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        # Plain conditions: every call comes past, and texts of devices and dtypes take longer.
+        check_rank(name, x, layout)
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise AttentionArgumentError(
+                f"{name}.dtype",
+                x.dtype,
+                "torch.bfloat16 or torch.float16, the same for q, k and v",
+                "Cast the inputs; for float32 or float64 use stable_attention.reference.",
+            )
+        if x.device != q.device:
+            raise AttentionArgumentError(
+                f"{name}.device",
+                x.device,
+                f"q's device {q.device}",
+                "Move the tensors to one device.",
+            )
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            raise AttentionArgumentError(
+                f"{name}.stride(-1)",
+                x.stride(-1),
+                "1 (the head dimension is contiguous)",
+                "Call .contiguous() on it; every other stride is free.",
+            )
+        check_token_stride(name, x, layout)
+
+
+@remembered
+def _validated(
+    options: Options,
+    dtype: torch.dtype,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    sequences: int | None,
+    sq: int,
+    sk: int,
+    has_sinks: bool,
+    places: tuple[int | None, int | None] | None,
+) -> Problem:
+    """The `Problem` of tensors of these shapes; ``places`` are those of `_places`."""
+    _check_shapes(q, k, v, options.layout)
+    batch, lq, heads, d = extents(q, options.layout)
+    lk = extents(k, options.layout)[1]
+    token = v[-1] if options.layout == "bhsd" else heads * v[-1]
+    _check_step("the output", token * (batch if options.layout == "sbhd" else 1), lq)
+    for name, length in (("length of q", lq), ("length of k", lk)):
+        require(length <= MAX_LENGTH, name, length, f"<= {MAX_LENGTH}", "Cut it in chunks.")
+    scale = constant(d**-0.5) if options.scale is None else options.scale
+    if options.softcap > 0:
+        ratio = scale / options.softcap
+        allowed, remedy = "2**-126..2**127", "Choose a softcap of the size of the logits."
+        require(SMALLEST <= ratio <= LARGEST, "scale / softcap", ratio, allowed, remedy)
+    left, right = _bounds_that_hide(
+        options.window_left, options.window_right, sq=sq, sk=sk, buffers=(lq, lk), places=places
+    )
+    found: dict[str, Any] = {"scale": scale, "window_left": left, "window_right": right}
+    if places is not None:
+        found["chunked"] = True
+        for name, place, length in (("q", places[0], sq), ("k", places[1], sk)):
+            if place is not None:
+                if not 0 <= place <= MAX_LENGTH - length:
+                    allowed = f"0 <= position <= {MAX_LENGTH} - {length} (the length)"
+                    raise AttentionArgumentError(f"{name}_position", place, allowed, _GLOBAL)
+                found[f"pos_{name}"] = place
+    return build(options, dtype, q, k, v, sequences, sq, sk, has_sinks, **found)
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, layout: str) -> None:
+    bq, _, h, d = extents(q, layout)
+    bk, sk, kv_heads, dk = extents(k, layout)
+    bv, sv, v_heads, dv = extents(v, layout)
+    require(
+        bk == bq and bv == bq, "batch of k, v", (bk, bv), lambda: f"q's {bq}", "Check the layout."
+    )
+    require(sv == sk, "length of v", sv, lambda: f"k's length {sk}", "Check the layout.")
+    require(v_heads == kv_heads, "heads of v", v_heads, f"k's {kv_heads}", "Check the layout.")
+    require(dk == d, "head dim of k", dk, f"q's head dim {d}", "Only v may differ.")
+    require(
+        kv_heads > 0 and h % kv_heads == 0,
+        "heads of q",
+        h,
+        f"a multiple of the {kv_heads} key/value heads",
+        "Grouped-query attention shares each key/value head among equally many query heads.",
+    )
+    for name, size in (("head dim of q and k", d), ("head dim of v", dv)):
+        require(
+            8 <= size <= MAX_HEAD_DIM and size % 8 == 0,
+            name,
+            size,
+            f"8..{MAX_HEAD_DIM} in steps of 8",
+            "Pad with zeros (flash_compat does) and pass the unpadded scale.",
+        )
+
+
+def _bounds_that_hide(
+    left: int,
+    right: int,
+    *,
+    sq: int,
+    sk: int,
+    buffers: tuple[int, int],
+    places: tuple[int | None, int | None] | None,
+) -> tuple[int, int]:
+    """The window without bounds that hide no key from any query.
+
+    Kernels add a bound to positions in 32 bits, where a huge one overflows into a wrong mask. Of
+    what remains, the sums fit: a left bound only meets queries behind it, a right one keys ahead.
+    ``buffers`` are the lengths in memory: they decide where sq and sk come from data.
+    """
+    if left <= 0 and right <= 0:
+        return left, right
+    most = MAX_LENGTH
+    if places is None:
+        idle = (
+            sure(left >= sk, otherwise=False) or left >= buffers[1],
+            sure(right >= sq, otherwise=False) or right >= buffers[0],
+        )
+    elif places[0] is None or places[1] is None:
+        most = MAX_DISTANCE
+        idle = left >= sq + MAX_DISTANCE, right >= sk + MAX_DISTANCE
+    else:
+        shift = places[0] - places[1]
+        # Chunks keep other idle bounds: one kernel serves all pairs of a ring.
+        far = abs(shift) + max(left, right) + sq + sk > MAX_LENGTH
+        idle = far and left >= sq + shift, far and right >= sk - shift
+    require(
+        sure(sq + sk <= most, otherwise=False) or sum(buffers) <= most,
+        "length of q plus length of k",
+        lambda: sq + sk,
+        f"<= {most} with a window",
+        "Cut it in chunks, or give max_seqlen_q and max_seqlen_k.",
+    )
+    return UNLIMITED if idle[0] else left, UNLIMITED if idle[1] else right
+
+
+def _sequences(
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: str,
+) -> int | None:
+    """How many sequences ``thd`` packs; None for the other layouts."""
+    both = (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k))
+    for name, cu, _ in both:
+        if layout != "thd":
+            allowed = f"None for layout {layout!r}"
+            require(cu is None, name, "given", allowed, "Use layout='thd' for it.")
+        else:
+            allowed = "an int32 tensor for layout 'thd'"
+            require(cu is not None, name, None, allowed, "Pass both offsets.")
+    if cu_q is None or cu_k is None:
+        return None
+    for name, cu, x in both:
+        _check_offsets(name, cu, x)
+    require(
+        cu_q.numel() == cu_k.numel(),
+        "cu_seqlens_k.numel()",
+        cu_k.numel(),
+        lambda: f"cu_seqlens_q's {cu_q.numel()}",
+        "Both describe the same sequences.",
+    )
+    return cu_q.numel() - 1
+
+
+def _check_offsets(name: str, cu: Any, x: torch.Tensor) -> None:
+    require(
+        isinstance(cu, torch.Tensor)
+        and cu.dim() == 1
+        and cu.dtype == torch.int32
+        and cu.device == x.device
+        and cu.numel() > 0,
+        name,
+        lambda: show(cu),
+        f"a 1-D torch.int32 tensor of b + 1 offsets on {x.device}",
+        "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
+    )
+    require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
+    if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
+        values = cu.tolist()
+        ordered = all(a <= b for a, b in itertools.pairwise(values))
+        require(
+            ordered and values[0] >= 0 and values[-1] <= x.shape[0],
+            name,
+            values,
+            f"non-decreasing offsets in 0..{x.shape[0]}",
+            "Offsets count tokens and the last one is the number of tokens used.",
+        )
+
+
+def _check_starts(name: str, x: object, problem: Problem, device: torch.device) -> None:
+    """`AttentionArgumentError` unless the kernels can read where sequences start."""
+    ok = (
+        isinstance(x, torch.Tensor)
+        and problem.varlen
+        and x.dim() == 1
+        and x.dtype == torch.int32
+        and x.device == device
+        and x.is_contiguous()
+        and x.numel() >= problem.batch
+    )
+    if not ok:
+        steps = f" with strides {x.stride()}" if isinstance(x, torch.Tensor) else ""
+        raise AttentionArgumentError(
+            name,
+            f"{show(x)}{steps} with layout {problem.layout!r}",
+            f"a contiguous int32 tensor of at least {problem.batch} starts on {device}, with "
+            "layout 'thd'",
+            "Leave it out where sequences lie back to back.",
+        )
+
+
+def _longest(name: str, bound: object, length: int) -> int:
+    """The bound of the longest packed sequence, at most the buffer's length.
+
+    Without a bound every sequence may be as long as that: more empty tiles, no sync.
+    """
+    if bound is None:
+        return length
+    allowed, remedy = "None or an integer >= 0", "It bounds the longest sequence."
+    most = integer(name, bound, allowed, remedy)
+    require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)
+    if torch.compiler.is_compiling():
+        torch._check(most >= 0)
+        return torch.sym_min(most, length)
+    return min(most, length)
+
+
+def _sink_logits(sinks: torch.Tensor | str, heads: int, device: torch.device) -> torch.Tensor:
+    """Sinks as a contiguous tensor [h]."""
+    if isinstance(sinks, str):
+        ok = sinks == OFF_BY_ONE
+    else:
+        ok = (
+            isinstance(sinks, torch.Tensor)
+            and sinks.shape == (heads,)
+            and sinks.is_floating_point()
+            and sinks.device == device
+        )
+    require(
+        ok,
+        "sinks",
+        lambda: show(sinks),
+        f"None, {OFF_BY_ONE!r} or a floating tensor of shape ({heads},) on {device}",
+        "One logit per query head.",
+    )
+    if isinstance(sinks, str):
+        return torch.zeros(heads, dtype=torch.float32, device=device)
+    return sinks.contiguous()
+
+
+def check_seed(seed: object) -> int:
+    """A dropout seed that is a number, as an int that fits int64; 0 for None and tensors."""
+    if seed is None or isinstance(seed, torch.Tensor):
+        return 0
+    allowed = "None, an int64 scalar tensor, or an integer in -2**63..2**63 - 1"
+    value = integer("dropout_seed", seed, allowed, "Cut it to 63 bits.")
+    require(-(2**63) <= value < 2**63, "dropout_seed", value, allowed, "Cut it to 63 bits.")
+    return value
+
+
+def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> torch.Tensor:
+    """The dropout seed as an int64 scalar on ``like``'s device, without a device sync."""
+    if seed is None:
+        return torch.randint(0, 2**62, (), dtype=torch.int64, device=like.device)
+    if not isinstance(seed, torch.Tensor):
+        return torch.full((), check_seed(seed), dtype=torch.int64, device=like.device)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != like.device:
+        raise AttentionArgumentError(
+            "dropout_seed",
+            f"a {seed.dtype} tensor of {seed.numel()} elements on {seed.device}",
+            f"None, an int or an int64 scalar tensor on {like.device}",
+            "The kernel reads it on the device.",
+        )
+    return seed
+
+
+def _places(positions: tuple[Position, Position]) -> tuple[int | None, int | None]:
+    """Positions of row 0 of q and of k as ints, both None where one is a tensor."""
+    found = [
+        None
+        if isinstance(p, torch.Tensor)
+        else integer(name, p, "an int, or an int32 tensor of a position a sequence", _GLOBAL)
+        for name, p in zip(("q_position", "k_position"), positions, strict=True)
+    ]
+    return (None, None) if None in found else (found[0], found[1])
+
+
+def _position_tensors(
+    positions: tuple[Position, Position], batch: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Positions as int32 tensors [b], one of which may be given as an int."""
+    like = next(p for p in positions if isinstance(p, torch.Tensor))
+    found = []
+    for name, p in zip(("q_position", "k_position"), positions, strict=True):
+        x = p if isinstance(p, torch.Tensor) else torch.full_like(like, p)
+        if x.dtype != torch.int32 or x.shape != (batch,) or x.device != device:
+            raise AttentionArgumentError(
+                name,
+                f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}",
+                f"an int, or an int32 tensor of shape ({batch},) on {device}",
+                "One global position a sequence.",
+            )
+        found.append(x.contiguous())
+    return found
