@@ -60,7 +60,8 @@ def stable_attention(
     """Exact scaled-dot-product attention, softmax(scale * q k^T + mask) v, differentiable.
 
     Args:
-        q: queries, bfloat16 or float16, in ``layout``; [b, sq, h, d] for bshd.
+        q: queries, bfloat16 or float16, in ``layout``; [b, sq, h, d] for bshd. Under autocast q,
+            k and v are cast to its dtype, as torch's scaled_dot_product_attention does.
         k: keys, [b, sk, kv_heads, d]; h must be a multiple of kv_heads (MHA, GQA, MQA).
         v: values, [b, sk, kv_heads, dv]; d and dv in 8..256, multiples of 8, may differ.
             Any strides, as long as the last dimension is contiguous; nothing is copied.
@@ -122,6 +123,7 @@ def stable_attention(
         return_residual=return_residual,
     )
     check_broken(stabilizer, allow_broken)
+    q, k, v = ops.under_autocast(q, k, v)
     problem = describe(
         q,
         k,
