@@ -404,8 +404,9 @@ def _autocast(key: torch._C.DispatchKey) -> Callable[..., Any]:
     """What an Autocast key runs: the forward operator on the cast q, k and v."""
 
     def call(q, k, v, *rest):
+        cast = under_autocast(q, k, v)  # before the guard, which turns autocast off
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return forward_op(*under_autocast(q, k, v), *rest)
+            return forward_op(*cast, *rest)
 
     return call
 

@@ -88,7 +88,9 @@ def gradients(model: torch.nn.Module, rows: int = 2, **given) -> torch.Tensor:
     ids = torch.randint(3, 64, (rows, TOKENS))
     model.zero_grad()
     model(input_ids=ids, labels=ids, use_cache=False, **given).loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]  # of FSDP2
+    return torch.cat([g.flatten() for g in grads])
 
 
 def close(ours: torch.Tensor, true: torch.Tensor) -> bool:
@@ -150,9 +152,7 @@ class OddModel(PreTrainedModel):
         x = self.embedding(input_ids)
         mask = None
         if self.how not in ("own", "no mask", "positions only", "tensor"):
-            mask = make_mask(
-                create_causal_mask, self.config, x, position_ids=position_ids
-            )
+            mask = make_mask(create_causal_mask, self.config, x, position_ids=position_ids)
         logits = self.head(x + self.attention(x, mask, position_ids, **kwargs))
         loss = None
         if labels is not None:

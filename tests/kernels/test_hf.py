@@ -273,3 +273,43 @@ def test_window_of_a_model_that_is_not_causal_reaches_both_ways() -> None:
     out, _ = hf.attention_forward(module, q, k, v, sliding_window=5)
     true = oracle_attention(q, k, v, layout="bhsd", window=(4, 4)).out.transpose(1, 2)
     assert (out.double() - true).abs().max() <= 2**-6
+
+
+SHAPES = {
+    "heads": (1, 2, 2, 9, 16, 16),
+    "shared heads": (2, 4, 2, 9, 16, 16),
+    "another d of v": (2, 2, 1, 9, 16, 24),
+    "one token": (2, 2, 2, 1, 16, 16),
+    "documents": (1, 2, 2, 8, 16, 16),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_are_contiguous(name: str) -> None:
+    """Models call .view on them."""
+    b, h, kv_heads, s, d, dv = SHAPES[name]
+    q, k, v = (
+        torch.randn(b, n, s, w).bfloat16() for n, w in ((h, d), (kv_heads, d), (kv_heads, dv))
+    )
+    given = {"position_ids": RESTARTING} if name == "documents" else {}
+    out, weights = hf.attention_forward(torch.nn.Module(), q, k, v, **given)
+    assert out.shape == (b, s, h, dv) and out.is_contiguous() and weights is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_autocast_of_float32_weights(kind: str, dtype: torch.dtype) -> None:
+    """``Trainer(bf16=True)``: rotary positions leave q and k in float32; sdpa casts them."""
+
+    def gradients(implementation: str, enabled: bool) -> torch.Tensor:
+        module = model(kind, implementation, torch.float32).train()
+        ids = torch.arange(40).view(2, 20)
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.flatten().double() for p in module.parameters()])
+
+    true, peer = gradients("eager", False), gradients("eager", True)
+    ours = gradients(hf.NAME, True)
+    assert (ours - true).norm() <= 2 * (peer - true).norm() + 2**-9 * true.norm()
+    with pytest.raises(ValueError, match=r"q\.dtype is torch\.float32"):
+        gradients(hf.NAME, False)

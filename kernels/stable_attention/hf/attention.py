@@ -154,7 +154,8 @@ def _refuse_lost(**documents: object) -> None:
             )
 
 
-_last: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None] | None = None
+# Positions, what they were for, and their documents.
+_last: tuple[weakref.ref[torch.Tensor], tuple[int, ...], torch.Tensor | None] | None = None
 
 
 def _packed(position_ids: torch.Tensor, size: tuple[int, int]) -> torch.Tensor | None:
@@ -166,11 +167,10 @@ def _packed(position_ids: torch.Tensor, size: tuple[int, int]) -> torch.Tensor |
     rows, tokens = size
     if position_ids.dim() != 2 or tokens < 2 or position_ids.shape[1] != tokens:
         return None
-    compiling = torch.compiler.is_compiling()
-    if not compiling and _last is not None:
-        if _last[0]() is position_ids and _last[1] == position_ids._version:
-            return _last[2]
-    found = document_offsets((position_ids.diff(dim=-1) != 1).expand(rows, -1))
-    if not compiling and not torch.is_inference(position_ids):
-        _last = (weakref.ref(position_ids), position_ids._version, found)
-    return found
+    begins = (position_ids.diff(dim=-1) != 1).expand(rows, -1)
+    if torch.compiler.is_compiling() or torch.is_inference(position_ids):
+        return document_offsets(begins)
+    key = (*size, position_ids._version)
+    if _last is None or _last[0]() is not position_ids or _last[1] != key:
+        _last = weakref.ref(position_ids), key, document_offsets(begins)
+    return _last[2]

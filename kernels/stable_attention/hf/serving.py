@@ -132,7 +132,6 @@ def saw(offsets: torch.Tensor | None) -> None:
         _forward.packed = True
 
 
-
 def packed() -> bool:
     """Whether our mask function saw documents in the forward under way."""
     return _forward.model is not None and _forward.packed
