@@ -247,7 +247,7 @@ def test_models_compile_into_one_graph(kind: str, rows: int, monkeypatch) -> Non
 
 def test_an_old_transformers_is_refused(monkeypatch) -> None:
     for release, ok in (("4.53.2", False), ("4.52.4", False), ("4.53.3", True), ("5.0.0rc1", True)):
-        monkeypatch.setattr(transformers, "__version__", release)
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", release)
         if ok:
             serving.check_version()
         else:

@@ -88,7 +88,7 @@ def attention_forward(
         *(x.flatten(0, 1) for x in (q, k, v)),
         layout="thd",
         cu_seqlens_q=cu_seq_lens_q.to(query.device),
-        cu_seqlens_k=cu_seq_lens_k.to(query.device),
+        cu_seqlens_k=None if cu_seq_lens_k is None else cu_seq_lens_k.to(query.device),
         max_seqlen_q=max_length_q,
         max_seqlen_k=max_length_k,
         **options,
