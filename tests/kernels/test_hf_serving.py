@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +93,13 @@ OWN = {
 @pytest.mark.parametrize("kind", OWN)
 def test_models_with_attention_of_their_own_are_refused(kind: str) -> None:
     """Some lost their causal mask, some ended in a bare KeyError or AttributeError."""
-    with pytest.raises(ValueError, match=REFUSED):
-        gradients(tiny(kind, **OWN[kind]))
-    assert gradients(tiny(kind, "eager", **OWN[kind])).isfinite().all()
+    eager = gradients(tiny(kind, "eager", **OWN[kind]))
+    try:
+        ours = gradients(tiny(kind, **OWN[kind]))
+    except ValueError as error:
+        assert re.match(REFUSED, str(error))
+    else:  # served since: CodeGen and GPT-J by 5.24
+        assert Version(transformers.__version__) > Version("5.23.0") and close(ours, eager)
 
 
 # How a model of somebody else's treats its mask: served with (one document, several documents)?
@@ -145,7 +150,7 @@ def test_a_table_of_attention_classes_is_refused_when_built(monkeypatch) -> None
 
 def lora(model):
     peft = pytest.importorskip("peft")
-    target = ["q_proj", "query_key_value"]
+    target = ["q_proj", "query_key_value", "in_proj"]
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=target))
 
 
