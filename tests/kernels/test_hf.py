@@ -301,8 +301,16 @@ def test_outputs_are_contiguous(name: str) -> None:
     assert out.shape == (b, s, h, dv) and out.is_contiguous() and weights is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+UNDER_AUTOCAST = [
+    ("Llama", torch.bfloat16),
+    ("Llama", torch.float16),
+    ("Mistral", torch.float16),
+    ("Gemma2", torch.bfloat16),
+    ("Qwen3", torch.bfloat16),  # q and k in float32 by their norm, too
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), UNDER_AUTOCAST)
 def test_autocast_of_float32_weights(kind: str, dtype: torch.dtype) -> None:
     """``Trainer(bf16=True)``: rotary positions leave q and k in float32; sdpa casts them."""
 
