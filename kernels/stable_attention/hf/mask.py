@@ -104,7 +104,7 @@ def mask(
         _refuse_mask(f"a function of {names}", "causal, windows, full, packed documents")
     causal = "allow_is_bidirectional_skip" not in kwargs
     length = kwargs.get("q_length")
-    if length is None:  # before 5.2
+    if length is None:  # older releases
         length = kwargs["cache_position"].shape[0]
     if causal:
         _check_tokens(end, length, kwargs)
@@ -204,7 +204,7 @@ def _documents(
         return None
     rows, tokens = size
     device = kwargs.get("device")
-    if device is None:  # before 5.2
+    if device is None:  # older releases
         device = kwargs["cache_position"].device
     index = torch.arange(tokens, device=device)[None]
     row = torch.arange(rows, device=device)[:, None]
