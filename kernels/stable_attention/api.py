@@ -53,7 +53,8 @@ def stable_attention(
     """Exact scaled-dot-product attention, softmax(scale * q k^T + mask) v, differentiable.
 
     Args:
-        q: queries, bfloat16 or float16, in ``layout``; [b, sq, h, d] for bshd.
+        q: queries, bfloat16 or float16, in ``layout``; [b, sq, h, d] for bshd. Under autocast q,
+            k and v are cast to its dtype, as torch's scaled_dot_product_attention does.
         k: keys, [b, sk, kv_heads, d]; h must be a multiple of kv_heads (MHA, GQA, MQA).
         v: values, [b, sk, kv_heads, dv]; d and dv in 8..256, multiples of 8, may differ.
             Any strides, as long as the last dimension is contiguous; nothing is copied.
@@ -160,6 +161,7 @@ def attend(
         flag("return_max_logits", return_max_logits),
         flag("return_residual", return_residual),
     )
+    q, k, v = ops.under_autocast(q, k, v)
     problem, extras = describe(q, k, v, options, **given)
     check_device(q)
     out, lse, low, max_logits, _ = ops.attention(

@@ -364,7 +364,9 @@ def _longest(name: str, bound: object, length: int) -> int:
     require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)
     if torch.compiler.is_compiling():
         torch._check(most >= 0)
-        return torch.sym_min(most, length)
+        # Dynamo of torch 2.11 cannot trace sym_min; traced itself, min() is that.
+        if not torch.compiler.is_dynamo_compiling():
+            return torch.sym_min(most, length)
     return min(most, length)
 
 

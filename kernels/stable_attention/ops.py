@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from stable_attention import dispatch
+from stable_attention import dispatch, flops
 from stable_attention.layouts import readable
 from stable_attention.pieces import joined
 from stable_attention.problem import Extras, Problem, options_of
@@ -151,6 +151,7 @@ def _define(
 
 forward_op = _define("forward", _forward, _forward_fake)
 backward_op = _define("backward", _backward, _backward_fake)
+flops.register(forward_op, backward_op)
 _forward_here, _backward_here = dispatch.on_device(_forward), dispatch.on_device(_backward)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -260,6 +261,33 @@ def _with_rule(
     return call
 
 
+def under_autocast(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in autocast's dtype, as torch casts those of scaled_dot_product_attention."""
+    kind = qkv[0].device.type if isinstance(qkv[0], torch.Tensor) else ""
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return qkv
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in qkv
+    )
+
+
+def _autocast(key: torch._C.DispatchKey) -> Callable[..., Any]:
+    """What an Autocast key runs: the forward operator on the cast q, k and v."""
+
+    def call(q, k, v, *rest):
+        cast = under_autocast(q, k, v)  # before the guard, which turns autocast off
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return forward_op(*cast, *rest)
+
+    return call
+
+
+for _key in (torch._C.DispatchKey.AutocastCUDA, torch._C.DispatchKey.AutocastCPU):
+    _LIBRARY.impl("forward", _autocast(_key), _key.name)
 _LIBRARY.impl("forward", _with_rule(forward_op, _Attention), "Autograd")
 _unseen_forward = _with_rule(_forward_here, _Attention)
 _LIBRARY.impl("backward", _with_rule(backward_op, _Once), "Autograd")

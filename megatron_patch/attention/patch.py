@@ -15,12 +15,12 @@ import contextlib
 import functools
 import inspect
 import logging
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from megatron_patch.attention.core import core_attention_spec
+from megatron_patch.runtime.environment import core_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def _answering(original: Any, new: Any) -> Any:
 
 
 def _provider(module: str, name: str) -> Any:
-    version = Version(metadata.version("megatron-core"))
+    version = Version(core_version())
     if not SUPPORTED[0] <= Version(version.base_version) < SUPPORTED[1]:
         raise RuntimeError(
             f"megatron-core {version} is not {SUPPORTED[0]}.x, for which this patch is known to be "

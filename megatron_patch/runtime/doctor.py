@@ -274,7 +274,7 @@ def backends() -> Iterator[Finding]:
 def core_patches() -> Iterator[Finding]:
     """What this project changes in Megatron-Core, and whether the installed one has the place."""
     register = importlib.import_module("megatron_patch.core_patches.register")
-    core = metadata.version("megatron-core")
+    core = environment.core_version()
     for patch in register.PATCHES:
         known = f"; {patch.upstream_issue}" if patch.upstream_issue else ""
         found = ok(patch.name, f"{patch.why} ({patch.target} {patch.versions}{known})")

@@ -44,6 +44,11 @@ def version(distribution: str) -> str | None:
         return None
 
 
+def core_version() -> str:
+    """The Megatron-Core that is imported; a checkout of Megatron-LM has no distribution."""
+    return importlib.import_module("megatron.core.package_info").__version__
+
+
 def hide_old_nvrx() -> str | None:
     """Let Megatron-Core believe that an nvidia-resiliency-ext too old for it is not installed.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
+from megatron.core import package_info
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -58,7 +61,7 @@ def test_nested_and_after_an_error():
 
 def test_an_unknown_megatron_is_refused(monkeypatch):
     original = LocalSpecProvider.core_attention
-    monkeypatch.setattr(patch.metadata, "version", lambda name: "0.20.1")
+    monkeypatch.setattr(patch, "core_version", lambda: "0.20.1")
     with pytest.raises(RuntimeError, match=r"0\.20\.1 is not 0\.19"), patched_core_attention("te"):
         pass
     monkeypatch.undo()
@@ -67,3 +70,17 @@ def test_an_unknown_megatron_is_refused(monkeypatch):
         pass
     monkeypatch.undo()
     assert LocalSpecProvider.core_attention is original
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.2+abc1234", "0.19.0rc0", "0.19.9", None])
+def test_a_checkout_of_megatron_lm_has_no_distribution(monkeypatch, version):
+    """The version is that of the package that is imported."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    if version is not None:
+        monkeypatch.setattr(package_info, "__version__", version)
+    with patched_core_attention("reference"):
+        assert core_of(get_gpt_layer_local_spec()) is CoreAttention

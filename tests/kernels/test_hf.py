@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 import transformers
+from hf_models import make_mask
 from oracle import oracle_attention
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from stable_attention import hf
+from stable_attention.hf import attention
 
 SHAPE = {
     "vocab_size": 64,
@@ -66,6 +70,8 @@ CASES = {
 def test_models_agree_with_eager(case: str) -> None:
     """Loss and all gradients: no further from float32 eager than twice what BF16 eager is."""
     kind, given, changes = CASES[case]
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip("not in this transformers")
     _, true = loss_and_gradients(kind, "eager", torch.float32, given, **changes)
     _, peer = loss_and_gradients(kind, "eager", torch.bfloat16, given, **changes)
     _, ours = loss_and_gradients(kind, hf.NAME, torch.bfloat16, given, **changes)
@@ -83,11 +89,12 @@ def test_packing_is_seen_and_matters() -> None:
 
 def test_positions_that_change_in_place_are_read_again() -> None:
     positions = torch.arange(12)[None]
-    assert hf._packed(positions) is None
+    assert attention._packed(positions, (1, 12)) is None
     positions[0, 5:] -= 5
-    assert hf._packed(positions).tolist() == [0, 5, 12]
-    assert hf._packed(positions).dtype == torch.int32
-    assert hf._packed(torch.arange(7, 19)[None]) is None
+    assert attention._packed(positions, (1, 12)).tolist() == [0, 5, 12]
+    assert attention._packed(positions, (1, 12)).dtype == torch.int32
+    assert attention._packed(positions, (2, 12)).tolist() == [0, 5, 12, 17, 24]
+    assert attention._packed(torch.arange(7, 19)[None], (1, 12)) is None
 
 
 def test_decoding_with_a_cache() -> None:
@@ -156,9 +163,9 @@ def test_chunked_attention_longer_than_a_chunk_is_refused() -> None:
 def masks(batch: int = 1, length: int = 8, create=create_causal_mask, **options):
     """What transformers hands the layers of a model as their mask."""
     config = transformers.LlamaConfig(sliding_window=4)
+    config.sliding_window = 4  # older ones of Llama know none
     config._attn_implementation = hf.NAME
-    given = {"attention_mask": None, "past_key_values": None} | options
-    return create(config, torch.zeros(batch, length, 16), **given)
+    return make_mask(create, config, torch.zeros(batch, length, 16), **options)
 
 
 RESTARTING = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
@@ -166,8 +173,6 @@ REFUSED = {
     "prefix LM": ({"or_mask_function": lambda b, h, q, k: k < 4}, "a function of"),
     "joined mask": ({"and_mask_function": lambda b, h, q, k: k > q - 2}, "a function of"),
     "blocks": ({"block_sequence_ids": torch.tensor([[0, 0, 0, 1, 1, -1, -1, -1]])}, "blockwise"),
-    "rows packed": ({"batch": 2, "position_ids": RESTARTING}, "packed documents in 2 rows"),
-    "wanted": ({"allow_is_causal_skip": False}, "wanted as a tensor"),
 }
 
 
@@ -175,44 +180,74 @@ REFUSED = {
 def test_masks_that_are_functions_are_refused(name: str) -> None:
     """FlashAttention's mask of transformers is None for each of them: another model."""
     options, text = REFUSED[name]
+    if name == "blocks" and "block_sequence_ids" not in signature(create_causal_mask).parameters:
+        pytest.skip("not in this transformers")
     for create in (create_causal_mask, create_sliding_window_causal_mask):
         with pytest.raises(ValueError, match=text):
             masks(create=create, **options)
 
 
-def test_masks_of_the_kernels_need_no_tensor() -> None:
-    """Causal, window, documents in one row, one decoding step; padding stays visible."""
-    for create in (create_causal_mask, create_sliding_window_causal_mask):
-        assert masks(create=create) is None
-        assert masks(create=create, position_ids=RESTARTING) is None
-        assert masks(create=create, batch=2, position_ids=torch.arange(8)[None]) is None
-        assert masks(create=create, length=1, allow_is_causal_skip=False) is None
+def test_masks_carry_what_the_kernels_mask() -> None:
+    """Causal, window, documents; padding is seen, and one decoding step is not packed."""
+    for create, window in (
+        (create_causal_mask, None),
+        (create_sliding_window_causal_mask, (3, 0)),
+    ):
+        for options, offsets in (
+            ({}, None),
+            ({"position_ids": RESTARTING}, [0, 4, 8]),
+            ({"batch": 2, "position_ids": RESTARTING}, [0, 4, 8, 12, 16]),
+            ({"batch": 2, "position_ids": RESTARTING.repeat(2, 1)}, [0, 4, 8, 12, 16]),
+            ({"batch": 2, "position_ids": torch.arange(8)[None]}, None),
+            ({"length": 1, "position_ids": torch.zeros(1, 1, dtype=torch.int64)}, None),
+        ):
+            mask = masks(create=create, **options)
+            assert (mask.causal, mask.window, mask.padded) == (True, window, None)
+            assert (mask.offsets if offsets is None else mask.offsets.tolist()) == offsets
         ones = torch.ones(2, 8, dtype=torch.bool)
-        assert masks(create=create, batch=2, attention_mask=ones) is None
+        assert masks(create=create, batch=2, attention_mask=ones).padded is None
         ones[0, 0] = False
-        assert torch.equal(masks(create=create, batch=2, attention_mask=ones), ones)
+        assert masks(create=create, batch=2, attention_mask=ones).padded == (2, 8)
+
+
+USES = {
+    "tensor + mask": lambda x, mask: x + mask,
+    "mask + tensor": lambda x, mask: mask + x,
+    "torch.where": lambda x, mask: torch.where(mask, x, x),
+    "masked_fill": lambda x, mask: x.masked_fill(mask, 0.0),
+    "slice": lambda x, mask: mask[:, :, :, :4],
+    "shape": lambda x, mask: mask.shape,
+    "to": lambda x, mask: mask.to(x.dtype),
+    "==": lambda x, mask: mask == 0,
+    "~": lambda x, mask: ~mask,
+    "1.0 -": lambda x, mask: 1.0 - mask,
+    "truth": lambda x, mask: bool(mask),
+    "cat": lambda x, mask: torch.cat([x, mask]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_mask_is_no_tensor(use: str) -> None:
+    with pytest.raises(ValueError, match="the model uses the mask itself"):
+        USES[use](torch.zeros(1, 4, 8, 8), masks())
 
 
 def test_static_cache_longer_than_its_tokens_is_refused() -> None:
     """Its empty slots come as keys, and only a mask says so."""
     module = model("Llama", hf.NAME, torch.bfloat16).eval()
-    cache = transformers.StaticCache(config=module.config, max_cache_len=32)
+    given = {"config": module.config, "max_cache_len": 32}
+    if "max_batch_size" in signature(transformers.StaticCache.__init__).parameters:
+        given |= {"max_batch_size": 1, "dtype": torch.bfloat16}
+    cache = transformers.StaticCache(**given)
     with pytest.raises(ValueError, match="of 32 keys for 9 tokens"):
         module(input_ids=torch.arange(9)[None], past_key_values=cache, use_cache=True)
 
 
-def test_packed_documents_in_several_rows_are_refused() -> None:
-    """Also where a mask of ones or a cache keeps transformers from looking at the positions."""
-    module = model("Llama", hf.NAME, torch.bfloat16).eval()
-    ids = torch.arange(8)[None].repeat(2, 1)
-    for positions in (RESTARTING, RESTARTING.repeat(2, 1)):
-        given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
-        with pytest.raises(ValueError, match="starting anew inside rows of a batch of 2"):
-            module(input_ids=ids, **given)
+def test_offsets_need_a_batch_of_one() -> None:
     q = torch.zeros(2, 2, 4, 16, dtype=torch.bfloat16)
     cu = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="a batch of 1"):
-        hf.attention_forward(module, q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+        hf.attention_forward(torch.nn.Module(), q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
 def test_a_batch_compiles_without_graph_breaks() -> None:
@@ -243,3 +278,51 @@ def test_window_of_a_model_that_is_not_causal_reaches_both_ways() -> None:
     out, _ = hf.attention_forward(module, q, k, v, sliding_window=5)
     true = oracle_attention(q, k, v, layout="bhsd", window=(4, 4)).out.transpose(1, 2)
     assert (out.double() - true).abs().max() <= 2**-6
+
+
+SHAPES = {
+    "heads": (1, 2, 2, 9, 16, 16),
+    "shared heads": (2, 4, 2, 9, 16, 16),
+    "another d of v": (2, 2, 1, 9, 16, 24),
+    "one token": (2, 2, 2, 1, 16, 16),
+    "documents": (1, 2, 2, 8, 16, 16),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_are_contiguous(name: str) -> None:
+    """Models call .view on them."""
+    b, h, kv_heads, s, d, dv = SHAPES[name]
+    q, k, v = (
+        torch.randn(b, n, s, w).bfloat16() for n, w in ((h, d), (kv_heads, d), (kv_heads, dv))
+    )
+    given = {"position_ids": RESTARTING} if name == "documents" else {}
+    out, weights = hf.attention_forward(torch.nn.Module(), q, k, v, **given)
+    assert out.shape == (b, s, h, dv) and out.is_contiguous() and weights is None
+
+
+UNDER_AUTOCAST = [
+    ("Llama", torch.bfloat16),
+    ("Llama", torch.float16),
+    ("Mistral", torch.float16),
+    ("Gemma2", torch.bfloat16),
+    ("Qwen3", torch.bfloat16),  # q and k in float32 by their norm, too
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), UNDER_AUTOCAST)
+def test_autocast_of_float32_weights(kind: str, dtype: torch.dtype) -> None:
+    """``Trainer(bf16=True)``: rotary positions leave q and k in float32; sdpa casts them."""
+
+    def gradients(implementation: str, enabled: bool) -> torch.Tensor:
+        module = model(kind, implementation, torch.float32).train()
+        ids = torch.arange(40).view(2, 20)
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.flatten().double() for p in module.parameters()])
+
+    true, peer = gradients("eager", False), gradients("eager", True)
+    ours = gradients(hf.NAME, True)
+    assert (ours - true).norm() <= 2 * (peer - true).norm() + 2**-9 * true.norm()
+    with pytest.raises(ValueError, match=r"q\.dtype is torch\.float32"):
+        gradients(hf.NAME, False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
 
 from stable_attention import flash_compat as fa
 from stable_attention import ops, stable_attention
@@ -344,3 +346,112 @@ def test_flash_attention_pads_whatever_the_strides(size, order):
         view.copy_(x)
     want = fa.flash_attn_func(*plain, causal=True)
     assert want.shape == size and torch.equal(fa.flash_attn_func(*views, causal=True), want)
+
+
+# The dtypes of q, k and v, autocast's, and what comes out (None: refused).
+B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
+AUTOCAST = [
+    ((F, F, F), B, B),
+    ((F, F, B), B, B),  # rotary positions in float32
+    ((F, F, F), H, H),
+    ((B, B, B), H, H),
+    ((H, F, B), B, B),
+    ((D, D, D), B, None),
+    ((F, F, F), None, None),
+    ((B, B, B), None, B),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtypes", "cast", "want"), AUTOCAST)
+def test_autocast_casts_as_torch_does(dtypes, cast, want, compiled):
+    """Also the operator itself; gradients come in the dtypes of q, k and v."""
+    qkv = [torch.randn(1, 20, 2, 16).to(x).requires_grad_() for x in dtypes]
+
+    def run(q, k, v):
+        with torch.autocast("cpu", dtype=cast, enabled=cast is not None):
+            return stable_attention(q, k, v, causal=True, scale=0.25)
+
+    if compiled and want is not None:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    if want is None:
+        with pytest.raises(ValueError, match=r"q\.dtype"):
+            run(*qkv)
+        return
+    out = run(*qkv)
+    assert out.dtype == want
+    by_torch = [x.to(want) for x in qkv]
+    assert torch.equal(out, stable_attention(*by_torch, causal=True, scale=0.25))
+    out.float().sum().backward()
+    assert [x.grad.dtype for x in qkv] == list(dtypes)
+    others = op_arguments(*(x.detach() for x in by_torch))[3:]
+    with torch.autocast("cpu", dtype=cast, enabled=cast is not None):
+        direct = ops.forward_op(*(x.detach() for x in qkv), *others)[0]
+        if cast is not None:
+            q, k, v = (x.detach().transpose(1, 2) for x in qkv)
+            assert torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == want
+    assert torch.equal(direct, out)
+
+
+FLOPS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (4, 0)},
+    "shared heads": {"kv_heads": 1},
+    "another d of v": {"dv": 24},
+    "longer keys": {"sk": 40},
+    "sinks": {"sinks": "off-by-one"},
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_counted_as_those_of_torch(name):
+    """torch's own formulas for scaled_dot_product_attention, forwards and backwards."""
+    options = dict(FLOPS[name])
+    h, sq = 2, 20
+    kv_heads, sk = options.pop("kv_heads", h), options.pop("sk", sq)
+    dv = options.pop("dv", 16)
+    q, k, v = randn(2, sq, h, 16), randn(2, sk, kv_heads, 16), randn(2, sk, kv_heads, dv)
+    pairs = 2 * h * sq * sk
+    with FlopCounterMode(display=False) as forwards:
+        out = stable_attention(q, k, v, **options)
+    assert forwards.get_total_flops() == 2 * pairs * (16 + dv)
+    with FlopCounterMode(display=False) as backwards:
+        out.backward(torch.ones_like(out))
+    assert backwards.get_total_flops() == 2 * pairs * (3 * 16 + 2 * dv)
+    if dv == 16 and kv_heads == h:
+        shapes = [torch.Size((2, h, n, 16)) for n in (sq, sk, sk)]
+        assert forwards.get_total_flops() == flop_counter.sdpa_flop_count(*shapes)
+        whole = flop_counter.sdpa_backward_flop_count(shapes[0], *shapes)
+        assert backwards.get_total_flops() == whole
+
+
+def test_flops_of_packed_sequences_are_those_of_their_lengths():
+    lengths = [3, 0, 17]
+    cu = torch.tensor([0, 3, 3, 20], dtype=torch.int32)
+    q, k, v = (randn(20, 2, 16) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        out = stable_attention(q, k, v, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu)
+        out.backward(torch.ones_like(out))
+    assert counter.get_total_flops() == 2 * 2 * sum(n * n for n in lengths) * 7 * 16
+
+
+@pytest.mark.parametrize("most", [11, 13, 20, 500, None])
+def test_bounds_of_packed_sequences_compile_without_sym_min(most, monkeypatch):
+    """torch 2.11 cannot trace it where the numbers are constants."""
+
+    def cannot(*_):
+        raise TypeError("torch.* op returned non-Tensor")
+
+    monkeypatch.setattr(torch, "sym_min", cannot)
+    q, k, v = (randn(20, 2, 16, grad=False) for _ in range(3))
+    cu = torch.tensor([0, 9, 20], dtype=torch.int32)
+
+    def run(q, k, v, cu):
+        given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": most, "max_seqlen_k": most}
+        return stable_attention(q, k, v, layout="thd", causal=True, **given)
+
+    # A second bound would make it a symbol, for which Dynamo itself calls sym_min.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q, k, v, cu), run(q, k, v, cu))
