@@ -103,6 +103,7 @@ NO_PATHS = (
     "cluster.environment.N.value",  # takes neither ~ nor $
     "cluster.environment.N.reason",
     "document_separator",
+    "json_key",  # speaks of files, and names a field in them
 )
 PLACES = re.compile(r"path|file|directory|folder|script|dir\b|sqsh|_from\b|where ", re.IGNORECASE)
 

@@ -309,7 +309,7 @@ def test_a_beat_is_excused_only_for_its_own_pause(tmp_path: Path) -> None:
     now = pulse.now.since
     watcher._look(now + 100, gap=99.0)
     assert not left
-    watcher._look(now + 104)
+    watcher._look(now + 103.5)
     assert not left
     pulse.now = Beat(2, "forward", now + 104)
     watcher._look(now + 110)

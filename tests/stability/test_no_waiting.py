@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.observe import Seen
 from megatron_patch.stability.sampling import Geometry
@@ -45,7 +46,12 @@ def seen(backend: str, stabilizer: str, *, low: torch.dtype | None) -> Seen:
         return torch.empty(S, B, H, D, device=META, dtype=dtype)
 
     return Seen(
-        site=SimpleNamespace(layer=1, backend=backend, stabilizer=stabilizer),  # type: ignore[arg-type]
+        site=SimpleNamespace(  # type: ignore[arg-type]
+            layer=1,
+            backend=backend,
+            stabilizer=stabilizer,
+            exact_delta=BACKENDS[backend].exact_delta,
+        ),
         q=empty(),
         k=empty(),
         v=empty(),

@@ -13,6 +13,7 @@ import torch
 from regimes import make_regime
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.stability import sums as sums_module
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.observe import Seen
@@ -36,7 +37,9 @@ SKIP = 32  # rows `pick_rows` leaves out of N
 
 def site(backend: str = "stable_flash", stabilizer: str = "none") -> Any:
     """Stands for an observed module."""
-    return SimpleNamespace(layer=1, backend=backend, stabilizer=stabilizer)
+    row = BACKENDS.get(backend)
+    exact = row is not None and row.exact_delta
+    return SimpleNamespace(layer=1, backend=backend, stabilizer=stabilizer, exact_delta=exact)
 
 
 def sbhd(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -63,10 +64,40 @@ def backward(
     assert accumulators is None, "chunks are the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
     described = (q, k, v, dout, dk, dv)
-    if not all(x.numel() and _fits(x, problem.layout) for x in described):
+    if not all(x.numel() and _describable(x, problem.layout) for x in described):
         return portable.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
         )
+    if all(flat_columns(x, problem.layout) for x in described):
+        _launch(problem, q, k, v, dout, dq, dk, dv, lse=lse, delta=delta)
+        return dq, dk, dv
+    # A sequence has the bits that it has alone, so what is too large is cut, not handed over.
+    most = _sequences(problem, described)
+    for first in range(0, problem.batch, most):
+        n = min(most, problem.batch - first)
+        part = functools.partial(_narrow, problem.layout, first, n)
+        _launch(
+            replace(problem, batch=n),
+            *map(part, (q, k, v, dout, dq, dk, dv)),
+            lse=lse[first : first + n],
+            delta=delta[first : first + n],
+        )
+    return dq, dk, dv
+
+
+def _launch(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    *,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> None:
     bm = QUERIES[problem.d]
     tiles = problem.batch * problem.heads * triton.cdiv(problem.sq, bm)
     new = functools.partial(torch.empty, device=q.device)
@@ -93,11 +124,28 @@ def backward(
         (sums, dq),
         functools.partial(_dq_arguments, problem, tiles),
     )
-    return dq, dk, dv
 
 
-def _fits(x: torch.Tensor, layout: str) -> bool:
-    return x.data_ptr() % 16 == 0 and describable(x, layout) and flat_columns(x, layout) > 0
+def _describable(x: torch.Tensor, layout: str) -> bool:
+    """Whether a descriptor has room for one sequence of x at least."""
+    if x.data_ptr() % 16 or not describable(x, layout):
+        return False
+    return bool(flat_columns(x, layout) or flat_columns(_narrow(layout, 0, 1, x), layout))
+
+
+def _sequences(problem: Problem, described: tuple[torch.Tensor, ...]) -> int:
+    """The most sequences of the batch that descriptors of all these tensors have room for."""
+    n = problem.batch
+    while not all(
+        flat_columns(_narrow(problem.layout, 0, n, x), problem.layout) for x in described
+    ):
+        n = -(-n // 2)
+    return n
+
+
+def _narrow(layout: str, first: int, n: int, x: torch.Tensor) -> torch.Tensor:
+    """``n`` sequences of a batch."""
+    return x.narrow(1 if layout == "sbhd" else 0, first, n)
 
 
 def _rows_arguments(

@@ -11,7 +11,7 @@ from error_rule import run_ours
 from grid import FEATURES
 from side_by_side import LAYOUTS, gradients, projected
 
-from stable_attention import stable_attention
+from stable_attention import configs, stable_attention
 from stable_attention.triton import launches
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +24,11 @@ CASES = [
     *(Case(causal=1, d=d, dv=dv, sq=130, sk=130) for d, dv in ((40, 0), (96, 0), (192, 128))),
     *(Case(stabilizer=name) for name in ("dynamic_max", "low_order_o", "consistent_sum")),
 ]
+
+
+def launched_on_hopper() -> bool:
+    """Whether dense calls at d = 64 have three launches in the backward, not two."""
+    return configs.arch_of(torch.device("cuda", torch.cuda.current_device())) == "sm90"
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def test_gradients_in_one_buffer(layout: str, kept: list[object]) -> None:
         return gradients(*qkv, layout=layout)
 
     want, _, got = run(1), run(2), run(1)
-    assert len(kept) == 4
+    assert len(kept) == (5 if launched_on_hopper() and layout != "thd" else 4)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
