@@ -19,6 +19,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from stable_attention import hf
 from stable_attention.hf import attention
 
+ONE_GRAPH = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether Dynamo can ask a mask function for its name; else a compiled model has a graph break."""
 LENGTHS = (9, 8, 7)
 TOKENS = sum(LENGTHS)
 RESTARTING = torch.cat([torch.arange(n) for n in LENGTHS])[None]

@@ -18,6 +18,7 @@ import torch
 import transformers
 from hf_models import (
     GPT,
+    ONE_GRAPH,
     OPT,
     RESTARTING,
     SMALL,
@@ -230,7 +231,7 @@ def test_models_compile_into_one_graph(kind: str, rows: int, monkeypatch) -> Non
     """One row may be packed for all that tracing knows; documents of several rows end the run."""
     monkeypatch.undo()  # the operators themselves
     model = tiny(kind, **SERVED[kind] | {"num_hidden_layers": 1}).bfloat16()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=ONE_GRAPH)
     ids = torch.arange(rows * TOKENS).view(rows, TOKENS) % 61 + 3
 
     def step(model, positions):
