@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, ROOT / "research" / "report.md"]
 GENERATED = "configuration.md"
-IN_ALL, IN_README, IN_A_PAGE = 21_500, 700, 2_000
+IN_ALL, IN_README, IN_A_PAGE = 23_000, 700, 2_000
 """Words at most, as `wc -w` counts them."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
