@@ -8,6 +8,7 @@ three functions have the signatures of `triton.forward.forward`, `triton.preproc
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -16,7 +17,7 @@ import torch
 
 from stable_attention import configs
 from stable_attention.hopper import launch as hopper
-from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem
+from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem, choose
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
 from stable_attention.triton.preprocess import preprocess
@@ -95,6 +96,22 @@ KERNEL_SETS = (
 )
 
 
+SELECTED = "STABLE_ATTENTION_KERNELS"
+"""Environment variable: names of the sets that may serve, with commas; all where it is not set."""
+
+
+def allowed() -> tuple[KernelSet, ...]:
+    """The sets that `SELECTED` leaves; `AttentionArgumentError` for a name that is none."""
+    wanted = os.environ.get(SELECTED)
+    if not wanted:
+        return KERNEL_SETS
+    names = [row.name for row in KERNEL_SETS]
+    picked = wanted.split(",")
+    for name in picked:
+        choose(SELECTED, name, names, "Name one or several, with commas between them.")
+    return tuple(row for row in KERNEL_SETS if row.name in picked)
+
+
 def needs(problem: Problem) -> Iterator[str]:
     """The features of `FEATURES` that a problem uses."""
     flags = {
@@ -122,7 +139,7 @@ def select(problem: Problem, device: torch.device) -> KernelSet:
     arch = configs.arch_of(device)
     wanted = set(needs(problem))
     lacks = []
-    for row in KERNEL_SETS:
+    for row in allowed():
         missing = sorted(wanted - row.features)
         if arch not in row.archs:
             missing.append(f"architecture {arch}")

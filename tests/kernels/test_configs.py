@@ -125,3 +125,16 @@ def test_hopper_serves_what_its_row_says(
     device = torch.device("cuda", 0)
     assert dispatch.select(asked, device).name == name
     assert dispatch.select(replace(asked, chunked=True), device).name == "triton"
+
+
+def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "_capability", lambda index: (9, 0))
+    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="meta")
+    asked, _ = describe(q, q, q, Options())
+    device = torch.device("cuda", 0)
+    for value, name in (("triton", "triton"), ("triton,hopper", "hopper"), ("", "hopper")):
+        monkeypatch.setenv(dispatch.SELECTED, value)
+        assert dispatch.select(asked, device).name == name
+    monkeypatch.setenv(dispatch.SELECTED, "hoper")
+    with pytest.raises(AttentionArgumentError, match="'hoper'; allowed: 'hopper', 'triton'"):
+        dispatch.select(asked, device)

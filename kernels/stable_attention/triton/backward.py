@@ -5,8 +5,8 @@ D' (see `preprocess`) are [B, H, sq] or [H, T], float32.
 
 Every gradient tile is owned by one program and summed in a fixed order, so repeats are bitwise
 equal, always. Grouped-query heads are summed in float32 inside the program that owns the key/value
-tile. A one-pass kernel that adds dQ with float32 atomics needs five tile products instead of seven,
-but was slower on an H200 (docs/kernels.md), so there is none.
+tile. The kernels of `hopper` add dQ of all key tiles in turns instead: five tile products, not
+seven.
 """
 
 from __future__ import annotations
