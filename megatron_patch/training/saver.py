@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.checkpoint import pinned
+from megatron_patch.checkpoint import host_memory, pinned
 from megatron_patch.checkpoint.directory import key_of
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.train_state import TrainState
+from megatron_patch.schema.problem import ConfigError
 from megatron_patch.stability import record
 
 if TYPE_CHECKING:
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 
 MAX_FAILURES = 3
 """Periodic saves that may fail in a row before the run ends: it would train for nothing."""
+
+
+def check_host_memory(checkpointer: Checkpointer, monitor: Monitor) -> None:
+    """Log what a save takes of each node's memory; refuse what cannot be. Collective.
+
+    Raises:
+        ConfigError: the first save would end the run.
+    """
+    sharding = checkpointer.run.checkpoint.optimizer_sharding
+    line, problems = host_memory.check(checkpointer.parts, sharding, checkpointer.ranks)
+    monitor.say(line)
+    if problems:
+        raise ConfigError(problems)
 
 
 class Saver:

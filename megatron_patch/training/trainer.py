@@ -35,7 +35,6 @@ from megatron_patch.parallel import setup
 from megatron_patch.runtime import garbage
 from megatron_patch.runtime.heartbeat import Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, RewindWanted, StepResult, Stop
-from megatron_patch.schema.problem import ConfigError
 from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import run_directory as directories
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
@@ -45,7 +44,7 @@ from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
 from megatron_patch.training.resume import go_on
 from megatron_patch.training.resume_rules import DATA_RECORD, another_run
-from megatron_patch.training.saver import Saver
+from megatron_patch.training.saver import Saver, check_host_memory
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
 from megatron_patch.training.step import fetch, train_step
@@ -155,21 +154,6 @@ def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
     torch.distributed.broadcast_object_list(report, src=0)
     if report[0] is not None:
         raise ledger.SameStepError(report[0])
-
-
-def check_host_memory(checkpointer: Checkpointer, monitor: Monitor) -> None:
-    """Log what a save takes of each node's memory; refuse what cannot be. Collective.
-
-    Raises:
-        ConfigError: the first save would end the run.
-    """
-    from megatron_patch.checkpoint import host_memory
-
-    sharding = checkpointer.run.checkpoint.optimizer_sharding
-    line, problems = host_memory.check(checkpointer.parts, sharding, checkpointer.ranks)
-    monitor.say(line)
-    if problems:
-        raise ConfigError(problems)
 
 
 class Trainer:

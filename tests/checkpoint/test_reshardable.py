@@ -15,7 +15,7 @@ from megatron_patch.checkpoint import host_memory, optimizer_state
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.reshardable import Place
 from megatron_patch.schema.problem import ConfigError, Problem
-from megatron_patch.training import trainer
+from megatron_patch.training import saver
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,7 +80,7 @@ def test_a_run_whose_saves_do_not_fit_does_not_start(monkeypatch: pytest.MonkeyP
     checkpointer: Any = SimpleNamespace(parts=None, run=run, ranks=None)
     monitor: Any = SimpleNamespace(say=said.append)
     with pytest.raises(ConfigError, match="does not fit"):
-        trainer.check_host_memory(checkpointer, monitor)
+        saver.check_host_memory(checkpointer, monitor)
     assert said == ["a line"]
 
 
