@@ -8,11 +8,9 @@ that differs stands in one table at start. The position in the data is kept in s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +25,7 @@ from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfi
 from megatron_patch.schema.kinds import Kind, entry, in_effect, kind_of
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
 from megatron_patch.training.resume_rules import differences
+from megatron_patch.training.schedule import Schedule
 
 if TYPE_CHECKING:
     from megatron_patch.data.loader import Loaders
@@ -110,7 +109,6 @@ class Inheritance:
         *,
         step: int,
         batch: int,
-        schedule: Any,
         say: Callable[[str], None],
     ) -> bool:
         """Let the data go on where it was. Local, the same on all ranks.
@@ -119,7 +117,6 @@ class Inheritance:
             saved: what the loaded checkpoint carries beside the state.
             step: steps done.
             batch: the global batch to come.
-            schedule: the OptimizerParamScheduler, as it goes on.
             say: takes the lines of the table.
 
         Returns:
@@ -129,7 +126,7 @@ class Inheritance:
             ConfigError: the run is beyond its end, or read other datasets.
         """
         if self.parent is not None:
-            for line in self.begin(batch=batch, schedule=schedule):
+            for line in self.begin(batch=batch):
                 say(line)
             return False
         check_length(self._loaded.config, step=step)
@@ -143,7 +140,7 @@ class Inheritance:
             raise ConfigError([Problem("data", text)]) from None
         return True
 
-    def begin(self, *, batch: int, schedule: Any) -> list[str]:
+    def begin(self, *, batch: int) -> list[str]:
         """Put the data where the other run left it, by this run's blend; the table."""
         parent = self.parent
         assert parent is not None
@@ -159,7 +156,7 @@ class Inheritance:
             if kind == "data":
                 rows += [("data", line) for line in self._place_data(batch, fresh=fresh)]
             if kind == "schedule":
-                line = _rates(parent, schedule, fresh=fresh)
+                line = _rates(parent, self._loaded.config)
                 rows += [("schedule", line)] if line else []
         what = "weights only" if fresh else "everything"
         head = f"start from {parent.path}, step {parent.step:,}, {what}; what differs from it:"
@@ -202,7 +199,7 @@ class Inheritance:
             notes.append(why)
         changes += self._tokenizer_change(position, tree)
         problems = judge(changes, self._loaded.config, step=step)
-        rate = _rate_of(state.get("schedule"), tree, step)
+        rate = _rate_of(state, self._loaded.config, step)
         return Parent(path, step, changes, position, notes, rate), problems
 
     def _position(
@@ -403,39 +400,22 @@ def _known_fingerprint(path: Path, tree: dict[str, Any]) -> str | None:
     return None
 
 
-def _rate_of(state: Any, tree: Any, step: int) -> float | None:
-    """Learning rate of the step after ``step`` by a scheduler's saved state; None: not told."""
-    if not state:
-        return None
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    optimizer = {} if tree is None else tree.get("optimizer", {})
-    wsd = state.get("wsd_decay_steps", optimizer.get("wsd_decay_steps"))
+def _rate_of(state: Mapping[str, Any], run: RunConfig, step: int) -> float | None:
+    """Learning rate of the step after ``step`` in the checkpoint's run; None: it does not tell."""
     try:
-        schedule = OptimizerParamScheduler(
-            SimpleNamespace(param_groups=[]),
-            init_lr=0.0,
-            **{name: state[name] for name in ("max_lr", "min_lr", "lr_warmup_steps",
-               "lr_decay_steps", "lr_decay_style", "start_wd", "end_wd", "wd_incr_steps",
-               "wd_incr_style")},
-            use_checkpoint_opt_param_scheduler=False,
-            wsd_decay_steps=None if wsd is None else int(wsd),
-            lr_wsd_decay_style=optimizer.get("wsd_decay_style"),
-        )  # fmt: skip
-    except (AssertionError, KeyError, TypeError, ValueError):
+        return Schedule.saved(state, run).rate(step + 1)
+    except (AssertionError, AttributeError, KeyError, StopIteration, TypeError, ValueError,
+            yaml.YAMLError):  # fmt: skip
         return None
-    schedule.num_steps = step + 1
-    return float(schedule.get_lr({}))
 
 
-def _rates(parent: Parent, schedule: Any, *, fresh: bool) -> str:
+def _rates(parent: Parent, run: RunConfig) -> str:
     """The learning rate of the next step, before and after; empty where nothing is to be said."""
-    ahead = copy.copy(schedule)
-    ahead.num_steps = 1 if fresh else parent.step + 1
-    rate = float(ahead.get_lr({}))
-    if fresh:
+    if run.checkpoint.load_weights_only:
+        rate = Schedule.of(run).rate(1)
         return f"optimizer and schedule start anew: learning rate {rate:.6g} at step 1"
-    at = f"learning rate of step {ahead.num_steps:,}"
+    rate = Schedule.of(run).rate(parent.step + 1)
+    at = f"learning rate of step {parent.step + 1:,}"
     if parent.rate is None:
         return f"{at}: {rate:.6g}"
     if parent.rate != rate:

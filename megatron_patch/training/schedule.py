@@ -119,17 +119,6 @@ def build_schedule(run: RunConfig, optimizer: Any) -> Any:
     return Schedule.of(run).build(optimizer, weight_decay=run.optimizer.weight_decay, steps=steps)
 
 
-def rates(run: RunConfig, content: Mapping[str, Any], step: int) -> tuple[float, float]:
-    """Learning rates of the next step in the run that a checkpoint is from, and in a run from it.
-
-    Args:
-        run: the configuration of a new run, whose own schedule counts (``load_from``).
-        content: the plain data of the checkpoint.
-        step: of the checkpoint; the new run goes on counting.
-    """
-    return Schedule.saved(content, run).rate(step + 1), Schedule.of(run).rate(step + 1)
-
-
 def go_on(
     run: RunConfig, scheduler: Any, content: Mapping[str, Any], *, step: int
 ) -> tuple[list[Problem], list[str]]:

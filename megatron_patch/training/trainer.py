@@ -267,9 +267,8 @@ class Trainer:
         self._load_watchers()
         self._keep_optimizer_kernel()
         own = self.inheritance.place_data(
-            self.saver.extra, step=self.position.step, batch=self._next_batch,
-            schedule=self.session.schedule, say=self.monitor.say,
-        )  # fmt: skip
+            self.saver.extra, step=self.position.step, batch=self._next_batch, say=self.monitor.say
+        )
         # At a start from another run, which may have gone on since the last try, none is done.
         step = self.position.step if own else 0
         for line in go_on(self.loaded, self.session, self.loaders, self.saver, step):

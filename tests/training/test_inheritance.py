@@ -274,7 +274,6 @@ def started(
 
 
 ALONE = SimpleNamespace(dp_rank=0, dp_size=1, cp_rank=0, cp_size=1)
-CONSTANT = SimpleNamespace(get_lr=lambda group: 0.001)
 
 
 def recorded(config: Any, step: int, **extra: Any) -> dict[str, Any]:
@@ -296,7 +295,7 @@ def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
     def table() -> tuple[str, int]:
         inheritance, loaders = started(child)
         inheritance.check(path, state)
-        lines = inheritance.begin(batch=9, schedule=CONSTANT)
+        lines = inheritance.begin(batch=9)
         return "\n".join(lines), int(loaders.samples("train", 9)[0]["window"])
 
     told, first = table()
@@ -331,7 +330,7 @@ def test_another_tokenizer_is_another_meaning_whatever_its_size(
     meant = loaded(data, *START, only, "checkpoint.intended_changes=[data.tokenizer]")
     inheritance, _ = started(meant)
     inheritance.check(tmp_path, other)
-    lines = inheritance.begin(batch=2, schedule=CONSTANT)
+    lines = inheritance.begin(batch=2)
     assert any(line.startswith("  meaning   data.tokenizer: bytes, SHA-256 fff") for line in lines)
     last = "every dataset starts at its first sample" if weights_only else "continues there"
     assert any(line.endswith(last) for line in lines)
@@ -367,7 +366,7 @@ def test_a_configuration_that_cannot_be_read_is_said(
     except ConfigError as error:
         assert "what it records of its run cannot be read" in str(error)
         return
-    told = "\n".join(inheritance.begin(batch=2, schedule=CONSTANT))
+    told = "\n".join(inheritance.begin(batch=2))
     assert "it records no configuration that can be read" in told and "16 samples taken" in told
 
 
@@ -376,7 +375,7 @@ def test_own_steps_on_other_token_files_are_refused(
 ) -> None:
     inheritance, loaders = started(loaded(f"data.blend.0.path={corpus}"))
     saved = loaders.position(3)
-    go_on = {"step": 3, "batch": 3, "schedule": CONSTANT, "say": print}
+    go_on = {"step": 3, "batch": 3, "say": print}
     assert inheritance.place_data({"data": saved}, **go_on)
     saved["reading"][0]["source"]["sha256"] = "0" * 64
     with pytest.raises(ConfigError, match="not those the first 3 steps were trained on"):

@@ -10,7 +10,6 @@ import yaml
 from run_config import run_config
 
 from megatron_patch.training.schedule import Schedule, build_schedule, go_on
-from megatron_patch.training.schedule import rates as rates_of_a_start
 
 pytestmark = pytest.mark.usefixtures("cpu")
 STEPS, WARMUP, PEAK, LEAST = 20, 4, 1e-3, 1e-4
@@ -276,6 +275,7 @@ def test_checkpoints_without_a_configuration_have_a_schedule() -> None:
 def test_a_run_from_another_s_checkpoint_follows_its_own_schedule() -> None:
     parent = Attempt(10, 20)
     run = run_config(optimizer={"lr": 2e-3}, training={"train_steps": 40})
-    before, after = rates_of_a_start(run, parent.content, 10)
+    before = Schedule.saved(parent.content, run).rate(11)
+    after = Schedule.of(run).rate(11)
     assert before == Attempt(11, 20).rates[11]
     assert after == Attempt(11, 40, lr=2e-3, min_lr=0.0, warmup_steps=0).rates[11]
