@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention import configs
 from stable_attention.hopper import backward as hopper
+from stable_attention.hopper import forward as hopper_forward
 from stable_attention.hopper import rows
 from stable_attention.triton import backward, forward, preprocess
 from stable_attention.triton.launches import anew
@@ -44,6 +45,7 @@ KERNELS = (
     backward.dq_kernel,
     rows.rows_kernel,
     hopper.backward_kernel,
+    hopper_forward.forward_kernel,
     rows.dq_kernel,
 )
 # Bytes of shared memory one program may use.

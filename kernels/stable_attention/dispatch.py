@@ -18,6 +18,7 @@ import torch
 from stable_attention import configs
 from stable_attention.hopper import launch as hopper
 from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem, choose
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
 from stable_attention.triton.preprocess import preprocess
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
-    "deterministic", "chunks", "causal, sq != sk",
+    "deterministic", "chunks", "causal, sq != sk", "o_lo in int8 or fp32",
 )  # fmt: skip
 
 
@@ -64,21 +65,26 @@ class KernelSet:
     backward: Callable[..., Any]
 
 
+_NOT_ON_HOPPER = frozenset(
+    {
+        "window", "softcap", "dropout", "varlen", "different v head dim", "paper_bf16", "chunks",
+        "causal, sq != sk",
+    }
+)  # fmt: skip
 KERNEL_SETS = (
     KernelSet(
         name="hopper",
         archs=frozenset({"sm90"}),
-        features=frozenset(FEATURES)
-        - {
-            "window",
-            "softcap",
-            "dropout",
-            "varlen",
-            "different v head dim",
-            "paper_bf16",
-            "chunks",
-            "causal, sq != sk",
-        },
+        features=frozenset(FEATURES) - _NOT_ON_HOPPER - {"dynamic_max", "o_lo in int8 or fp32"},
+        head_dims=(64, 128),
+        forward=hopper.forward,
+        preprocess=preprocess,
+        backward=hopper.backward,
+    ),
+    KernelSet(
+        name="hopper_backward",
+        archs=frozenset({"sm90"}),
+        features=frozenset(FEATURES) - _NOT_ON_HOPPER,
         head_dims=(64, 128),
         forward=forward,
         preprocess=preprocess,
@@ -126,6 +132,9 @@ def needs(problem: Problem) -> Iterator[str]:
         "deterministic": problem.deterministic,
         "chunks": problem.chunked,
         "causal, sq != sk": problem.window_right == 0 and problem.sq != problem.sk,
+        "o_lo in int8 or fp32": (
+            KNOWN[problem.stabilizer].keeps_residual and problem.residual != "bf16"
+        ),
         problem.stabilizer: True,
     }
     return (name for name, used in flags.items() if used)

@@ -100,7 +100,9 @@ def test_architectures_nobody_compiled_for_are_refused(
     [
         ({}, "hopper"),
         ({"causal": True, "sinks": "off-by-one", "stabilizer": "compensated"}, "hopper"),
-        ({"stabilizer": "dynamic_max"}, "hopper"),
+        ({"stabilizer": "dynamic_max"}, "hopper_backward"),
+        ({"residual": "int8"}, "hopper_backward"),
+        ({"residual": "int8", "stabilizer": "none"}, "hopper"),
         ({"window": (4, 0)}, "triton"),
         ({"softcap": 30.0}, "triton"),
         ({"dropout_p": 0.1}, "triton"),
@@ -136,5 +138,7 @@ def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(dispatch.SELECTED, value)
         assert dispatch.select(asked, device).name == name
     monkeypatch.setenv(dispatch.SELECTED, "hoper")
-    with pytest.raises(AttentionArgumentError, match="'hoper'; allowed: 'hopper', 'triton'"):
+    with pytest.raises(
+        AttentionArgumentError, match="'hoper'; allowed: 'hopper', 'hopper_backward', 'triton'"
+    ):
         dispatch.select(asked, device)

@@ -1,1 +1,1 @@
-"""Kernels for sm_90 in Gluon: the backward pass. `dispatch` says which calls they serve."""
+"""Kernels for sm_90 in Gluon. `dispatch` says which calls they serve."""

@@ -1,4 +1,5 @@
-"""What Gluon lacks for a persistent kernel: operations of one warp, in assembler; additions by TMA.
+"""What Gluon lacks for a persistent kernel: operations of one warp, in assembler; additions by TMA;
+the hardware's named barriers, which cost a consumer less than an arrival at one in shared memory.
 
 A *ring* is a buffer of N slots with two barriers a slot, one for "full" and one for "empty". Who
 waits for a slot passes the parity of the round it is in, which `advance` flips at the end of the
@@ -94,6 +95,50 @@ def pass_turn(turn_ptr):
 
 
 @gluon.jit
+def _threads(x, WARPS: gl.constexpr):
+    """A scalar in every thread of a partition of so many warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.full([32 * WARPS], 0, gl.int32, layout) + x
+
+
+@gluon.jit
+def sync_named(barrier, THREADS: gl.constexpr, WARPS: gl.constexpr):
+    """Await THREADS threads at a named barrier, those of this partition of WARPS among them.
+
+    Triton uses the barriers 0 to 4, the hardware has 16.
+    """
+    gl.inline_asm_elementwise(
+        "bar.sync $1, " + THREADS + "; mov.u32 $0, $1;",
+        "=r,r", [_threads(barrier, WARPS)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def arrive_named(barrier, THREADS: gl.constexpr):
+    """Count these 4 warps at a named barrier and go on."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, " + THREADS + "; mov.u32 $0, $1;",
+        "=r,r", [_threads(barrier, 4)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def arrive_if(barrier, go, THREADS: gl.constexpr, STORED: gl.constexpr):
+    """`arrive_named` if ``go``. STORED: once this thread's stores by TMA have read their source.
+
+    That is awaited in any case: a condition would make it a branch, across which ptxas moves
+    nothing.
+    """
+    after: gl.constexpr = "cp.async.bulk.wait_group.read 0; " if STORED else ""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; " + after + "@p bar.arrive $1, " + THREADS
+        + "; mov.u32 $0, $1; }",
+        "=r,r,r", [_threads(barrier, 4), _threads(go.to(gl.int32), 4)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def warp_sync(x):
     """What this warp's lanes wrote to shared memory is visible to all of them; one warp."""
     gl.inline_asm_elementwise(
@@ -102,4 +147,14 @@ def warp_sync(x):
     )  # fmt: skip
 
 
-__all__ = ["advance", "next_item", "pass_turn", "tma_add", "wait_for_turn", "warp_sync"]
+__all__ = [
+    "advance",
+    "arrive_if",
+    "arrive_named",
+    "next_item",
+    "pass_turn",
+    "sync_named",
+    "tma_add",
+    "wait_for_turn",
+    "warp_sync",
+]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from attention_cases import DEVICE
 
 from stable_attention import configs, dispatch, stable_attention
+from stable_attention.describe import describe
 from stable_attention.hopper import launch as hopper
+from stable_attention.problem import Options
+from stable_attention.triton import forward as portable_forward
+from stable_attention.triton.results import ForwardResult
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +66,77 @@ def test_errors_are_those_of_the_portable_kernels(
     for a, b, exact in zip(ours, theirs, torch.autograd.grad(out, (q, k, v), wide[3]), strict=True):
         floor = 2.0**-16 * exact.abs().max()
         assert (a - exact).abs().max() <= 1.25 * (b - exact).abs().max() + floor
+
+
+def exact_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(O, LSE, largest logits) in float64; q [b, h, s, d]."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    s = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=DEVICE).triu(1)
+        s = s.masked_fill(hidden, -torch.inf)
+    lse = s.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[None, :, None])
+    out = (s - lse[..., None]).exp() @ v.repeat_interleave(group, 1)
+    return out, lse, s.amax((0, 2, 3))
+
+
+FORWARD_SHAPES = [
+    # b, h, hk, sq, sk
+    (2, 4, 4, 1, 1), (1, 6, 2, 127, 127), (3, 4, 1, 129, 129), (2, 2, 2, 64, 1000),
+    (1, 2, 1, 3000, 3000), (40, 8, 4, 520, 520), (1, 2, 2, 9000, 9000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stabilizer", ["none", "compensated", "low_order_o", "consistent_sum"])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", FORWARD_SHAPES)
+def test_the_forward_pass_has_the_errors_of_the_portable_one(
+    shape: tuple[int, ...], causal: bool, d: int, stabilizer: str, dtype: torch.dtype
+) -> None:
+    """O with its low-order part, both LSE and the largest logits, with sinks; poisoned memory."""
+    b, h, hk, sq, sk = shape
+    if causal and sq != sk:
+        pytest.skip("the portable kernels serve it")
+    q, k, v = (
+        torch.randn(b, n, s, d, device=DEVICE, dtype=dtype)
+        for n, s in ((h, sq), (hk, sk), (hk, sk))
+    )
+    q = 3 * q
+    sinks = torch.linspace(-3, 6, h, device=DEVICE)
+    problem, extras = describe(
+        q, k, v, Options.of(layout="bhsd", causal=causal, stabilizer=stabilizer), sinks=sinks
+    )
+    wanted = exact_forward(q, k, v, sinks, causal)
+
+    def results(forward: Callable[..., ForwardResult]) -> ForwardResult:
+        poison = torch.full((b * h * sq * d * 4,), torch.nan, device=DEVICE)
+        del poison  # whose memory the outputs get
+        return forward(problem, q, k, v, extras=extras, with_max_logits=True)
+
+    def errors(x: ForwardResult) -> list[torch.Tensor]:
+        whole = x.out.double() + (x.low.double() if x.low.numel() else 0.0)
+        found = [(x.out, wanted[0]), (whole, wanted[0]), (x.lse, wanted[1])]
+        found += [(x.row_lse, wanted[1])] * bool(x.row_lse.numel()) + [(x.max_logits, wanted[2])]
+        return [(a.double() - exact).norm() / exact.norm() for a, exact in found]
+
+    ours = results(hopper.forward)
+    for error, theirs in zip(errors(ours), errors(results(portable_forward.forward)), strict=True):
+        assert error <= 1.25 * theirs + 2.0**-22
+    for _ in range(3):
+        again = results(hopper.forward)
+        for a, x in zip(vars_of(ours), vars_of(again), strict=True):
+            assert torch.equal(a, x)
+
+
+def vars_of(x: ForwardResult) -> tuple[torch.Tensor, ...]:
+    return x.out, x.lse, x.row_lse, x.low, x.max_logits
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,0 +1,487 @@
+"""The forward pass on sm_90: O, its low-order part, LSE and largest logits, in a persistent kernel.
+
+Shape legend: B batch, H query heads, HK key/value heads, GROUP = H / HK, D head dim (of v too);
+BM = 128 queries of a tile, BN = 128 keys of a block. LSE is [B, H, sq] float32, natural log.
+
+Three roles, each a partition of warps. The *producer* copies tiles of Q and blocks of K and V to
+shared memory. Two *consumers* of 4 warps have 64 queries of a tile each. Block j's scores are
+issued together with the product P V of block j - 1, and the softmax of j runs while that product
+does. Tiles are chained the same way: a tile's first scores are issued with the last product of the
+tile before, whose epilogue follows the new tile's first softmax. Blocks go from the last to the
+first, so that only the one that starts a tile looks at a mask. Consumers take turns in issuing.
+
+Under SEGMENT the tensor cores accumulate so many blocks at most (`numerics`, on truncation); then
+what they have joins a float32 total, rounded to nearest. Registers have room for 64 columns of it;
+others lie in the shared memory through which O's low-order part leaves at the end.
+
+A slot of a ring is freed through a named barrier: TURN, then slots of K, of V, and two of Q.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from stable_attention.hopper.barriers import (
+    advance,
+    arrive_if,
+    arrive_named,
+    next_item,
+    sync_named,
+    warp_sync,
+)
+from stable_attention.hopper.softmax import (
+    LANES,
+    OWN_SHIFT,
+    add_rounded_sum,
+    by_lane,
+    fetched,
+    halves,
+    hidden_after,
+    high_part,
+    low_part,
+    put_away,
+    whole,
+)
+from stable_attention.hopper.tiles import item_at
+
+BM = gl.constexpr(128)
+BN = gl.constexpr(128)
+TURN = gl.constexpr(5)
+SLOT_OF_K = gl.constexpr(7)
+ALL = gl.constexpr("288")
+"""Threads of both consumers and the producer."""
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _blocks(m, key_blocks, CAUSAL: gl.constexpr):
+    """Blocks that query tile m sees; under a causal mask there are as many as query tiles."""
+    return gl.minimum(m + 1, key_blocks) if CAUSAL else key_blocks
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, counter, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
+    items, query_tiles, key_blocks, head_block, heads,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
+    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
+    k = 0
+    v = 0
+    copied = 0  # blocks of K so far, and of V one less or as many
+    copied_v = 0
+    tiles = 0
+    item = next_item(counter)
+    running = True
+    while running:
+        running = item < items
+        buffer = tiles & 1
+        if tiles >= 2:
+            sync_named(BUFFER_OF_Q + buffer, ALL, 1)
+        tiles += 1
+        item_s.index(buffer).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
+        warp_sync(item)
+        if running:
+            m, head = item_at(item, query_tiles, head_block, CAUSAL)
+            b = head // heads
+            h = head % heads
+            hk = h // GROUP
+            blocks = _blocks(m, key_blocks, CAUSAL)
+            mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
+            for w in gl.static_range(2):
+                tma.async_copy_global_to_shared(
+                    q_desc, [m * BM + w * 64, b * stride_qb + h * stride_qh],
+                    q_full.index(buffer), q_s.index(buffer * 2 + w),
+                )  # fmt: skip
+            k_column = b * stride_kb + hk * stride_kh
+            v_column = b * stride_vb + hk * stride_vh
+            for i in range(blocks + 1):  # K is a block ahead of V
+                if i < blocks:
+                    if copied >= SLOTS:
+                        sync_named(SLOT_OF_K + k, ALL, 1)
+                    mbarrier.expect(k_full.index(k), k_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        k_desc, [(blocks - 1 - i) * BN, k_column], k_full.index(k), k_s.index(k)
+                    )
+                    k = gl.where(k + 1 == SLOTS, 0, k + 1)
+                    copied += 1
+                if i > 0:
+                    if copied_v >= SLOTS:
+                        sync_named(SLOT_OF_V + v, ALL, 1)
+                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        v_desc, [(blocks - i) * BN, v_column], v_full.index(v), v_s.index(v)
+                    )
+                    v = gl.where(v + 1 == SLOTS, 0, v + 1)
+                    copied_v += 1
+            item = next_item(counter)
+        else:
+            mbarrier.arrive(q_full.index(buffer), count=1)
+
+
+@gluon.jit
+def _take_turn(W: gl.constexpr):
+    sync_named(TURN + W, "256", 4)
+
+
+@gluon.jit
+def _pass_turn(W: gl.constexpr):
+    arrive_named(TURN + 1 - W, "256")
+
+
+@gluon.jit
+def _operand(q_s, buffer, W: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr):
+    """This consumer's queries as the left side of a product."""
+    if IN_REGISTERS:
+        return q_s.index(buffer * 2 + W).load(LAYOUT)
+    else:
+        return q_s.index(buffer * 2 + W)
+
+
+@gluon.jit
+def _first_softmax(
+    s, unit, m, blocks, sk, W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr
+):
+    """(P, shift) of the block that starts a row: its maximum is the shift."""
+    first_key = (blocks - 1) * BN
+    if CAUSAL:
+        s = hidden_after(s, m * BM + W * 64 - first_key, True)
+    elif not EVEN:
+        s = hidden_after(s, sk - 1 - first_key, False)
+    shift = gl.max(s, 1) * unit
+    return gl.exp2(s * unit - gl.expand_dims(shift, 1)), shift
+
+
+@gluon.jit
+def _split(acc):
+    """(64 columns, the others: none of them at D = 64)."""
+    if acc.shape[1] == 128:
+        return halves(acc)
+    else:
+        return acc, acc
+
+
+@gluon.jit
+def _join_total(acc, total, far_s, held, factor):
+    """acc joined to the total whose shift needs ``factor`` [64], as in `_split`.
+
+    64 columns of the total are in registers, the others of 128 in shared memory, if any are
+    ``held``.
+    """
+    near, far = _split(acc)
+    like: gl.constexpr = near.type.layout
+    by_row = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, like)), 1)
+    if acc.shape[1] == 128:
+        far += gl.where(held, fetched(far_s, like), 0.0) * by_row
+    return total * by_row + near, far
+
+
+@gluon.jit
+def _store_rows(
+    acc, high_s, low_s, o_desc, low_desc, row, column, HAS_LOW: gl.constexpr,
+):  # fmt: skip
+    """O and its low-order part, through shared memory that only this consumer uses."""
+    high = high_part(acc, high_s.dtype)
+    tma.store_wait(0)
+    high_s.store(high)
+    if HAS_LOW:
+        low_s.store(low_part(acc, high))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_desc, [row, column], high_s)
+    if HAS_LOW:
+        tma.async_copy_shared_to_global(low_desc, [row, column], low_s)
+
+
+@gluon.jit
+def _consumer(
+    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+    q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
+    sq, sk, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
+    W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr, SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    E_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]
+    )
+    Q_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    PE_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=E_L, k_width=2)
+    RO: gl.constexpr = gl.SliceLayout(1, O_L)
+    RE: gl.constexpr = gl.SliceLayout(1, E_L)
+    RL: gl.constexpr = gl.SliceLayout(1, LANES)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
+    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
+    # Products issued after the scores: P V, and four of the rounded sum.
+    BEHIND: gl.constexpr = 5 if ROUNDED else 1
+    # With the rounded sum ptxas would wait for P V before the exponentials; see below.
+    FENCED: gl.constexpr = ROUNDED
+    dtype: gl.constexpr = k_s.dtype
+    zero_s = gl.zeros([64, BN], gl.float32, S_L)
+    acc = gl.zeros([64, D], gl.float32, O_L)
+    l_rounded = gl.zeros([64, 8], gl.float32, E_L)
+    l_lanes = gl.zeros([64, 4], gl.float32, LANES)
+    far_s = total_s
+    if SEGMENT and D == 128:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        far_s = total_s.index(W)._reinterpret(gl.float32, [32, 128], flat)
+    k = 0
+    k_parity = 0
+    v = 0
+    v_parity = 0
+    tiles = 0
+    if W == 1:
+        arrive_named(TURN, "256")
+    mbarrier.wait(q_full.index(0), 0)
+    item = gl.max(item_s.index(0).load(one), 0)
+    m, head = item_at(item, query_tiles, head_block, CAUSAL)
+    blocks = _blocks(m, key_blocks, CAUSAL)
+    q = _operand(q_s, 0, W, Q_IN_REGISTERS, Q_L)
+    mbarrier.wait(k_full.index(k), k_parity)
+    _take_turn(W)
+    s_made = warpgroup_mma(q, k_s.index(k).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    _pass_turn(W)
+    s = warpgroup_mma_wait(0, deps=(s_made,))
+    arrive_named(SLOT_OF_K + k, ALL)
+    k, k_parity = advance(k, k_parity, SLOTS)
+    p, shift = _first_softmax(s, unit, m, blocks, sk, W, CAUSAL, EVEN)
+    top = shift
+    if SUM:
+        l_lanes = by_lane(p)
+    p_rounded = p.to(dtype)
+    p_operand = gl.convert_layout(p_rounded, P_L)
+    while item >= 0:
+        total_shift = shift
+        l_total = gl.zeros([64], gl.float32, RE)
+        if SEGMENT:
+            near, _ = _split(acc)
+            near_l: gl.constexpr = near.type.layout
+            total = gl.zeros([64, 64], gl.float32, near_l)
+        in_segment = 0  # blocks that acc has
+        for begin in range(0, blocks - 1, SEGMENT if SEGMENT else 2**30):
+            in_segment = blocks - 1 - begin
+            if SEGMENT:
+                in_segment = gl.minimum(in_segment, SEGMENT)
+            if FENCED:
+                mbarrier.wait(k_full.index(k), k_parity)
+            for i in range(in_segment):
+                if not FENCED:
+                    mbarrier.wait(k_full.index(k), k_parity)
+                _take_turn(W)
+                if not Q_IN_REGISTERS:
+                    q = _operand(q_s, tiles & 1, W, Q_IN_REGISTERS, Q_L)
+                s_made = warpgroup_mma(
+                    q, k_s.index(k).permute((1, 0)), zero_s, use_acc=False, is_async=True
+                )
+                mbarrier.wait(v_full.index(v), v_parity)
+                if ROUNDED:
+                    l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, i > 0, PE_L)
+                made = warpgroup_mma(p_operand, v_s.index(v), acc, use_acc=i > 0, is_async=True)
+                _pass_turn(W)
+                s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
+                arrive_named(SLOT_OF_K + k, ALL)
+                k, k_parity = advance(k, k_parity, SLOTS)
+                largest = gl.max(s, 1) * unit
+                top = gl.maximum(top, largest)
+                new_shift = gl.maximum(largest, top - OWN_SHIFT)
+                alpha = gl.exp2(shift - new_shift)
+                shift = new_shift
+                x = s * unit - gl.expand_dims(shift, 1)
+                released = (begin + i == 0) & (tiles > 0)
+                if FENCED:
+                    xa, xb = halves(x)
+                    pa = gl.exp2(xa)
+                    arrive_if(BUFFER_OF_Q + ((tiles & 1) ^ 1), released, ALL, True)
+                    # A wait that is a loop: ptxas moves the wait for P V up to here at most.
+                    mbarrier.wait(k_full.index(k), k_parity, pred=i + 1 < in_segment)
+                    p = whole(pa, gl.exp2(xb), S_L)
+                else:
+                    p = gl.exp2(x)
+                    arrive_if(BUFFER_OF_Q + ((tiles & 1) ^ 1), released, ALL, True)
+                if SUM:
+                    factor = gl.expand_dims(gl.convert_layout(alpha, RL), 1)
+                    l_lanes = l_lanes * factor + by_lane(p)
+                p_rounded = p.to(dtype)
+                if ROUNDED:
+                    l_done, done = warpgroup_mma_wait(0, deps=(l_made, made))
+                    l_rounded = l_done * gl.expand_dims(gl.convert_layout(alpha, RE), 1)
+                else:
+                    done = warpgroup_mma_wait(0, deps=(made,))
+                arrive_named(SLOT_OF_V + v, ALL)
+                v, v_parity = advance(v, v_parity, SLOTS)
+                p_operand = gl.convert_layout(p_rounded, P_L)
+                acc = done * gl.expand_dims(gl.convert_layout(alpha, RO), 1)
+            if SEGMENT and in_segment == SEGMENT:
+                new_factor = gl.exp2(total_shift - shift)
+                total, rest = _join_total(acc, total, far_s, begin > 0, new_factor)
+                if D == 128:
+                    tma.store_wait(0)
+                    put_away(far_s, rest)
+                l_total = l_total * gl.convert_layout(new_factor, RE) + gl.max(l_rounded, 1)
+                total_shift = shift
+                in_segment = 0
+        arrive_if(BUFFER_OF_Q + ((tiles & 1) ^ 1), (blocks == 1) & (tiles > 0), ALL, True)
+        # The last product of this tile, with the first scores of the next: after the last tile, of
+        # what lies there, which nobody reads.
+        buffer = tiles & 1
+        tiles += 1
+        mbarrier.wait(q_full.index(tiles & 1), (tiles >> 1) & 1)
+        next_one = gl.max(item_s.index(tiles & 1).load(one), 0)
+        more = next_one >= 0
+        next_m, next_head = item_at(gl.maximum(next_one, 0), query_tiles, head_block, CAUSAL)
+        next_blocks = _blocks(next_m, key_blocks, CAUSAL)
+        q = _operand(q_s, tiles & 1, W, Q_IN_REGISTERS, Q_L)
+        mbarrier.wait(k_full.index(k), k_parity, pred=more)
+        _take_turn(W)
+        s_made = warpgroup_mma(
+            q, k_s.index(k).permute((1, 0)), zero_s, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(v), v_parity)
+        if ROUNDED:
+            l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, in_segment > 0, PE_L)
+        made = warpgroup_mma(p_operand, v_s.index(v), acc, use_acc=in_segment > 0, is_async=True)
+        _pass_turn(W)
+        s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
+        arrive_if(SLOT_OF_K + k, more, ALL, False)
+        k, k_parity = advance(k, k_parity, SLOTS)
+        row_shift = gl.convert_layout(shift, RO)
+        row_top = gl.convert_layout(top, RO)
+        l_sum = gl.convert_layout(gl.sum(l_lanes, 1), RO)
+        total_factor = gl.exp2(total_shift - shift)
+        p, shift = _first_softmax(s, unit, next_m, next_blocks, sk, W, CAUSAL, EVEN)
+        top = shift
+        if SUM:
+            l_lanes = by_lane(p)
+        p_rounded = p.to(dtype)
+        if ROUNDED:
+            l_rounded, acc = warpgroup_mma_wait(0, deps=(l_made, made))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(made,))
+        arrive_named(SLOT_OF_V + v, ALL)
+        v, v_parity = advance(v, v_parity, SLOTS)
+        p_operand = gl.convert_layout(p_rounded, P_L)
+        l = l_sum
+        if ROUNDED:
+            part = gl.max(l_rounded, 1)
+            if SEGMENT and blocks > SEGMENT:
+                part = part + l_total * gl.convert_layout(total_factor, RE)
+                near, rest = _join_total(acc, total, far_s, True, total_factor)
+                if D == 128:
+                    acc = whole(near, rest, O_L)
+                else:
+                    acc = near
+            l = gl.convert_layout(part, RO)
+        rows = m * BM + W * 64 + gl.arange(0, 64, RO)
+        h = head % heads
+        if HAS_MAX:
+            seen = gl.where(rows < sq, row_top, -float("inf"))
+            gl.atomic_max(max_ptr + h, gl.max(seen, 0) * LN2, sem="relaxed")
+        weight = gl.full([64], 1.0, gl.float32, RO)
+        if HAS_SINK:
+            sink = gl.load(sink_ptr + h).to(gl.float32) * LOG2E
+            with_sink = gl.maximum(row_shift, sink)
+            weight = gl.exp2(row_shift - with_sink)
+            taken = gl.exp2(sink - with_sink)
+            row_shift = with_sink
+            l = l * weight + taken
+            l_sum = l_sum * weight + taken
+        place = head.to(gl.int64) * sq + rows
+        if SUM:
+            gl.store(lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < sq)
+        if ROUNDED:
+            gl.store(row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < sq)
+        acc = acc * gl.expand_dims(weight * (1.0 / l), 1)
+        _store_rows(
+            acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0), o_desc, low_desc,
+            m * BM + W * 64, (head // heads) * stride_ob + h * stride_oh, HAS_LOW,
+        )  # fmt: skip
+        item = next_one
+        m = next_m
+        head = next_head
+        blocks = next_blocks
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["sq", "sk", "items", "query_tiles", "key_blocks", "head_block", "heads"]
+)  # fmt: skip
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+    counter,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
+    sq, sk, items, query_tiles, key_blocks, head_block, heads, unit,
+    D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr, SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    q_s = gl.allocate_shared_memory(dtype, [4, 64, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, D], v_desc.layout)
+    low_s = q_s
+    if HAS_LOW:
+        low_s = gl.allocate_shared_memory(low_desc.dtype, [2, 64, D], low_desc.layout)
+    total_s = low_s
+    if SEGMENT and D == 128 and not HAS_LOW:
+        total_s = gl.allocate_shared_memory(dtype, [2, 64, D], q_desc.layout)
+    ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 32], dtype)
+    ones_s = gl.allocate_shared_memory(dtype, [8, 32], ones_layout)
+    ones_s.store(gl.full([8, 32], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+    item_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+                q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
+                sq, sk, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
+                0, D, SLOTS, CAUSAL, EVEN, SEGMENT, ROUNDED, SUM,
+                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+            )),
+            (_consumer, (
+                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+                q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
+                sq, sk, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
+                1, D, SLOTS, CAUSAL, EVEN, SEGMENT, ROUNDED, SUM,
+                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+            )),
+            (_producer, (
+                q_desc, k_desc, v_desc, counter, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
+                items, query_tiles, key_blocks, head_block, heads,
+                stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+                GROUP, SLOTS, CAUSAL,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+__all__ = ["BM", "BN", "forward_kernel"]

@@ -1,0 +1,171 @@
+"""Pieces of the forward pass's softmax and epilogue, for tiles in the registers of one warpgroup.
+
+What they compute is defined in `stable_attention.numerics`, which Gluon cannot call; the tests hold
+both against each other (tests/kernels/gpu/test_hopper.py). Here it is said in the form in which it
+costs least on sm_90.
+
+Shape legend: a tile of a product is [64, N] float32; a lane holds columns 2 c and 2 c + 1 modulo 8
+of two rows of it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+OWN_SHIFT = gl.constexpr(8.0)
+"""`numerics.OWN_SHIFT_BOUND`."""
+LANES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
+"""[64, 4]: one number a lane of each of its rows."""
+
+
+@gluon.jit
+def by_lane(p):
+    """Row sums of what each lane holds of p [64, N], without an exchange; [64, 4] in `LANES`."""
+    x = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.convert_layout(gl.sum(gl.sum(x, 3), 1), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _pinned(x):
+    """32-bit x, computed where this stands: LLVM does not move an assembler statement."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def hidden_after(s, last, PER_ROW: gl.constexpr):
+    """s [64, N] with -inf in columns after ``last``, or after last + row where PER_ROW.
+
+    The columns become constants of the comparisons: as registers they fill 32 through the whole
+    loop, and compared early 64 predicates are packed into bits.
+    """
+    kept: gl.constexpr = s.type.layout
+    x = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+    split: gl.constexpr = x.type.layout
+    limit = last - 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+    rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
+    limit = limit + (rows if PER_ROW else rows * 0)
+    limit = gl.convert_layout(
+        _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, split)), assert_trivial=True
+    )
+    limit = gl.expand_dims(gl.expand_dims(limit, 1), 3)
+    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, split)))
+    ones: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, split)))
+    c8 = gl.arange(0, s.shape[1] // 8, eights)
+    c1 = gl.arange(0, 2, ones)
+    c8 = gl.expand_dims(gl.expand_dims(gl.expand_dims(c8, 0), 2), 3)
+    c1 = gl.expand_dims(gl.expand_dims(gl.expand_dims(c1, 0), 1), 2)
+    x = gl.where(limit >= c8 * 8 + c1, x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, [s.shape[0], s.shape[1]]), kept, assert_trivial=True)
+
+
+@gluon.jit
+def halves(p):
+    """[M, N] as two [M, N / 2]: registers only."""
+    return gl.split(gl.permute(gl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def whole(a, b, LAYOUT: gl.constexpr):
+    """Two [M, N] side by side, the inverse of `halves`."""
+    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [a.shape[0], a.shape[1] * 2])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _by_thread(x):
+    """[64, 64] of a product as [32, 128]: register by thread."""
+    # Row: warp, half of the lane's two rows, lane // 4. Column: eighth, lane % 4, neighbour.
+    y = gl.permute(gl.reshape(x, [4, 2, 8, 8, 4, 2]), (3, 1, 5, 0, 2, 4))
+    return gl.reshape(y, [32, 128])
+
+
+@gluon.jit
+def put_away(place, x):
+    """Leave [64, 64] of a product where each thread finds its own again, in 16 KiB of shared
+    memory; nobody waits for anybody."""
+    place.store(_by_thread(x))
+
+
+@gluon.jit
+def fetched(place, LIKE: gl.constexpr):
+    """What `put_away` left, in the layout LIKE of a [64, 64]."""
+    spread: gl.constexpr = _by_thread(gl.zeros([64, 64], gl.float32, LIKE)).type.layout
+    y = gl.permute(gl.reshape(place.load(spread), [8, 2, 2, 4, 8, 4]), (3, 1, 4, 0, 5, 2))
+    return gl.convert_layout(gl.reshape(y, [64, 64]), LIKE, assert_trivial=True)
+
+
+@gluon.jit
+def add_rounded_sum(p, ones, total, use_total, LAYOUT: gl.constexpr):
+    """Start total + P 1, P [64, 128] rounded, in four products with the same ones [8, 32].
+
+    One product with ones for all of P fills 16 uniform registers with descriptors, which spill.
+    """
+    a, b = halves(p)
+    a0, a1 = halves(a)
+    b0, b1 = halves(b)
+    column = ones.permute((1, 0))
+    t = warpgroup_mma(
+        gl.convert_layout(a0, LAYOUT), column, total, use_acc=use_total, is_async=True
+    )
+    t = warpgroup_mma(gl.convert_layout(a1, LAYOUT), column, t, is_async=True)
+    t = warpgroup_mma(gl.convert_layout(b0, LAYOUT), column, t, is_async=True)
+    return warpgroup_mma(gl.convert_layout(b1, LAYOUT), column, t, is_async=True)
+
+
+@gluon.jit
+def high_part(x, DTYPE: gl.constexpr):
+    """x float32 rounded to DTYPE; opaque, or LLVM makes two scalar roundings of one used twice."""
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;",
+            "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def low_part(x, high):
+    """BF16 of x - high; high 16-bit."""
+    if high.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            shl.b32 a, $3, 16;
+            and.b32 b, $3, 0xffff0000;
+            sub.f32 a, $1, a;
+            sub.f32 b, $2, b;
+            cvt.rn.bf16x2.f32 $0, b, a;
+            }""",
+            "=r,r,r,r", [x, high], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (x - high.to(gl.float32)).to(gl.bfloat16)
+
+
+__all__ = [
+    "LANES",
+    "OWN_SHIFT",
+    "add_rounded_sum",
+    "by_lane",
+    "fetched",
+    "halves",
+    "hidden_after",
+    "high_part",
+    "low_part",
+    "put_away",
+    "whole",
+]
