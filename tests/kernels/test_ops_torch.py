@@ -177,13 +177,6 @@ def test_no_query_heads():
     assert dq.shape == q.shape and not dk.any() and not dv.any()
 
 
-def test_unused_lse_leaves_the_gradients_bitwise_alone():
-    q, k, v = (randn(1, 33, 2, 16) for _ in range(3))
-    dout = torch.randn(1, 33, 2, 16).bfloat16()
-    plain = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), dout)
-    out, lse = stable_attention(q, k, v, return_lse=True)
-    both = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.zeros_like(lse)))
-    assert all(torch.equal(a, b) for a, b in zip(plain, both, strict=True))
 
 
 def test_expanded_gradient_of_a_sum():
@@ -196,13 +189,6 @@ def test_expanded_gradient_of_a_sum():
     assert torch.allclose(plain[2].float().sum(1), torch.full((2, 2, 16), 17.0), rtol=2e-2)
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
-def test_layouts_are_the_same_numbers(layout):
-    order = {"sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}[layout]
-    q, k, v = (randn(2, 40, 2, 16, grad=False) for _ in range(3))
-    views = [x.permute(order) for x in (q, k, v)]
-    out = stable_attention(*views, layout=layout, causal=True)
-    assert torch.equal(out, stable_attention(q, k, v, causal=True).permute(order))
 
 
 def test_batch_and_head_offsets_shift_the_dropout_mask():
