@@ -115,5 +115,3 @@ def random_groups(seed: int, cases: int, per_group: int = 14) -> list[list[Case]
         groups.append([dataclasses.replace(case, **fixed) for case in group])
         cases -= len(group)
     return groups
-
-

@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import torch
 import transformers
-from hf_models import ONE_GRAPH, make_mask
+from hf_models import make_mask
 from oracle import oracle_attention
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -79,8 +79,6 @@ def test_models_agree_with_eager(case: str) -> None:
     assert (ours - true).norm() <= 2 * (peer - true).norm() + 2**-9 * true.norm()
 
 
-
-
 def test_positions_that_change_in_place_are_read_again() -> None:
     positions = torch.arange(12)[None]
     assert attention._packed(positions, (1, 12)) is None
@@ -89,8 +87,6 @@ def test_positions_that_change_in_place_are_read_again() -> None:
     assert attention._packed(positions, (1, 12)).dtype == torch.int32
     assert attention._packed(positions, (2, 12)).tolist() == [0, 5, 12, 17, 24]
     assert attention._packed(torch.arange(7, 19)[None], (1, 12)) is None
-
-
 
 
 def test_what_is_not_supported_is_refused() -> None:
@@ -220,8 +216,6 @@ def test_offsets_need_a_batch_of_one() -> None:
     cu = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="a batch of 1"):
         hf.attention_forward(torch.nn.Module(), q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
-
-
 
 
 @pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])

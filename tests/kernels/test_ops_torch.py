@@ -177,8 +177,6 @@ def test_no_query_heads():
     assert dq.shape == q.shape and not dk.any() and not dv.any()
 
 
-
-
 def test_expanded_gradient_of_a_sum():
     """out.sum() hands the backward a dO whose strides are all 0."""
     q, k, v = (randn(2, 17, 2, 16) for _ in range(3))
@@ -187,8 +185,6 @@ def test_expanded_gradient_of_a_sum():
     plain = torch.autograd.grad(stable_attention(q, k, v), (q, k, v), ones)
     assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
     assert torch.allclose(plain[2].float().sum(1), torch.full((2, 2, 16), 17.0), rtol=2e-2)
-
-
 
 
 def test_batch_and_head_offsets_shift_the_dropout_mask():

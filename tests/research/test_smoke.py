@@ -56,7 +56,6 @@ def test_smoke_protocol_is_interrupted_and_goes_on(corpus: Path, tmp_path: Path)
     other = losses(out / "runs" / "k_centered-s1")
     apart = [abs(whole[step] - other[step]) for step in whole]
     assert 0 < max(apart) < 2e-3
-    assert (out / "results" / "curves.png").stat().st_size > 10_000
 
 
 CONTINUED = """\
