@@ -163,7 +163,7 @@ BUGS = (
         "(n < full_lo) | (n >= full_hi), n", "(n >= full_hi), n", TMA_PACKED),
     Bug("late l sums the dropped P", FORWARD, "        l_part = tl.dot(p, ones)",
         "        l_part = tl.dot(weights, ones)", LATE_DROPOUT),
-    Bug("running maximum forgotten", NUMERICS, "new_top = tl.maximum(top, r)", "new_top = r", FULL),
+    Bug("running maximum forgotten", NUMERICS, "new_top = tl.maximum(top, r)", "new_top = r", TALL),
     Bug("one running maximum for all tiles", NUMERICS,
         "return tl.maximum(r, top - OWN_SHIFT_BOUND), new_top", "return new_top, new_top",
         "a shift of its own"),
