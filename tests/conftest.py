@@ -16,7 +16,7 @@ import pytest
 # Helpers of the tests are plain modules beside them (importmode=importlib adds no path).
 sys.path += [
     str(Path(__file__).resolve().parent / room)
-    for room in ("", "config", "context_parallel", "faults", "fuzz", "kernels", "planner", "slurm")
+    for room in ("", "context_parallel", "faults", "fuzz", "kernels", "planner", "slurm")
 ]
 
 import interpreter_shim

@@ -6,16 +6,55 @@ Each row: the key, what is written after its colon, and either the value or a pi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
-from every_type import Inner, Root
 
 from megatron_patch import config
 
 Load = Callable[..., config.ConfigError]
 Write = Callable[..., Path]
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Inner:
+    """A section."""
+
+    depth: int = 1
+    """Depth."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Root:
+    """One key of every type."""
+
+    count: int = 0
+    """An int."""
+    rate: float = 0.0
+    """A float."""
+    flag: bool = False
+    """A bool."""
+    text: str = ""
+    """A text."""
+    maybe: str | None = None
+    """An optional text."""
+    limit: int | None = 5
+    """An optional int."""
+    mode: Literal["auto", "on", "off", "none"] = "auto"
+    """A choice."""
+    freq: int | list[int] = 1
+    """An int or a list."""
+    many: list[float] = field(default_factory=list)
+    """A list."""
+    inner: Inner = field(default_factory=Inner)
+    """A section."""
+    extra: Inner | None = None
+    """An optional section."""
+    parts: list[Inner] = field(default_factory=list)
+    """A list of sections."""
 
 
 RIGHT = [
