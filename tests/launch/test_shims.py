@@ -43,15 +43,33 @@ def test_marker_of_a_shorter_run_does_not_count(shims, text):
     assert code == 0 and len(shims.calls("srun")) == 1
 
 
-def test_exit_code_zero_without_the_marker_is_no_success(shims):
-    """A graceful stop looks like success to Slurm; only the marker tells."""
-    code, output = shims.drive(STOPPED)
-    assert code == 0 and shims.requeues() == 1, output
+FIRST = "(they left no exit code; look here first): 1\n"
+# (what the srun calls do, cluster section, exit code, requeues, what is said)
+ENDS = {
+    # A graceful stop looks like success to Slurm; only the marker tells.
+    "exit code 0 without the marker": ([STOPPED], "", 0, 1, ""),
+    "a bad exit code with the marker": (["finish; exit 143"], "", 0, 0, ""),
+    "a crash, then success; the first rank that failed is named":
+        ([CRASH, "finish"], "", 0, 0, "reason of rank 1"),
+    "a crash before any rank spoke": (["exit 1", "finish"], "", 0, 0, "No rank left an exit code"),
+    "a killed rank is named before those it took along":
+        (["step 7; leave 0 1; exit 1", "finish"], "", 0, 0, FIRST),
+    "where TERM reached all nobody is told apart":
+        (["step 7; asked 0; asked 1; exit 1", "finish"], "", 0, 0, "No rank left an exit code"),
+    "crashes at different steps are no pattern":
+        ([CRASH, CRASH.replace("7", "8")] * 2 + ["finish"], "  max_restarts: 9\n", 0, 0, ""),
+    # A program that ends with 0 at once would be requeued for ever.
+    "a stop without a step": (["leave 0 0; leave 1 0"] * 3, "", 1, 0,
+        "3 crashes in a row at step -1"),
+    "continuation none": ([STOPPED], "  continuation: none\n", 1, 0, ""),
+}  # fmt: skip
 
 
-def test_bad_exit_code_with_the_marker_is_success(shims):
-    code, _ = shims.drive("finish; exit 143")
-    assert code == 0 and shims.requeues() == 0
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_job_ends(shims, name):
+    steps, cluster, expected, requeues, words = ENDS[name]
+    code, output = shims.drive(*steps, cluster=cluster)
+    assert (code, shims.requeues()) == (expected, requeues) and words in output, output
 
 
 def test_crash_restarts_on_a_fresh_port_then_requeues(shims):
@@ -65,34 +83,13 @@ def test_crash_restarts_on_a_fresh_port_then_requeues(shims):
     assert ports == ["27340", "27341", "27342"]
 
 
-def test_crash_then_success(shims):
-    code, output = shims.drive(CRASH, "finish")
-    assert code == 0 and shims.requeues() == 0
-    assert "reason of rank 1" in output  # the first rank that failed is named
-
-
-def test_crash_before_any_rank_spoke(shims):
-    code, output = shims.drive("exit 1", "finish")
-    assert code == 0 and "No rank left an exit code" in output
-
-
-def test_killed_rank_is_named_before_those_it_took_along(shims):
-    code, output = shims.drive("step 7; leave 0 1; exit 1", "finish")
-    assert code == 0 and "(they left no exit code; look here first): 1\n" in output
-
-
 def test_killed_rank_is_told_from_one_that_waited_for_it(shims):
     """With NCCL the others wait inside a collective until torchrun kills them, too."""
     code, output = shims.drive("step 7; asked 0; exit 1", "finish")
-    assert code == 0 and "(they left no exit code; look here first): 1\n" in output
+    assert code == 0 and FIRST in output
     assert "Ranks that waited for others until they were ended: 0\n" in output
     ledger = (shims.run / "crashes.jsonl").read_text().splitlines()
     assert [json.loads(line)["rank"] for line in ledger] == [1]
-
-
-def test_where_term_reached_all_nobody_is_told_apart(shims):
-    code, output = shims.drive("step 7; asked 0; asked 1; exit 1", "finish")
-    assert code == 0 and "No rank left an exit code" in output
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])
@@ -114,12 +111,6 @@ def test_same_step_three_times(shims):
     code, output = shims.drive(CRASH, SLURM_RESTART_COUNT="1")
     assert code == 1 and shims.requeues() == 0
     assert "3 crashes in a row at step 7" in output
-
-
-def test_crashes_at_different_steps_are_no_pattern(shims):
-    code, output = shims.drive(CRASH, CRASH.replace("7", "8"), CRASH, CRASH.replace("7", "8"),
-                               "finish", cluster="  max_restarts: 9\n")  # fmt: skip
-    assert code == 0, output
 
 
 @pytest.mark.parametrize(
@@ -179,13 +170,6 @@ def test_refused_requeue_is_an_error(shims):
     assert shims.requeues() == 60
 
 
-def test_stop_without_a_step_is_a_crash(shims):
-    """A program that ends with 0 at once would be requeued for ever."""
-    code, output = shims.drive(*["leave 0 0; leave 1 0"] * 3)
-    assert code == 1 and shims.requeues() == 0
-    assert "3 crashes in a row at step -1" in output
-
-
 @pytest.mark.parametrize(
     ("queue", "status", "says"),
     [("RUNNING", "0", "job 999 (RUNNING) has this run directory"),
@@ -210,11 +194,6 @@ def test_chain_goes_on_in_the_next_task(shims):
     assert shims.requeues() == 0 and shims.calls("scancel") == []
     assert shims.drive(cluster=chain, **array)[0] == 0
     assert shims.calls("scancel") == [["1230_3", "1230_4"]]
-
-
-def test_continuation_none(shims):
-    code, _ = shims.drive(STOPPED, cluster="  continuation: none\n")
-    assert code == 1 and shims.requeues() == 0
 
 
 def test_container_arguments(shims):
