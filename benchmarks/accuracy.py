@@ -11,7 +11,7 @@ same kernels, GPU and versions. Exit code 1 if a gate on `compensated` does not 
 
 ``context_parallel``: errors of O, dQ, dK, dV over the truth's RMS and of delta over that of delta,
 on 1, 2, 4 and 8 ranks, causal. All ranks of a group run in one process
-(megatron_patch.context_parallel.emulate): schedule, kernels and sums are those of real ranks, the
+(tests/context_parallel/emulate.py): schedule, kernels and sums are those of real ranks, the
 transfers are copies. Beside it the same kernels with partial results merged in BF16, as other rings
 do; one rank is the ordinary kernel, which merges nothing.
 
@@ -32,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests", "kernels", ".")]
+sys.path.append(str(ROOT / "tests" / "context_parallel"))
 
 import attention  # chooses Triton's interpreter where there is no GPU
 import torch
@@ -302,7 +303,7 @@ def errors_of_mode(
     tensors: tuple[torch.Tensor, ...], truth: dict[str, torch.Tensor], size: int, mode: str
 ) -> dict[str, Any]:
     """Errors of one mode on ``size`` ranks; ``mode`` may be `BF16_MERGES` or `KERNEL`."""
-    from megatron_patch.context_parallel.emulate import SixteenBitMerges, emulate
+    from emulate import SixteenBitMerges, emulate
 
     options: dict[str, Any] = {"mode": "p2p" if mode == KERNEL else mode}
     if mode == BF16_MERGES:

@@ -213,7 +213,7 @@ class Directory:
             raise _damaged(file, "it is of no experiment")
         changed = list(differences(there, self.experiment))
         if changed:
-            listed = "\n".join(f"  - {text}" for text in changed)
+            listed = "\n".join(f"  - {text}" for text in changed[:20])
             raise ExperimentError(
                 f"the protocol is not the one {self.path} was started with:\n{listed}\n"
                 "A protocol is fixed before its first run. Take the changes back, or use another "
@@ -258,20 +258,12 @@ def fixed(experiment: Experiment) -> dict[str, Any]:
                 "asks": run.cell.asks,
                 "seed": run.seed,
                 "variant": run.cell.variant,
-                "set": list(run.overrides),
                 "from": [run.base, run.cell.before, run.cell.follow],
+                "trainer": _flat(dataclasses.asdict(experiment.load(run).config)),
             }
             for run in experiment.runs
         },
-        # The file below all of them: one run's whole configuration stands for it.
-        "trainer_of": experiment.runs[0].id,
-        "trainer": trainer(experiment, experiment.runs[0]),
     }
-
-
-def trainer(experiment: Experiment, run: Run) -> dict[str, Any]:
-    """The whole trainer configuration of a run by dotted keys."""
-    return _flat(dataclasses.asdict(experiment.load(run).config))
 
 
 def differences(there: dict[str, Any], experiment: Experiment) -> Iterator[str]:
@@ -283,34 +275,19 @@ def differences(there: dict[str, Any], experiment: Experiment) -> Iterator[str]:
     for key in ("name", "steps", "explosion"):
         if there.get(key, mine[key]) != mine[key]:
             yield f"{key}: {there[key]} -> {mine[key]}"
-    changed = False
     for name, before in there["runs"].items():
         now = mine["runs"].get(name)
         if now is None:
             yield f"run {name}: taken out"
             continue
-        for key in ("variant", "from", "set"):
-            one, two = _settings(before[key]), _settings(now[key])
-            if one != two:
-                changed = True
-                yield f"run {name}: {key} {one} -> {two}"
-    if not changed and there.get("trainer_of") in mine["runs"]:
-        before = there["trainer"]
-        now = trainer(experiment, experiment.by_id(there["trainer_of"]))
-        for key in sorted(before.keys() & now.keys()):
-            if before[key] != now[key] and not _is_free(key):
-                yield f"{experiment.config.name}: {key} {before[key]} -> {now[key]}"
-
-
-def _settings(value: Any) -> Any:
-    """A run's entry without the keys that may differ between two calls."""
-    if not isinstance(value, list):
-        return value
-    return [x for x in value if not (isinstance(x, str) and _is_free(x.partition("=")[0]))]
-
-
-def _is_free(key: str) -> bool:
-    return any(re.fullmatch(pattern, key) for pattern in OF_THE_DAY)
+        for key in ("variant", "from"):
+            if before[key] != now[key]:
+                yield f"run {name}: {key} {before[key]} -> {now[key]}"
+        old, new = before.get("trainer", {}), now["trainer"]
+        for key in sorted(old.keys() & new.keys()):
+            free = any(re.fullmatch(pattern, key) for pattern in OF_THE_DAY)
+            if old[key] != new[key] and not free:
+                yield f"run {name}: {key} {old[key]} -> {new[key]}"
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an experiment has come to: a row a run (JSON, CSV, Markdown), curves (CSV), a plot.
+"""What an experiment has come to: a row a run (JSON, CSV, Markdown), and curves (CSV).
 
 Written after every invocation, complete or not. Runs that were never started are in the table, with
 the state ``waiting``.
@@ -17,7 +17,7 @@ from typing import Any
 
 from directory import FINISHED, Directory
 from protocol import ExplosionConfig, Run
-from verdict import Row, Window, windows
+from verdict import Row, windows
 
 from megatron_patch.runtime.environment import short_commit
 from megatron_patch.runtime.files import write_whole
@@ -52,16 +52,13 @@ def write(directory: Directory) -> str:
     write_whole(folder / "verdicts.md", text)
     write_whole(folder / "runs.csv", _csv(_flat(run) for run in result["runs"]))
     size = directory.rule.window
-    curves = {run.id: windows(directory.rows(run), size) for run in directory.experiment.runs}
     points = (
         {"run": run.id, "cell": run.cell.name, "seed": run.seed, "step": w.step}
         | {name: f"{getattr(w, name):.6g}" for name in CURVES}
         for run in directory.experiment.runs
-        for w in curves[run.id]
+        for w in windows(directory.rows(run), size)
     )
     write_whole(folder / "curves.csv", _csv(points))
-    if any(curves.values()):
-        draw(folder / "curves.png", directory, curves)
     return text
 
 
@@ -289,38 +286,3 @@ def seed_spread(runs: Sequence[dict[str, Any]]) -> str:
         for name, v in cells.items()
     ]
     return table(["cell", "seeds", "mean final loss", "largest - smallest"], rows) if rows else ""
-
-
-def draw(path: Path, directory: Directory, curves: dict[str, list[Window]]) -> None:
-    """Loss and gradient norm: a color a cell, a line style a seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rule, experiment = directory.rule, directory.experiment
-    cells = [cell.name for cell in experiment.protocol.cells]
-    seeds = list(dict.fromkeys(run.seed for run in experiment.runs))
-    figure, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
-    for run in experiment.runs:
-        found = curves[run.id]
-        style = {
-            "color": f"C{cells.index(run.cell.name) % 10}",
-            "linestyle": ("-", "--", ":", "-.")[seeds.index(run.seed) % 4],
-            "marker": "o" if len(found) < 3 else None,
-        }
-        steps = [w.step for w in found]
-        label = f"{run.cell.name}, seed {run.seed}"
-        axes[0].plot(steps, [w.loss for w in found], label=label, linewidth=1.1, **style)
-        axes[1].plot(steps, [w.grad_norm for w in found], linewidth=1.1, **style)
-    axes[0].set_ylabel(f"training loss ({rule.window}-step mean)")
-    axes[1].set_ylabel(f"gradient norm ({rule.window}-step mean)")
-    axes[1].set_yscale("log")
-    axes[1].set_xlabel("step")
-    for axis, limit in zip(axes, (rule.loss, rule.grad_norm), strict=True):
-        axis.axhline(limit, color="gray", linewidth=0.8, linestyle=":")
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="x-small", ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -95,16 +95,6 @@ def _seed() -> None:
         torch.manual_seed(0)
 
 
-@pytest.fixture
-def poisoned_memory():
-    """NaN-filled, guard-banded ``torch.empty*`` inside stable_attention; see memory_poison.py."""
-    from memory_poison import PoisonedMemory
-
-    with PoisonedMemory() as memory:
-        yield memory
-    memory.check()
-
-
 @pytest.fixture(scope="module")
 def rank() -> Iterator[None]:
     """One Megatron-Core rank on the CPU."""

@@ -25,51 +25,37 @@ HOPPER = Machine(sm=(9, 0), missing={"transformer_engine": "ModuleNotFoundError:
 CPU = Machine(missing={"transformer_engine": "ModuleNotFoundError: none"})
 
 
+PLAIN = {
+    "kind": "self-attention", "dtype": "bf16", "device": "cuda", "head_dim": 64, "v_head_dim": 64,
+    "heads": 8, "kv_heads": 8,
+}  # fmt: skip
+
+
 def facts(**changes) -> LayerRequirements:
-    plain = {
-        "kind": "self-attention",
-        "dtype": "bf16",
-        "device": "cuda",
-        "head_dim": 64,
-        "v_head_dim": 64,
-        "heads": 8,
-        "kv_heads": 8,
-    }
-    return LayerRequirements(**(plain | changes))
+    return LayerRequirements(**(PLAIN | changes))
 
 
 def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
     run = tiny_run(attention={"backend": "sdpa_cudnn"})
     wanted = facts(
-        dtype="fp32",
-        head_dim=100,
-        v_head_dim=64,
-        window=(128, 0),
-        sinks=True,
-        thd=True,
-        deterministic=True,
-        max_logits=True,
-        cp=2,
-    )
+        dtype="fp32", head_dim=100, window=(128, 0), sinks=True, thd=True, deterministic=True,
+        max_logits=True, cp=2,
+    )  # fmt: skip
     with pytest.raises(BackendError) as caught:
         registry.select(run, wanted, machine=Machine(sm=(7, 5)))
     text = str(caught.value)
     for part in (
-        "'sdpa_cudnn' cannot serve self-attention",
-        "'fp32'",
-        "head dimension 100",
-        "differs from the query/key head dimension",
-        "sliding window [128, 0]",
-        "sinks",
-        "packed sequences",
-        "repeatable backward",
-        "maximum logit",
-        "context parallelism (2 ranks)",
-        "sm_75; it needs sm_80",
-    ):
+        "'sdpa_cudnn' cannot serve self-attention", "'fp32'", "head dimension 100",
+        "differs from the query/key head dimension", "sliding window [128, 0]", "sinks",
+        "packed sequences", "repeatable backward", "maximum logit",
+        "context parallelism (2 ranks)", "sm_75; it needs sm_80",
+    ):  # fmt: skip
         assert part in text, part
     assert text.endswith("backends that can serve this layer here: reference")
     assert text.count("\n  - ") == 10
+
+
+VERBS = ("Use ", "Turn ", "Set ", "Change ", "Install ", "Export ", "Remove ", "Reinstall ")
 
 
 @given(
@@ -77,11 +63,12 @@ def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
         facts,
         dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
         device=st.sampled_from(["cuda", "cpu"]),
-        head_dim=st.sampled_from([8, 60, 64, 128, 192, 256, 512]),
-        v_head_dim=st.sampled_from([64, 128]),
+        head_dim=st.sampled_from([8, 60, 64, 128, 192, 256, 512, 1001]),
+        v_head_dim=st.sampled_from([7, 64, 128]),
         kv_heads=st.sampled_from([1, 8]),
         window=st.sampled_from([None, (128, 0), (-1, 0)]),
         sinks=st.booleans(),
+        dropout=st.booleans(),
         thd=st.booleans(),
         deterministic=st.booleans(),
         max_logits=st.booleans(),
@@ -92,7 +79,7 @@ def test_one_error_lists_every_unmet_requirement_and_who_could_serve():
 )
 @settings(max_examples=300)
 def test_select_raises_exactly_where_something_is_unmet(wanted, machine):
-    """Every complaint is in the error, and checking without a machine never invents one."""
+    """Every complaint is in the error and says what to do; without a machine none is invented."""
     for name in BACKENDS:
         complaints = list(unsupported(name, wanted, machine=machine))
         assert set(unsupported(name, wanted)) <= set(complaints)
@@ -102,36 +89,7 @@ def test_select_raises_exactly_where_something_is_unmet(wanted, machine):
         with pytest.raises(BackendError) as caught:
             registry.check(name, wanted, machine=machine)
         assert all(c in str(caught.value) for c in complaints)
-
-
-def test_every_complaint_says_what_to_do():
-    extreme = facts(
-        dtype="fp32",
-        device="cpu",
-        head_dim=1001,
-        v_head_dim=7,
-        kv_heads=1,
-        window=(-1, 0),
-        sinks=True,
-        dropout=True,
-        thd=True,
-        deterministic=True,
-        max_logits=True,
-        cp=2,
-        stabilizer="none",
-    )
-    verbs = ("Use ", "Turn ", "Set ", "Change ", "Install ", "Export ", "Remove ", "Reinstall ")
-    for name in BACKENDS:
-        for device in ("cpu", "cuda"):
-            asked = facts(**{f: getattr(extreme, f) for f in ("dtype", "head_dim", "thd", "cp")})
-            for wanted in (extreme, asked):
-                wanted = facts(**{**_fields(wanted), "device": device})
-                for complaint in unsupported(name, wanted, machine=CPU):
-                    assert any(verb in complaint for verb in verbs), complaint
-
-
-def _fields(wanted: LayerRequirements) -> dict:
-    return {name: getattr(wanted, name) for name in LayerRequirements.__slots__}
+        assert all(any(verb in c for verb in VERBS) for c in complaints), complaints
 
 
 def test_stable_flash_says_what_is_missing():

@@ -72,22 +72,6 @@ def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again
         assert record(bench, tmp_path).done(first) == continued
 
 
-def test_of_several_ranks_the_slowest_counts(bench: Any) -> None:
-    first, second = {"total_ms": 1.0, "error_out": 0.2}, {"total_ms": 2.0, "error_out": 0.1}
-    assert bench.slowest([first, second]) == {"total_ms": 2.0, "error_out": 0.2}
-    assert bench.slowest([first, {"error": "no"}]) == {"error": "no"}
-
-
-def test_a_run_elsewhere_continues_the_result_in_the_repository(bench: Any, tmp_path: Path) -> None:
-    first, second = (bench.Cell("p2p", 2, tokens) for tokens in (1, 2))
-    record(bench, tmp_path / "docs").put(first, {"total_ms": 1.0})
-    away = record(bench, tmp_path / "away")
-    assert away.done(first)
-    away.put(second, {"total_ms": 2.0})
-    both = json.loads((tmp_path / "away" / "context_parallel.json").read_text())["speed"]["cells"]
-    assert set(both) == {first.key, second.key}
-
-
 def test_no_cell_is_begun_that_cannot_end_in_time(bench: Any) -> None:
     problem = bench.Problem()
     short, long = (bench.Cell("p2p", 4, tokens) for tokens in (8192, 524288))

@@ -24,11 +24,6 @@ def test_every_case_passes_the_checks_and_fits_an_h200(case):
     assert max(stage.total for stage in stages) < 139 * 2**30
 
 
-def test_every_number_of_gpus_has_cases_of_several_kinds():
-    for count in (1, 2, 4, 8):
-        assert sum(case.ranks == count for case in plan_memory.CASES) >= 3
-
-
 def test_off_names_errors_and_large_differences():
     def row(ratio, allocated=1):
         rank = {"stage": 0, "allocated": allocated, "ratio": ratio}
@@ -69,15 +64,6 @@ def test_peaks_are_held_against_another_plan(tmp_path, capsys):
     assert rank["ratio"] == rank["planned"] / 10 == stages[0].allocated / 10
     assert found["commit"] == "then" and found["planned_at"] != "then"
     assert found["off"] == [CP2.name, "moe EP2"] and CP2.name in capsys.readouterr().out
-
-
-def test_what_is_no_result_is_not_planned_again(tmp_path):
-    for text in ("no JSON", "{}"):
-        (tmp_path / "plan.json").write_text(text)
-        with pytest.raises(SystemExit, match="no result"):
-            plan_memory.main(["--replan", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="No such file"):
-        plan_memory.main(["--replan", "--out", str(tmp_path / "none")])
 
 
 def test_a_run_is_measured_rank_by_rank(tmp_path, monkeypatch):

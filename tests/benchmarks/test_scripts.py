@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 import sys
@@ -36,6 +38,32 @@ def test_every_script_says_what_it_does(
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert ended.value.code == 0 and "usage" in capsys.readouterr().out
+
+
+SOURCES = [
+    path for folder in ("benchmarks", "research") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_what_a_script_imports_of_the_packages_is_there(path: Path) -> None:
+    """Also inside functions, which only a GPU or a checkpoint would reach."""
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        module = node.module if isinstance(node, ast.ImportFrom) else None
+        if module is None or module.split(".")[0] not in ("megatron_patch", "stable_attention"):
+            continue
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            spec = None
+        text = Path(spec.origin).read_text() if spec and spec.origin else ""
+        for name in (alias.name for alias in node.names):
+            defined = rf"^(def|class) {name}\b|^{name}\b.*=|import .*\b{name}\b|^ +{name},$"
+            there = re.search(defined, text, re.MULTILINE)
+            if not (there or (spec and importlib.util.find_spec(f"{module}.{name}"))):
+                missing.append(f"{module}.{name}")
+    assert missing == []
 
 
 def test_pages_agree_with_their_results(capsys: pytest.CaptureFixture) -> None:

@@ -64,9 +64,3 @@ def test_a_trace_of_a_cpu_is_refused(script: Any, tmp_path: Path) -> None:
 )
 def test_parts(script: Any, kernel: str, part: str) -> None:
     assert script.part_of(kernel) == part
-
-
-def test_a_configuration_is_named_as_the_repository_names_it(script: Any, tmp_path: Path) -> None:
-    root = script.machine.ROOT
-    assert script.named(str(root / "configs" / "quickstart.yaml")) == "configs/quickstart.yaml"
-    assert script.named(str(tmp_path / "mine.yaml")) == "mine.yaml"

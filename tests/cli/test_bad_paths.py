@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -38,14 +39,37 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nope", "loop"])
-@pytest.mark.parametrize("mode", [[], ["--node"], ["--compare"]])
-def test_preflight_out(
-    place: Path, capsys: pytest.CaptureFixture[str], out: str, mode: list[str]
+PREFLIGHT = ["preflight", "--config", "run.yaml", *CPU]
+NO_PLACE = {
+    "name a directory": (
+        [[*PREFLIGHT, *mode, "--out"] for mode in ([], ["--node"], ["--compare"])],
+        ["file", "file/below", "/proc/nope", "loop"],
+    ),
+    "name a PNG file": (
+        [["report", "run", "--png"]],
+        ["file/x.png", "/proc/x.png", "x.nosuch", "loop/x.png", "folder"],
+    ),
+    # A directory that is not there is not made: a mistyped path would hide the page.
+    "name an HTML file": (
+        [["report", "run", "--out"]],
+        ["file/x.html", "/proc/x.html", "loop/x.html", "folder", "file/below/x.html", "new/x.html",
+         "new/deep/x.html"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("remedy", NO_PLACE)
+def test_an_output_that_cannot_be_written(
+    place: Path, capsys: pytest.CaptureFixture[str], remedy: str
 ) -> None:
-    argv = ["preflight", "--config", "run.yaml", "--out", out, *mode, *CPU]
-    line = refusal(argv, capsys)
-    assert f"--out {out}: cannot be written" in line and "name a directory" in line
+    before = sorted(place.rglob("*"))
+    commands, outs = NO_PLACE[remedy]
+    for argv, out in itertools.product(commands, outs):
+        line = refusal([*argv, out], capsys)
+        assert f"{out}: " in line and remedy in line
+        if out.startswith("new/"):
+            assert f"there is no directory {Path(out).parent}; make it first" in line
+        assert sorted(place.rglob("*")) == before, out
 
 
 def test_preflight_compare_makes_its_directory(
@@ -55,32 +79,6 @@ def test_preflight_compare_makes_its_directory(
     assert app.run([*argv, *CPU]) == 1
     assert "wrote no report" in capsys.readouterr().out
     assert (place / "new" / "bad_nodes").read_text() == "n1\n"
-
-
-@pytest.mark.parametrize("out", ["file/x.png", "/proc/x.png", "x.nosuch", "loop/x.png", "folder"])
-def test_png_out(place: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
-    line = refusal(["report", "run", "--png", out], capsys)
-    assert f"{out}: " in line and "name a PNG file" in line
-    assert not Path("folder.png").exists()
-
-
-@pytest.mark.parametrize("out", ["file/x.html", "/proc/x.html", "loop/x.html", "folder"])
-def test_report_out(place: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
-    line = refusal(["report", "run", "--out", out], capsys)
-    assert f"{out}: " in line and "name an HTML file" in line
-    assert not list(Path().glob("*.tmp"))
-
-
-@pytest.mark.parametrize("parent", ["new", "new/deep", "file/below"])
-def test_report_makes_no_directory(
-    place: Path, capsys: pytest.CaptureFixture[str], parent: str
-) -> None:
-    """A mistyped path would hide the page."""
-    line = refusal(["report", "run", "--out", f"{parent}/x.html"], capsys)
-    assert f"{parent}/x.html: " in line and "name an HTML file" in line
-    if parent != "file/below":
-        assert f"there is no directory {parent}; make it first" in line
-    assert not Path("new").exists()
 
 
 def test_report_into_a_directory_that_is_a_link(place: Path) -> None:

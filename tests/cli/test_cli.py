@@ -268,13 +268,6 @@ def test_one_page_is_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "--png" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_drawing_nothing_is_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert app.run(["report", str(tmp_path), "--png", "x.png"]) == 2
-    assert "no metrics.csv" in capsys.readouterr().err
-
-
 def test_doctor_prints_the_backends_and_the_old_name_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

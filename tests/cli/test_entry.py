@@ -62,14 +62,9 @@ def test_a_real_old_python_gets_one_sentence() -> None:
         assert done.stdout == ""
         assert done.stderr.count("\n") == 1
         assert done.stderr.startswith("megatron_patch needs Python 3.12 or newer")
-
-
-def test_importing_on_an_old_python_raises_import_error() -> None:
-    for path in filter(None, map(usable, OLD)):
         program = "try:\n import megatron_patch\nexcept ImportError as e: print(e)"
-        command = [path, "-B", "-c", program]
         done = subprocess.run(
-            command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+            [path, "-B", "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True
         )
         assert "needs Python 3.12" in done.stdout
 

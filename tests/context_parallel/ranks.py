@@ -73,30 +73,6 @@ def _die(world: World, case: Any, victim: int, how: str) -> Any:
     raise AssertionError("nothing was raised")
 
 
-def _compiled(world: World, case: Any) -> tuple[bool, list[str]]:
-    """(compiled equals eager, why graphs broke) of a function around the attention."""
-    import torch
-    import torch._dynamo
-    from cp_cases import cut, make_inputs
-
-    from megatron_patch.context_parallel.api import context_parallel_attention
-
-    given = make_inputs(case)
-    leaves = [cut(case, x, world.rank).requires_grad_() for x in (given.q, given.k, given.v)]
-
-    def around(q: Any, k: Any, v: Any) -> Any:
-        group = world.groups[case.size]
-        out = context_parallel_attention(2 * q, k, v, group=group, backend="reference", causal=True)
-        return torch.sin(out)
-
-    found = []
-    for function in (around, torch.compile(around, backend="eager")):
-        out = function(*leaves)
-        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return same, [str(x) for x in torch._dynamo.utils.counters["graph_break"]]
-
-
 def _watch(world: World, victim: int, silence: float) -> list[str]:
     """What the survivors' threads say after one rank has been killed."""
     import time
@@ -201,7 +177,6 @@ PLAYS = {
     "die": _die,
     "core": _core,
     "watch": _watch,
-    "compiled": _compiled,
     "no_sync": _no_sync,
     "graph": _graph,
 }

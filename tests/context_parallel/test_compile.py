@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import pytest
-from cp_cases import Case
-from ranks import Ranks
+import torch
+import torch.distributed as dist
+from cp_cases import Case, cut, make_inputs
+
+from megatron_patch.context_parallel.api import context_parallel_attention
 
 
-@pytest.mark.multiprocess
-def test_a_compiled_function_breaks_its_graph_around_the_attention():
-    with Ranks(1) as ranks:
-        ((same, breaks),) = ranks.play("compiled", Case(size=1, mode="p2p"))
-    assert same
-    assert len(breaks) == 1 and "torch.compiler.disable" in breaks[0], breaks
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_compiled_function_breaks_its_graph_around_the_attention(alone):
+    case = Case(size=1, mode="p2p")
+    given = make_inputs(case)
+    leaves = [cut(case, x, 0).requires_grad_() for x in (given.q, given.k, given.v)]
+
+    def around(q, k, v):
+        out = context_parallel_attention(2 * q, k, v, group=alone, backend="reference", causal=True)
+        return torch.sin(out)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for function in (around, torch.compile(around, backend="eager")):
+        out = function(*leaves)
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    (reason,) = torch._dynamo.utils.counters["graph_break"]
+    assert "torch.compiler.disable" in reason

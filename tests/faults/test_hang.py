@@ -260,39 +260,29 @@ def test_the_longest_step_leaves_saves_and_the_first_step_out(
     assert pulse.seconds["save"] == 50 and pulse.now.step == 4
 
 
-def test_summary_names_the_rank_that_came_least_far() -> None:
-    behind = witness(2, phase="data", at="loader.py:9 read")
-    found = {0: witness(0), 1: witness(1), 2: behind}
-    text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
-    assert text.startswith("hang at step 7: rank 2 (n2) is behind: step 7, phase data for 50 s, at "
-                           "loader.py:9 read")  # fmt: skip
+WAITS = {"collective": "all_reduce", "seconds": 60.0}
+SUMMARIES = {
+    "the rank that came least far": (
+        {0: {}, 1: {}, 2: {"phase": "data", "at": "loader.py:9 read"}},
+        "hang at step 7: rank 2 (n2) is behind: step 7, phase data for 50 s, at loader.py:9 read"),
+    "a rank that waits in no collective": (
+        {0: WAITS, 1: {"seconds": 51.0}, 2: WAITS}, "rank 1 (n1) is behind"),
+    # Pipeline stages are in different phases by design.
+    "a working stage before one that waits for it": (
+        {0: {"phase": "backward", "at": "attention.py:9 backward"},
+         1: {"phase": "forward", "collective": "recv_forward"}}, "rank 0 (n0) is behind"),
+    "all alike": (
+        {r: {"seconds": 50.0 + r} for r in range(3)},
+        "all ranks are at the same place, compare their stacks"),
+}  # fmt: skip
 
 
-def test_summary_prefers_ranks_that_wait_in_no_collective() -> None:
-    found = {
-        0: witness(0, collective="all_reduce", seconds=60.0),
-        1: witness(1, seconds=51.0),
-        2: witness(2, collective="all_reduce", seconds=60.0),
-    }
-    text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
-    assert "rank 1 (n1) is behind" in text.splitlines()[0]
-    assert "same place" not in text.splitlines()[0]
-
-
-def test_summary_prefers_a_working_stage_to_one_that_waits_for_it() -> None:
-    """Pipeline stages are in different phases by design."""
-    found = {
-        0: witness(0, phase="backward", at="attention.py:9 backward"),
-        1: witness(1, phase="forward", collective="recv_forward"),
-    }
-    text = summarize(found, ["n0", "n1"], finder=found[0], limit=45)
-    assert "rank 0 (n0) is behind" in text.splitlines()[0]
-
-
-def test_summary_admits_that_all_ranks_look_alike() -> None:
-    found = {r: witness(r, seconds=50.0 + r) for r in range(3)}
-    text = summarize(found, ["n0", "n1", "n2"], finder=found[0], limit=45)
-    assert "all ranks are at the same place, compare their stacks" in text.splitlines()[0]
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_whom_a_summary_names(name: str) -> None:
+    ranks, words = SUMMARIES[name]
+    found = {rank: witness(rank, **changes) for rank, changes in ranks.items()}
+    first = summarize(found, [f"n{r}" for r in found], finder=found[0], limit=45).splitlines()[0]
+    assert words in first and ("same place" in first) == (name == "all alike")
 
 
 def test_summary_lists_at_most_sixteen_missing_ranks() -> None:

@@ -1,7 +1,7 @@
 """What a checkout does, part by part, and the recorder of the stored parts.
 
     git worktree add ../base 40e17f9
-    python tests/golden/record.py ../base              # every part; --store: a new store.tar.gz too
+    python tests/golden/record.py ../base              # every part
     python tests/golden/record.py . --parts training   # after a result changed on purpose
 
 A change that alters a result on purpose is committed first, and then the parts that it alters are
@@ -25,12 +25,10 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,8 +38,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 STORED = HERE / "stored"
 STORE = HERE / "store.tar.gz"
-BEGAN, STOPPED, CONTINUED = "40e17f9", 13, 17
-"""The commit that wrote the store, the step it stopped after, and the one the test goes on to."""
+STOPPED, CONTINUED = 13, 17
+"""The step the store stopped after, and the one the test goes on to. Commit 40e17f9 wrote it, by
+the `make_store` of its own record.py."""
 PLACE = "/golden"
 """Stands for the working directory in the text files of the store."""
 
@@ -62,13 +61,6 @@ for path in sys.argv[1:]:
             sys.exit(f"{path} cannot be resolved")
     found[path] = yaml.safe_load(out.getvalue())
 print(json.dumps(found))
-"""
-# As `python -m megatron_patch`, but a store does not tell what machine it was made on.
-ANONYMOUS = """
-import platform, runpy, sys
-platform.platform = lambda *_, **__: "Linux"
-sys.argv[0] = "megatron_patch"
-runpy.run_module("megatron_patch", run_name="__main__", alter_sys=True)
 """
 
 
@@ -226,36 +218,9 @@ def unpack(work: Path) -> None:
     """The data, configuration and run directory of commit 40e17f9, as if written in ``work``."""
     with tarfile.open(STORE) as archive:
         archive.extractall(work, filter="data")
-    move_texts(work / "runs", PLACE, str(work))
-
-
-def move_texts(folder: Path, old: str, new: str) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file() and old.encode() in (content := path.read_bytes()):
-            path.write_bytes(content.replace(old.encode(), new.encode()))
-
-
-def make_store(tree: Path, work: Path) -> None:
-    """Begin the run with ``tree`` and pack what it leaves."""
-    shutil.copy(HERE / "old.yaml", work)
-    letters = {" ": 26, "\n": 31} | {chr(ord("a") + i): i for i in range(26)}
-    ids = array("H", [letters[c] for d in documents() for c in d + "\n"])
-    (work / "text.u16").write_bytes(ids.tobytes())
-    tokens = ["--format", "uint16", "--tokenizer", "none", "--vocab-size", "32", "--eod-id", "31"]
-    where = ["text.u16", "--out", "data/old", "--quiet", "--workers", "1"]
-    program(tree, work, "prepare-data", *where, *tokens)
-    limit = f"training.exit_at_step={STOPPED}"
-    python(tree, work, "-c", ANONYMOUS, "train", "--config", "old.yaml", "--set", limit)
-    move_texts(work / "runs", str(work), PLACE)
-
-    def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        entry.uid = entry.gid = entry.mtime = 0
-        entry.uname = entry.gname = ""
-        return entry
-
-    with tarfile.open(STORE, "w:gz") as archive:
-        for name in ("old.yaml", "data", "runs"):
-            archive.add(work / name, name, filter=anonymous)
+    for path in (work / "runs").rglob("*"):
+        if path.is_file() and PLACE.encode() in (content := path.read_bytes()):
+            path.write_bytes(content.replace(PLACE.encode(), str(work).encode()))
 
 
 # -- command --------------------------------------------------------------------------------------
@@ -270,17 +235,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Record the golden set from a checkout.")
     parser.add_argument("checkout", type=Path, help="directory of a commit with nothing changed")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--store", action="store_true", help="begin a new store.tar.gz with it")
     args = parser.parse_args()
     tree = args.checkout.resolve()
     changed = git(tree, "status", "--porcelain", "--", "megatron_patch", "kernels", "configs")
     if changed:
         parser.error(f"{tree} differs from its commit; commit first:\n{changed}")
     commit = git(tree, "rev-parse", "HEAD")
-    if args.store:
-        assert commit.startswith(BEGAN), f"the store is of {BEGAN}, the checkout is {commit}"
-        with tempfile.TemporaryDirectory() as work:
-            make_store(tree, Path(work))
     STORED.mkdir(exist_ok=True)
     for part in args.parts:
         with tempfile.TemporaryDirectory() as work:

@@ -115,9 +115,3 @@ def random_groups(seed: int, cases: int, per_group: int = 14) -> list[list[Case]
         groups.append([dataclasses.replace(case, **fixed) for case in group])
         cases -= len(group)
     return groups
-
-
-def small_groups(seed: int, cases: int) -> list[list[Case]]:
-    """Random problems small enough for Triton's interpreter, one a group."""
-    rng = random.Random(seed)
-    return [[random_case(rng, small=True)] for _ in range(cases)]

@@ -25,45 +25,25 @@ LENGTHS = (9, 8, 7)
 TOKENS = sum(LENGTHS)
 RESTARTING = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-GPT = {
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 64,
-    "n_ctx": 64,
+VOCABULARY = {"vocab_size": 64}
+SMALL = VOCABULARY | {
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2),
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+GPT = VOCABULARY | {
+    "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "n_ctx": 64,
     **{f"{name}_pdrop": 0.0 for name in ("attn", "embd", "resid")},
-}
-OPT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "word_embed_proj_dim": 32,
-    "ffn_dim": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-}
-XGLM = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "ffn_dim": 32,
-    "num_layers": 2,
-    "attention_heads": 2,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-}
+}  # fmt: skip
+OPT = VOCABULARY | {
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "ffn_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2),
+    "max_position_embeddings": 64, "dropout": 0.0,
+}  # fmt: skip
+XGLM = VOCABULARY | {
+    "d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2,
+    "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
 
 
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:

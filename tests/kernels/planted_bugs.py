@@ -61,7 +61,7 @@ class Bug:
 
 
 CAUSAL = "sq=45 sk=70 causal=1 layout=sbhd b=2"
-FULL = "b=2 sq=70 sk=45 hq=4 layout=bshd"
+FULL = "b=2 sq=70 sk=45 hq=2 hk=1 layout=bshd"
 MQA = "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16"
 LEFT = "sq=40 sk=90 causal=1 left=33 hq=4 memory=strided"
 BAND = "sq=90 sk=40 left=11 right=5"
@@ -72,27 +72,27 @@ PLAIN, SEGMENTS, LATE, EARLY = (
 EARLY_SPLIT = "sq=33 sk=130 d=192 dv=192 dtype=fp16 hq=1 hk=1 causal=1 path=early"
 EARLY_LATE = "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned path=early-late"
 REVERSE = "layout=thd lens_q=0,5,40 lens_k=4,0,130 causal=1 path=reverse"
-TMA = "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma"
+TMA = "layout=sbhd sq=45 sk=70 b=2 hq=2 causal=1 sinks=learned d=40 dv=24 path=tma"
 TMA_PACKED = "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 hq=4 hk=2 left=9 unused=3 path=tma"
 LATE_DROPOUT = "sq=40 sk=170 causal=1 dropout=0.2 softcap=3 sinks=learned path=late"
-SINKS = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1"
+SINKS = "sq=64 sk=64 causal=1 sinks=learned dlse=1"
 SOFTCAP = "sq=34 sk=66 softcap=3 causal=1"
-DROPOUT = "sq=66 sk=34 dropout=0.3 b=2 hq=4"
+DROPOUT = "sq=34 sk=34 dropout=0.3 b=2 hq=2 hk=1"
 ODD_DIMS = "sq=50 sk=50 right=3 d=40 dv=24"
-PACKED = "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=4 hk=2 residual=int8"
+PACKED = "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=2 hk=1 residual=int8"
 GAPS = "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused"
 SPLIT = "sq=45 sk=70 causal=1 d=96 hq=2 hk=1"
 SPLIT_LATE = "sq=33 sk=130 d=80 dtype=fp16 hq=1 hk=1 path=late"
 SPLIT_SEGMENTS = "sq=33 sk=130 d=96 hq=1 hk=1 path=segments"
 SPLIT_WIDE = "d=192 sq=33 sk=40 hq=1 hk=1 path=late"
-SPLIT_SINK = "sq=34 sk=40 d=64 dv=96 sinks=learned dropout=0.2 residual=int8 hq=4 hk=2"
+SPLIT_SINK = "sq=34 sk=40 d=64 dv=96 sinks=learned dropout=0.2 residual=int8 hq=2 hk=1"
 TMA_FLAT = "layout=bhsd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 d=96 dv=64 memory=fused path=tma"
 TMA_FLAT_PACKED = (
     "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 hq=4 hk=2 d=64 dv=96 memory=fused path=tma"
 )
 SPLIT_TMA = "layout=thd lens_q=9,37 lens_k=9,37 causal=1 d=72 dv=160 path=tma"
 SPLIT_NARROW = "sq=20 sk=36 left=13 d=136 dv=72 memory=strided"
-MLA = "sq=40 sk=70 causal=1 d=192 dv=128"
+MLA = "sq=20 sk=40 causal=1 d=192 dv=128"
 GROUPED = "ffpa-301 grouped dK and dV accumulate in float32"
 TALL = "sq=33 sk=130 d=32 hq=1 hk=1 values=tall"
 EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
@@ -163,7 +163,7 @@ BUGS = (
         "(n < full_lo) | (n >= full_hi), n", "(n >= full_hi), n", TMA_PACKED),
     Bug("late l sums the dropped P", FORWARD, "        l_part = tl.dot(p, ones)",
         "        l_part = tl.dot(weights, ones)", LATE_DROPOUT),
-    Bug("running maximum forgotten", NUMERICS, "new_top = tl.maximum(top, r)", "new_top = r", FULL),
+    Bug("running maximum forgotten", NUMERICS, "new_top = tl.maximum(top, r)", "new_top = r", TALL),
     Bug("one running maximum for all tiles", NUMERICS,
         "return tl.maximum(r, top - OWN_SHIFT_BOUND), new_top", "return new_top, new_top",
         "a shift of its own"),

@@ -15,13 +15,17 @@ from stable_attention.triton.memory import DENSE, FLAT, POINTERS
 TILE = Tile(64, 64, 4, 2, tma=True)
 
 
-def mode(d: int, dtype: torch.dtype, *, s: int = 1, pad: int = 0) -> int:
-    p = Problem(
-        layout="bshd", dtype=torch.bfloat16, batch=1, sq=s, sk=s, heads=1, kv_heads=1, d=d, dv=d,
-        tq=s, tk=s, scale=1.0,
+def problem(layout: str, x: torch.Tensor) -> Problem:
+    b, s, h, d = dims(x, layout)
+    return Problem(
+        layout=layout, dtype=torch.bfloat16, batch=b, sq=s, sk=s, heads=h, kv_heads=h, d=d, dv=d,
+        tq=b * s, tk=b * s, scale=1.0,
     )  # fmt: skip
+
+
+def mode(d: int, dtype: torch.dtype, *, s: int = 1, pad: int = 0) -> int:
     x = torch.empty((1, s, 1, d + pad), dtype=dtype, device="meta")[..., :d]
-    return descriptors(p, TILE, (x, 64))[0]
+    return descriptors(problem("bshd", x), TILE, (x, 64))[0]
 
 
 @pytest.mark.parametrize("d", [8, 24, 40, 72, 104])
@@ -36,14 +40,6 @@ def test_whole_tiles_are_flat() -> None:
         assert mode(64, dtype, s=5) == FLAT.value
         assert mode(64, dtype, s=5, pad=16) == FLAT.value
     assert mode(64, torch.bfloat16, s=5, pad=4) == POINTERS.value
-
-
-def problem(layout: str, x: torch.Tensor) -> Problem:
-    b, s, h, d = dims(x, layout)
-    return Problem(
-        layout=layout, dtype=x.dtype, batch=b, sq=s, sk=s, heads=h, kv_heads=h, d=d, dv=d,
-        tq=b * s, tk=b * s, scale=1.0,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("d", [64, 96, 40])

@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import torch
 import transformers
-from hf_models import ONE_GRAPH, make_mask
+from hf_models import make_mask
 from oracle import oracle_attention
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -79,14 +79,6 @@ def test_models_agree_with_eager(case: str) -> None:
     assert (ours - true).norm() <= 2 * (peer - true).norm() + 2**-9 * true.norm()
 
 
-def test_packing_is_seen_and_matters() -> None:
-    """Without the position ids the documents attend to each other: another gradient."""
-    alone = {"size": (1, 37)}
-    _, packed = loss_and_gradients("Llama", hf.NAME, torch.bfloat16, PACKED)
-    _, mixed = loss_and_gradients("Llama", hf.NAME, torch.bfloat16, alone)
-    assert (packed - mixed).norm() > 0.1 * mixed.norm()
-
-
 def test_positions_that_change_in_place_are_read_again() -> None:
     positions = torch.arange(12)[None]
     assert attention._packed(positions, (1, 12)) is None
@@ -95,30 +87,6 @@ def test_positions_that_change_in_place_are_read_again() -> None:
     assert attention._packed(positions, (1, 12)).dtype == torch.int32
     assert attention._packed(positions, (2, 12)).tolist() == [0, 5, 12, 17, 24]
     assert attention._packed(torch.arange(7, 19)[None], (1, 12)) is None
-
-
-def test_decoding_with_a_cache() -> None:
-    """One token at a time over a key-value cache: the logits of the whole sequence at once."""
-    ids = torch.arange(14)[None]
-
-    def decoded(implementation: str) -> torch.Tensor:
-        module = model("Llama", implementation, torch.bfloat16).eval()
-        with torch.no_grad():
-            state = module(input_ids=ids[:, :9], use_cache=True)
-            logits = [state.logits]
-            for i in range(9, 14):
-                state = module(
-                    input_ids=ids[:, i : i + 1],
-                    past_key_values=state.past_key_values,
-                    use_cache=True,
-                )
-                logits.append(state.logits)
-        return torch.cat(logits, 1).double()
-
-    with torch.no_grad():
-        true = model("Llama", "eager", torch.float32).eval()(input_ids=ids).logits.double()
-    ours, peer = decoded(hf.NAME), decoded("eager")
-    assert (ours - true).norm() <= 2 * (peer - true).norm()
 
 
 def test_what_is_not_supported_is_refused() -> None:
@@ -248,15 +216,6 @@ def test_offsets_need_a_batch_of_one() -> None:
     cu = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="a batch of 1"):
         hf.attention_forward(torch.nn.Module(), q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
-
-
-def test_a_batch_compiles_without_graph_breaks() -> None:
-    """While tracing, transformers takes every batch for a packed one."""
-    module = model("Llama", hf.NAME, torch.bfloat16)
-    ids = torch.arange(24).view(2, 12)
-    compiled = torch.compile(module, fullgraph=ONE_GRAPH, backend="eager")
-    got = compiled(input_ids=ids, use_cache=False).logits
-    assert torch.equal(got, module(input_ids=ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import DEVICE, Case, make_inputs
-from error_rule import changed_without_lse, run_ours
+from attention_cases import DEVICE
 
 from stable_attention import stable_attention
 from stable_attention.triton.forward import forward_kernel
-
-CASES = [
-    "sq=40 sk=70 hq=2 hk=1 d=64 causal=1 sinks=learned",
-    "sq=33 sk=33 d=96 dv=32 causal=1 left=7 residual=int8",
-    "sq=40 sk=40 d=32 dropout=0.2 softcap=10.0 dtype=fp16",
-    "sq=40 sk=70 d=160 causal=1",
-    "sq=40 sk=40 d=64 stabilizer=consistent_sum path=late",
-    "layout=thd lens_q=20,0,33 lens_k=20,5,40 hq=2 hk=1 d=64 causal=1 sinks=learned",
-    "sq=5 sk=3 d=32 causal=1",
-    "sq=40 sk=40 d=32 stabilizer=none",
-]
-
-
-@pytest.mark.parametrize("line", CASES)
-def test_lse_changes_no_other_bit(line: str) -> None:
-    case = Case.parse(line)
-    given = make_inputs(case, DEVICE)
-    assert changed_without_lse(case, given, run_ours(case, given)) == []
 
 
 def saved(stabilizer: str, **options: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:

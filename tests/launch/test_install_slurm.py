@@ -168,70 +168,52 @@ def test_no_mount_namespaces(machine):
     assert machine.calls("apt-get") == before
 
 
-def test_mirrors_that_do_not_answer_are_tried_three_times(machine):
+ONCE = (
+    'download() { [[ -e $FOLDER/once ]] || { touch "$FOLDER/once"; '
+    'echo "E: Failed to fetch http://mirror.example/slurmd.deb  404  Not Found"; exit 100; }; }'
+)
+THREE = ["update", "download", "unpack"]
+# (what apt-get does, exit code, what it is asked for, the last line or a part of the output).
+FETCHING = {
     # A failed update is a warning to apt-get; its lists may be older than the outage, or absent.
-    machine.mirror(f'update() {{ echo "{DNS}" >&2; }}\ndownload() {{ echo "{ABSENT}"; exit 100; }}')
-    code, output = machine.install()
-    assert code == CANNOT and machine.asked() == ["update", "download"] * 3
-    assert last_line(output) == f"cannot have Slurm here: package mirrors do not answer: {DNS}"
-    assert not machine.policy.exists()
+    "no mirror answers": (
+        f'update() {{ echo "{DNS}" >&2; }}\ndownload() {{ echo "{ABSENT}"; exit 100; }}',
+        CANNOT, ["update", "download"] * 3, f"package mirrors do not answer: {DNS}"),
+    "a mirror answers the second time": (ONCE, 0, ["update", "download", *THREE], "attempt 1 of 3"),
+    "another mirror is gone": (f'update() {{ echo "{DNS}" >&2; exit 100; }}', 0, THREE, ""),
+    "the sources lack it": (f'download() {{ echo "{ABSENT}" >&2; exit 100; }}', CANNOT,
+        ["update", "download"], "package sources lack slurm-wlm munge"),
+    "a network that swallows everything": (
+        "update() { exec sleep 60; }\ndownload() { exec sleep 60; }", CANNOT, None,
+        "no packages after 1 s"),
+    # Installing was possible, so its failure is an error and not a reason to do without.
+    "no space": ('download() { echo "E: You don\'t have enough free space"; exit 100; }', WRONG,
+        ["update", "download"], "exit code 100): E: You don't have enough free space"),
+    # Not unknown: the update that would have made it known went wrong.
+    "unknown after a failed update": (
+        f'update() {{ exit 100; }}\ndownload() {{ echo "{ABSENT}"; exit 100; }}', WRONG,
+        ["update", "download"], ABSENT),
+    "locked": ('download() { echo "E: Could not get lock, held by process 7"; exit 100; }', WRONG,
+        ["update", "download"] * 3, "held by process 7"),
+    "an error of dpkg": ('unpack() { echo "dpkg: error processing munge"; exit 100; }', WRONG,
+        THREE, "apt-get install ended with exit code 100"),
+    "nothing was installed": ("unpack() { :; }", WRONG, THREE, "not found: slurmctld slurmd"),
+    "an installation that hangs": ("unpack() { exec sleep 60; }", WRONG, THREE,
+        "exit code 124 (124: after 1 s)"),
+}  # fmt: skip
 
 
-def test_a_mirror_that_answers_the_second_time(machine):
-    machine.mirror(
-        'download() { [[ -e $FOLDER/once ]] || { touch "$FOLDER/once"; '
-        'echo "E: Failed to fetch http://mirror.example/slurmd.deb  404  Not Found"; exit 100; }; }'
-    )
-    code, output = machine.install()
-    assert code == 0 and machine.asked() == [*["update", "download"] * 2, "unpack"], output
-    assert "attempt 1 of 3" in output
-
-
-def test_another_mirror_may_be_gone(machine):
-    machine.mirror(f'update() {{ echo "{DNS}" >&2; exit 100; }}')
-    code, output = machine.install()
-    assert code == 0 and machine.asked() == ["update", "download", "unpack"], output
-
-
-def test_sources_without_slurm(machine):
-    machine.mirror(f'download() {{ echo "{ABSENT}" >&2; exit 100; }}')
-    code, output = machine.install()
-    assert code == CANNOT and machine.asked() == ["update", "download"]
-    assert "package sources lack slurm-wlm munge" in last_line(output)
-
-
-def test_a_network_that_swallows_everything_ends_at_the_limit(machine):
-    machine.mirror("update() { exec sleep 60; }\ndownload() { exec sleep 60; }")
-    code, output = machine.install(SLURM_FETCH_SECONDS="1")
-    assert code == CANNOT and "no packages after 1 s" in last_line(output)
-
-
-@pytest.mark.parametrize(
-    ("mirror", "asked", "words"),
-    [
-        ('download() { echo "E: You don\'t have enough free space"; exit 100; }',
-         ["update", "download"], "exit code 100): E: You don't have enough free space"),
-        # Not unknown: the update that would have made it known went wrong.
-        (f'update() {{ exit 100; }}\ndownload() {{ echo "{ABSENT}"; exit 100; }}',
-         ["update", "download"], ABSENT),
-        ('download() { echo "E: Could not get lock, held by process 7"; exit 100; }',
-         ["update", "download"] * 3, "held by process 7"),
-        ('unpack() { echo "dpkg: error processing munge"; exit 100; }',
-         ["update", "download", "unpack"], "apt-get install ended with exit code 100"),
-        ("unpack() { :; }", ["update", "download", "unpack"], "not found: slurmctld slurmd"),
-    ],
-)  # fmt: skip
-def test_what_goes_wrong_is_no_excuse(machine, mirror, asked, words):
-    """Installing was possible, so its failure is an error and not a reason to do without."""
+@pytest.mark.parametrize("name", FETCHING)
+def test_fetching_and_installing(machine, name):
+    mirror, expected, asked, words = FETCHING[name]
     machine.mirror(mirror)
-    code, output = machine.install()
-    assert code == WRONG and machine.asked() == asked, output
-    assert last_line(output).startswith("installing Slurm went wrong: ") and words in output
-    assert not machine.policy.exists()
-
-
-def test_an_installation_that_hangs_ends_at_its_limit(machine):
-    machine.mirror("unpack() { exec sleep 60; }")
-    code, output = machine.install(SLURM_UNPACK_SECONDS="1")
-    assert code == WRONG and "exit code 124 (124: after 1 s)" in last_line(output)
+    limits = {}
+    if "sleep" in mirror:
+        limits = {"SLURM_FETCH_SECONDS": "1" if asked is None else "60"}
+        limits["SLURM_UNPACK_SECONDS"] = "1"
+    code, output = machine.install(**limits)
+    assert code == expected and machine.asked() == (asked or machine.asked()), output
+    assert words in (last_line(output) if code else output)
+    begin = {CANNOT: "cannot have Slurm here: ", WRONG: "installing Slurm went wrong: "}
+    assert code == 0 or last_line(output).startswith(begin[code])
     assert not machine.policy.exists()

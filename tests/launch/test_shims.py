@@ -20,6 +20,7 @@ def test_success(shims):
     assert code == 0 and shims.requeues() == 0, output
     (call,) = shims.calls("srun")
     assert "--ntasks-per-node=1" in call and "--kill-on-bad-exit=1" in call
+    assert not [a for a in call if "container" in a]
     launch = shims.run / "launch"
     assert call[call.index("bash") :] == [
         "bash", f"{launch}/node.sh", "train", "megatron_patch", "train", "--config",
@@ -42,15 +43,33 @@ def test_marker_of_a_shorter_run_does_not_count(shims, text):
     assert code == 0 and len(shims.calls("srun")) == 1
 
 
-def test_exit_code_zero_without_the_marker_is_no_success(shims):
-    """A graceful stop looks like success to Slurm; only the marker tells."""
-    code, output = shims.drive(STOPPED)
-    assert code == 0 and shims.requeues() == 1, output
+FIRST = "(they left no exit code; look here first): 1\n"
+# (what the srun calls do, cluster section, exit code, requeues, what is said)
+ENDS = {
+    # A graceful stop looks like success to Slurm; only the marker tells.
+    "exit code 0 without the marker": ([STOPPED], "", 0, 1, ""),
+    "a bad exit code with the marker": (["finish; exit 143"], "", 0, 0, ""),
+    "a crash, then success; the first rank that failed is named":
+        ([CRASH, "finish"], "", 0, 0, "reason of rank 1"),
+    "a crash before any rank spoke": (["exit 1", "finish"], "", 0, 0, "No rank left an exit code"),
+    "a killed rank is named before those it took along":
+        (["step 7; leave 0 1; exit 1", "finish"], "", 0, 0, FIRST),
+    "where TERM reached all nobody is told apart":
+        (["step 7; asked 0; asked 1; exit 1", "finish"], "", 0, 0, "No rank left an exit code"),
+    "crashes at different steps are no pattern":
+        ([CRASH, CRASH.replace("7", "8")] * 2 + ["finish"], "  max_restarts: 9\n", 0, 0, ""),
+    # A program that ends with 0 at once would be requeued for ever.
+    "a stop without a step": (["leave 0 0; leave 1 0"] * 3, "", 1, 0,
+        "3 crashes in a row at step -1"),
+    "continuation none": ([STOPPED], "  continuation: none\n", 1, 0, ""),
+}  # fmt: skip
 
 
-def test_bad_exit_code_with_the_marker_is_success(shims):
-    code, _ = shims.drive("finish; exit 143")
-    assert code == 0 and shims.requeues() == 0
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_job_ends(shims, name):
+    steps, cluster, expected, requeues, words = ENDS[name]
+    code, output = shims.drive(*steps, cluster=cluster)
+    assert (code, shims.requeues()) == (expected, requeues) and words in output, output
 
 
 def test_crash_restarts_on_a_fresh_port_then_requeues(shims):
@@ -64,34 +83,13 @@ def test_crash_restarts_on_a_fresh_port_then_requeues(shims):
     assert ports == ["27340", "27341", "27342"]
 
 
-def test_crash_then_success(shims):
-    code, output = shims.drive(CRASH, "finish")
-    assert code == 0 and shims.requeues() == 0
-    assert "reason of rank 1" in output  # the first rank that failed is named
-
-
-def test_crash_before_any_rank_spoke(shims):
-    code, output = shims.drive("exit 1", "finish")
-    assert code == 0 and "No rank left an exit code" in output
-
-
-def test_killed_rank_is_named_before_those_it_took_along(shims):
-    code, output = shims.drive("step 7; leave 0 1; exit 1", "finish")
-    assert code == 0 and "(they left no exit code; look here first): 1\n" in output
-
-
 def test_killed_rank_is_told_from_one_that_waited_for_it(shims):
     """With NCCL the others wait inside a collective until torchrun kills them, too."""
     code, output = shims.drive("step 7; asked 0; exit 1", "finish")
-    assert code == 0 and "(they left no exit code; look here first): 1\n" in output
+    assert code == 0 and FIRST in output
     assert "Ranks that waited for others until they were ended: 0\n" in output
     ledger = (shims.run / "crashes.jsonl").read_text().splitlines()
     assert [json.loads(line)["rank"] for line in ledger] == [1]
-
-
-def test_where_term_reached_all_nobody_is_told_apart(shims):
-    code, output = shims.drive("step 7; asked 0; asked 1; exit 1", "finish")
-    assert code == 0 and "No rank left an exit code" in output
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])
@@ -113,12 +111,6 @@ def test_same_step_three_times(shims):
     code, output = shims.drive(CRASH, SLURM_RESTART_COUNT="1")
     assert code == 1 and shims.requeues() == 0
     assert "3 crashes in a row at step 7" in output
-
-
-def test_crashes_at_different_steps_are_no_pattern(shims):
-    code, output = shims.drive(CRASH, CRASH.replace("7", "8"), CRASH, CRASH.replace("7", "8"),
-                               "finish", cluster="  max_restarts: 9\n")  # fmt: skip
-    assert code == 0, output
 
 
 @pytest.mark.parametrize(
@@ -178,44 +170,21 @@ def test_refused_requeue_is_an_error(shims):
     assert shims.requeues() == 60
 
 
-def test_stop_without_a_step_is_a_crash(shims):
-    """A program that ends with 0 at once would be requeued for ever."""
-    code, output = shims.drive(*["leave 0 0; leave 1 0"] * 3)
-    assert code == 1 and shims.requeues() == 0
-    assert "3 crashes in a row at step -1" in output
-
-
-@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
-def test_no_double_start(shims, state):
+@pytest.mark.parametrize(
+    ("queue", "status", "says"),
+    [("RUNNING", "0", "job 999 (RUNNING) has this run directory"),
+     ("PENDING", "0", "job 999 (PENDING) has this run directory"),
+     ("Unable to contact slurm controller", "1", "")],
+)  # fmt: skip
+def test_no_double_start(shims, queue, status, says):
+    """Whose lock it is, test_lock.py asks in more ways."""
     (shims.run / "launch").mkdir()
     (shims.run / "launch" / "lock").write_text("999\n")
-    (shims.shim / "queue").write_text(state)
+    (shims.shim / "queue").write_text(queue)
+    (shims.shim / "queue_rc").write_text(status)
     code, output = shims.drive("finish")
-    assert code == 1 and shims.calls("srun") == []
-    assert f"job 999 ({state}) has this run directory" in output
+    assert code == 1 and shims.calls("srun") == [] and says in output
     assert (shims.run / "launch" / "lock").read_text() == "999\n"
-
-
-def test_lock_of_a_dead_job_is_taken_over(shims):
-    (shims.run / "launch").mkdir()
-    (shims.run / "launch" / "lock").write_text("999\n")
-    (shims.shim / "queue").write_text("slurm_load_jobs error: Invalid job id specified")
-    (shims.shim / "queue_rc").write_text("1")
-    assert shims.drive("finish")[0] == 0
-
-
-def test_lock_stays_when_slurm_does_not_answer(shims):
-    (shims.run / "launch").mkdir()
-    (shims.run / "launch" / "lock").write_text("999\n")
-    (shims.shim / "queue").write_text("Unable to contact slurm controller")
-    (shims.shim / "queue_rc").write_text("1")
-    assert shims.drive("finish")[0] == 1 and shims.calls("srun") == []
-
-
-def test_own_lock_after_a_requeue(shims):
-    (shims.run / "launch").mkdir()
-    (shims.run / "launch" / "lock").write_text("1234\n")
-    assert shims.drive("finish", SLURM_RESTART_COUNT="1")[0] == 0
 
 
 def test_chain_goes_on_in_the_next_task(shims):
@@ -227,11 +196,6 @@ def test_chain_goes_on_in_the_next_task(shims):
     assert shims.calls("scancel") == [["1230_3", "1230_4"]]
 
 
-def test_continuation_none(shims):
-    code, _ = shims.drive(STOPPED, cluster="  continuation: none\n")
-    assert code == 1 and shims.requeues() == 0
-
-
 def test_container_arguments(shims):
     cluster = "  container: {image: /img/x.sqsh, mounts: ['/data:/data:ro']}\n"
     assert shims.drive("finish", cluster=cluster)[0] == 0
@@ -240,11 +204,6 @@ def test_container_arguments(shims):
     (mounts,) = (a for a in call if a.startswith("--container-mounts="))
     assert mounts.endswith(",/data:/data:ro") and f"{shims.run}:{shims.run}" in mounts
     assert any(a.startswith("--container-env=NCCL_NVLS_ENABLE,") for a in call)
-
-
-def test_bare_metal_has_no_container_arguments(shims):
-    shims.drive("finish")
-    assert not [a for a in shims.calls("srun")[0] if "container" in a]
 
 
 def test_bad_node_is_excluded_on_requeue(shims):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import csv
-import importlib.util
 import json
 import re
 import sys
@@ -60,25 +58,6 @@ def test_the_report_is_short_and_its_links_lead_somewhere() -> None:
     assert len(re.findall(r"^<!-- \w+:begin", page, re.MULTILINE)) + 1 <= TABLES
     ends = (path.read_text().count("\n") for path in (RESEARCH / "analysis").glob("*.py"))
     assert sum(ends) <= LINES
-
-
-def test_what_scripts_import_of_the_product_is_there() -> None:
-    """Also inside functions, which only a run on a checkpoint would reach."""
-    missing = []
-    for path in (RESEARCH / "analysis").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            module = node.module if isinstance(node, ast.ImportFrom) else None
-            if module is None or not module.startswith("megatron_patch"):
-                continue
-            spec = importlib.util.find_spec(module)
-            text = Path(spec.origin).read_text() if spec and spec.origin else ""
-            for name in (alias.name for alias in node.names):
-                there = re.search(
-                    rf"^(def|class) {name}\b|^{name}\b.*=|import .*\b{name}\b", text, re.M
-                )
-                if not (there or (spec and importlib.util.find_spec(f"{module}.{name}"))):
-                    missing.append(f"{path.name}: {module}.{name}")
-    assert missing == []
 
 
 def test_every_result_says_where_it_comes_from() -> None:

@@ -266,7 +266,7 @@ def test_a_protocol_is_fixed_before_its_first_run(
     assert go("--steps", "10", "--only", "a-s1") == 0
     for old, new, told in (
         ("loss: 5.0", "loss: 9.0", "explosion: "),
-        ("lr=2e-3", "lr=3e-3", "run b-s1: set "),
+        ("lr=2e-3", "lr=3e-3", "run b-s1: optimizer.lr 0.002 -> 0.003"),
         ("seeds: [1, 2]", "seeds: [1]", "run a-s2: taken out"),
         ("steps: 100", "steps: 200", "steps: 100 -> 200"),
     ):
@@ -278,7 +278,7 @@ def test_a_protocol_is_fixed_before_its_first_run(
     whole = base.read_text()
     base.write_text(whole.replace("lr: 1.0e-3", "lr: 5.0e-3"))
     assert go() == 2
-    assert "base.yaml: optimizer.lr 0.001 -> 0.005" in capsys.readouterr().err
+    assert "run a-s1: optimizer.lr 0.001 -> 0.005" in capsys.readouterr().err
     base.write_text(whole)
     # Cells may be added, and the data may lie elsewhere.
     protocol.write_text(text + "  - {name: c}\n")

@@ -1,9 +1,9 @@
 """A training program with the trainer's contract and nothing else; without torch, it starts fast.
 
-stand_in.py RUN_DIR STEPS [hold:STEP | exit:CODE:STEP:RANK]: one number, changed every step by a sum
+stand_in.py RUN_DIR STEPS [hold:STEP]: one number, changed every step by a sum
 over the ranks; a checkpoint every 10 steps and on a graceful stop; heartbeat, FINISHED and exit
 codes as the trainer leaves them. ``hold`` stays in that step until the file RUN_DIR/go is there or
-a stop was asked for, so that a test needs no clock; ``exit`` ends that rank in every attempt.
+a stop was asked for, so that a test needs no clock.
 """
 
 import json
@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
-kind, *words = sys.argv[3].split(":") if len(sys.argv) > 3 else ["none"]
-fault = tuple(map(int, words))
+held = int(sys.argv[3].removeprefix("hold:")) if len(sys.argv) > 3 else 0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 asked = False
 
@@ -88,9 +87,7 @@ ranks = Ranks()
 while step < steps:
     if rank == 0:
         Path(os.environ["MEGATRON_PATCH_HEARTBEAT"]).write_text(f"{step + 1}\n")
-    if kind == "exit" and (step + 1, rank) == fault[1:]:
-        sys.exit(fault[0])
-    while (kind, step + 1, rank) == ("hold", *fault, 0) and not (run_dir / "go").exists():
+    while (step + 1, rank) == (held, 0) and not (run_dir / "go").exists():
         if asked:
             break
         time.sleep(0.05)

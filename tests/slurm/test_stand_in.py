@@ -115,23 +115,6 @@ def test_killed_rank_restarts_inside_the_allocation(new_run, unbroken, slurm):
     assert new_run.leftovers() == []
 
 
-def test_same_step_three_times_stops_with_a_report(new_run, slurm):
-    new_run.stand_in(steps=STEPS, fault="exit:1:13:2", sets=("cluster.max_restarts=5",))
-    new_run.wait_for_end("FAILED")
-    assert slurm.fact(new_run.job, "Restarts") == "0"
-    report = (new_run.dir / "launch" / "report.txt").read_text()
-    assert "3 crashes in a row at step 13" in report
-    assert re.search(r"^\d+\.\d+ 00002 1 ", report, re.MULTILINE)
-
-
-def test_configuration_error_is_never_retried(new_run, slurm):
-    new_run.stand_in(steps=STEPS, fault="exit:2:1:0")
-    new_run.wait_for_end("FAILED")
-    assert slurm.fact(new_run.job, "ExitCode") == "2:0"
-    assert slurm.fact(new_run.job, "Restarts") == "0"
-    assert sum(line.endswith(" start") for line in new_run.events()) == 1
-
-
 def test_cancelled_job_saves_and_stays_away(new_run, slurm):
     new_run.stand_in(steps=STEPS, fault="hold:5")
     new_run.wait_for_step(5)

@@ -1,17 +1,22 @@
-"""A job with secrets all around it crashes with a traceback, restarts and finishes.
+"""A run with secrets all around it crashes with a traceback and is continued.
 
-Every process list is read meanwhile; then all that the job left is searched, as written and in
-base64 at any alignment.
+Every process list is read meanwhile; then all that it left is searched, as written and in base64 at
+any alignment. That the scripts around it hand none on: tests/launch/test_security.py.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
+import time
 from pathlib import Path
 
+from fault_lab import hooks
 from fault_lab.case import Case, Scene
-from fault_lab.job import Job
-from fault_lab.lab import Outcome
+from fault_lab.lab import Outcome, Running
+from fault_lab.processes import in_rank
+from megatron_patch.launcher import rank
 
 SHELL = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN",
          "DB_PASSWORD", "GOOGLE_CREDENTIALS", "SSH_PASSPHRASE", "SESSION_COOKIE")  # fmt: skip
@@ -64,33 +69,41 @@ def hunt(folder: Path, values: dict[str, str], skip: set[Path]) -> dict[str, lis
     return hits
 
 
-def job_among_secrets(scene: Scene) -> Outcome:
+def crash_among_secrets(scene: Scene) -> Outcome:
+    """The traceback passes through a frame that holds the environment."""
     folder = scene.lab.folder
     values, shell = plant(folder)
-    sets = (f"cluster.secrets_file={folder / 'secrets'}", "cluster.pass_environment=[DB_TOKEN]",
-            f"checkpoint.hmac_key_file={folder / 'hmac.key'}")  # fmt: skip
-    job = Job(scene.lab, "exception:5:1:1", sets)
-    job.environment = shell
+    shell[rank.SECRETS_FILE] = str(folder / "secrets")
     commands: set[str] = set()
 
-    def read_process_lists() -> None:
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                commands.add(file.read_bytes().decode(errors="replace"))
-            except OSError:
-                continue
+    def crash() -> None:
+        hooks.injected("an exception")
+        environment = dict(os.environ)
+        assert values["secrets_file HF_TOKEN"] == environment["HF_TOKEN"]
+        raise RuntimeError(f"a fault of the program ({len(environment)} variables)")
 
-    outcome = job.drive(None, step=0, limit=240, watch=read_process_lists)
-    assert "Traceback" in outcome.output, outcome.output[-3000:]
+    def read_process_lists(attempt: Running) -> None:
+        while not attempt.poll():
+            for file in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    commands.add(file.read_bytes().decode(errors="replace"))
+            time.sleep(0.02)
+
+    key = f"checkpoint.hmac_key_file={folder / 'hmac.key'}"
+    attempts = [
+        scene.play(key, environment=shell, hook=hook, outside=read_process_lists)
+        for hook in (in_rank(1, "forward", crash), None)
+    ]
+    assert "RuntimeError: a fault of the program" in attempts[0].output, attempts[0].output[-3000:]
     # The user's own files hold them.
-    own = ("secrets", "hmac.key", ".netrc", "run.yaml", "job.yaml")
+    own = ("secrets", "hmac.key", ".netrc", "run.yaml")
     hits = hunt(folder, values, {folder / name for name in own})
     assert not hits, hits
     assert not [place for place, value in values.items() for c in commands if value in c]
-    return outcome
+    return attempts[1]
 
 
 CASES = [
-    Case(name="job: secrets reach no file and no process list", inject=job_among_secrets, code=0,
-         says="restart 1 of 2 inside this allocation", resumes=False, within=200.0),
+    Case(name="secrets reach no file and no process list", inject=crash_among_secrets, code=0,
+         resumes=False),
 ]  # fmt: skip

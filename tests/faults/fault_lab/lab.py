@@ -367,8 +367,7 @@ class Lab:
         ranks: dict[str, Any] = {}
         data: dict[str, list[str]] = {}
         folders = [self.folder / f"attempt-{n:03d}" for n in range(1, self.attempts + 1)]
-        jobs = sorted(self.run_dir.glob("logs/*.*"), key=lambda p: p.stat().st_mtime)
-        for folder in [*jobs, *folders]:
+        for folder in folders:
             for file in folder.glob("digest.*"):
                 ranks[file.suffix[1:]] = json.loads(file.read_text())
             for file in folder.glob("trace.*"):

@@ -1,4 +1,4 @@
-"""Disks, directories, data and network that fail or change under a run; the whole job."""
+"""Disks, directories, data and network that fail or change under a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from free_port import free_port
 
 from fault_lab import hooks
 from fault_lab.case import Case, Scene
-from fault_lab.job import Job
 from fault_lab.lab import Outcome, Running
 from fault_lab.processes import PEER, Inject, beside, in_rank, slow_steps
 
@@ -182,39 +181,4 @@ NETWORK = [
     Case(name="a node is lost in the middle", inject=lost_node, says=PEER),
 ]  # fmt: skip
 
-# --------------------------------------------------------------------------------- the whole job
-
-
-def job(fault: str = "none", act: Callable[[Job, int], None] | None = None) -> Inject:
-    """The shipped scripts with one fault in the trainer, or one from outside after step 4."""
-    return lambda scene: Job(scene.lab, fault, ()).drive(act, step=4, limit=200)
-
-
-def to_torchrun(made: Job, pid: int) -> None:
-    """SIGKILL to the agent below node.sh: the parent of the ranks."""
-    attempts = sorted(made.lab.run_dir.glob("logs/*/pid.0"), key=lambda p: p.stat().st_mtime)
-    status = Path(f"/proc/{attempts[-1].read_text()}/stat").read_text()
-    os.kill(int(status[status.rindex(")") + 2 :].split()[1]), signal.SIGKILL)
-
-
-def job_with_port_in_use(scene: Scene) -> Outcome:
-    """The second attempt takes the next port."""
-    made = Job(scene.lab, "none", ())
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("0.0.0.0", made.port))
-        holder.listen()
-        return made.drive(None, step=0, limit=200)
-
-
-SLOW = 200.0  # every start of a job imports torch in two processes of this machine
-JOBS = [
-    Case(name="job: kill -9 inside a save", inject=job("save manifest:6:0:1"), code=0,
-         says="restart 1 of 2 inside this allocation", resumes=False, within=SLOW),
-    Case(name="job: kill -9 of torchrun", inject=job(act=to_torchrun), code=0,
-         says="No rank left an exit code", resumes=False, within=SLOW),
-    Case(name="job: port in use", inject=job_with_port_in_use, code=0, says="EADDRINUSE",
-         resumes=False, within=SLOW),
-]  # fmt: skip
-
-CASES = [*DISKS, *FILES, *NETWORK, *JOBS]
+CASES = [*DISKS, *FILES, *NETWORK]
