@@ -45,6 +45,7 @@ from stable_attention.hopper.softmax import (
     hidden_after,
     high_part,
     low_part,
+    opaque_zeros,
     put_away,
     whole,
 )
@@ -149,17 +150,34 @@ def _operand(q_s, buffer, W: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: g
 
 
 @gluon.jit
+def _first_scores(q, k, W: gl.constexpr, CAUSAL: gl.constexpr):
+    """Start the scores of the block that starts a row: of its first 64 keys, where a causal mask
+    hides the others from the first consumer's queries."""
+    N: gl.constexpr = 64 if CAUSAL and W == 0 else BN
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    keys = k.slice(0, N).permute((1, 0))
+    zero = gl.zeros([64, N], gl.float32, layout)
+    return warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _first_softmax(
-    s, unit, m, blocks, sk, W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr
-):
-    """(P, shift) of the block that starts a row: its maximum is the shift."""
+    s, unit, m, blocks, sk, W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(P [64, BN], shift) of the block that starts a row: its maximum is the shift."""
     first_key = (blocks - 1) * BN
     if CAUSAL:
         s = hidden_after(s, m * BM + W * 64 - first_key, True)
     elif not EVEN:
         s = hidden_after(s, sk - 1 - first_key, False)
     shift = gl.max(s, 1) * unit
-    return gl.exp2(s * unit - gl.expand_dims(shift, 1)), shift
+    p = gl.exp2(s * unit - gl.expand_dims(shift, 1))
+    if CAUSAL and W == 0:
+        p = whole(p, opaque_zeros(p), LAYOUT)
+    return p, gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
@@ -257,12 +275,12 @@ def _consumer(
     q = _operand(q_s, 0, W, Q_IN_REGISTERS, Q_L)
     mbarrier.wait(k_full.index(k), k_parity)
     _take_turn(W)
-    s_made = warpgroup_mma(q, k_s.index(k).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    first_made = _first_scores(q, k_s.index(k), W, CAUSAL)
     _pass_turn(W)
-    s = warpgroup_mma_wait(0, deps=(s_made,))
+    first_s = warpgroup_mma_wait(0, deps=(first_made,))
     arrive_named(SLOT_OF_K + k, ALL)
     k, k_parity = advance(k, k_parity, SLOTS)
-    p, shift = _first_softmax(s, unit, m, blocks, sk, W, CAUSAL, EVEN)
+    p, shift = _first_softmax(first_s, unit, m, blocks, sk, W, CAUSAL, EVEN, S_L)
     top = shift
     if SUM:
         l_lanes = by_lane(p)
@@ -351,22 +369,20 @@ def _consumer(
         q = _operand(q_s, tiles & 1, W, Q_IN_REGISTERS, Q_L)
         mbarrier.wait(k_full.index(k), k_parity, pred=more)
         _take_turn(W)
-        s_made = warpgroup_mma(
-            q, k_s.index(k).permute((1, 0)), zero_s, use_acc=False, is_async=True
-        )
+        first_made = _first_scores(q, k_s.index(k), W, CAUSAL)
         mbarrier.wait(v_full.index(v), v_parity)
         if ROUNDED:
             l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, in_segment > 0, PE_L)
         made = warpgroup_mma(p_operand, v_s.index(v), acc, use_acc=in_segment > 0, is_async=True)
         _pass_turn(W)
-        s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
+        first_s = warpgroup_mma_wait(BEHIND, deps=(first_made,))
         arrive_if(SLOT_OF_K + k, more, ALL, False)
         k, k_parity = advance(k, k_parity, SLOTS)
         row_shift = gl.convert_layout(shift, RO)
         row_top = gl.convert_layout(top, RO)
         l_sum = gl.convert_layout(gl.sum(l_lanes, 1), RO)
         total_factor = gl.exp2(total_shift - shift)
-        p, shift = _first_softmax(s, unit, next_m, next_blocks, sk, W, CAUSAL, EVEN)
+        p, shift = _first_softmax(first_s, unit, next_m, next_blocks, sk, W, CAUSAL, EVEN, S_L)
         top = shift
         if SUM:
             l_lanes = by_lane(p)

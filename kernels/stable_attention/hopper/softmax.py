@@ -82,6 +82,15 @@ def whole(a, b, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def opaque_zeros(like):
+    """Zeros in the form of ``like`` that LLVM does not see through: it would keep a P that is half
+    zeros in float32 up to the loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [like], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _by_thread(x):
     """[64, 64] of a product as [32, 128]: register by thread."""
     # Row: warp, half of the lane's two rows, lane // 4. Column: eighth, lane % 4, neighbour.
@@ -166,6 +175,7 @@ __all__ = [
     "hidden_after",
     "high_part",
     "low_part",
+    "opaque_zeros",
     "put_away",
     "whole",
 ]
