@@ -121,10 +121,11 @@ def self_test(device: int, dtype: torch.dtype, run: Callable[..., Any] | None = 
     wide = dout.float().transpose(1, 2)
     wanted = torch.autograd.grad(out, exact, wide)
     delta = (wide * out.detach()).sum(-1)
-    given = [x.to(where) for x in (dout, q, k, v, torch.zeros_like(dout))]
-    lse = scores.detach().logsumexp(-1).to(where)
+    lse = scores.detach().logsumexp(-1)
+    given = (x.to(where) for x in (dout, q, k, v, torch.zeros_like(dout), lse, -delta))
+    dout, q, k, v, out, lse, dlse = given
     found = (run or _backward)(
-        *given, lse, -delta.to(where), scale=0.125, window=(-1, 0), deterministic=False
+        dout, q, k, v, out, lse, dlse, scale=0.125, window=(-1, 0), deterministic=False
     )
     for name, x, y in zip(("dQ", "dK", "dV"), found, wanted, strict=True):
         error = (x.float().cpu().transpose(1, 2) - y).norm() / y.norm()

@@ -87,8 +87,14 @@ def _fa4(problem: Problem, dout, q, k, v, *, lse, delta, extras: Extras) -> Grad
     Every row has that: nothing to check, and a gradient of LSE is part of delta already.
     """
     order = _TO_BSHD[problem.layout]
+    out = torch.zeros_like(dout)
+    dout, q, k, v, out = (x.permute(order) for x in (dout, q, k, v, out))
     found = fa4.backward(
-        *(x.permute(order) for x in (dout, q, k, v, torch.zeros_like(dout))),
+        dout,
+        q,
+        k,
+        v,
+        out,
         lse,
         -delta,
         scale=problem.scale,
