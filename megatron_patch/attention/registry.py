@@ -251,6 +251,9 @@ def table() -> str:
     for name, row in BACKENDS.items():
         lines.append(f"{name}: {row.kernel}; {row.reason}")
         lines.extend(f"    {note}" for note in row.notes)
+        if row.borrows:
+            there = [other for other in BORROWED if _here(other, machine) == "yes"]
+            lines.append(f"    attention.backward here: {', '.join(['own', *there])}")
     return "\n".join(lines)
 
 

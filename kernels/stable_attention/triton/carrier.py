@@ -21,8 +21,9 @@ from stable_attention.triton.launches import launch
 from stable_attention.triton.memory import load_tile, store_tile, tile_offsets
 from stable_attention.triton.options import padded
 
-# Rows of a tile: 32 numbers a thread at head dim 128.
+# Rows of a tile and its warps: 32 numbers a thread at head dim 128.
 BLOCK_M = 32
+WARPS = 4
 # Most of |delta| that may be left uncarried: four times the rounding of a float32 sum.
 TOLERANCE = tl.constexpr(2.0**-21)
 # Half the smallest step of FP16. What is below it there, times the row's largest |dO|, is left.
@@ -116,7 +117,7 @@ def _arguments(layout, sk, dout, delta, carrier, ends):
         dout, delta, carrier, ends,
         *strides(dout, layout), *strides(carrier, layout), *rows, sq, sk,
     )  # fmt: skip
-    named = {"DV": dv, "BDV": padded(dv), "BM": BLOCK_M, "num_warps": 4}
+    named = {"DV": dv, "BDV": padded(dv), "BM": BLOCK_M, "num_warps": WARPS}
     return (triton.cdiv(sq, BLOCK_M), heads, batch), positional, named
 
 
