@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stable_attention import configs
 from stable_attention.hopper import backward as hopper
 from stable_attention.hopper import rows
-from stable_attention.triton import backward, forward, preprocess
+from stable_attention.triton import backward, carrier, forward, preprocess
 from stable_attention.triton.launches import anew
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 KERNELS = (
     forward.forward_kernel,
     preprocess.preprocess_kernel,
+    carrier.carrier_kernel,
     backward.dkdv_kernel,
     backward.dq_kernel,
     rows.rows_kernel,

@@ -33,24 +33,24 @@ SMALLEST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def largest(keys, DTYPE: tl.constexpr):
-    """(largest key of each row, the dO it stands for as float32); keys [BM, BDV] of `row_keys`."""
-    key = tl.max(keys, 1)
-    bits = ((key >> 9) & 0x7FFF) | ((key & 1) << 15)
-    return key, widen(bits.to(tl.uint16).to(DTYPE, bitcast=True))
+def row_keys(do, BDV: tl.constexpr):
+    """Numbers that sort as |dO|, and name column and sign: one reduction finds all three.
+
+    From the highest bit: 15 bits of |dO|, the column counted from the right (of equals the first
+    is taken: in a row of zeros that is a column which is stored), the sign.
+    """
+    bits = do.to(tl.uint16, bitcast=True).to(tl.uint32)
+    columns = ((BDV - 1 - tl.arange(0, BDV)) << 1).to(tl.uint32)
+    return (bits << 17) | (bits >> 15) | columns[None, :]
 
 
 @triton.jit
-def row_keys(do, BM: tl.constexpr, BDV: tl.constexpr):
-    """Integers that sort as |dO| and name column and sign: one reduction finds all three."""
-    bits = do.to(tl.uint16, bitcast=True).to(tl.int32)
-    size = bits & 0x7FFF
-    if do.dtype == tl.bfloat16:
-        # Kernels may flush subnormal float32 to zero.
-        size = tl.where(size < 0x0080, 0, size)
-    # Of equals the first: in a row of zeros that is a column which is stored.
-    columns = tl.broadcast_to((BDV - 1 - tl.arange(0, BDV))[None, :], [BM, BDV])
-    return (size << 9) | (columns << 1) | ((bits >> 15) & 1)
+def largest(keys, DTYPE: tl.constexpr):
+    """(largest key of each row, the dO it stands for as float32); keys [BM, BDV]."""
+    key = tl.max(keys, 1)
+    g = widen(((key >> 17) | ((key & 1) << 15)).to(tl.uint16).to(DTYPE, bitcast=True))
+    # Kernels may flush subnormal float32 to zero; of FP16 all are normal there.
+    return key, tl.where(tl.abs(g) < SMALLEST, 0.0, g)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def carrier_kernel(
     rows = m0 + tl.arange(0, BM)
     row = b * stride_lb + h * stride_lh
     delta = tl.load(delta_ptr + row + rows, mask=rows < sq, other=0.0)
-    keys = row_keys(do, BM, BDV)
+    keys = row_keys(do, BDV)
     key1, g1 = largest(keys, DTYPE)
     x1, rest = carried(delta, g1, DTYPE, True)
     keys2 = tl.where(keys == key1[:, None], 0, keys)
@@ -94,9 +94,9 @@ def carrier_kernel(
     keys3 = tl.where(keys2 == key2[:, None], 0, keys2)
     key3, g3 = largest(keys3, DTYPE)
     x3, rest = carried(rest, g3, DTYPE, False)
-    # From the last to the first: keys of value 0 may be equal, and nothing hides the first.
-    tile = tl.where((keys == key3[:, None]) & (g3 != 0.0)[:, None], x3[:, None], 0.0)
-    tile = tl.where((keys == key2[:, None]) & (g2 != 0.0)[:, None], x2[:, None], tile)
+    # Every key is there once, and x is 0 where dO is.
+    tile = tl.where(keys == key3[:, None], x3[:, None], tl.zeros_like(do))
+    tile = tl.where(keys == key2[:, None], x2[:, None], tile)
     tile = tl.where(keys == key1[:, None], x1[:, None], tile)
     c_row = b * stride_cb + h * stride_ch
     store_tile(carrier_ptr + c_row, tile, m0, stride_cs, sq, BM, BDV, DV)
