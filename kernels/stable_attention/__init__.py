@@ -3,24 +3,27 @@
 Kernels load on first use, so that importing the package costs neither Triton nor a GPU.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stable_attention.api import stable_attention
+    from stable_attention.carriers import cure, cured
     from stable_attention.problem import AttentionArgumentError
 
-__all__ = ["AttentionArgumentError", "__version__", "stable_attention"]
+__all__ = ["AttentionArgumentError", "__version__", "cure", "cured", "stable_attention"]
+
+_HOMES = {
+    "AttentionArgumentError": "problem",
+    "cure": "carriers",
+    "cured": "carriers",
+    "stable_attention": "api",
+}
 
 
 def __getattr__(name: str):
-    if name == "stable_attention":
-        from stable_attention.api import stable_attention
-
-        return stable_attention
-    if name == "AttentionArgumentError":
-        from stable_attention.problem import AttentionArgumentError
-
-        return AttentionArgumentError
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,7 @@ from stable_attention import configs
 from stable_attention.hopper import backward as hopper
 from stable_attention.hopper import forward as hopper_forward
 from stable_attention.hopper import rows
-from stable_attention.triton import backward, forward, preprocess
+from stable_attention.triton import backward, carrier, forward, preprocess
 from stable_attention.triton.launches import anew
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 KERNELS = (
     forward.forward_kernel,
     preprocess.preprocess_kernel,
+    carrier.carrier_kernel,
     backward.dkdv_kernel,
     backward.dq_kernel,
     rows.rows_kernel,

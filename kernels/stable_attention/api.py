@@ -42,6 +42,7 @@ def stable_attention(
     beta: float = 2.0,
     eps: float = 1e-3,
     deterministic: bool = False,
+    backward: str = "auto",
     allow_broken: bool = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -86,8 +87,11 @@ def stable_attention(
             O itself; for experiments).
         beta, eps: parameters of "dynamic_max" (arXiv 2510.04212, Algorithm 1): factor of a
             repeated positive row maximum, and the distance in logits within which maxima repeat.
-        deterministic: ask for bitwise reproducible gradients, which all present kernels give
+        deterministic: ask for bitwise reproducible gradients, which all kernels of our own give
             with False too.
+        backward: whose backward pass runs: "own", "sdpa_cudnn" or "sdpa_flash" (torch's), "fa4"
+            (FlashAttention-4), or "auto", the one that was measured to be best for the call's
+            architecture, else "own". All get the same delta (`vendors`).
         return_lse: also return the float32 log-sum-exp (natural log; includes the sink),
             [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf. It costs
             "compensated" a sum that training does without, and changes nothing else.
@@ -123,6 +127,7 @@ def stable_attention(
         beta=beta,
         eps=eps,
         deterministic=deterministic,
+        backward=backward,
         allow_broken=allow_broken,
     )
     return attend(

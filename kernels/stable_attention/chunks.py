@@ -56,6 +56,9 @@ def _describe(
     require(sinks is None, "sinks", "given", "None", remedy)
     given = {name: named.pop(name) for name in OF_TENSORS if name in named}
     options = Options.of(allow_broken=True, **named)
+    allowed = "'auto' or 'own', which are the same here"
+    whole = "Other libraries' backward passes take whole sequences."
+    require(options.backward in ("auto", "own"), "backward", repr(options.backward), allowed, whole)
     if options.dropout_p > 0 and given.get("dropout_seed") is None:
         raise AttentionArgumentError(
             "dropout_seed", None, "an int or an int64 tensor", "All chunks must share one seed."

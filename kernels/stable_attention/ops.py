@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from stable_attention import dispatch, flops
+from stable_attention import dispatch, flops, vendors
 from stable_attention.layouts import readable
 from stable_attention.pieces import joined
 from stable_attention.problem import Extras, Problem, options_of
@@ -63,6 +63,7 @@ def _forward(
     """
     problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
     extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
+    vendors.select(problem, q.device)  # refuses what the backward would have to
     result = dispatch.select(problem, q.device).forward(
         problem, q, k, v, extras=extras, with_max_logits=with_max_logits, with_lse=with_lse
     )
@@ -110,10 +111,15 @@ def _backward(
     delta, dsinks = kernels.preprocess(
         problem, dout, out, low=low, lse=lse, dlse=dlse, extras=extras
     )
-    whole, gradients = new_gradients(problem, q, k, v, together=together)
-    dq, dk, dv = kernels.backward(
-        problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=gradients
-    )
+    vendor = vendors.select(problem, q.device) if q.numel() and k.numel() else None
+    if vendor is not None and (dlse is None or vendor.takes_dlse):
+        dq, dk, dv = vendor.backward(problem, dout, q, k, v, lse=lse, delta=delta, extras=extras)
+        whole = torch.cat((dq, dk, dv), -1) if together else None
+    else:
+        whole, gradients = new_gradients(problem, q, k, v, together=together)
+        dq, dk, dv = kernels.backward(
+            problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=gradients
+        )
     if whole is not None:
         dq, dk, dv = whole, q.new_empty(0), q.new_empty(0)
     if sinks is None or dsinks is None:

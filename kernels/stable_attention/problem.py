@@ -30,6 +30,8 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127
 MAX_SOFTCAP = 1e5
 # Global batch and head indices are 32-bit, and a launch has fewer than 2^16 of each.
 MAX_OFFSET = 2**31 - 2**16
+# Whose backward pass runs; see `vendors`.
+BACKWARDS = ("auto", "own", "sdpa_cudnn", "sdpa_flash", "fa4")
 # Problems and specs remembered: packed batches have new lengths at every step.
 KEPT = 1024
 
@@ -264,6 +266,11 @@ class Options:
     beta: float = _option(float, 2.0, _dynamic)
     eps: float = _option(float, 1e-3, _dynamic)
     deterministic: bool = _option(bool, False, flag)
+    backward: str = _option(
+        str,
+        "auto",
+        lambda name, x: choose(name, x, BACKWARDS, "It is whose backward pass runs."),
+    )
 
     @classmethod
     def of(

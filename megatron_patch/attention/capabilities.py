@@ -6,6 +6,7 @@ so that configurations can be checked anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ class Machine:
     triton_interpreter: bool = False
     """TRITON_INTERPRET=1: Triton kernels run on the CPU."""
 
+
+OURS = ("auto", "own")
+"""Values of ``attention.backward`` that need no other library."""
 
 NOT_COMPENSATED = {
     "dynamic_max": "stabilizer dynamic_max: plain numerics with the paper's dynamic maximum",
@@ -53,6 +57,9 @@ def unsupported(
         )
     yield from _unsupported_shape(row, facts)
     yield from _unsupported_features(row, facts)
+    if row.borrows and facts.backward not in OURS:
+        for complaint in unsupported_backward(facts.backward, facts, machine=machine):
+            yield f"attention.backward {facts.backward!r}: {complaint}. Use attention.backward: own"
     if machine is not None:
         yield from _unsupported_machine(row, facts, machine)
 
@@ -109,18 +116,38 @@ def _unsupported_features(row: Capability, facts: LayerRequirements) -> Iterator
         "max_logits": (facts.max_logits, "the maximum logit of each head (qk_clip)"),
         "cp": (facts.cp > 1, f"context parallelism ({facts.cp} ranks)"),
         "stabilizers": (
-            facts.stabilizer != "compensated",
+            facts.stabilizer not in (row.stabilizers or ("compensated",)),
             f"attention.stabilizer {facts.stabilizer!r}",
         ),
     }
     for name, (wanted, text) in asked.items():
         if name == "open_window" and not row.window:
             continue  # already said
-        if wanted and not getattr(row, name):
-            alternatives = [other for other, r in BACKENDS.items() if getattr(r, name)]
+        if wanted and (name == "stabilizers" or not getattr(row, name)):
+            alternatives = [other for other, r in BACKENDS.items() if _has(r, name, facts)]
             # `none` cannot be turned off: numerics that are a backend's own have no name here.
             remedy = "Remove that key" if name == "stabilizers" else "Turn it off"
             yield f"{text} is not something it has. {remedy}, or use {_either(alternatives)}"
+
+
+def _has(row: Capability, name: str, facts: LayerRequirements) -> bool:
+    return facts.stabilizer in row.stabilizers if name == "stabilizers" else getattr(row, name)
+
+
+def unsupported_backward(
+    name: str, facts: LayerRequirements, *, machine: Machine | None = None
+) -> Iterator[str]:
+    """What a backward of another library (a row of `BACKENDS`) cannot do for our own forward.
+
+    Sinks, maximum logits and the stabilizer are the forward's.
+    """
+    if facts.dropout:
+        yield "attention dropout (model.attention_dropout) is drawn by each library in its own way"
+    asked = dataclasses.replace(
+        facts, sinks=False, max_logits=False, dropout=False, stabilizer="compensated"
+    )
+    for complaint in unsupported(name, asked, machine=machine):
+        yield complaint.partition(". ")[0]  # its remedy is another backend
 
 
 def _unsupported_machine(row: Backend, facts: LayerRequirements, machine: Machine) -> Iterator[str]:

@@ -49,8 +49,8 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Args:
         backend: a name of `BACKENDS`.
         options: settings of the backend (``stable_flash``: stabilizer, residual, beta, eps,
-            allow_broken) and, where it is ours, of context parallelism (gradient_wire,
-            head_groups: see `context_parallel_attention`).
+            backward, allow_broken; ``fa4``: stabilizer, residual) and, where it is ours, of context
+            parallelism (gradient_wire, head_groups: see `context_parallel_attention`).
 
     Returns:
         A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
@@ -179,6 +179,7 @@ class CoreAttention(torch.nn.Module):
             cp=cp,
             mla=mla,
             stabilizer=self.options.get("stabilizer", "compensated"),
+            backward=self.options.get("backward", "auto"),
         )
 
     def _make_softmax_offset(self) -> None:

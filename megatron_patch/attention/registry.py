@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
@@ -18,6 +19,7 @@ from megatron_patch.attention.capabilities import (
     NOT_COMPENSATED,
     Machine,
     unsupported,
+    unsupported_backward,
 )
 from megatron_patch.schema.model import attention_head_dim, query_groups
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatron_patch.schema.run import RunConfig
+
+BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
+"""Backends whose backward pass can serve the forward of ``stable_flash``."""
 
 MAX_LAYERS = 10_000
 """Far above any model; one that asks for more has a mistyped number of layers."""
@@ -83,7 +88,20 @@ def check(name: str, facts: LayerRequirements, *, machine: Machine | None = None
         )
     row = BACKENDS[name]
     reason = NOT_COMPENSATED.get(facts.stabilizer, row.reason) if row.stabilizers else row.reason
-    return Selection(kind=facts.kind, backend=name, kernel=row.kernel, reason=reason)
+    kernel = row.kernel + _backward(name, facts, machine)
+    return Selection(kind=facts.kind, backend=name, kernel=kernel, reason=reason)
+
+
+def _backward(name: str, facts: LayerRequirements, machine: Machine) -> str:
+    """Whose backward runs, for the start-up line, and with ``auto`` what else could be asked."""
+    if name == "fa4" and facts.stabilizer == "compensated":
+        return ", backward; forward stable_attention (Triton)"
+    if not BACKENDS[name].borrows or facts.backward == "own":
+        return ""
+    if facts.backward != "auto":
+        return f", backward {facts.backward}"
+    others = [n for n in BORROWED if not list(unsupported_backward(n, facts, machine=machine))]
+    return f", backward own (or attention.backward: {', '.join(others)})" if others else ""
 
 
 def probe() -> Machine:
@@ -100,7 +118,17 @@ def probe() -> Machine:
 
 @functools.cache
 def _import_error(name: str) -> str:
-    """Why a module cannot be imported, in one line; empty if it can."""
+    """Why a module cannot be imported, in one line; empty if it can.
+
+    Of a distribution and version (name==version) only these are looked at: imports take seconds.
+    """
+    distribution, _, version = name.partition("==")
+    if version:
+        try:
+            found = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            return "it is not installed"
+        return "" if found == version else f"{found} is installed"
     try:
         importlib.import_module(name)
     except Exception as error:  # a broken installation raises anything, OSError included
@@ -147,6 +175,7 @@ def requirements_of(
         cp=parallel.context_parallel_size,
         mla=model.mla is not None,
         stabilizer=run.attention.stabilizer,
+        backward=run.attention.backward,
     )
 
 
@@ -222,6 +251,9 @@ def table() -> str:
     for name, row in BACKENDS.items():
         lines.append(f"{name}: {row.kernel}; {row.reason}")
         lines.extend(f"    {note}" for note in row.notes)
+        if row.borrows:
+            there = [other for other in BORROWED if _here(other, machine) == "yes"]
+            lines.append(f"    attention.backward here: {', '.join(['own', *there])}")
     return "\n".join(lines)
 
 

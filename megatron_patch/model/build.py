@@ -171,6 +171,8 @@ def _backend_options(run: RunConfig) -> dict[str, Any]:
     if not BACKENDS[attention.backend].stabilizers:
         return options
     options["stabilizer"] = attention.stabilizer
+    if attention.backward != "auto":
+        options["backward"] = attention.backward
     if attention.residual != "default":
         options["residual"] = attention.residual
     if attention.stabilizer == "dynamic_max":

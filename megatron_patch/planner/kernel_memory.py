@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.backends.row import FLOAT
+from megatron_patch.attention.capabilities import OURS
 from megatron_patch.stability.guard import TARGET
 
 if TYPE_CHECKING:
@@ -36,12 +37,16 @@ def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
 def score_bytes(run: RunConfig, n: RankShapes) -> int:
     """What a backend works on in its backward pass, beside what it saved and returns.
 
+    A backward of another library is handed a tensor in place of O.
+
     Score matrices of the unfused ones; dQ in float32, and two numbers a row, of ours on sm_90,
     which is planned for whatever the GPU.
     """
     row = BACKENDS[run.attention.backend]
     sums = FLOAT * n.T * n.q * (n.d + 2) if _sums_dq(run, n, row.summed_head_dims) else 0
-    return row.score_bytes(n, _keys(run, n)) + sums
+    borrowed = run.attention.backend == "fa4" or run.attention.backward not in OURS
+    carrier = n.T * n.q * n.dv * n.w if borrowed else 0
+    return row.score_bytes(n, _keys(run, n)) + sums + carrier
 
 
 def _sums_dq(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> bool:

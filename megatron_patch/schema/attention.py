@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BackendName = Literal["stable_flash", "sdpa_cudnn", "sdpa_flash", "te", "mcore_local", "reference"]
+BackendName = Literal[
+    "stable_flash", "sdpa_cudnn", "sdpa_flash", "fa4", "te", "mcore_local", "reference"
+]
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -15,7 +17,12 @@ class AttentionConfig:
     backend: BackendName = "stable_flash"
     """Kernel that serves core attention; see ``megatron-patch doctor``."""
     stabilizer: Literal["compensated", "dynamic_max", "none", "paper_bf16"] = "compensated"
-    """Numerics of ``stable_flash``; other backends accept only their own (leave the default)."""
+    """Numerics of ``stable_flash``; ``fa4`` has ``compensated`` and ``none``; other backends accept
+    only their own (leave the default)."""
+    backward: Literal["auto", "own", "sdpa_cudnn", "sdpa_flash", "fa4"] = "auto"
+    """Backward pass of ``stable_flash``: its own, or that of cuDNN, FlashAttention-2 (both by
+    PyTorch) or FlashAttention-4, given the same delta. ``auto`` is the fastest of those measured on
+    the GPU's architecture, else ``own``."""
     residual: Literal["default", "bf16", "int8"] = "default"
     """Format in which ``compensated`` keeps the low-order part of O for the backward."""
     dynamic_max_beta: float = 2.0

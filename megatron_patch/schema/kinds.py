@@ -54,8 +54,8 @@ _KEYS: dict[Kind, str] = {
         training.eval_interval training.eval_steps training.check_finite training.compile_fusions
         optimizer.implementation
         data.verify data.num_workers
-        attention.backend attention.stabilizer attention.residual attention.dynamic_max_beta
-        attention.dynamic_max_eps attention.allow_broken
+        attention.backend attention.stabilizer attention.backward attention.residual
+        attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken
         parallel checkpoint logging stability faults cluster
     """,
 }

@@ -58,13 +58,13 @@ def switch(sites: Sequence[Site]) -> int:
     """
     changed = 0
     for site in sites:
-        if (site.backend, site.stabilizer) == ("stable_flash", "compensated"):
+        if site.stabilizer == "compensated":
             continue
         module: Any = site.module
         name, options = TARGET
-        kept = {}
-        if site.backend == name and "residual" in module.options:
-            kept["residual"] = module.options["residual"]
+        kept: dict[str, Any] = {}
+        if site.backend == name:
+            kept = {k: module.options[k] for k in ("residual", "backward") if k in module.options}
         module.use(name, **options, **kept)
         changed += 1
     return changed

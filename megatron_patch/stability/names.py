@@ -38,8 +38,8 @@ SCALARS = {
     "rows": "query rows sampled per head of a layer, over all ranks",
 }
 
-COMPENSATED = "stable_flash/compensated"
-"""Backend and stabilizer, as meta.json names them, that the guard switches to."""
+COMPENSATED = ("stable_flash/compensated", "fa4/compensated")
+"""How meta.json names attention (backend/stabilizer) with the numerics the guard switches to."""
 
 LEVELS = ("ok", "watch", "danger")
 

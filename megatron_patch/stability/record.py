@@ -292,7 +292,7 @@ class Telemetry:
     def _stretch(self, rule: Rule, step: int, *, switched: bool = False) -> History:
         """Of records from ``step`` on."""
         configured = attention_at(self.meta, step)
-        return History(rule, compensated=switched or configured == COMPENSATED)
+        return History(rule, compensated=switched or configured.startswith(COMPENSATED))
 
 
 class History:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from megatron_patch.attention.capabilities import OURS
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, StepResult, Stop, Watcher
 from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
@@ -232,8 +233,12 @@ class Stability(Watcher):
 
     @property
     def _attention(self) -> str:
-        """Backend and stabilizer of the configuration, as meta.json names them."""
-        return f"{self.run.attention.backend}/{self.run.attention.stabilizer}"
+        """Backend, stabilizer and a borrowed backward of the configuration, as in meta.json."""
+        attention = self.run.attention
+        names: list[str] = [attention.backend, attention.stabilizer]
+        if attention.backward not in OURS:
+            names.append(attention.backward)
+        return "/".join(names)
 
     @property
     def _in_force(self) -> int:
@@ -243,7 +248,7 @@ class Stability(Watcher):
     @property
     def _compensated(self) -> bool:
         """Whether the run computes with what the guard switches to."""
-        return self._in_force > 0 or self._attention == COMPENSATED
+        return self._in_force > 0 or self._attention.startswith(COMPENSATED)
 
     @property
     def _reach(self) -> int:

@@ -107,7 +107,7 @@ def test_stable_flash_says_what_is_missing():
 def test_numerics_that_have_no_name_are_had_by_removing_the_key():
     """`sdpa_flash` with `stabilizer: none`, as who wants plain numerics writes it."""
     (complaint,) = unsupported("sdpa_flash", facts(stabilizer="none"))
-    assert complaint.endswith("Remove that key, or use stable_flash")
+    assert complaint.endswith("Remove that key, or use stable_flash or fa4")
 
 
 def test_te_determinism_needs_its_variable(monkeypatch):
@@ -208,3 +208,60 @@ def test_a_row_is_whole_and_every_name_of_the_schema_has_one():
 
     ours = {name: row.chunk_primitives for name, row in BACKENDS.items() if row.chunk_primitives}
     assert ours == PRIMITIVES
+
+
+BOTH = Machine(sm=(9, 0), missing={"transformer_engine": "none"})
+NO_FA4 = Machine(sm=(9, 0), missing={BACKENDS["fa4"].package: "it is not installed"})
+
+
+def test_the_startup_line_says_whose_backward_runs_and_what_else_could_be_asked():
+    def kernel(machine=NO_FA4, name="stable_flash", **changes):
+        return registry.check(name, facts(**changes), machine=machine).kernel
+
+    ours = "stable_attention (Triton)"
+    assert kernel() == f"{ours}, backward own (or attention.backward: sdpa_cudnn, sdpa_flash)"
+    assert kernel(BOTH).endswith("(or attention.backward: sdpa_cudnn, sdpa_flash, fa4)")
+    assert kernel(head_dim=256, v_head_dim=256).endswith("(or attention.backward: sdpa_flash)")
+    assert kernel(sinks=True).endswith("(or attention.backward: sdpa_cudnn, sdpa_flash)")
+    assert kernel(window=(4, 0)) == kernel(backward="own") == ours
+    assert kernel(backward="sdpa_cudnn") == f"{ours}, backward sdpa_cudnn"
+    assert kernel(BOTH, "fa4") == f"FlashAttention-4, backward; forward {ours}"
+    assert kernel(BOTH, "fa4", stabilizer="none") == "FlashAttention-4"
+
+
+def test_a_borrowed_backward_is_refused_with_all_it_lacks():
+    wanted = facts(backward="sdpa_cudnn", dropout=True, window=(4, 0), cp=2, deterministic=True)
+    complaints = list(unsupported("stable_flash", wanted, machine=NO_FA4))
+    assert len(complaints) == 4
+    for complaint, part in zip(
+        complaints, ("dropout", "window", "repeatable", "context parallelism"), strict=True
+    ):
+        assert complaint.startswith("attention.backward 'sdpa_cudnn': ")
+        assert part in complaint
+        assert complaint.endswith(". Use attention.backward: own")
+    # Those are the forward's, which is our own.
+    mild = facts(backward="sdpa_cudnn", sinks=True, max_logits=True, stabilizer="none")
+    assert not list(unsupported("stable_flash", mild, machine=NO_FA4))
+    (complaint,) = unsupported("stable_flash", facts(backward="fa4"), machine=NO_FA4)
+    assert "flash-attn-4==" in complaint and "it is not installed" in complaint
+
+
+def test_fa4_says_what_to_install_and_has_two_stabilizers():
+    (complaint,) = unsupported("fa4", facts(), machine=NO_FA4)
+    assert "it is not installed" in complaint and "pip install flash-attn-4==" in complaint
+    (complaint,) = unsupported("fa4", facts(stabilizer="dynamic_max"), machine=BOTH)
+    assert complaint.endswith("Remove that key, or use stable_flash")
+    assert not list(unsupported("fa4", facts(stabilizer="none"), machine=BOTH))
+
+
+def test_a_distribution_is_looked_up_by_its_version():
+    pytest_version = f"pytest=={pytest.__version__}"
+    assert registry._import_error(pytest_version) == ""
+    assert registry._import_error("pytest==0") == f"{pytest.__version__} is installed"
+    assert registry._import_error("no-such-distribution==1") == "it is not installed"
+
+
+def test_a_backward_without_effect_is_refused():
+    run = tiny_run(attention={"backend": "sdpa_flash", "backward": "sdpa_cudnn"})
+    (problem,) = (p for p in checks.problems(run) if p.path == "attention.backward")
+    assert "'sdpa_cudnn' has no effect with attention.backend 'sdpa_flash'" in str(problem)

@@ -19,6 +19,7 @@ from stable_attention import aot
 from stable_attention.hopper import launch as hopper
 from stable_attention.problem import Extras, Problem
 from stable_attention.triton.backward import backward
+from stable_attention.triton.carrier import carrier
 from stable_attention.triton.forward import forward
 from stable_attention.triton.preprocess import preprocess
 
@@ -38,6 +39,7 @@ for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
         r = forward(p, q, k, v, extras=extras, with_lse=False)  # as in training
         lse = r.row_lse if r.row_lse.dim() > 1 else r.lse
         delta, _ = preprocess(p, g, r.out, low=r.low, lse=lse, dlse=None, extras=extras)
+        carrier(g, delta, layout="bshd", into=r.out, sk=p.sk)
         backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
         if arch == "sm90" and d == dv and d in (64, 128):
             hopper.forward(p, q, k, v, extras=extras, with_lse=False)

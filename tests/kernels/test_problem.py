@@ -23,6 +23,7 @@ OTHER = {
     "beta": -7.25,
     "eps": 1e-30,
     "deterministic": True,
+    "backward": "sdpa_flash",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import dry_run
 import pytest
@@ -290,6 +291,19 @@ def test_a_guard_that_switches_is_planned_for_the_larger_numerics(backend):
     assert switching(backend, "none", "switch") == after > before
     unfused = switching("mcore_local", "compensated", "warn")
     assert switching("mcore_local", "compensated", "switch") == unfused > after
+
+
+def test_a_borrowed_backward_is_planned_with_what_stands_in_for_o():
+    from megatron_patch.planner.kernel_memory import score_bytes
+
+    sizes = SimpleNamespace(T=10, q=4, d=64, dv=64, w=2, s=10)
+
+    def of(**attention):
+        return score_bytes(tiny_run(attention=attention), sizes)
+
+    assert of(backward="sdpa_flash") - of() == 10 * 4 * 64 * 2
+    assert of(backward="own") == of()
+    assert of(backend="fa4") > of(backend="sdpa_flash")
 
 
 def test_the_measurement_sees_a_tensor_that_is_kept():

@@ -221,15 +221,19 @@ def test_the_guard_exchanges_what_needs_it_once() -> None:
     from megatron_patch.stability.observe import Site
 
     modules = [
-        Recorder("stable_flash", stabilizer="none", residual="int8"),
+        Recorder("stable_flash", stabilizer="none", residual="int8", backward="sdpa_flash"),
         Recorder("sdpa_cudnn"),
         Recorder("stable_flash"),
+        Recorder("fa4"),
+        Recorder("fa4", stabilizer="none"),
     ]
     sites = [Site(m, i, "x", torch.nn.Module()) for i, m in enumerate(modules)]
-    assert guard.switch(sites) == 2
-    assert modules[0].calls == [("stable_flash", {"stabilizer": "compensated", "residual": "int8"})]
-    assert modules[1].calls == [("stable_flash", {"stabilizer": "compensated"})]
-    assert modules[2].calls == []
+    assert guard.switch(sites) == 3
+    kept = {"residual": "int8", "backward": "sdpa_flash"}
+    assert modules[0].calls == [("stable_flash", {"stabilizer": "compensated", **kept})]
+    for module in (modules[1], modules[4]):
+        assert module.calls == [("stable_flash", {"stabilizer": "compensated"})]
+    assert modules[2].calls == modules[3].calls == []
     assert guard.switch(sites) == 0
 
 

@@ -301,7 +301,7 @@ def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path: Path) 
     write_on("sdpa_cudnn/compensated", {50: 0})
     assert not record.read(tmp_path).history().compensated
     write_on("stable_flash/none", {60: 0})
-    write_on("stable_flash/compensated", {70: 0})
+    write_on("stable_flash/compensated/sdpa_cudnn", {70: 0})
     assert record.read(tmp_path).history().compensated
     Writer(tmp_path, meta("stable_flash/none"), start_step=70).close()
     found = record.read(tmp_path)

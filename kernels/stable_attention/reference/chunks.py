@@ -45,7 +45,8 @@ def _rules(
 ) -> tuple[Rules, list[tuple[slice, slice, At]]]:
     """The rules of a pair of chunks, and (rows, keys, where they are) of every sequence in it.
 
-    ``numerics`` (stabilizer, residual, beta, eps, deterministic) change nothing here.
+    ``numerics`` (stabilizer, residual, beta, eps, deterministic, backward) change nothing
+    here.
     """
     if dropout_p and dropout_seed is None:
         raise ValueError("dropout needs dropout_seed: all chunks must share one")

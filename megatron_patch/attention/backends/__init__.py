@@ -1,6 +1,6 @@
 """One file a backend with its row; `BACKENDS` is the table of them."""
 
-from megatron_patch.attention.backends import mcore_local, reference, sdpa, stable, te
+from megatron_patch.attention.backends import fa4, mcore_local, reference, sdpa, stable, te
 from megatron_patch.attention.backends.row import Backend
 
 BACKENDS: dict[str, Backend] = {
@@ -9,6 +9,7 @@ BACKENDS: dict[str, Backend] = {
         stable.BACKEND,
         sdpa.CUDNN,
         sdpa.FLASH,
+        fa4.BACKEND,
         te.BACKEND,
         mcore_local.BACKEND,
         reference.BACKEND,

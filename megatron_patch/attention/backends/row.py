@@ -65,6 +65,8 @@ class LayerRequirements:
     cp: int = 1
     mla: bool = False
     stabilizer: str = "compensated"
+    backward: str = "auto"
+    """``attention.backward``."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -94,9 +96,11 @@ class Capability:
     cp: bool = False
     min_sm: tuple[int, int] = (0, 0)
     package: str | None = None
-    """Module that must be importable."""
-    stabilizers: bool = False
-    """Has a choice of stabilizers; others accept only the default setting."""
+    """Module that must be importable, or distribution and version (name==version)."""
+    stabilizers: tuple[str, ...] = ()
+    """The stabilizers it has a choice of; the others accept only the default setting."""
+    borrows: bool = False
+    """Can take the backward pass of another library (``attention.backward``)."""
     notes: tuple[str, ...] = ()
 
 

@@ -39,7 +39,8 @@ def run(call: AttentionCall) -> Result:
     return out[0], out[1]
 
 
-def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+def saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+    """O, LSE and the low-order part of O where the stabilizer keeps it."""
     from stable_attention.stabilizers import STABILIZERS
 
     return n.T * n.q * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
@@ -73,14 +74,15 @@ BACKEND = Backend(
     min_sm=(8, 0),
     softcap=True,
     cp=True,
-    stabilizers=True,
+    stabilizers=("compensated", "dynamic_max", "none", "paper_bf16"),
+    borrows=True,
     package="stable_attention.api",
     notes=("on a CPU only under Triton's interpreter (TRITON_INTERPRET=1)",),
     run=run,
     interpreted=True,
     chunk_primitives="stable_attention.chunks",
     switchable=True,
-    saved_bytes=_saved_bytes,
+    saved_bytes=saved_bytes,
     summed_head_dims=(64, 128),
     warm=warm,
 )

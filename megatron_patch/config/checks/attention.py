@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Settings that contradict each other, and what the backend cannot serve in this model."""
     yield from _stabilizer(run)
+    attention = run.attention
+    if attention.backward != "auto" and not BACKENDS[attention.backend].borrows:
+        yield Problem(
+            "attention.backward",
+            f"{attention.backward!r} has no effect with attention.backend {attention.backend!r}, "
+            "which has its own: leave it out, or use stable_flash",
+        )
     said = set()
     for facts in registry.layer_kinds(run):
         for complaint in unsupported(run.attention.backend, facts):
@@ -45,8 +52,8 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
     ):
         yield Problem(
             "attention.residual",
-            f"{attention.residual!r} has no effect: only backend stable_flash with stabilizer "
-            "compensated keeps a low-order part; leave it out",
+            f"{attention.residual!r} has no effect: only backends stable_flash and fa4 with "
+            "stabilizer compensated keep a low-order part; leave it out",
         )
     if name == "dynamic_max":
         if not attention.dynamic_max_beta > 1:

@@ -32,7 +32,7 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
             f"switch has nothing to switch to with attention.backend {attention.backend!r} "
             f"(it can with {', '.join(switchable)}); use guard: warn or stop",
         )
-    elif attention.backend == "stable_flash" and attention.stabilizer == "compensated":
+    elif BACKENDS[attention.backend].stabilizers and attention.stabilizer == "compensated":
         yield Problem(
             "stability.guard",
             "switch has nothing to switch to: attention.stabilizer is compensated already; "

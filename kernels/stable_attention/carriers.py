@@ -1,0 +1,190 @@
+"""Our delta for the backward passes of other people's attention: `cure` and `cured`.
+
+A backward pass reads O for delta = rowsum(dO o O) alone, so a tensor that stands in for O decides
+its delta: a carrier (`triton.carrier`). Which tensor is handed in is all that changes; forward,
+backward and LSE stay theirs.
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):  # [b, h, s, d], bfloat16
+            sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+            return stable_attention.cured(sdpa, q, k, v, layout="bhsd", causal=True)
+
+Shape legend: as in `api`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from stable_attention import ops
+from stable_attention.api import attend
+from stable_attention.chunks import chunk_delta
+from stable_attention.describe import DTYPES, check_rank
+from stable_attention.dispatch import on_device
+from stable_attention.layouts import LAYOUTS, readable, row_shape
+from stable_attention.problem import Options, choose, require, show
+from stable_attention.reference import reference_attention
+from stable_attention.reference.carrier import carrier as reference_carrier
+from stable_attention.triton.carrier import carrier as launch_carrier
+
+# From rows as delta has them, [b, h, s] or [h, t], to those of a layout.
+_ROWS = {"bshd": (0, 2, 1), "sbhd": (2, 0, 1), "bhsd": (0, 1, 2), "thd": (1, 0)}
+
+
+class Carrier(NamedTuple):
+    """A stand-in for O."""
+
+    out: torch.Tensor
+    """dO's shape and dtype, at most three non-zero numbers a row."""
+    lacking: torch.Tensor
+    """Bool, on the device, of the call: a row has no exact carrier, and the gradients are not what
+    they should be. Rows whose dO has one or two non-zero numbers get delta to 16 bits, which is
+    what O itself gives; FP16 out of range becomes infinite."""
+
+
+def carrier(dout: torch.Tensor, delta: torch.Tensor, *, layout: str = "bshd") -> Carrier:
+    """The carrier of a delta, for those who have one (or O in float32): rowsum(dO * carrier).
+
+    Args:
+        dout: gradient of O, bfloat16 or float16, in ``layout``.
+        delta: float32 [b, h, sq], or [h, tq] for thd: rowsum(dO * O), less dLSE where the backward
+            has no argument for that.
+
+    Raises:
+        AttentionArgumentError: a wrong dtype, shape or layout.
+    """
+    choose("layout", layout, LAYOUTS)
+    check_rank("dout", dout, layout)
+    allowed = "torch.bfloat16 or torch.float16"
+    require(dout.dtype in DTYPES, "dout.dtype", dout.dtype, allowed, "float32 needs no carrier.")
+    rows = row_shape(layout, dout)
+    ok = isinstance(delta, torch.Tensor) and delta.dtype == torch.float32 and delta.shape == rows
+    require(ok, "delta", show(delta), f"a float32 tensor of shape {rows}", "One number a row.")
+    if not _by_kernels(dout):
+        out, lacking = reference_carrier(dout, delta.permute(_ROWS[layout]))
+        return Carrier(out, lacking.any())
+    dout = readable(dout, layout)
+    out = torch.empty_like(dout)
+    ends = on_device(launch_carrier)(dout, delta.contiguous(), layout=layout, into=out)
+    return Carrier(out, ends[0, 1] > 0)
+
+
+def cure(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    layout: str = "bshd",
+    **mask: Any,
+) -> Carrier:
+    """What to hand a backward pass of one's own in place of O, to give it our delta.
+
+    Costs one forward pass of ours: O in 16 bits, which is all that others keep, has lost what delta
+    needs. Whoever runs `stable_attention` in the forward pass saves that (``backward=``). On a CPU
+    it is plain PyTorch.
+
+    Args:
+        q, k, v, dout: in ``layout``, bfloat16 or float16.
+        **mask: causal, window, scale, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k of `stable_attention`: what the attention is that is to be cured. Dropout
+            is not served, since everyone draws it in their own way.
+
+    Raises:
+        AttentionArgumentError: as `stable_attention`.
+        TypeError: other keywords.
+    """
+    unknown = sorted(set(mask) - set(_OPTIONS) - set(_TENSORS))
+    if unknown:
+        raise TypeError(f"cure() takes no {', '.join(unknown)}")
+    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    with torch.no_grad():
+        if _by_kernels(q):
+            options = Options.of(layout=layout, **{x: mask[x] for x in _OPTIONS if x in mask})
+            given = {x: mask[x] for x in _TENSORS if x in mask}
+            out, low = attend(q, k, v, options, return_residual=True, **given)
+            rows = dout.new_empty(row_shape(layout, out), dtype=torch.float32)
+            delta, _ = chunk_delta(dout, out, rows, layout=layout, low=low)
+        else:
+            known = {x: y for x, y in mask.items() if not x.startswith("max_")}
+            wide = (x.float() for x in (q, k, v))
+            exact = reference_attention(*wide, layout=layout, **known)
+            assert isinstance(exact, torch.Tensor)
+            delta = (dout.float() * exact).sum(-1)
+            delta = delta.permute(_back(_ROWS[layout]))
+        return carrier(dout, delta, layout=layout)
+
+
+_OPTIONS = ("causal", "window", "scale", "softcap")
+_TENSORS = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def _back(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(i) for i in range(len(order)))
+
+
+def _by_kernels(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda" or ops.interpreting()
+
+
+def cured(
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str = "bshd",
+    **mask: Any,
+) -> torch.Tensor:
+    """``attention(q, k, v)``, whose backward pass gets our delta.
+
+    For any attention whose autograd rule saves its output for its backward, as those of PyTorch,
+    FlashAttention and Transformer Engine do: when the backward pass asks for what was saved, the
+    output is replaced by the carrier of `cure`. The backward costs one forward pass of ours more.
+
+    Args:
+        attention: returns O with q's rows, [..., dv] or [..., h * dv]; any kernel, no dropout.
+        q, k, v: in ``layout``.
+        **mask: as in `cure`; it must say what ``attention`` computes.
+
+    Returns:
+        What ``attention`` returned.
+
+    Raises:
+        ValueError: it saves no tensor in the memory of its output.
+    """
+    saved: set[int] = set()
+    grads: list[torch.Tensor] = []
+    place: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.add(x.data_ptr())
+        return x
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        if not grads or x.data_ptr() != place[0].data_ptr() or x.dtype != place[0].dtype:
+            return x
+        dout, out = grads.pop(), place[0]
+        found = cure(q, k, v, dout.reshape(*q.shape[:-1], v.shape[-1]), layout=layout, **mask).out
+        # As O lies in memory, whatever view of it was returned.
+        stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        stand_in.as_strided(out.shape, out.stride()).copy_(found.reshape(out.shape))
+        return stand_in
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = attention(q, k, v)
+    if not out.requires_grad:
+        return out
+    if out.data_ptr() not in saved:
+        raise ValueError(
+            f"{attention!r} saves no tensor in the memory of its output for its backward pass; "
+            "allowed: attentions whose backward reads O. Use stable_attention itself, or give "
+            "your backward the carrier of stable_attention.cure"
+        )
+    place.append(out.detach())
+    # Before the backward of `attention` runs, and unpacks.
+    out.register_hook(lambda dout: grads.__setitem__(slice(None), [dout]))
+    return out

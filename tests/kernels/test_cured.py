@@ -1,0 +1,129 @@
+"""`cure` and `cured`: PyTorch's own attention, on a CPU, with our delta in its backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from regimes import make_regime
+from torch.nn import functional
+
+import stable_attention
+from stable_attention import ops
+from stable_attention.carriers import carrier
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+CAUSAL: Attention = functools.partial(functional.scaled_dot_product_attention, is_causal=True)
+
+
+class Layer(torch.nn.Module):
+    """A plain layer of somebody's model: projections around PyTorch's attention."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.qkv = torch.nn.Linear(32, 3 * 32, dtype=torch.bfloat16)
+        self.proj = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        out = self.attention(q, k, v).transpose(1, 2)
+        return x + self.proj(out.reshape(b, s, 32))
+
+
+def _cured(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return stable_attention.cured(CAUSAL, q, k, v, layout="bhsd", causal=True)
+
+
+def _dq(attention: Attention, inputs: list[torch.Tensor], dout: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    return torch.autograd.grad(attention(q, k, v), q, dout)[0].double()
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "pytorch"])
+@pytest.mark.parametrize("name", ["one", "near2"])
+def test_dq_of_a_sink(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(ops, "interpreting", lambda: False)
+    *inputs, dout = (x[None] for x in make_regime(name, heads=1, n=96))
+    exact = _dq(CAUSAL, [x.double() for x in inputs], dout.double())
+    plain, cured = (
+        float((_dq(f, inputs, dout) - exact).norm() / exact.norm()) for f in (CAUSAL, _cured)
+    )
+    assert cured < 0.35 * plain
+    assert cured < 0.2
+
+
+def test_a_plain_model_trains_with_it_and_its_outputs_are_its_own() -> None:
+    found = {}
+    x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for name, attention in (("plain", CAUSAL), ("cured", _cured)):
+        torch.manual_seed(3)
+        layer = Layer(attention)
+        out = layer(x)
+        out.float().square().mean().backward()
+        found[name] = [out.detach(), *(p.grad for p in layer.parameters())]
+    assert torch.equal(found["plain"][0], found["cured"][0])
+    for one, other in zip(found["plain"][1:], found["cured"][1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=1e-4)
+    assert not torch.equal(found["plain"][1], found["cured"][1])
+
+
+def test_the_output_may_be_a_view_and_the_graph_run_twice() -> None:
+    *inputs, dout = (x[None] for x in make_regime("one", heads=1, n=32))
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+
+    def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return CAUSAL(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(2)
+
+    expected = torch.autograd.grad(_cured(q, k, v), q, dout)[0]
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    out = stable_attention.cured(flat, *rows, layout="bshd", causal=True)
+    assert out.shape == (1, 32, 64)
+    gradient = dout.transpose(1, 2).flatten(2)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(out, q, gradient, retain_graph=True)[0], expected)
+
+
+def test_an_attention_that_saves_no_output_is_refused() -> None:
+    q = torch.randn(1, 1, 8, 16, requires_grad=True).bfloat16()
+
+    def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+    with pytest.raises(ValueError, match="saves no tensor in the memory of its output"):
+        stable_attention.cured(unfused, q, q, q, layout="bhsd")
+    with torch.no_grad():
+        stable_attention.cured(unfused, q, q, q, layout="bhsd")
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "pytorch"])
+def test_what_a_carrier_is_asked_for(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(ops, "interpreting", lambda: False)
+    dout = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    delta = dout.float().sum(-1).transpose(1, 2)
+    out, lacking = carrier(dout, delta)
+    assert not lacking
+    torch.testing.assert_close((dout.float() * out.float()).sum(-1).transpose(1, 2), delta)
+    dout[0, 0, 0] = 0
+    assert carrier(dout, torch.ones_like(delta)).lacking
+    with pytest.raises(ValueError, match=r"delta is a torch.float32 tensor.*shape \(2, 3, 5\)"):
+        carrier(dout, delta.transpose(1, 2))
+    with pytest.raises(ValueError, match="float32 needs no carrier"):
+        carrier(dout.float(), delta)
+    with pytest.raises(TypeError, match="takes no dropout_p"):
+        stable_attention.cure(dout, dout, dout, dout, dropout_p=0.1)
+
+
+def test_packed_sequences() -> None:
+    q, k, v, dout = torch.randn(4, 20, 2, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    packed = {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 13}
+    found, lacking = stable_attention.cure(q, k, v, dout, layout="thd", **packed)
+    assert not lacking
+    alone = stable_attention.cure(*(x[None, 7:] for x in (q, k, v, dout)), causal=True).out
+    assert torch.equal(found[7:], alone[0])

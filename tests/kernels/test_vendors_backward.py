@@ -1,0 +1,213 @@
+"""Backward passes of other libraries with our delta, by torch's flash attention for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import DEVICE
+from regimes import make_regime
+
+from stable_attention import AttentionArgumentError, fa4, stable_attention, vendors
+from stable_attention.chunks import chunk_forward
+from stable_attention.problem import Options
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="GPUs: gpu/test_borrowed.py")
+
+
+def _drawn(layout: str = "bshd", s: int = 48) -> list[torch.Tensor]:
+    """q, k, v and dO of a batch of 2 and 2 heads."""
+    shape = {"bshd": (2, s, 2, 16), "sbhd": (s, 2, 2, 16), "bhsd": (2, 2, s, 16)}[layout]
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+
+
+def _gradients(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    *inputs, dout = tensors
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = stable_attention(*inputs, **options)
+    assert isinstance(out, torch.Tensor)
+    return list(torch.autograd.grad(out, inputs, dout))
+
+
+def _close(found: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+    for x, y in zip(found, own, strict=True):
+        assert (x.float() - y.float()).norm() < 0.01 * y.float().norm()
+        assert x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("name", ["near2", "one", "kbias"])
+def test_errors_are_those_of_our_own_backward(name: str) -> None:
+    tensors = [x[None] for x in make_regime(name, heads=2, n=96)]
+    *inputs, dout = tensors
+    wide = [x.double().requires_grad_() for x in inputs]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    exact = torch.autograd.grad(attention(*wide, is_causal=True), wide, dout.double())
+    plain = [x.clone().requires_grad_() for x in inputs]
+    stock = torch.autograd.grad(attention(*plain, is_causal=True), plain, dout)
+
+    def error(found: Any) -> float:
+        return float((found[0].double() - exact[0]).norm() / exact[0].norm())
+
+    own, borrowed = (
+        error(_gradients(tensors, layout="bhsd", causal=True, backward=name))
+        for name in ("own", "sdpa_flash")
+    )
+    assert borrowed <= 1.1 * own
+    assert borrowed < 0.5 * error(stock)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_layouts(layout: str, causal: bool) -> None:
+    tensors = _drawn(layout)
+    own, found = (
+        _gradients(tensors, layout=layout, causal=causal, backward=name)
+        for name in ("own", "sdpa_flash")
+    )
+    _close(found, own)
+
+
+def test_one_buffer_of_q_k_and_v_gets_one_of_gradients() -> None:
+    *_, dout = _drawn()
+    wide = torch.cat(_drawn()[:3], -1)
+    found = []
+    for name in ("own", "sdpa_flash"):
+        leaf = wide.clone().requires_grad_()
+        out = stable_attention(*leaf.split(16, -1), causal=True, backward=name)
+        found.append(torch.autograd.grad(out, leaf, dout))
+    _close(found[1], found[0])
+
+
+def test_sinks_take_their_share_and_get_their_gradient() -> None:
+    tensors = _drawn()
+    sinks = torch.tensor([0.5, -1.0])
+    found = []
+    for name in ("own", "sdpa_flash"):
+        leaf = sinks.clone().requires_grad_()
+        found.append(_gradients(tensors, causal=True, sinks=leaf, backward=name))
+        out = stable_attention(*tensors[:3], causal=True, sinks=leaf, backward=name)
+        found[-1].append(torch.autograd.grad(out, leaf, tensors[3])[0])
+    assert torch.equal(found[0].pop(), found[1].pop())
+    _close(found[1], found[0])
+
+
+def test_rows_without_a_carrier_have_the_call_served_by_our_own_backward() -> None:
+    tensors = _drawn()
+    tensors[3][1, 5, 1] = 0
+    tensors[3][1, 5, 1, 3] = 1.0
+    own, found = (_gradients(tensors, causal=True, backward=n) for n in ("own", "sdpa_flash"))
+    assert all(map(torch.equal, found, own))
+
+
+def test_a_gradient_of_lse_is_served_by_our_own_backward() -> None:
+    q, k, v, dout = _drawn()
+    found = []
+    for name in ("own", "sdpa_flash"):
+        leaf = q.clone().requires_grad_()
+        out, lse = stable_attention(leaf, k, v, return_lse=True, backward=name)
+        found.append(torch.autograd.grad([out, lse], leaf, [dout, lse.detach()])[0])
+    assert torch.equal(*found)
+
+
+LACKING = {
+    "dropout": {"dropout_p": 0.1},
+    "softcap": {"softcap": 30.0},
+    "window": {"window": (4, 0)},
+    "paper_bf16": {"stabilizer": "paper_bf16", "allow_broken": True},
+    "deterministic without torch.use_deterministic_algorithms": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("lacks", LACKING)
+def test_what_a_vendor_lacks_is_refused_in_the_forward(lacks: str) -> None:
+    q, k, v, _ = _drawn()
+    with pytest.raises(AttentionArgumentError) as raised:
+        stable_attention(q, k, v, backward="sdpa_flash", **LACKING[lacks])
+    text = str(raised.value)
+    assert f"backward is 'sdpa_flash', which lacks {lacks}" in text
+    assert "allowed: 'auto', 'own'." in text
+
+
+def test_all_that_is_lacking_is_said() -> None:
+    q, k, v, _ = _drawn()
+    with pytest.raises(AttentionArgumentError, match="lacks causal, sq != sk, gqa, softcap"):
+        stable_attention(
+            q, k[:, :32, :1], v[:, :32, :1], causal=True, softcap=9.0, backward="sdpa_flash"
+        )
+    packed = torch.tensor([0, 48], dtype=torch.int32)
+    with pytest.raises(AttentionArgumentError, match="lacks varlen"):
+        stable_attention(
+            q[0], k[0], v[0], layout="thd", cu_seqlens_q=packed, cu_seqlens_k=packed,
+            backward="sdpa_flash",
+        )  # fmt: skip
+    with pytest.raises(AttentionArgumentError, match="architecture interpreter"):
+        stable_attention(q, k, v, backward="sdpa_cudnn")
+    with pytest.raises(AttentionArgumentError, match=r"backward is 'sdpa_flash'; .*whole sequence"):
+        chunk_forward(q, k, v, backward="sdpa_flash")
+    with pytest.raises(
+        AttentionArgumentError, match="backward is 'vendor'; allowed: 'auto', 'own'"
+    ):
+        stable_attention(q, k, v, backward="vendor")
+
+
+def test_auto_is_our_own_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = _drawn()
+    auto, own = (_gradients(tensors, backward=name) for name in ("auto", "own"))
+    assert all(map(torch.equal, auto, own))
+    monkeypatch.setitem(vendors.AUTO, "interpreter", "sdpa_flash")
+    assert not all(map(torch.equal, _gradients(tensors, backward="auto"), own))
+    capped = {"softcap": 9.0}
+    auto, own = (_gradients(tensors, backward=name, **capped) for name in ("auto", "own"))
+    assert all(map(torch.equal, auto, own))
+
+
+def test_the_default_is_not_spelled_out_in_a_spec() -> None:
+    assert Options.of().backward == "auto"
+
+
+@pytest.fixture
+def looked_at_anew() -> Iterator[None]:
+    fa4.missing.cache_clear()
+    yield
+    fa4.missing.cache_clear()
+
+
+@pytest.mark.usefixtures("looked_at_anew")
+def test_fa4_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = _drawn()
+
+    def absent(_name: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", absent)
+    remedy = f"pip install flash-attn-4=={fa4.VERSION}"
+    with pytest.raises(AttentionArgumentError, match=f"flash-attn-4 is not installed.*{remedy}"):
+        stable_attention(q, k, v, backward="fa4")
+    fa4.missing.cache_clear()
+    monkeypatch.setattr(metadata, "version", lambda _name: "4.0.0")
+    assert fa4.missing().startswith(f"flash-attn-4 is 4.0.0, not {fa4.VERSION}")
+    fa4.missing.cache_clear()
+    monkeypatch.setattr(metadata, "version", lambda _name: fa4.VERSION)
+    assert "cannot be imported" in fa4.missing()
+
+
+def test_fa4_must_do_with_a_gradient_of_lse_what_it_is_here_for() -> None:
+    def run(dout, q, k, v, out, lse, dlse, *, factor=1.0, **_):
+        scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * 0.125
+        p = scores.masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf) - lse[..., None]
+        p = p.exp()
+        ds = torch.einsum("bihd,bjhd->bhij", dout.float(), v.float()) + factor * dlse[..., None]
+        ds = p * ds * 0.125
+        return (
+            torch.einsum("bhij,bjhd->bihd", ds, k.float()),
+            torch.einsum("bhij,bihd->bjhd", ds, q.float()),
+            torch.einsum("bhij,bihd->bjhd", p, dout.float()),
+        )
+
+    fa4.self_test(-1, torch.bfloat16, run)
+    with pytest.raises(RuntimeError, match="dQ is off by"):
+        fa4.self_test(-1, torch.bfloat16, lambda *x, **y: run(*x, factor=0.0, **y))
