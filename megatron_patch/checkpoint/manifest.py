@@ -170,9 +170,7 @@ def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
     expected = seal(body, key).split(b"\n")[1]
     if not hmac.compare_digest(signature, expected):
         raise BadCheckpoint(
-            "signature",
-            "manifest is signed with another key, or was forged",
-            damaged=False,
+            "signature", "manifest is signed with another key, or was forged", damaged=False
         )
 
 

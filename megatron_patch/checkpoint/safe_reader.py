@@ -81,10 +81,7 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
-    (
-        "_io",
-        "BytesIO",
-    ): _Inert,  # Transformer Engine's extra state, decoded by core's allow-list
+    ("_io", "BytesIO"): _Inert,  # Transformer Engine's extra state, decoded by core's allow-list
     **{("torch", name): item for name, item in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): 1,
     **{("torch", name): name for name in DTYPES},

@@ -443,8 +443,7 @@ class CheckpointStore:
         manifest = decode(body)
         if (manifest.step, manifest.attempt) != parse_name(path.name):
             raise BadCheckpoint(
-                "foreign",
-                f"{path.name} holds step {manifest.step} attempt {manifest.attempt}",
+                "foreign", f"{path.name} holds step {manifest.step} attempt {manifest.attempt}"
             )
         return manifest
 

@@ -274,10 +274,7 @@ def _existing(path: str | None, what: str) -> Path:
 
 
 def _eod(
-    config: TokenizerConfig,
-    vocab_size: int,
-    lookup: Callable[[str], int | None],
-    path: Path,
+    config: TokenizerConfig, vocab_size: int, lookup: Callable[[str], int | None], path: Path
 ) -> int:
     """The configured end-of-document id, else that of the first known name in the vocabulary."""
     if config.eod_id is not None:

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from megatron_patch.training.batch import Batch
     from megatron_patch.training.session import Session
 
-_BALANCING = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-}
+_BALANCING = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 
 
 def clear(session: Session) -> None:

@@ -104,12 +104,7 @@ class Inheritance:
         self.parent = verdict[0]
 
     def place_data(
-        self,
-        saved: Mapping[str, Any],
-        *,
-        step: int,
-        batch: int,
-        say: Callable[[str], None],
+        self, saved: Mapping[str, Any], *, step: int, batch: int, say: Callable[[str], None]
     ) -> bool:
         """Let the data go on where it was. Local, the same on all ranks.
 

@@ -22,11 +22,7 @@ REASONS = {
     STOP_TERM: "received SIGTERM",
     STOP_INT: "received SIGINT",
 }
-_SIGNALS = {
-    signal.SIGUSR1: STOP_USR1,
-    signal.SIGTERM: STOP_TERM,
-    signal.SIGINT: STOP_INT,
-}
+_SIGNALS = {signal.SIGUSR1: STOP_USR1, signal.SIGTERM: STOP_TERM, signal.SIGINT: STOP_INT}
 
 
 class StopFlags:

@@ -191,10 +191,7 @@ def test_dp_reshardable_loads_on_another_dp_size_only(ranks: Any, tmp_path: Path
 
 MISFITS = {
     "shapes": ({"model": {"num_layers": 4, "hidden_size": 64}}, "linear_fc1.weight: the model has"),
-    "fewer layers": (
-        {},
-        "decoder.layers.self_attention.linear_qkv.weight: the model has",
-    ),
+    "fewer layers": ({}, "decoder.layers.self_attention.linear_qkv.weight: the model has"),
     "missing": (
         {"model": {"num_layers": 4, "add_bias_linear": True}},
         "linear_fc1.bias: not in the checkpoint",
@@ -421,14 +418,7 @@ def test_a_killed_rank_costs_only_the_save(tmp_path: Path, phase: str) -> None:
 
     root, layout = tmp_path / "checkpoints", {"layout": "dp"}
     with RankPool(2) as doomed:
-        doomed.play(
-            "train_and_save",
-            world=2,
-            root=str(root),
-            save_at=1,
-            stop_at=1,
-            changes=layout,
-        )
+        doomed.play("train_and_save", world=2, root=str(root), save_at=1, stop_at=1, changes=layout)
         with pytest.raises((EOFError, AssertionError, ConnectionError)):
             doomed.play(
                 "killed_while_saving",
@@ -442,12 +432,5 @@ def test_a_killed_rank_costs_only_the_save(tmp_path: Path, phase: str) -> None:
             "load_and_train", world=2, root=str(root), stop_at=2, changes=layout
         ):
             assert answer["progress"]["step"] == 1
-        fresh.play(
-            "train_and_save",
-            world=2,
-            root=str(root),
-            save_at=2,
-            stop_at=2,
-            changes=layout,
-        )
+        fresh.play("train_and_save", world=2, root=str(root), save_at=2, stop_at=2, changes=layout)
     assert newest(root).name == "step_00000002.attempt-2"

@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_patch.checkpoint import manifest as manifests
-from megatron_patch.checkpoint.errors import (
-    BadCheckpoint,
-    CheckpointError,
-    SaveError,
-    describe,
-)
+from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError, describe
 from megatron_patch.checkpoint.manifest import MANIFEST, SEAL, read_key, seal
 from megatron_patch.checkpoint.store import CheckpointStore
 
