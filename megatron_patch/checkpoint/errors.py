@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from megatron_patch.runtime.io_errors import may_pass
 
@@ -43,23 +44,15 @@ class BadCheckpoint(Exception):
         read the next time, or on another node.
         """
         super().__init__(why)
-        self.kind = kind
-        self.why = why
-        self.damaged = damaged
-        self.passing = passing
+        self.kind, self.why, self.damaged, self.passing = kind, why, damaged, passing
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.kind, self.why, self.damaged, self.passing)
-
-
-def _rebuild(kind: str, why: str, damaged: bool, passing: bool) -> BadCheckpoint:
-    return BadCheckpoint(kind, why, damaged=damaged, passing=passing)
+        options = {"damaged": self.damaged, "passing": self.passing}
+        return partial(BadCheckpoint, self.kind, self.why, **options), ()
 
 
 MACHINE = ("CUDA error", "out of memory", "can't allocate memory")
 """In the text of torch's RuntimeErrors that are about the machine."""
-
-
 CHAIN = 16
 """Exceptions looked at behind one another; a chain may be closed."""
 

@@ -121,12 +121,12 @@ def check(parts: Parts, optimizer_sharding: str, ranks: Collective) -> tuple[str
     for need in ranks.all_gather(mine):
         nodes.setdefault(need.node, []).append(need)
     most = max(nodes.values(), key=lambda needs: sum(need.bytes for need in needs))
-    problems = [
-        _problem(node, needs, parts, optimizer_sharding)
-        for node, needs in nodes.items()
-        if any(n.limit is not None and sum(m.bytes for m in needs) > n.limit for n in needs)
-    ]
-    return f"checkpoints: {_numbers(most)}", problems[:1]
+    for node, needs in nodes.items():
+        total = sum(need.bytes for need in needs)
+        if any(need.limit is not None and total > need.limit for need in needs):
+            problem = _problem(node, needs, parts, optimizer_sharding)
+            return f"checkpoints: {_numbers(most)}", [problem]
+    return f"checkpoints: {_numbers(most)}", []
 
 
 def _numbers(needs: list[Need]) -> str:

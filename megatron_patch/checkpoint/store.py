@@ -27,11 +27,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_patch.checkpoint import newest, pinned
-from megatron_patch.checkpoint.collective import Collective, SingleProcess
+from megatron_patch.checkpoint.collective import Collective
 from megatron_patch.checkpoint.directory import (
     LATEST,
     TMP,
@@ -121,7 +122,7 @@ class CheckpointStore:
         self.directory = CheckpointDirectory(Path(root))
         self.keep_last, self.keep_behind = keep_last, keep_behind
         self.verify = verify
-        self.ranks: Collective = collective or SingleProcess()
+        self.ranks = collective or Collective()
         self._key = hmac_key
         self.failed_saves = 0
         """Attempts that this process abandoned because of an error."""
@@ -166,9 +167,9 @@ class CheckpointStore:
         for name in names:
             if key_of(name)[0] <= step:
                 return name
-        held = names[0] if names else "nothing"
+        found = names[0] if names else "nothing"
         raise CheckpointError(
-            f"{self.root} holds {held} and no checkpoint of step {step} or before"
+            f"{self.root} holds {found} and no checkpoint of step {step} or before"
         )
 
     def hash_files(self, attempt: Attempt, names: list[str]) -> dict[str, FileDigest]:
@@ -289,16 +290,16 @@ class CheckpointStore:
             return
         identity = self.directory.identity
         for name in (name for name in names[self.keep_last :] if name not in stay):
+            reason: object = "another store wrote it"
             try:
-                manifest = self._read_manifest(self.root / name)
+                own = self._read_manifest(self.root / name).store == identity
             except (BadCheckpoint, OSError) as error:
-                log.warning("old checkpoint %s is not deleted: %s", name, error)
-                continue
-            if manifest.store != identity:
-                log.warning("old checkpoint %s is not deleted: another store wrote it", name)
-                continue
-            self.directory.delete(name)
-            log.info("deleted old checkpoint %s", name)
+                own, reason = False, error
+            if own:
+                self.directory.delete(name)
+                log.info("deleted old checkpoint %s", name)
+            else:
+                log.warning("old checkpoint %s is not deleted: %s", name, reason)
 
     # --------------------------------------------------------------- loading
 
@@ -342,7 +343,13 @@ class CheckpointStore:
                 continue
             if refused:
                 self._log(logging.WARNING, "continuing from the older checkpoint %s", name)
-                self._leave(refused, name, own=own)
+            if refused and own:
+                kinds = {before: bad.kind for before, bad in refused.items()}
+                self._on_first_rank(
+                    partial(self._move_aside, name, kinds),
+                    "could not move what was refused aside",
+                    fatal=False,
+                )
             return found
         if refused:
             listed = "".join(f"\n  {name}: {bad.why}" for name, bad in refused.items())
@@ -352,15 +359,9 @@ class CheckpointStore:
             )
         return None
 
-    def _leave(self, refused: Mapping[str, BadCheckpoint], name: str, *, own: bool) -> None:
-        """Move what was refused aside: damaged or not, it is not continued."""
-        kinds = {before: bad.kind for before, bad in refused.items()}
-        if own:
-            self._on_first_rank(
-                lambda: self.directory.go_back(name, kinds=kinds) and None,
-                "could not move what was refused aside",
-                fatal=False,
-            )
+    def _move_aside(self, name: str, kinds: Mapping[str, str]) -> None:
+        """Make ``name`` the newest: damaged or not, what was refused is not continued."""
+        self.directory.go_back(name, kinds=kinds)
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.
@@ -372,14 +373,12 @@ class CheckpointStore:
         result = self.ranks.broadcast(self.examine(path) if self.ranks.rank == 0 else None)
         if isinstance(result, BadCheckpoint):
             raise result
-        mine = share_files(result.files, self.ranks.rank, self.ranks.size)
         problem: BadCheckpoint | None = None
-        for name in mine:
-            try:
+        try:
+            for name in share_files(result.files, self.ranks.rank, self.ranks.size):
                 check_file(path, name, result.files[name], sampled=self.verify == "sampled")
-            except BadCheckpoint as bad:
-                problem = bad
-                break
+        except BadCheckpoint as bad:
+            problem = bad
         refusal = first_problem(self.ranks.all_gather(problem))
         if refusal is not None:
             raise refusal

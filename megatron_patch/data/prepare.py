@@ -74,9 +74,9 @@ def prepare(options: PrepareOptions) -> Manifest:
     finished = _refuse_to_overwrite(options, parts, plan)
     if finished is not None:
         return finished
-    _tell(describe(sources, quiet=options.quiet or options.corpus is not None))
+    _log(describe(sources, quiet=options.quiet or options.corpus is not None))
     if options.restart and not (parts / "plan.json").exists():
-        _tell([f"--restart: no interrupted attempt is at {parts}, this is the first"])
+        _log([f"--restart: no interrupted attempt is at {parts}, this is the first"])
     with _errors_of_disk(options.out), _locked(parts):
         _continue_or_begin(parts, plan, restart=options.restart)
         headers = _encode_all(options, sources, parts)
@@ -99,14 +99,14 @@ def prepare(options: PrepareOptions) -> Manifest:
         _commit(options.out, parts, manifest)
     shutil.rmtree(parts)
     if options.document_separator is not None and not any(source.cuts for source in sources):
-        _tell([f"--document-separator {options.document_separator!r} is in no file: each text file "
+        _log([f"--document-separator {options.document_separator!r} is in no file: each text file "
                "became one document"])  # fmt: skip
     if not options.quiet:
         print(_summary(options.out, manifest))
     return manifest
 
 
-def _tell(lines: Iterable[str]) -> None:
+def _log(lines: Iterable[str]) -> None:
     """To standard error, also with --quiet: what the reader might not expect."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
@@ -139,7 +139,7 @@ def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
     assert size is not None and path is not None, "checked when preparing starts"
     files = {file.path: file.content.packing for source in sources for file in source.files}
     if Path(path).exists():
-        _tell([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
+        _log([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
     else:
         tokenizers.train_bpe(files, size, path, read=lambda file: _whole_text(file, files[file]))
     found = _tokenizer(options).vocab_size

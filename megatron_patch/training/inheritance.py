@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ ITSELF = ("name", "run_dir", "checkpoint.directory", "checkpoint.load_from",
 SECTIONS = ("model.moe", "model.mla", "model.mtp")
 """Present or not, as a whole."""
 SEEDS = ("data.seed", "training.seed")
+ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, cp_rank=0, cp_size=1)
 ORDER: tuple[Kind, ...] = ("meaning", "data", "schedule", "other")
 
 
@@ -104,7 +106,7 @@ class Inheritance:
         self.parent = verdict[0]
 
     def place_data(
-        self, saved: Mapping[str, Any], *, step: int, batch: int, say: Callable[[str], None]
+        self, saved: Mapping[str, Any], *, step: int, batch: int, log: Callable[[str], None]
     ) -> bool:
         """Let the data go on where it was. Local, the same on all ranks.
 
@@ -112,7 +114,7 @@ class Inheritance:
             saved: what the loaded checkpoint carries beside the state.
             step: steps done.
             batch: the global batch to come.
-            say: takes the lines of the table.
+            log: takes the lines of the table.
 
         Returns:
             Whether these are steps of the run's own: what its directory knows of its data holds.
@@ -122,7 +124,7 @@ class Inheritance:
         """
         if self.parent is not None:
             for line in self.begin(batch=batch):
-                say(line)
+                log(line)
             return False
         check_length(self._loaded.config, step=step)
         try:
@@ -139,9 +141,9 @@ class Inheritance:
         """Put the data where the other run left it, by this run's blend; the table."""
         parent = self.parent
         assert parent is not None
-        fresh = self._loaded.config.checkpoint.load_weights_only
+        run = self._loaded.config
+        fresh, intended = run.checkpoint.load_weights_only, run.checkpoint.intended_changes
         rows: list[tuple[str, str]] = [("note", note) for note in parent.notes]
-        intended = self._loaded.config.checkpoint.intended_changes
         for kind in ORDER:
             for change in (c for c in parent.changes if c.kind == kind):
                 meant = " (intended)" if change.key in intended else ""
@@ -149,23 +151,20 @@ class Inheritance:
                     meant = " (datasets that go on keep their order)"
                 rows.append((kind, f"{change.key}: {change.old} -> {change.new}{meant}"))
             if kind == "data":
-                rows += [("data", line) for line in self._place_data(batch, fresh=fresh)]
-            if kind == "schedule":
-                line = _rates(parent, self._loaded.config)
-                rows += [("schedule", line)] if line else []
+                rows += [("data", line) for line in self._place_data(parent, batch, fresh=fresh)]
+            if kind == "schedule" and (line := _rates(parent, run)):
+                rows.append(("schedule", line))
         what = "weights only" if fresh else "everything"
         head = f"start from {parent.path}, step {parent.step:,}, {what}; what differs from it:"
         return [head, *(f"  {kind:<9} {text}" for kind, text in rows)]
 
-    def _place_data(self, batch: int, *, fresh: bool) -> list[str]:
-        parent = self.parent
-        assert parent is not None
+    def _place_data(self, parent: Parent, batch: int, *, fresh: bool) -> list[str]:
         position = parent.position
         if fresh:
-            counts = [] if position is None else [
-                f"{taken.source.name}: {taken.told()} by it, none counts here"
-                for taken in position.reading
-            ]  # fmt: skip
+            counts = [
+                f"{taken.source.name}: {taken.describe()} by it, none counts here"
+                for taken in (() if position is None else position.reading)
+            ]
             return [*counts, "every dataset starts at its first sample"]
         if position is None:
             nothing = Position(batch, batch, 1, (), (), (), (), "")
@@ -183,15 +182,12 @@ class Inheritance:
         changes: list[Change] = []
         notes: list[str] = []
         try:
-            tree = yaml.safe_load(text)
-            changes = compare(text, self._loaded)
+            changes, tree = compare(text, self._loaded), yaml.safe_load(text)
         except (ValueError, yaml.YAMLError) as error:
             why = str(error).splitlines()[0]
             notes.append(f"it records no configuration that can be read ({why}): not compared")
-            tree = None
         position, why = self._position(path, state, tree, step)
-        if why:
-            notes.append(why)
+        notes += [why] if why else []
         changes += self._tokenizer_change(position, tree)
         problems = judge(changes, self._loaded.config, step=step)
         rate = _rate_of(state, self._loaded.config, step)
@@ -210,7 +206,7 @@ class Inheritance:
             return None, unknown + "nothing else tells it"
         skips = Skips.from_dict(extra["faults"]["skips"]) if "faults" in extra else Skips()
         try:
-            loaders = build_loaders(_recorded(self._loaded.config, tree), _Alone())
+            loaders = build_loaders(_recorded(self._loaded.config, tree), ALONE)
         except (ValueError, KeyError, TypeError) as error:
             why = error.problems[0] if isinstance(error, DataError) else repr(error)
             return None, unknown + f"its datasets cannot be looked at: {why}"
@@ -252,10 +248,6 @@ class Inheritance:
         return [Change("data.tokenizer", "meaning", f"{old}, SHA-256 {sha256[:12]}", new)]
 
 
-class _Alone:
-    dp_rank, dp_size, cp_rank, cp_size = 0, 1, 0, 1
-
-
 def compare(saved: str, loaded: Loaded) -> list[Change]:
     """What differs between a recorded configuration and this run's, but for the tokenizer.
 
@@ -273,8 +265,7 @@ def compare(saved: str, loaded: Loaded) -> list[Change]:
     missing = [section for section in SECTIONS if section in found]
     changes: dict[str, Change] = {}
     for path, (old, new) in found.items():
-        key = entry(path) or path
-        key = next((s for s in missing if path.startswith(s + ".")), key)
+        key = next((s for s in missing if path.startswith(s + ".")), entry(path) or path)
         kind = kind_of(key)
         if kind == "other":  # whole sections have one entry
             key = ".".join(part for part in path.split(".") if not part.isdecimal())
@@ -317,22 +308,14 @@ def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
         for key in intended
         if key not in differ
     ]
-    if not run.checkpoint.load_weights_only:
-        problems += nothing_to_do(run, step=step)
-    return problems
-
-
-def nothing_to_do(run: RunConfig, *, step: int) -> list[Problem]:
-    """Why a start from another run's checkpoint of ``step`` would train nothing."""
-    weights = (
-        "set a larger one, or checkpoint.load_weights_only: true to start at step 0 from its "
-        "weights"
-    )
-    return [
+    if run.checkpoint.load_weights_only:
+        return problems
+    return problems + [
         Problem(
             f"training.{name}",
-            f"{value}, but the checkpoint to start from is of step {step:,} already: nothing "
-            f"would be trained; {weights}",
+            f"{value}, but the checkpoint to start from is of step {step:,} already: nothing would "
+            "be trained; set a larger one, or checkpoint.load_weights_only: true to start at step "
+            "0 from its weights",
         )
         for name in ("train_steps", "exit_at_step")
         if (value := getattr(run.training, name)) is not None and value <= step

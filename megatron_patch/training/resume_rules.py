@@ -12,18 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema import render
 from megatron_patch.schema.effective import Absent, changes
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.training import schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from megatron_patch.data.loader import Loaders
     from megatron_patch.schema.run import Loaded
+    from megatron_patch.training.session import Session
 
 DATA_RECORD = "sequences"
 """Key of `Loaders.identities` in what a checkpoint carries beside the state."""
@@ -112,7 +116,7 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
     notes = [
         f"configuration changed since the last attempt: {key}: {old} -> {new}{_effect(key, loaded)}"
         for key, old, new in changed
-        if (key, old, new) not in refused and key not in UNSAID
+        if (key, old, new) not in refused and key not in UNLOGGED
     ]
     return problems, notes
 
@@ -125,7 +129,7 @@ DROPOUT = (
 )
 """Keys that decide in which order dropout draws; other layouts are told when they are loaded."""
 
-UNSAID = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
+UNLOGGED = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
 """Changes that need no line, or have one of their own where the schedule goes on."""
 
 
@@ -197,6 +201,47 @@ def software_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
+def continue_run(
+    loaded: Loaded,
+    session: Session,
+    loaders: Loaders,
+    checkpoint: Mapping[str, Any] | None,
+    *,
+    step: int,
+) -> list[str]:
+    """Compare the data with those of the steps before, and go on with their schedule. Collective.
+
+    Args:
+        checkpoint: plain data of the loaded checkpoint of this run; None for a fresh start, and at
+            a start from another run's.
+        step: steps that this run has done.
+
+    Returns:
+        Lines about what a change of the configuration changes.
+
+    Raises:
+        ConfigError: data or schedule are others, and no key asks for that.
+    """
+    run = loaded.config
+    verdict: list[Any] = [[], []]
+    if session.layout.print_rank:
+        verdict[:] = check_data(
+            run.directory / "data.sha256",
+            loaders.fingerprint,
+            step=step if checkpoint is not None else 0,
+            identities=loaders.identities,
+            saved=None if checkpoint is None else SavedData.of(checkpoint, loaded),
+        )
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    problems, lines = verdict
+    if checkpoint is not None:
+        found, changes = schedule.go_on(run, session.schedule, checkpoint, step=step)
+        problems, lines = problems + found, lines + changes
+    if problems:
+        raise ConfigError(problems)
+    return lines
+
+
 @dataclass(frozen=True, slots=True)
 class SavedData:
     """What a checkpoint of this run says about its data."""
@@ -239,55 +284,35 @@ def check_data(
     before = saved.identities if saved is not None else None
     problems: list[Problem] = []
     notes: list[str] = []
+    other = f"are not those the first {step} steps were trained on"
+    remedy = "put the old ones back, or start a new run with checkpoint.load_from"
     if before is not None:
-        problems = _other_data(before, identities, step)
-        notes = _other_evaluation(before, identities, step)
+        if before.get("train") != identities["train"]:
+            problems = [Problem("data", f"the tokens, or their order, {other}: {remedy}")]
+        notes = [
+            f"warning: data {split}: not the sequences of the first {step} steps; losses of before "
+            "and after are not comparable"
+            for split in sorted({*before, *identities} - {"train"})
+            if before.get(split) != identities.get(split)
+        ]
     elif step > 0 and file.exists():
-        problems = _other_fingerprint(file, fingerprint, step)
+        recorded = file.read_bytes().strip()
+        if not re.fullmatch(rb"[0-9a-f]{64}", recorded):
+            text = (
+                f"{file} holds {recorded[:40]!r} and no SHA-256 of the data so far: it is damaged; "
+                "put it right, or delete it if the token files are the same as before"
+            )
+            problems = [Problem("data", text)]
+        elif recorded.decode() != fingerprint:
+            text = f"the token files {other} (their manifests differ): {remedy}"
+            problems = [Problem("data", text)]
     elif saved is not None:
+        unknown = "nothing records which tokens these are: name them as they were named then"
         problems = [
-            Problem(key, f"{new}, but the checkpoint was saved with {old}, and nothing records "
-                    "which tokens these are: name them as they were named then, or start a new "
-                    "run with checkpoint.load_from")
+            Problem(key, f"{new}, but the checkpoint was saved with {old}, and {unknown}, or start "
+                    "a new run with checkpoint.load_from")
             for key, old, new in saved.moved
         ]  # fmt: skip
     if not problems:
         write_whole(file, fingerprint + "\n")
     return problems, notes
-
-
-def _other_data(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[Problem]:
-    if before.get("train") == now["train"]:
-        return []
-    text = (
-        f"the tokens, or their order, are not those the first {step} steps were trained on: put "
-        "the old ones back, or start a new run with checkpoint.load_from"
-    )
-    return [Problem("data", text)]
-
-
-def _other_evaluation(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[str]:
-    return [
-        f"warning: data {split}: not the sequences of the first {step} steps; losses of before and "
-        "after are not comparable"
-        for split in sorted({*before, *now} - {"train"})
-        if before.get(split) != now.get(split)
-    ]
-
-
-def _other_fingerprint(file: Path, fingerprint: str, step: int) -> list[Problem]:
-    before = file.read_bytes().strip()
-    if not re.fullmatch(rb"[0-9a-f]{64}", before):
-        text = (
-            f"{file} holds {before[:40]!r} and no SHA-256 of the data so far: it is damaged; "
-            "put it right, or delete it if the token files are the same as before"
-        )
-        return [Problem("data", text)]
-    if before.decode() != fingerprint:
-        text = (
-            f"the token files are not those the first {step} steps were trained on (their "
-            "manifests differ): put the old ones back, or start a new run with "
-            "checkpoint.load_from"
-        )
-        return [Problem("data", text)]
-    return []

@@ -26,12 +26,20 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def start(loaded, *, trained: bool = True):
     """One attempt: opens, leaves a trace of training, closes; returns (directory, problems)."""
-    directory, problems = run_directory.open_run(loaded, {"torch": "2"})
+    directory, problems = open_run(loaded, {"torch": "2"})
     if directory is not None:
         if trained:
             (directory.path / "metrics.csv").touch()
         directory.close()
     return directory, problems
+
+
+def open_run(loaded, report):
+    """(directory, no problems), or (None, what stands against it)."""
+    try:
+        return run_directory.open_run(loaded, report), []
+    except ConfigError as error:
+        return None, error.problems
 
 
 def test_a_new_run_says_what_it_is(tiny) -> None:
@@ -97,11 +105,11 @@ def test_resume_never_refuses_an_existing_run(tiny) -> None:
 
 def test_two_processes_cannot_share_a_directory(tiny) -> None:
     """Without the lock both would append to metrics.csv and race for checkpoint names."""
-    first, _ = run_directory.open_run(tiny(), {})
-    second, problems = run_directory.open_run(tiny(), {})
+    first, _ = open_run(tiny(), {})
+    second, problems = open_run(tiny(), {})
     assert second is None and "another process" in problems[0].message
     first.close()
-    third, problems = run_directory.open_run(tiny(), {})
+    third, problems = open_run(tiny(), {})
     assert not problems
     third.close()
 
@@ -109,15 +117,15 @@ def test_two_processes_cannot_share_a_directory(tiny) -> None:
 def test_a_launched_run_waits_for_the_lock_of_a_lost_node(tiny, monkeypatch, caplog) -> None:
     monkeypatch.setenv("MEGATRON_PATCH_ATTEMPT_DIR", "logs/1")
     monkeypatch.setattr(run_directory, "LOCK_POLL_SECONDS", 0.01)
-    first, _ = run_directory.open_run(tiny(), {})
+    first, _ = open_run(tiny(), {})
     with monkeypatch.context() as patch:
         patch.setattr(
             run_directory.time, "sleep", lambda seconds: first.close()
         )  # the lease has run out
-        second, problems = run_directory.open_run(tiny(), {})
+        second, problems = open_run(tiny(), {})
     assert not problems and "waiting for the lock" in caplog.text
     monkeypatch.setattr(run_directory, "LOCK_PATIENCE_SECONDS", 0.05)
-    third, problems = run_directory.open_run(tiny(), {})
+    third, problems = open_run(tiny(), {})
     second.close()
     assert third is None and ConfigError(problems).exit_code == 1  # tried again, within the budget
 
@@ -129,8 +137,8 @@ def test_a_file_system_that_does_not_answer_is_worth_a_retry(
     def refuse(*args: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(run_directory, "_lock", refuse)
-    _, problems = run_directory.open_run(tiny(), {})
+    monkeypatch.setattr(run_directory.RunDirectory, "lock", refuse)
+    _, problems = open_run(tiny(), {})
     assert ConfigError(problems).exit_code == code
     assert ConfigError([*problems, Problem("name", "wrong, too")]).exit_code == 2
     assert ConfigError([]).exit_code == 2
@@ -191,8 +199,8 @@ def test_a_read_only_directory_is_a_problem_and_no_traceback(tiny, monkeypatch) 
     def refuse(*args: object) -> None:
         raise OSError(30, "Read-only file system", "run/.lock")
 
-    monkeypatch.setattr(run_directory, "_lock", refuse)
-    directory, problems = run_directory.open_run(tiny(), {})
+    monkeypatch.setattr(run_directory.RunDirectory, "lock", refuse)
+    directory, problems = open_run(tiny(), {})
     assert directory is None and problems[0].path == "run_dir"
     assert "Read-only file system: run/.lock" in problems[0].message
 
@@ -257,11 +265,11 @@ def test_what_a_finished_run_does_not_open_is_not_looked_at(tiny) -> None:
 
 def test_other_software_is_said(tiny) -> None:
     start(tiny())
-    directory, _ = run_directory.open_run(tiny(), {"torch": "2.0.1"})
+    directory, _ = open_run(tiny(), {"torch": "2.0.1"})
     directory.close()
     (note,) = [n for n in directory.notes if n.startswith("software changed")]
     assert "torch: 2 -> 2.0.1" in note
-    directory, _ = run_directory.open_run(tiny(), {"torch": "2.0.1"})
+    directory, _ = open_run(tiny(), {"torch": "2.0.1"})
     directory.close()
     assert not [n for n in directory.notes if n.startswith("software changed")]
 

@@ -13,6 +13,7 @@ from minimal_config import TINY
 from megatron_patch.checkpoint import inspect, last_checkpoint
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.config import load
+from megatron_patch.schema.problem import ConfigError
 from megatron_patch.training import resume_rules, run_directory
 
 STORE = "checkpoint.directory=shared"
@@ -26,9 +27,12 @@ def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
     def start(*overrides: str) -> tuple[run_directory.RunDirectory, list[Any]]:
         loaded = load(tmp_path / "tiny.yaml", list(overrides))
-        directory, problems = run_directory.open_run(loaded, {})
-        assert directory is not None and not problems
-        return directory, directory.take_store(loaded.config)
+        directory = run_directory.open_run(loaded, {})
+        try:
+            directory.take_store(loaded.config)
+        except ConfigError as error:
+            return directory, error.problems
+        return directory, []
 
     return start
 

@@ -114,7 +114,7 @@ def windows_read(found: list[Any]) -> Callable[[], None]:
     right = _Part.read
 
     def read(self: Any, index: int, out: torch.Tensor) -> None:
-        if self.first == 0:  # the others are of the validation split
+        if self.source.first == 0:  # the others are of the validation split
             found.append((self.file.path.name, index))
         right(self, index, out)
 
