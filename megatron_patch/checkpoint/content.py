@@ -81,10 +81,7 @@ def local_part(
 ) -> dict[str, Any]:
     """The sharded state dict without the optimizer. Local: no rank waits for another.
 
-    Args:
-        parts: the live objects.
-        optimizer_sharding: ``fully_reshardable`` or ``dp_reshardable``.
-        rng: (rank, world size) to include this rank's random streams; None to leave them out.
+    ``rng``: (rank, world size) to include this rank's random streams; None leaves them out.
     """
     from megatron.core.dist_checkpointing import ShardedObject
 
@@ -98,17 +95,11 @@ def local_part(
 def add_optimizer(
     state: dict[str, Any], parts: Parts, *, optimizer_sharding: str, loading: bool
 ) -> None:
-    """Complete what `local_part` made, to save or to load into.
+    """Complete what `local_part` made, to save or to load into (``loading``: nothing is read).
 
     Collective among data-parallel ranks when ``fully_reshardable`` state is saved: slices travel
     (`reshardable`), and a rank that fails in between leaves those waiting that it owes some.
     Otherwise local.
-
-    Args:
-        state: from `local_part`; gets the key ``optimizer``.
-        parts: the live objects.
-        optimizer_sharding: as for `local_part`.
-        loading: allocate what is missing instead of reading it.
     """
     models = {name: state[name] for name in parts.models()}
     fitting, told = reshardable.fitting, optimizer_state.settings_of_empty_parts

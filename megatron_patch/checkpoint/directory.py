@@ -190,12 +190,13 @@ class CheckpointDirectory:
     def go_back(
         self, name: str, *, also: Collection[str] = (), kinds: Mapping[str, str] | None = None
     ) -> dict[str, Path]:
-        """Make ``name`` the newest: move newer ones aside, then ``latest``. Where each one went.
+        """Make ``name`` the newest: move newer ones and ``also`` aside, then ``latest``.
 
         Args:
-            name: a complete checkpoint.
-            also: others to move.
             kinds: a word for the new name of some of them; of others ``abandoned``.
+
+        Returns:
+            Where each one went.
 
         Raises:
             OSError: it could not be done, or in part; `finish_move` does the rest.

@@ -106,10 +106,7 @@ def _has_checkpoints(root: Path) -> bool:
 def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> list[Entry]:
     """Every directory of the store, newest first, those moved aside last. Hashes nothing.
 
-    Args:
-        root: directory of the store.
-        key: checks signatures as well; without it they are only reported.
-        only: name of one checkpoint.
+    A ``key`` checks signatures, which are only reported without one; ``only`` names one checkpoint.
     """
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
     latest = store.directory.read_pointer().name
@@ -159,11 +156,8 @@ def verify(
 ) -> None:
     """Hash the files of the complete ones; sets their state to good, damaged or unreadable.
 
-    Args:
-        entries: from `survey`; others than complete ones are left as they are.
-        jobs: files hashed at once (hashing releases the interpreter lock).
-        sampled: of large files a fixed sample of pages only.
-        progress: called after each file with its bytes.
+    ``jobs`` files are hashed at once (hashing releases the interpreter lock); ``sampled`` reads a
+    fixed sample of pages of large ones. ``progress`` is called after each file with its bytes.
     """
     work = [
         (entry, name, digest)

@@ -18,7 +18,7 @@ import random
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ SAMPLED_PAGES = 64
 MAX_MANIFEST_BYTES = 1 << 30
 # No separators, no leading dash; one leading dot is needed by `.metadata`. Excludes "." and "..".
 FILE_NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
-_HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +65,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The bytes of ``manifest.json``."""
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "attempt": self.attempt,
-            "store": self.store,
-            "created": self.created,
-            "world_size": self.world_size,
-            "page_bytes": PAGE_BYTES,
-            "files": {
-                name: {"size": d.size, "sha256": d.sha256, "pages": d.pages}
-                for name, d in sorted(self.files.items())
-            },
-            "info": self.info,
-        }
+        body = asdict(self) | {"format": FORMAT, "version": VERSION, "page_bytes": PAGE_BYTES}
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -128,7 +113,7 @@ def _name(name: str) -> str:
 
 def _digest(name: str, entry: dict[str, Any]) -> FileDigest:
     digest = FileDigest(_count(entry["size"]), str(entry["sha256"]), str(entry["pages"]))
-    if not _HEX64.fullmatch(digest.sha256):
+    if not re.fullmatch("[0-9a-f]{64}", digest.sha256):
         raise ValueError(f"hash of {name!r} is not 64 hex digits")
     if len(digest.pages) != PAGE_DIGEST_HEX * _pages(digest.size):
         raise ValueError(f"{name!r} has {digest.size} bytes but another number of page hashes")
@@ -164,9 +149,8 @@ def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
     if key is None:
         return
     if not signature:
-        raise BadCheckpoint(
-            "unsigned", "manifest is not signed, and a key is configured", damaged=False
-        )
+        text = "manifest is not signed, and a key is configured"
+        raise BadCheckpoint("unsigned", text, damaged=False)
     expected = seal(body, key).split(b"\n")[1]
     if not hmac.compare_digest(signature, expected):
         raise BadCheckpoint(
@@ -315,15 +299,18 @@ def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) ->
     if found.size != digest.size:
         raise BadCheckpoint("size", f"{name} has {found.size} bytes, expected {digest.size}")
     if found != digest:
-        raise BadCheckpoint("hash", f"{name} does not match its SHA-256{_where(found, digest)}")
+        pages = zip(_split(found.pages), _split(digest.pages), strict=True)
+        page = next((n for n, (one, other) in enumerate(pages) if one != other), 0)
+        raise _another_page(name, page, digest)
 
 
-def _where(found: FileDigest, digest: FileDigest) -> str:
-    for page in range(_pages(digest.size)):
-        part = slice(page * PAGE_DIGEST_HEX, (page + 1) * PAGE_DIGEST_HEX)
-        if found.pages[part] != digest.pages[part]:
-            return f" (first difference in bytes {page * PAGE_BYTES}.. of {digest.size})"
-    return ""
+def _split(pages: str) -> list[str]:
+    return [pages[at : at + PAGE_DIGEST_HEX] for at in range(0, len(pages), PAGE_DIGEST_HEX)]
+
+
+def _another_page(name: str, page: int, digest: FileDigest) -> BadCheckpoint:
+    place = f"bytes {page * PAGE_BYTES}.. of {digest.size}"
+    return BadCheckpoint("hash", f"{name} does not match its SHA-256 ({place})")
 
 
 def sample_pages(name: str, digest: FileDigest) -> list[int]:
@@ -336,13 +323,9 @@ def sample_pages(name: str, digest: FileDigest) -> list[int]:
 
 
 def _check_pages(folder: Path, name: str, digest: FileDigest) -> None:
+    expected = _split(digest.pages)
     with os.fdopen(open_inside(folder, name), "rb", buffering=0) as file:
         for page in sample_pages(name, digest):
             data = os.pread(file.fileno(), PAGE_BYTES, page * PAGE_BYTES)
-            expected = digest.pages[page * PAGE_DIGEST_HEX : (page + 1) * PAGE_DIGEST_HEX]
-            if hashlib.sha256(data).hexdigest()[:PAGE_DIGEST_HEX] != expected:
-                raise BadCheckpoint(
-                    "hash",
-                    f"{name} does not match its SHA-256 "
-                    f"(bytes {page * PAGE_BYTES}.. of {digest.size})",
-                )
+            if hashlib.sha256(data).hexdigest()[:PAGE_DIGEST_HEX] != expected[page]:
+                raise _another_page(name, page, digest)

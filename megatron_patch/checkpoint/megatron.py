@@ -190,8 +190,7 @@ class Checkpointer:
     def finalize(self, *, blocking: bool = False) -> bool:
         """Commit a background save whose writers are done on all ranks; whether none is left.
 
-        Args:
-            blocking: wait for the writers.
+        ``blocking`` waits for the writers.
 
         Raises:
             SaveError: a rank could not write; the attempt was abandoned on all ranks.

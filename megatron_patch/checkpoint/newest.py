@@ -26,9 +26,7 @@ log = logging.getLogger(__name__)
 def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]:
     """The complete checkpoints to try, newest first. Changes nothing.
 
-    Args:
-        directory: of the store.
-        own: False for the store of another run, where the remedy is another.
+    ``own`` is False for the store of another run, where the remedy is another.
 
     Raises:
         CheckpointError: ``latest`` names another than the newest, or one that is not there, or
@@ -82,12 +80,7 @@ def refuse_wish(directory: CheckpointDirectory, *, own: bool = True) -> None:
 def _edited(root: Path, text: str, name: str, names: Sequence[str], *, own: bool) -> str:
     """Why ``latest`` is for a person, and the commands that decide it.
 
-    Args:
-        root: of the store.
-        text: what ``latest`` is, where it holds no name.
-        name: the checkpoint that it names, or "".
-        names: complete checkpoints, newest first.
-        own: as `candidates` has it.
+    It holds the ``name`` of a checkpoint, or "" and what ``text`` says of it.
     """
     command = f"megatron-patch checkpoint rollback {shlex.quote(str(root))} --to"
     text = f"{root / LATEST} {f'names {name}' if name else text}"

@@ -70,11 +70,8 @@ def _parse(root: Path) -> dict[str, str]:
 def slip(root: Path, names: Sequence[str]) -> str:
     """A warning about what a person pinned and is not there, where the one meant may go; or "".
 
-    Those moved aside are there, and those of the early warning were.
-
-    Args:
-        root: directory of the store.
-        names: its complete checkpoints.
+    ``names`` are the complete checkpoints. Those moved aside are there, and those of the early
+    warning were.
     """
     try:
         pins = read(root)
@@ -126,7 +123,6 @@ def pin_before(
     as long as its signs do: while they reach back to one that has a good pin, nothing changes.
 
     Args:
-        root: directory of the store.
         names: complete checkpoints, newest first.
         danger: step of the record at `danger`.
         began: first step of the first record that shows a sign: later ones may be sick already.

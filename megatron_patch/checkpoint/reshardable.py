@@ -97,13 +97,9 @@ def _keys(part: Any) -> tuple[str, ...]:
 
 
 def _entry(like: Any, key: str, data: torch.Tensor, *, replica: int) -> Any:
-    """The sharded tensor of one kind of state, placed as the parameter is.
+    """The sharded tensor of one ``key`` of state (``exp_avg`` ...), placed as ``like`` is.
 
-    Args:
-        like: the parameter's own entry.
-        key: ``param``, ``exp_avg`` ...
-        data: of the parameter's shape.
-        replica: 0 for the rank that speaks for the parameter in its data-parallel group.
+    ``replica`` is 0 for the rank that speaks for the parameter in its data-parallel group.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 

@@ -35,18 +35,10 @@ from megatron_patch.core_patches.replace import patched
 MAX_PICKLE_BYTES = 1 << 28  # of the structure around tensors; tensors lie in records of their own
 MAX_RECORDS = 1 << 20
 _STORAGES = {
-    "DoubleStorage": 8,
-    "FloatStorage": 4,
-    "HalfStorage": 2,
-    "BFloat16Storage": 2,
-    "LongStorage": 8,
-    "IntStorage": 4,
-    "ShortStorage": 2,
-    "CharStorage": 1,
-    "ByteStorage": 1,
-    "BoolStorage": 1,
-    "UntypedStorage": 1,
-}
+    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
+    "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1,
+    "BoolStorage": 1, "UntypedStorage": 1,
+}  # fmt: skip
 
 
 class _Record:

@@ -212,7 +212,6 @@ class CheckpointStore:
         """Make the attempt a complete checkpoint. Collective; call after the last writer.
 
         Args:
-            attempt: from ``begin``.
             mine: digests of the files this rank wrote, from ``hash_files``.
             info: JSON-able facts for the manifest; rank 0's are taken.
 
@@ -308,11 +307,10 @@ class CheckpointStore:
     ) -> Found | None:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
-        Why newer ones were refused is logged, and they are moved aside; where none is good all
-        stay, and the next attempt ends as this one does.
+        Why newer ones were refused is logged, and they are moved aside, but not in the store of
+        another run (``own``: False). Where none is good all stay, and the next attempt ends alike.
 
         Args:
-            own: False for the store of another run, in which nothing is changed.
             accept: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
 
         Raises:

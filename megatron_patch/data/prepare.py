@@ -16,10 +16,11 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -241,7 +242,7 @@ def _locked(parts: Path) -> Iterator[None]:
 def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> list[PartHeader]:
     """Make every part that is not there yet; the headers of all, in order."""
     headers: list[PartHeader] = []
-    pending: deque[tuple[Future[PartHeader], int]] = deque()
+    pending: deque[tuple[Callable[[], PartHeader], int]] = deque()
     ahead = 2 * options.workers if options.workers > 1 else 1
     tokens, total = 0, sum(source.bytes for source in sources)
     with (
@@ -251,8 +252,8 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
 
         def take() -> None:
             nonlocal tokens
-            future, position = pending.popleft()
-            headers.append(future.result())
+            result, position = pending.popleft()
+            headers.append(result())
             tokens += headers[-1].tokens
             progress.set(position, f"{human(tokens)} tokens")
 
@@ -260,10 +261,9 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
             for number, batch in enumerate(read_batches(sources, options)):
                 found = read_part(parts, number)
                 if found is not None and found[0].raw_sha256 == batch.sha256:
-                    future = _finished(found[0])
+                    pending.append((lambda header=found[0]: header, batch.position))
                 else:
-                    future = submit(number, batch)
-                pending.append((future, batch.position))
+                    pending.append((submit(number, batch), batch.position))
                 if len(pending) >= ahead:
                     take()
             while pending:
@@ -279,11 +279,11 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
 @contextmanager
 def _workers(
     options: PrepareOptions, parts: Path
-) -> Iterator[Callable[[int, Batch], Future[PartHeader]]]:
+) -> Iterator[Callable[[int, Batch], Callable[[], PartHeader]]]:
     """What turns a batch into a part: a pool of processes, or this process for one worker."""
     if options.workers == 1:
         encoder = Encoder(options, parts)
-        yield lambda number, batch: _finished(encoder.write(number, batch))
+        yield lambda number, batch: partial(encoder.write, number, batch)
         return
     # spawn: a fork would copy threads' locks (tokenizers, torch) in whatever state.
     pool = ProcessPoolExecutor(
@@ -293,15 +293,9 @@ def _workers(
         initargs=(options, parts),
     )
     try:
-        yield lambda number, batch: pool.submit(work, number, batch)
+        yield lambda number, batch: pool.submit(work, number, batch).result
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _finished(header: PartHeader) -> Future[PartHeader]:
-    future: Future[PartHeader] = Future()
-    future.set_result(header)
-    return future
 
 
 def _join(
@@ -336,17 +330,9 @@ def _join(
             )  # fmt: skip
     lengths = np.concatenate(pieces)
     if lengths.max() > np.iinfo(np.int32).max:
-        kinds = {file.content.kind for source in sources for file in source.files}
-        cut = (
-            "check the end-of-document id (--eod-id)"
-            if kinds == {"tokens"}
-            else "cut it (--document-separator)"
-            if kinds <= {"file", "separated"}
-            else "cut it"
-        )
         raise DataError(
             f"a document of {int(lengths.max()):,} tokens does not fit an index, whose lengths are "
-            f"32-bit; {cut}"
+            "32-bit; cut it (text: --document-separator), or check the id it ends at (--eod-id)"
         )
     with replacing(parts / "joined.idx", "wb") as stream:
         write_index(stream, lengths, dtype)

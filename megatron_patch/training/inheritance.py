@@ -69,13 +69,7 @@ class Parent:
 
 
 class Inheritance:
-    """Judges one start from another run's checkpoint.
-
-    Args:
-        loaded: this run's configuration.
-        layout: coordinates of this rank.
-        loaders: this run's data, at its beginning.
-    """
+    """Judges a start from another run's checkpoint; ``loaders`` is this run's data at its start."""
 
     def __init__(self, loaded: Loaded, layout: Layout, loaders: Loaders) -> None:
         self._loaded, self._layout, self._loaders = loaded, layout, loaders
@@ -85,9 +79,7 @@ class Inheritance:
     def check(self, path: Path, state: Mapping[str, Any]) -> None:
         """Accept a checkpoint of another run, before anything of it is loaded. Collective.
 
-        Args:
-            path: of the checkpoint.
-            state: what it holds under ``run`` (`checkpoint.content`).
+        ``state`` is what it holds under ``run`` (`checkpoint.content`).
 
         Raises:
             ConfigError: its weights mean something else here, nothing would be trained, or an
@@ -108,13 +100,12 @@ class Inheritance:
     def place_data(
         self, saved: Mapping[str, Any], *, step: int, batch: int, log: Callable[[str], None]
     ) -> bool:
-        """Let the data go on where it was. Local, the same on all ranks.
+        """Let the data go on where it was; ``log`` takes the table. Local, the same on all ranks.
 
         Args:
             saved: what the loaded checkpoint carries beside the state.
             step: steps done.
             batch: the global batch to come.
-            log: takes the lines of the table.
 
         Returns:
             Whether these are steps of the run's own: what its directory knows of its data holds.

@@ -99,11 +99,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
 def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any) -> Any:
     """Give the schedules of Megatron-Core their hooks; returns the TransformerConfig.
 
-    Args:
-        run: configuration.
-        chunks: wrapped chunks.
-        optimizer: for loss scaling (1.0 in bf16).
-        finalize: called with (chunks, num_tokens, ...) when local gradients are complete.
+    ``finalize`` is called with (chunks, num_tokens, ...) when local gradients are complete.
     """
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss

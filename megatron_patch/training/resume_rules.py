@@ -275,7 +275,6 @@ def check_data(
             which did not record the data.
         fingerprint: ``Loaders.fingerprint``: everything the order of samples depends on.
         step: steps done; nothing is compared at step 0.
-        identities: ``Loaders.identities``.
         saved: what the checkpoint of this run says of itself; None where there is none.
 
     Returns:

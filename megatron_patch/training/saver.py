@@ -112,9 +112,7 @@ class Saver:
     def rewind(self, step: int, plan: Callable[[int], None]) -> TrainState:
         """Go back to the checkpoint that ``can_rewind(step)`` found; later ones are moved aside.
 
-        Args:
-            step: newest step wanted.
-            plan: called with the step of that checkpoint, after the move and before the load.
+        ``plan`` is called with its step, after the move and before the load.
 
         Raises:
             CheckpointError: it is not good any more, and none before it is.

@@ -156,14 +156,7 @@ def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
 
 
 class Trainer:
-    """The parts of one attempt and the loop over them. Every method is collective.
-
-    Args:
-        loaded: the checked configuration.
-        layout: coordinates of this rank.
-        stop: signals and limits that end the run gracefully.
-        monitor: where lines and records go.
-    """
+    """The parts of one attempt and the loop over them. Every method is collective."""
 
     # ------------------------------------------------------------------------------- build
 

@@ -429,7 +429,7 @@ def hostile_loads(folder: str, good: str, names: list[str]) -> dict[str, Any]:
 
     global _hooked
     live = Live(config(), good)
-    live.checkpointer._environment  # asks git for the commit: before the audit hook
+    assert live.checkpointer._environment  # asks git for the commit: before the audit hook
     if not _hooked:
         sys.addaudithook(_watch)
         _hooked = True

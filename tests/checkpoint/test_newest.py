@@ -325,18 +325,6 @@ class TestEarlierVersion:
         assert "no old checkpoint is deleted: " in caplog.text and "kept.json: " in caplog.text
 
 
-@pytest.mark.parametrize("how", ["bit", "manifest", "unreadable"])
-def test_a_damaged_newest_is_moved_aside_and_latest_names_its_successor(
-    store: Path, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
-    damage(store, 2000, how)
-    damage(store, 1500)
-    assert found(store) == name(1000) and latest(store) == name(1000) + "\n"
-    assert f"continuing from the older checkpoint {name(1000)}" in caplog.text
-    assert moved(store) == [name(1500), name(2000)]
-    assert found(store) == name(1000)
-
-
 def test_a_rewind(store: Path) -> None:
     checkpoints = CheckpointStore(store, keep_last=None)
     assert checkpoints.newest_at(1600) == 1500

@@ -184,25 +184,16 @@ def test_bad_ones_are_named_moved_aside_and_passed_over(
     ]
 
 
-def test_none_good_is_an_error_with_exit_code_4(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    path = save(store, 1)
-    (path / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="no good checkpoint") as e:
-        store.find(own=False)
-    assert "manifest.json is missing" in str(e.value)
-    assert e.value.exit_code == 4
-    assert path.exists()
-
-
 def test_where_none_is_good_nothing_moves_and_the_next_try_ends_alike(tmp_path: Path) -> None:
     """Put aside, they would be forgotten: the same command would start at step 0."""
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         (save(store, step) / "__0_0.distcp").write_bytes(b"other bytes")
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="no good checkpoint"):
-            store.find()
+    (tmp_path / "step_00000002.attempt-1" / MANIFEST).unlink()
+    for own in (True, True, False):
+        with pytest.raises(CheckpointError, match="no good checkpoint") as error:
+            store.find(own=own)
+        assert "manifest.json is missing" in str(error.value) and error.value.exit_code == 4
     assert complete(tmp_path) == ["step_00000001.attempt-1", "step_00000002.attempt-1"]
     assert aside(tmp_path) == []
 

@@ -14,7 +14,7 @@ from megatron_patch.checkpoint import inspect, last_checkpoint
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.config import load
 from megatron_patch.schema.problem import ConfigError
-from megatron_patch.training import resume_rules, run_directory
+from megatron_patch.training import run_directory
 
 STORE = "checkpoint.directory=shared"
 
@@ -135,22 +135,6 @@ def test_checkpoints_lie_outside_by_name_or_by_link(open_run: Any, tmp_path: Pat
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "checkpoints").symlink_to(tmp_path / "far")
     assert outside()
-
-
-def test_whose_checkpoint_it_is_follows_the_rule_of_the_run_directory(
-    open_run: Any, tmp_path: Path
-) -> None:
-    def loaded(*overrides: str) -> Any:
-        return load(tmp_path / "tiny.yaml", list(overrides))
-
-    saved = loaded("run_dir=a").dump_yaml()
-    same = ("run_dir=b", "name=other", "training.train_steps=90", STORE)
-    assert resume_rules.another_run(saved, loaded(*same)) is None
-    why = resume_rules.another_run(saved, loaded("training.seed=7", "optimizer.weight_decay=0.5"))
-    assert why is not None and "optimizer.weight_decay: 0.5, but it was saved with" in why
-    assert "training.seed: 7" in why and "checkpoint.load_from" in why
-    older = "\n".join(x for x in saved.splitlines() if not x.strip().startswith("weight_decay:"))
-    assert resume_rules.another_run(older, loaded()) is None, "a key that came with an update"
 
 
 class TestLastCheckpoint:
