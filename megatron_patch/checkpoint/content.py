@@ -102,8 +102,8 @@ def add_optimizer(
     Otherwise local.
     """
     models = {name: state[name] for name in parts.models()}
-    fitting, told = reshardable.fitting, optimizer_state.settings_of_empty_parts
-    with torch.no_grad(), fitting(parts.optimizer), told(parts.optimizer):
+    fitting, settings = reshardable.fitting, optimizer_state.settings_of_empty_parts
+    with torch.no_grad(), fitting(parts.optimizer), settings(parts.optimizer):
         state["optimizer"] = parts.optimizer.sharded_state_dict(
             models if len(models) > 1 else state["model"],
             is_loading=loading,

@@ -85,7 +85,7 @@ def kept(root: Path) -> dict[str, str]:
     except BadCheckpoint as bad:
         if bad.kind == "missing":
             return {}
-        raise ValueError(bad.why) from None
+        raise ValueError(bad.reason) from None
     except (AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"malformed: {error!r}") from None
     return reasons

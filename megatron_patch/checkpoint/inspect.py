@@ -64,7 +64,7 @@ class Entry:
 
     def refuse(self, bad: BadCheckpoint) -> None:
         """It cannot be loaded, and why."""
-        self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.why
+        self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.reason
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -206,7 +206,7 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
     """
     pinned.read(root)  # where it does not tell, any of them may be pinned
     directory = CheckpointStore(root).directory
-    newest.refuse_wish(directory)  # which may mean any of them, too
+    newest.refuse_edited(directory)  # which may mean any of them, too
     identity = directory.identity
     kept: list[tuple[Entry, str]] = []
     doomed: list[Entry] = []
@@ -290,7 +290,7 @@ def roll_back(root: Path, to: str) -> tuple[str, dict[str, Path]]:
             raise RequestError(f"{root} has no checkpoint of step {to}; there are: {steps}")
         found = store.examine(root / name)
         if isinstance(found, BadCheckpoint):
-            raise RequestError(f"{name} cannot be continued: {found.why}; nothing was moved")
+            raise RequestError(f"{name} cannot be continued: {found.reason}; nothing was moved")
         try:
             return name, newest.go_back(store.directory, name)
         except OSError as error:
@@ -308,12 +308,12 @@ def alone(root: Path) -> Iterator[None]:
     Raises:
         BusyError: a trainer holds one.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         for folder in (root.parent, root):
             lock = folder / ".lock"
             if not lock.is_file():
                 continue
-            handle = held.enter_context(lock.open("r+"))
+            handle = locks.enter_context(lock.open("r+"))
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -17,7 +17,7 @@ import os
 import random
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,30 +257,14 @@ def hash_file(folder: Path, name: str, *, sync: bool) -> FileDigest:
     whole = hashlib.sha256()
     pages: list[str] = []
     size = 0
-    with os.fdopen(open_inside(folder, name), "rb", buffering=0) as file:
-        for page in _read_pages(file):
+    with os.fdopen(open_inside(folder, name), "rb") as file:
+        while page := file.read(PAGE_BYTES):  # a buffered file: shorter at the end only
             whole.update(page)
             pages.append(hashlib.sha256(page).hexdigest()[:PAGE_DIGEST_HEX])
             size += len(page)
         if sync:
             os.fsync(file.fileno())
     return FileDigest(size, whole.hexdigest(), "".join(pages))
-
-
-def _read_pages(file: Any) -> Iterator[memoryview]:
-    """Pages of PAGE_BYTES; only the last one is shorter, whatever the file system returns."""
-    buffer = bytearray(PAGE_BYTES)
-    view = memoryview(buffer)
-    while True:
-        filled = 0
-        while filled < PAGE_BYTES:
-            count = file.readinto(view[filled:])
-            if not count:
-                break
-            filled += count
-        if not filled:
-            return
-        yield view[:filled]
 
 
 def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) -> None:

@@ -347,7 +347,7 @@ class Checkpointer:
                 progress = self._apply(found, weights_only, own=False)
             except BadCheckpoint as bad:
                 raise no_checkpoint(
-                    f"checkpoint.load_from {path}: {bad.why}", passing=bad.passing
+                    f"checkpoint.load_from {path}: {bad.reason}", passing=bad.passing
                 ) from None
         else:
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path

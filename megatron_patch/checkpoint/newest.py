@@ -35,7 +35,7 @@ def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]
     names = directory.complete_names()
     if not names:
         return []
-    refuse_wish(directory, own=own)
+    refuse_edited(directory, own=own)
     if not directory.current:
         start, left = earlier.left_behind(directory)
         stay = [name for name in names if name not in left]
@@ -46,14 +46,16 @@ def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]
     if announced in names:  # a process was killed, or is, in the middle of a move
         return names[names.index(announced) :]
     latest = directory.read_pointer()
-    if latest.why:
-        log.warning("%s: %s; taking the newest, %s", directory.root / LATEST, latest.why, names[0])
+    if latest.reason:
+        log.warning(
+            "%s: %s; taking the newest, %s", directory.root / LATEST, latest.reason, names[0]
+        )
     elif latest.name != names[0]:
         raise CheckpointError(_edited(directory.root, "", latest.name, names, own=own))
     return names
 
 
-def refuse_wish(directory: CheckpointDirectory, *, own: bool = True) -> None:
+def refuse_edited(directory: CheckpointDirectory, *, own: bool = True) -> None:
     """Do not take what somebody made of ``latest`` for damage.
 
     What a crash leaves of it is the beginning of the name that it held. A move that was announced
@@ -71,9 +73,11 @@ def refuse_wish(directory: CheckpointDirectory, *, own: bool = True) -> None:
         at = earlier.left_behind(directory)[0]  # what `latest` names, if anything is known of it
     elif latest.name:
         return  # `candidates` knows what is newer
-    if at.startswith(latest.name or latest.wish):
+    if at.startswith(latest.name or latest.edited):
         return
-    text = f"holds {latest.wish[:200]!r}" if latest.why.startswith("it holds") else latest.wish
+    text = (
+        f"holds {latest.edited[:200]!r}" if latest.reason.startswith("it holds") else latest.edited
+    )
     raise CheckpointError(_edited(directory.root, text, latest.name, names, own=own))
 
 
@@ -134,7 +138,7 @@ def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
     """
     pinned.adopt(directory)
     left = [] if directory.current else earlier.left_behind(directory, name)[1]
-    if directory.read_pointer().wish and (directory.root / LATEST).is_dir():
+    if directory.read_pointer().edited and (directory.root / LATEST).is_dir():
         directory.move_aside(directory.root / LATEST, "replaced")  # no file takes its place
     moved = directory.go_back(name, also=left)
     if not directory.current:

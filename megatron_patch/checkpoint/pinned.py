@@ -67,7 +67,7 @@ def _parse(root: Path) -> dict[str, str]:
     return pins
 
 
-def slip(root: Path, names: Sequence[str]) -> str:
+def missing_warning(root: Path, names: Sequence[str]) -> str:
     """A warning about what a person pinned and is not there, where the one meant may go; or "".
 
     ``names`` are the complete checkpoints. Those moved aside are there, and those of the early
@@ -78,15 +78,15 @@ def slip(root: Path, names: Sequence[str]) -> str:
     except PinnedFileError as error:
         return str(error)
     aside = os.listdir(root / ASIDE) if (root / ASIDE).is_dir() else []
-    lost = [
+    missing = [
         name
         for name, why in pins.items()
         if name not in names
         and not WARNING.fullmatch(why)
         and not any(left.startswith(f"{name}.") for left in aside)
     ]
-    text = f"{root / FILE} names {', '.join(lost)}: no checkpoint here, and none is kept for it"
-    return f"{text}; mend the line, or remove it" if lost else ""
+    text = f"{root / FILE} names {', '.join(missing)}: no checkpoint here, and none is kept for it"
+    return f"{text}; mend the line, or remove it" if missing else ""
 
 
 def write(root: Path, pins: Mapping[str, str]) -> None:

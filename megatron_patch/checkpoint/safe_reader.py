@@ -155,7 +155,7 @@ def load_object(value: io.BytesIO, name: str) -> Any:
         inspect_archive(value, len(value.getbuffer()))
         return torch.load(value, map_location="cpu", weights_only=True)
     except BadCheckpoint as bad:
-        raise BadCheckpoint(bad.kind, f"object {name[:80]!r}: {bad.why}") from None
+        raise BadCheckpoint(bad.kind, f"object {name[:80]!r}: {bad.reason}") from None
     except Exception as error:
         raise BadCheckpoint("hostile", f"object {name[:80]!r} was refused: {error}") from None
 
@@ -215,7 +215,7 @@ class SafeReader(FileSystemReader):
             inspect_archive(part, sinfo.length)
         except BadCheckpoint as bad:
             raise BadCheckpoint(
-                bad.kind, f"{sinfo.relative_path} at byte {sinfo.offset}: {bad.why}"
+                bad.kind, f"{sinfo.relative_path} at byte {sinfo.offset}: {bad.reason}"
             ) from None
         return super()._slice_file(file, sinfo)
 

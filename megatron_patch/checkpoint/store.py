@@ -321,9 +321,9 @@ class CheckpointStore:
         def look() -> list[str]:
             if own and self.directory.complete_names():
                 newest.take_over(self.directory)
-                slip = pinned.slip(self.root, self.directory.complete_names())
-                if slip:
-                    log.warning("%s", slip)
+                missing = pinned.missing_warning(self.root, self.directory.complete_names())
+                if missing:
+                    log.warning("%s", missing)
             return newest.candidates(self.directory, own=own)
 
         names: list[str] = self._on_first_rank(
@@ -336,7 +336,7 @@ class CheckpointStore:
                 if accept is not None:
                     accept(found)
             except BadCheckpoint as bad:
-                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.reason)
                 refused[name] = bad
                 continue
             if refused:
@@ -350,7 +350,7 @@ class CheckpointStore:
                 )
             return found
         if refused:
-            listed = "".join(f"\n  {name}: {bad.why}" for name, bad in refused.items())
+            listed = "".join(f"\n  {name}: {bad.reason}" for name, bad in refused.items())
             raise no_checkpoint(
                 f"no good checkpoint in {self.root}:{listed}",
                 passing=all(bad.passing for bad in refused.values()),
@@ -397,7 +397,7 @@ class CheckpointStore:
             try:
                 self.check(self.root / name)
             except BadCheckpoint as bad:
-                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.reason)
             else:
                 return key_of(name)[0]
         return None

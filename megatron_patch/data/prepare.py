@@ -242,7 +242,7 @@ def _locked(parts: Path) -> Iterator[None]:
 def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> list[PartHeader]:
     """Make every part that is not there yet; the headers of all, in order."""
     headers: list[PartHeader] = []
-    pending: deque[tuple[Callable[[], PartHeader], int]] = deque()
+    pending: deque[tuple[PartHeader | Callable[[], PartHeader], int]] = deque()
     ahead = 2 * options.workers if options.workers > 1 else 1
     tokens, total = 0, sum(source.bytes for source in sources)
     with (
@@ -253,7 +253,7 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
         def take() -> None:
             nonlocal tokens
             result, position = pending.popleft()
-            headers.append(result())
+            headers.append(result() if callable(result) else result)
             tokens += headers[-1].tokens
             progress.set(position, f"{human(tokens)} tokens")
 
@@ -261,7 +261,7 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
             for number, batch in enumerate(read_batches(sources, options)):
                 found = read_part(parts, number)
                 if found is not None and found[0].raw_sha256 == batch.sha256:
-                    pending.append((lambda header=found[0]: header, batch.position))
+                    pending.append((found[0], batch.position))
                 else:
                     pending.append((submit(number, batch), batch.position))
                 if len(pending) >= ahead:

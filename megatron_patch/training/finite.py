@@ -79,7 +79,7 @@ class StepGuard:
 
     ``watch(optimizer)`` puts the agreement between the gradient norm and the update;
     ``before_reduction(chunks)`` is called when local gradients are complete. After ``step()`` of
-    the optimizer and ``settle()``, ``stop_code`` holds the agreed reason to stop, if any, and
+    the optimizer and ``synchronize()``, ``stop_code`` holds the agreed reason to stop, if any, and
     ``agreed`` everything else the ranks told each other.
 
     Args:
@@ -167,10 +167,10 @@ class StepGuard:
             self._agreement.send(norm, self.stop.code())
             self._unread = True
             if gate is None:
-                return self.settle()
+                return self.synchronize()
             closed = None
             if self.may_drop:
-                self.settle()
+                self.synchronize()
             elif self.check:
                 closed = self._agreement.bad()
             gate.set(self._agreement.grad_norm, closed)
@@ -178,7 +178,7 @@ class StepGuard:
 
         optimizer.get_grad_norm = agreed
 
-    def settle(self) -> float:
+    def synchronize(self) -> float:
         """Read what was agreed on in this step, once; the gradient norm.
 
         Raises:

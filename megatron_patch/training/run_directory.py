@@ -223,11 +223,11 @@ def _finished(path: Path, run: RunConfig) -> bool:
     step = -1
     try:
         step = json.loads(text)["step"]
-        said = type(step) is int and step >= 0
+        valid = type(step) is int and step >= 0
     except (ValueError, KeyError, TypeError, RecursionError):
         torn = text.startswith(STEP) and "}" not in text
-        said = torn or STEP.startswith(text)
-    if not said:
+        valid = torn or STEP.startswith(text)
+    if not valid:
         problem = (
             f'{marker} holds {text[:80]!r}, and a finished run leaves {{"step": N}} there: delete '
             "the file to train on, or write that to keep the run as it is"

@@ -122,7 +122,7 @@ def train_step(
         try:
             # Collective: gradient norm, then the agreement of all ranks, then the update.
             updated, _, _ = session.optimizer.step()
-            grad_norm = session.guard.settle()
+            grad_norm = session.guard.synchronize()
         except UpdateDropped as dropped:  # on all ranks
             updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated

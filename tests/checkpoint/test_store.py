@@ -299,7 +299,7 @@ class TestManifestInput:
         (path / SEAL).write_bytes(seal(raw, None))
         with pytest.raises(BadCheckpoint) as bad:
             store.check(path)
-        return bad.value.why
+        return bad.value.reason
 
     @pytest.mark.parametrize(
         "name", ["../outside", "/etc/passwd", "a/b", "..", ".", "", "-x", "a\0b", "manifest.json"]

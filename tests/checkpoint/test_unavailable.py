@@ -99,7 +99,7 @@ def test_errors_travel_with_class_exit_code_and_judgement() -> None:
     error = pickle.loads(pickle.dumps(UnavailableError("cannot list /x")))
     assert (type(error), error.exit_code, str(error)) == (UnavailableError, 1, "cannot list /x")
     bad = pickle.loads(pickle.dumps(BadCheckpoint("k", "w", damaged=False, passing=True)))
-    assert (bad.kind, bad.why, bad.damaged, bad.passing) == ("k", "w", False, True)
+    assert (bad.kind, bad.reason, bad.damaged, bad.passing) == ("k", "w", False, True)
 
 
 @pytest.mark.parametrize(
