@@ -231,15 +231,6 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
         ) from error
 
 
-def read_run(folder: Path, index: Metadata) -> dict[str, Any]:
-    """What a checkpoint holds under ``run``, before anything else of it is read. Local.
-
-    Raises:
-        BadCheckpoint, CheckpointError: as `read`.
-    """
-    return dict(read({}, folder, index)["run"])
-
-
 def _cause(error: BaseException) -> BaseException:
     """The first exception inside torch's collection of them, or the exception itself."""
     if isinstance(error, CheckpointException):

@@ -91,16 +91,13 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
     if parse_name(path.name) is not None:
         return path.parent, path.name
     for root in (path / "checkpoints", path):
-        if (root / IDENTITY).is_file() or _has_checkpoints(root):
+        listed = os.listdir(root) if root.is_dir() else []
+        if IDENTITY in listed or any(parse_name(name.removesuffix(TMP)) for name in listed):
             return root, None
     raise RequestError(
         f"{path} holds no checkpoints: neither it nor its checkpoints/ has {IDENTITY} or "
         "step_*.attempt-* directories (a run with checkpoint.directory keeps them there)"
     )
-
-
-def _has_checkpoints(root: Path) -> bool:
-    return root.is_dir() and any(parse_name(n.removesuffix(TMP)) for n in os.listdir(root))
 
 
 def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> list[Entry]:

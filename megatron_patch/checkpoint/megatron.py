@@ -404,7 +404,7 @@ class Checkpointer:
                 )
             index = together(lambda: read_metadata(path, sizes))
             if not own and self._inherit is not None:
-                self._inherit(path, together(lambda: content.read_run(path, index)))
+                self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))
             request = together(lambda: self._request(info, weights_only, same_layout))
             skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
             asked = self.ranks.all_gather(together(lambda: content.describe(request)))

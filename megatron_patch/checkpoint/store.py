@@ -343,8 +343,9 @@ class CheckpointStore:
                 self._log(logging.WARNING, "continuing from the older checkpoint %s", name)
             if refused and own:
                 kinds = {before: bad.kind for before, bad in refused.items()}
+                # Damaged or not, it is not continued.
                 self._on_first_rank(
-                    partial(self._move_aside, name, kinds),
+                    partial(self.directory.go_back, name, kinds=kinds),
                     "could not move what was refused aside",
                     fatal=False,
                 )
@@ -356,10 +357,6 @@ class CheckpointStore:
                 passing=all(bad.passing for bad in refused.values()),
             )
         return None
-
-    def _move_aside(self, name: str, kinds: Mapping[str, str]) -> None:
-        """Make ``name`` the newest: damaged or not, what was refused is not continued."""
-        self.directory.go_back(name, kinds=kinds)
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.

@@ -96,7 +96,7 @@ class Walk:
         while waiting:
             path, name = waiting.pop()
             first, named = named, False
-            hidden = _is_hidden(path) and not first
+            hidden = (path.name.startswith(".") or path.name in HIDDEN) and not first
             try:
                 found = path.stat()
             except OSError as error:
@@ -134,10 +134,6 @@ class Walk:
         if type(reason) is not str or isinstance(error, FileNotFoundError):
             raise DataError(unread(path, error)) from error
         return Entry(path, name, unknown=reason.removeprefix(": "))
-
-
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".") or path.name in HIDDEN
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_patch.data import tokenizers
-from megatron_patch.data.compression import Packing, opened
+from megatron_patch.data.compression import opened
 from megatron_patch.data.encode import Encoder, PartHeader, part_path, read_part, start_worker, work
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import dtype_for, write_index
@@ -142,18 +142,18 @@ def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
     if Path(path).exists():
         _log([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
     else:
-        tokenizers.train_bpe(files, size, path, read=lambda file: _whole_text(file, files[file]))
+
+        def read(file: Path) -> str:
+            with opened(file, files[file]) as (stream, _):
+                return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
+
+        tokenizers.train_bpe(files, size, path, read=read)
     found = _tokenizer(options).vocab_size
     if found != size:
         raise DataError(
             f"{path}: has {found} ids, --train-bpe asks for {size}: the text is too small for "
             "more, or the file is another tokenizer's; choose another size or path"
         )
-
-
-def _whole_text(path: Path, packing: Packing) -> str:
-    with opened(path, packing) as (stream, _):
-        return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
 
 
 def _plan(options: PrepareOptions, tokenizer: tokenizers.Tokenizer, sources: list[Source]) -> dict:

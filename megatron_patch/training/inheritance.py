@@ -8,7 +8,7 @@ that differs stands in one table at start. The position in the data is kept in s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +25,11 @@ from megatron_patch.faults.skips import Skips
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.schema.kinds import Kind, entry, in_effect, kind_of
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
-from megatron_patch.training.resume_rules import differences
+from megatron_patch.training.resume_rules import continue_run, differences
 from megatron_patch.training.schedule import Schedule
 
 if TYPE_CHECKING:
+    from megatron_patch.checkpoint.megatron import Checkpointer
     from megatron_patch.data.loader import Loaders
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.run import Loaded, RunConfig
@@ -97,27 +98,39 @@ class Inheritance:
             raise ConfigError(verdict[1])
         self.parent = verdict[0]
 
-    def place_data(
-        self, saved: Mapping[str, Any], *, step: int, batch: int, log: Callable[[str], None]
-    ) -> bool:
-        """Let the data go on where it was; ``log`` takes the table. Local, the same on all ranks.
+    def resume(
+        self, checkpointer: Checkpointer, scheduler: Any, *, step: int, batch: int
+    ) -> list[str]:
+        """Let data and schedule go on where the loaded checkpoint was. Collective.
 
         Args:
-            saved: what the loaded checkpoint carries beside the state.
+            checkpointer: has loaded, or found nothing to load.
+            scheduler: this run's; adapted.
             step: steps done.
             batch: the global batch to come.
 
         Returns:
-            Whether these are steps of the run's own: what its directory knows of its data holds.
+            Lines for the log: the table of a start from another run, what a change changes.
 
         Raises:
-            ConfigError: the run is beyond its end, or read other datasets.
+            ConfigError: the run is beyond its end, or data or schedule are not those of its steps.
         """
         if self.parent is not None:
-            for line in self.begin(batch=batch):
-                log(line)
-            return False
-        check_length(self._loaded.config, step=step)
+            lines = self.begin(batch=batch)
+        else:
+            lines = []
+            check_length(self._loaded.config, step=step)
+            self._resume_data(checkpointer.loaded_extra, step)
+        return lines + continue_run(
+            self._loaded,
+            self._layout,
+            self._loaders,
+            scheduler=scheduler,
+            checkpoint=checkpointer.loaded_own,
+            step=step,
+        )
+
+    def _resume_data(self, saved: Mapping[str, Any], step: int) -> None:
         try:
             self._loaders.resume(saved.get("data"))
         except ValueError as error:
@@ -126,7 +139,6 @@ class Inheritance:
                 f"({error}): put the old ones back, or start a new run with checkpoint.load_from"
             )
             raise ConfigError([Problem("data", text)]) from None
-        return True
 
     def begin(self, *, batch: int) -> list[str]:
         """Put the data where the other run left it, by this run's blend; the table."""

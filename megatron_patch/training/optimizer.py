@@ -32,7 +32,8 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
     quiet.drop_notices()
     for index, chunk in enumerate(chunks):
         config = chunk.config
-        module = chunk.to(_device(run))
+        cpu = run.training.device == "cpu"
+        module = chunk.to("cpu" if cpu else torch.device("cuda", torch.cuda.current_device()))
         if run.training.precision == "bf16":
             module = Float16Module(config, module)
         ddp_config = DistributedDataParallelConfig(
@@ -52,12 +53,6 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
             )
         )
     return wrapped
-
-
-def _device(run: RunConfig) -> torch.device:
-    if run.training.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_patch.data.loader import Loaders
+    from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.run import Loaded
-    from megatron_patch.training.session import Session
 
 DATA_RECORD = "sequences"
 """Key of `Loaders.identities` in what a checkpoint carries beside the state."""
@@ -203,10 +203,11 @@ def software_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def continue_run(
     loaded: Loaded,
-    session: Session,
+    layout: Layout,
     loaders: Loaders,
-    checkpoint: Mapping[str, Any] | None,
     *,
+    scheduler: Any,
+    checkpoint: Mapping[str, Any] | None,
     step: int,
 ) -> list[str]:
     """Compare the data with those of the steps before, and go on with their schedule. Collective.
@@ -224,7 +225,7 @@ def continue_run(
     """
     run = loaded.config
     verdict: list[Any] = [[], []]
-    if session.layout.print_rank:
+    if layout.print_rank:
         verdict[:] = check_data(
             run.directory / "data.sha256",
             loaders.fingerprint,
@@ -235,7 +236,7 @@ def continue_run(
     torch.distributed.broadcast_object_list(verdict, src=0)
     problems, lines = verdict
     if checkpoint is not None:
-        found, changes = schedule.go_on(run, session.schedule, checkpoint, step=step)
+        found, changes = schedule.go_on(run, scheduler, checkpoint, step=step)
         problems, lines = problems + found, lines + changes
     if problems:
         raise ConfigError(problems)

@@ -42,7 +42,7 @@ from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.resume_rules import DATA_RECORD, another_run, continue_run
+from megatron_patch.training.resume_rules import DATA_RECORD, another_run
 from megatron_patch.training.saver import Saver, check_host_memory
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
@@ -258,14 +258,10 @@ class Trainer:
             )
         self._load_watchers()
         self._keep_optimizer_kernel()
-        own = self.inheritance.place_data(
-            self.checkpointer.loaded_extra, step=self.position.step, batch=self._next_batch,
-            log=self.monitor.say,
-        )  # fmt: skip
-        # At a start from another run, which may have gone on since the last try, none is done.
-        step = self.position.step if own else 0
-        checkpoint = self.checkpointer.loaded_own
-        for line in continue_run(self.loaded, self.session, self.loaders, checkpoint, step=step):
+        for line in self.inheritance.resume(
+            self.checkpointer, self.session.schedule, step=self.position.step,
+            batch=self._next_batch,
+        ):  # fmt: skip
             self.monitor.say(line)
 
     @property

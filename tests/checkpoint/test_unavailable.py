@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_store import save
 
 from megatron_patch.checkpoint import manifest, safe_reader, store
 from megatron_patch.checkpoint.errors import (
@@ -25,12 +26,6 @@ from megatron_patch.checkpoint.store import CheckpointStore
 
 EIO = OSError(errno.EIO, "Input/output error")
 DENIED = PermissionError(errno.EACCES, "Permission denied")
-
-
-def save(checkpoints: CheckpointStore, step: int) -> Path:
-    attempt = checkpoints.begin(step)
-    (attempt.path / "__0_0.distcp").write_bytes(b"shard %d" % step)
-    return checkpoints.commit(attempt, checkpoints.hash_files(attempt, ["__0_0.distcp"]), {})
 
 
 def failing(error: Exception) -> Any:

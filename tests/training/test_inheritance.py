@@ -350,11 +350,10 @@ def test_own_steps_on_other_token_files_are_refused(
 ) -> None:
     inheritance, loaders = started(loaded(f"data.blend.0.path={corpus}"))
     saved = loaders.position(3)
-    go_on = {"step": 3, "batch": 3, "log": print}
-    assert inheritance.place_data({"data": saved}, **go_on)
+    inheritance._resume_data({"data": saved}, 3)
     saved["reading"][0]["source"]["sha256"] = "0" * 64
     with pytest.raises(ConfigError, match="not those the first 3 steps were trained on"):
-        inheritance.place_data({"data": saved}, **go_on)
+        inheritance._resume_data({"data": saved}, 3)
 
 
 # -------------------------------------------------------------------------- in processes

@@ -316,21 +316,20 @@ def test_one_directory_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_directories_are_refused_on_both_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "one", "other"),
+    [
+        ("run_dir", "run", "other"),
+        ("checkpoint.directory", "run checkpoint.directory=a", "run checkpoint.directory=other"),
+    ],
+)
+def test_two_directories_are_refused_on_both_nodes(
+    tmp_path: Path, key: str, one: str, other: str
+) -> None:
+    """Also where a node lacks the file system of the checkpoints, and has that of the run."""
     (tmp_path / "other").mkdir()
-    said = play(tmp_path, "run", "other", patience=0.5)
-    assert said[0] == said[1] and "not one directory on all nodes" in said[0]
-    assert "(rank 1): " + str(tmp_path / "other") in said[0]
-    assert not list(tmp_path.glob("*/" + run_directory.TOKEN + "*"))
-
-
-@pytest.mark.multiprocess
-def test_checkpoints_outside_the_run_directory_must_be_shared_too(tmp_path: Path) -> None:
-    """A node that lacks the file system of the checkpoints, and has that of the run."""
-    (tmp_path / "other").mkdir()
-    runs = ("run checkpoint.directory=shared", "run checkpoint.directory=other")
-    said = play(tmp_path, *runs, patience=0.5)
-    assert said[0] == said[1] and "checkpoint.directory: is not one directory on all" in said[0]
+    said = play(tmp_path, one, other, patience=0.5)
+    assert said[0] == said[1] and f"{key}: is not one directory on all nodes" in said[0]
     assert "(rank 1): " + str(tmp_path / "other") in said[0]
     assert not list(tmp_path.glob("*/" + run_directory.TOKEN + "*"))
 
