@@ -91,8 +91,8 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
     if parse_name(path.name) is not None:
         return path.parent, path.name
     for root in (path / "checkpoints", path):
-        listed = os.listdir(root) if root.is_dir() else []
-        if IDENTITY in listed or any(parse_name(name.removesuffix(TMP)) for name in listed):
+        names = os.listdir(root) if root.is_dir() else []
+        if (root / IDENTITY).is_file() or any(parse_name(n.removesuffix(TMP)) for n in names):
             return root, None
     raise RequestError(
         f"{path} holds no checkpoints: neither it nor its checkpoints/ has {IDENTITY} or "

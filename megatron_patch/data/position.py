@@ -9,6 +9,7 @@ in the blend, nor by the version that prepared it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -75,9 +76,7 @@ class Position:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for the checkpoint."""
-        return asdict(self) | {
-            name: [asdict(taken) for taken in getattr(self, name)] for name in ("reading", "others")
-        } | {name: list(getattr(self, name)) for name in ("weights", "starts")}  # fmt: skip
+        return dict(json.loads(json.dumps(asdict(self))))  # tuples become lists
 
     @classmethod
     def from_dict(cls, values: Any) -> Position:
