@@ -8,7 +8,6 @@ that the checkpoint goes on with (`training.schedule`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,12 +225,14 @@ def continue_run(
     run = loaded.config
     verdict: list[Any] = [[], []]
     if layout.print_rank:
+        before: Mapping[str, Any] = checkpoint or {}
         verdict[:] = check_data(
             run.directory / "data.sha256",
             loaders.fingerprint,
             step=step if checkpoint is not None else 0,
             identities=loaders.identities,
-            saved=None if checkpoint is None else SavedData.of(checkpoint, loaded),
+            recorded=dict(before.get("extra") or {}).get(DATA_RECORD),
+            moved=data_keys(before, loaded),
         )
     torch.distributed.broadcast_object_list(verdict, src=0)
     problems, lines = verdict
@@ -243,22 +244,11 @@ def continue_run(
     return lines
 
 
-@dataclass(frozen=True, slots=True)
-class SavedData:
-    """What a checkpoint of this run says about its data."""
-
-    identities: Mapping[str, str] | None
-    """``Loaders.identities`` when it was saved; None: it is of an earlier version."""
-    moved: list[Change]
-    """Where it names other data than this configuration."""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any], loaded: Loaded) -> SavedData:
-        """From the plain data of a checkpoint."""
-        text = str(content.get("config") or "")
-        changed = differences(text, loaded.dump_yaml()) if text else []
-        moved = [change for change in changed if _under(change[0], DATA)]
-        return cls(dict(content.get("extra") or {}).get(DATA_RECORD), moved)
+def data_keys(checkpoint: Mapping[str, Any], loaded: Loaded) -> list[Change]:
+    """Where the configuration of a checkpoint names other data than this one."""
+    text = str(checkpoint.get("config") or "")
+    changed = differences(text, loaded.dump_yaml()) if text else []
+    return [change for change in changed if _under(change[0], DATA)]
 
 
 def check_data(
@@ -267,7 +257,8 @@ def check_data(
     *,
     step: int,
     identities: Mapping[str, str],
-    saved: SavedData | None,
+    recorded: Mapping[str, str] | None,
+    moved: list[Change],
 ) -> tuple[list[Problem], list[str]]:
     """Compare the data with those of the steps before, then record their fingerprint.
 
@@ -276,42 +267,43 @@ def check_data(
             which did not record the data.
         fingerprint: ``Loaders.fingerprint``: everything the order of samples depends on.
         step: steps done; nothing is compared at step 0.
-        saved: what the checkpoint of this run says of itself; None where there is none.
+        recorded: ``Loaders.identities`` when the checkpoint was saved; None: it is of an earlier
+            version, or there is none.
+        moved: keys by which that checkpoint names other data (`data_keys`).
 
     Returns:
         What stands against going on, and lines about other evaluation data.
     """
-    before = saved.identities if saved is not None else None
     problems: list[Problem] = []
     notes: list[str] = []
     other = f"are not those the first {step} steps were trained on"
     remedy = "put the old ones back, or start a new run with checkpoint.load_from"
-    if before is not None:
-        if before.get("train") != identities["train"]:
+    if recorded is not None:
+        if recorded.get("train") != identities["train"]:
             problems = [Problem("data", f"the tokens, or their order, {other}: {remedy}")]
         notes = [
             f"warning: data {split}: not the sequences of the first {step} steps; losses of before "
             "and after are not comparable"
-            for split in sorted({*before, *identities} - {"train"})
-            if before.get(split) != identities.get(split)
+            for split in sorted({*recorded, *identities} - {"train"})
+            if recorded.get(split) != identities.get(split)
         ]
     elif step > 0 and file.exists():
-        recorded = file.read_bytes().strip()
-        if not re.fullmatch(rb"[0-9a-f]{64}", recorded):
+        found = file.read_bytes().strip()
+        if not re.fullmatch(rb"[0-9a-f]{64}", found):
             text = (
-                f"{file} holds {recorded[:40]!r} and no SHA-256 of the data so far: it is damaged; "
+                f"{file} holds {found[:40]!r} and no SHA-256 of the data so far: it is damaged; "
                 "put it right, or delete it if the token files are the same as before"
             )
             problems = [Problem("data", text)]
-        elif recorded.decode() != fingerprint:
+        elif found.decode() != fingerprint:
             text = f"the token files {other} (their manifests differ): {remedy}"
             problems = [Problem("data", text)]
-    elif saved is not None:
+    else:
         unknown = "nothing records which tokens these are: name them as they were named then"
         problems = [
             Problem(key, f"{new}, but the checkpoint was saved with {old}, and {unknown}, or start "
                     "a new run with checkpoint.load_from")
-            for key, old, new in saved.moved
+            for key, old, new in moved
         ]  # fmt: skip
     if not problems:
         write_whole(file, fingerprint + "\n")
