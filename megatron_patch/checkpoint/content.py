@@ -81,10 +81,7 @@ def local_part(
 ) -> dict[str, Any]:
     """The sharded state dict without the optimizer. Local: no rank waits for another.
 
-    Args:
-        parts: the live objects.
-        optimizer_sharding: ``fully_reshardable`` or ``dp_reshardable``.
-        rng: (rank, world size) to include this rank's random streams; None to leave them out.
+    ``rng``: (rank, world size) to include this rank's random streams; None leaves them out.
     """
     from megatron.core.dist_checkpointing import ShardedObject
 
@@ -98,21 +95,15 @@ def local_part(
 def add_optimizer(
     state: dict[str, Any], parts: Parts, *, optimizer_sharding: str, loading: bool
 ) -> None:
-    """Complete what `local_part` made, to save or to load into.
+    """Complete what `local_part` made, to save or to load into (``loading``: nothing is read).
 
     Collective among data-parallel ranks when ``fully_reshardable`` state is saved: slices travel
     (`reshardable`), and a rank that fails in between leaves those waiting that it owes some.
     Otherwise local.
-
-    Args:
-        state: from `local_part`; gets the key ``optimizer``.
-        parts: the live objects.
-        optimizer_sharding: as for `local_part`.
-        loading: allocate what is missing instead of reading it.
     """
     models = {name: state[name] for name in parts.models()}
-    fitting, told = reshardable.fitting, optimizer_state.settings_of_empty_parts
-    with torch.no_grad(), fitting(parts.optimizer), told(parts.optimizer):
+    fitting, settings = reshardable.fitting, optimizer_state.settings_of_empty_parts
+    with torch.no_grad(), fitting(parts.optimizer), settings(parts.optimizer):
         state["optimizer"] = parts.optimizer.sharded_state_dict(
             models if len(models) > 1 else state["model"],
             is_loading=loading,
@@ -238,15 +229,6 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
             f"{folder.name} cannot be loaded: {type(cause).__name__}: {cause}",
             passing=is_passing(cause),
         ) from error
-
-
-def read_run(folder: Path, index: Metadata) -> dict[str, Any]:
-    """What a checkpoint holds under ``run``, before anything else of it is read. Local.
-
-    Raises:
-        BadCheckpoint, CheckpointError: as `read`.
-    """
-    return dict(read({}, folder, index)["run"])
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -62,9 +62,9 @@ class Pointer(NamedTuple):
 
     name: str = ""
     """The checkpoint that it names, which need not be there."""
-    why: str = ""
+    reason: str = ""
     """Why it names none."""
-    wish: str = ""
+    edited: str = ""
     """What somebody made of it instead: a text, or what is there in the place of the file."""
 
 
@@ -160,13 +160,13 @@ class CheckpointDirectory:
             data = read_small(self.root, name, limit=4096)
         except BadCheckpoint as bad:
             if bad.kind in ("missing", "unreadable"):
-                return Pointer(why=bad.why)
+                return Pointer(reason=bad.reason)
             link = f"is a link to {os.readlink(self.root / name)}" if bad.kind == "link" else ""
-            return Pointer(why=bad.why, wish=link or bad.why.removeprefix(f"{name} "))
+            return Pointer(reason=bad.reason, edited=link or bad.reason.removeprefix(f"{name} "))
         text = _typed(data)
         if parse_name(text) is not None:
             return Pointer(text)
-        return Pointer(why=f"it holds {data[:80]!r}" if data else "it is empty", wish=text)
+        return Pointer(reason=f"it holds {data[:80]!r}" if data else "it is empty", edited=text)
 
     def announce(self, name: str) -> None:
         """Say what ``latest`` will name, before anything is renamed for it."""
@@ -190,12 +190,13 @@ class CheckpointDirectory:
     def go_back(
         self, name: str, *, also: Collection[str] = (), kinds: Mapping[str, str] | None = None
     ) -> dict[str, Path]:
-        """Make ``name`` the newest: move newer ones aside, then ``latest``. Where each one went.
+        """Make ``name`` the newest: move newer ones and ``also`` aside, then ``latest``.
 
         Args:
-            name: a complete checkpoint.
-            also: others to move.
             kinds: a word for the new name of some of them; of others ``abandoned``.
+
+        Returns:
+            Where each one went.
 
         Raises:
             OSError: it could not be done, or in part; `finish_move` does the rest.
@@ -259,13 +260,13 @@ class CheckpointDirectory:
         path.mkdir(exist_ok=True)
         what = "what could be deleted of its files" if os.listdir(path) else "its files"
         target = self._rename_aside(path, kind)
-        told = f"the reason and their names are in {target / REASON}"
+        detail = f"the reason and their names are in {target / REASON}"
         text = "\n".join([reason, "", "It was not complete; its files were deleted:", *files, ""])
         try:
             write_file(target / REASON, text.encode())
         except OSError as error:  # the disk may still be full
-            told = f"{REASON} cannot be written ({error.strerror}): {reason}"
-        log.warning("%s was not complete: deleted %s; %s", path.name, what, told)
+            detail = f"{REASON} cannot be written ({error.strerror}): {reason}"
+        log.warning("%s was not complete: deleted %s; %s", path.name, what, detail)
         return target
 
     def delete(self, name: str) -> None:

@@ -23,12 +23,8 @@ NONE, UNKNOWN = "-", "?"
 def left_behind(directory: CheckpointDirectory, start: str = "") -> tuple[str, list[str]]:
     """(the checkpoint that the run was at, those that are not among its ancestors).
 
-    The run was at the one that ``latest`` names, which need not be there any more, else at the one
-    saved last. Older ones whose parent nobody recorded count as ancestors.
-
-    Args:
-        directory: with at least one complete checkpoint.
-        start: the checkpoint to go back to, instead.
+    The run was at ``start``, else at the one that ``latest`` names, which need not be there any
+    more, else at the one saved last. Older ones whose parent nobody recorded count as ancestors.
     """
     names = directory.complete_names()
     parents, last = _lineage(directory.root)
@@ -89,7 +85,7 @@ def kept(root: Path) -> dict[str, str]:
     except BadCheckpoint as bad:
         if bad.kind == "missing":
             return {}
-        raise ValueError(bad.why) from None
+        raise ValueError(bad.reason) from None
     except (AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"malformed: {error!r}") from None
     return reasons

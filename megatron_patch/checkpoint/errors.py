@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from megatron_patch.runtime.io_errors import may_pass
 
@@ -35,31 +36,25 @@ class MismatchError(CheckpointError, ValueError):
 class BadCheckpoint(Exception):
     """Why one checkpoint directory was refused."""
 
-    def __init__(self, kind: str, why: str, *, damaged: bool = True, passing: bool = False) -> None:
-        """``kind``: a slug for file names (``hash``, ``size`` ...); ``why``: a sentence.
+    def __init__(
+        self, kind: str, reason: str, *, damaged: bool = True, passing: bool = False
+    ) -> None:
+        """``kind``: a slug for file names (``hash``, ``size`` ...); ``reason``: a sentence.
 
         ``damaged`` is False where the directory itself may be fine (an unreadable disk, another
         key): such a directory is passed over but not moved aside. ``passing`` where it may be
         read the next time, or on another node.
         """
-        super().__init__(why)
-        self.kind = kind
-        self.why = why
-        self.damaged = damaged
-        self.passing = passing
+        super().__init__(reason)
+        self.kind, self.reason, self.damaged, self.passing = kind, reason, damaged, passing
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.kind, self.why, self.damaged, self.passing)
-
-
-def _rebuild(kind: str, why: str, damaged: bool, passing: bool) -> BadCheckpoint:
-    return BadCheckpoint(kind, why, damaged=damaged, passing=passing)
+        options = {"damaged": self.damaged, "passing": self.passing}
+        return partial(BadCheckpoint, self.kind, self.reason, **options), ()
 
 
 MACHINE = ("CUDA error", "out of memory", "can't allocate memory")
 """In the text of torch's RuntimeErrors that are about the machine."""
-
-
 CHAIN = 16
 """Exceptions looked at behind one another; a chain may be closed."""
 
@@ -107,8 +102,8 @@ def is_passing(error: BaseException) -> bool:
 
 def unreadable(name: str, error: Exception) -> BadCheckpoint:
     """A file or directory that could not be read: passed over, and left where it is."""
-    why = f"cannot read {name}: {error}"
-    return BadCheckpoint("unreadable", why, damaged=False, passing=is_passing(error))
+    text = f"cannot read {name}: {error}"
+    return BadCheckpoint("unreadable", text, damaged=False, passing=is_passing(error))
 
 
 def no_checkpoint(text: str, *, passing: bool) -> CheckpointError:
@@ -124,11 +119,11 @@ def first_problem(problems: Sequence[Exception | None]) -> Exception | None:
     """
     for rank, problem in enumerate(problems):
         if isinstance(problem, BadCheckpoint) and problem.kind == "missing" and rank > 0:
-            why = (
-                f"on rank {rank}: {problem.why}, though the first rank sees it; mount the "
+            text = (
+                f"on rank {rank}: {problem.reason}, though the first rank sees it; mount the "
                 "directory of the checkpoints on every node"
             )
-            return BadCheckpoint("unseen", why, damaged=False, passing=True)
+            return BadCheckpoint("unseen", text, damaged=False, passing=True)
         if problem is not None:
             return problem
     return None

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from megatron_patch.checkpoint import reshardable
 from megatron_patch.checkpoint.optimizer_state import parts as owners
 from megatron_patch.schema.problem import Problem
@@ -32,7 +34,7 @@ class Need:
     """Bytes of host memory one rank fills, and where."""
 
     node: str
-    limit: int | None
+    limit: int
     bytes: int
 
 
@@ -77,17 +79,11 @@ def _shares(part: Any, whole: bool) -> tuple[int, int]:
     return save, load
 
 
-def limit() -> int | None:
-    """Bytes the processes of this node may fill together; None where the system does not say."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = dict(line.split(":", 1) for line in lines)
-        found.append(sum(int(sizes[k].split()[0]) * 1024 for k in ("MemTotal", "SwapTotal")))
-    except (OSError, ValueError, KeyError):
-        pass
-    found += _group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min(found, default=None)
+def limit() -> int:
+    """Bytes the processes of this node may fill together."""
+    whole = psutil.virtual_memory().total + psutil.swap_memory().total
+    groups = _group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([whole, *groups])
 
 
 def _group_limits(membership: Path, root: Path) -> list[int]:
@@ -121,22 +117,20 @@ def check(parts: Parts, optimizer_sharding: str, ranks: Collective) -> tuple[str
     for need in ranks.all_gather(mine):
         nodes.setdefault(need.node, []).append(need)
     most = max(nodes.values(), key=lambda needs: sum(need.bytes for need in needs))
-    problems = [
-        _problem(node, needs, parts, optimizer_sharding)
-        for node, needs in nodes.items()
-        if any(n.limit is not None and sum(m.bytes for m in needs) > n.limit for n in needs)
-    ]
-    return f"checkpoints: {_numbers(most)}", problems[:1]
+    for node, needs in nodes.items():
+        total = sum(need.bytes for need in needs)
+        if total > min(need.limit for need in needs):
+            problem = _problem(node, needs, parts, optimizer_sharding)
+            return f"checkpoints: {_numbers(most)}", [problem]
+    return f"checkpoints: {_numbers(most)}", []
 
 
 def _numbers(needs: list[Need]) -> str:
     total = sum(need.bytes for need in needs)
-    limits = [need.limit for need in needs if need.limit is not None]
-    of = f" of {min(limits) / GIB:,.1f} GiB" if limits else ""
-    largest = max(need.bytes for need in needs)
+    limit, largest = min(need.limit for need in needs), max(need.bytes for need in needs)
     return (
-        f"a save or a load takes {total / GIB:,.1f} GiB{of} of host memory on a node of "
-        f"{len(needs)} rank(s), {largest / GIB:,.1f} GiB on the rank that holds most"
+        f"a save or a load takes {total / GIB:,.1f} GiB of {limit / GIB:,.1f} GiB of host memory "
+        f"on a node of {len(needs)} rank(s), {largest / GIB:,.1f} GiB on the rank that holds most"
     )
 
 

@@ -64,7 +64,7 @@ class Entry:
 
     def refuse(self, bad: BadCheckpoint) -> None:
         """It cannot be loaded, and why."""
-        self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.why
+        self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.reason
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -91,7 +91,8 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
     if parse_name(path.name) is not None:
         return path.parent, path.name
     for root in (path / "checkpoints", path):
-        if (root / IDENTITY).is_file() or _has_checkpoints(root):
+        names = os.listdir(root) if root.is_dir() else []
+        if (root / IDENTITY).is_file() or any(parse_name(n.removesuffix(TMP)) for n in names):
             return root, None
     raise RequestError(
         f"{path} holds no checkpoints: neither it nor its checkpoints/ has {IDENTITY} or "
@@ -99,17 +100,10 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
     )
 
 
-def _has_checkpoints(root: Path) -> bool:
-    return root.is_dir() and any(parse_name(n.removesuffix(TMP)) for n in os.listdir(root))
-
-
 def survey(root: Path, *, key: bytes | None = None, only: str | None = None) -> list[Entry]:
     """Every directory of the store, newest first, those moved aside last. Hashes nothing.
 
-    Args:
-        root: directory of the store.
-        key: checks signatures as well; without it they are only reported.
-        only: name of one checkpoint.
+    A ``key`` checks signatures, which are only reported without one; ``only`` names one checkpoint.
     """
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
     latest = store.directory.read_pointer().name
@@ -159,11 +153,8 @@ def verify(
 ) -> None:
     """Hash the files of the complete ones; sets their state to good, damaged or unreadable.
 
-    Args:
-        entries: from `survey`; others than complete ones are left as they are.
-        jobs: files hashed at once (hashing releases the interpreter lock).
-        sampled: of large files a fixed sample of pages only.
-        progress: called after each file with its bytes.
+    ``jobs`` files are hashed at once (hashing releases the interpreter lock); ``sampled`` reads a
+    fixed sample of pages of large ones. ``progress`` is called after each file with its bytes.
     """
     work = [
         (entry, name, digest)
@@ -212,7 +203,7 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
     """
     pinned.read(root)  # where it does not tell, any of them may be pinned
     directory = CheckpointStore(root).directory
-    newest.refuse_wish(directory)  # which may mean any of them, too
+    newest.refuse_edited(directory)  # which may mean any of them, too
     identity = directory.identity
     kept: list[tuple[Entry, str]] = []
     doomed: list[Entry] = []
@@ -296,7 +287,7 @@ def roll_back(root: Path, to: str) -> tuple[str, dict[str, Path]]:
             raise RequestError(f"{root} has no checkpoint of step {to}; there are: {steps}")
         found = store.examine(root / name)
         if isinstance(found, BadCheckpoint):
-            raise RequestError(f"{name} cannot be continued: {found.why}; nothing was moved")
+            raise RequestError(f"{name} cannot be continued: {found.reason}; nothing was moved")
         try:
             return name, newest.go_back(store.directory, name)
         except OSError as error:
@@ -314,12 +305,12 @@ def alone(root: Path) -> Iterator[None]:
     Raises:
         BusyError: a trainer holds one.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         for folder in (root.parent, root):
             lock = folder / ".lock"
             if not lock.is_file():
                 continue
-            handle = held.enter_context(lock.open("r+"))
+            handle = locks.enter_context(lock.open("r+"))
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

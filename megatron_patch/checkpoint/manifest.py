@@ -17,8 +17,8 @@ import os
 import random
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ SAMPLED_PAGES = 64
 MAX_MANIFEST_BYTES = 1 << 30
 # No separators, no leading dash; one leading dot is needed by `.metadata`. Excludes "." and "..".
 FILE_NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
-_HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +65,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The bytes of ``manifest.json``."""
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "attempt": self.attempt,
-            "store": self.store,
-            "created": self.created,
-            "world_size": self.world_size,
-            "page_bytes": PAGE_BYTES,
-            "files": {
-                name: {"size": d.size, "sha256": d.sha256, "pages": d.pages}
-                for name, d in sorted(self.files.items())
-            },
-            "info": self.info,
-        }
+        body = asdict(self) | {"format": FORMAT, "version": VERSION, "page_bytes": PAGE_BYTES}
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -128,7 +113,7 @@ def _name(name: str) -> str:
 
 def _digest(name: str, entry: dict[str, Any]) -> FileDigest:
     digest = FileDigest(_count(entry["size"]), str(entry["sha256"]), str(entry["pages"]))
-    if not _HEX64.fullmatch(digest.sha256):
+    if not re.fullmatch("[0-9a-f]{64}", digest.sha256):
         raise ValueError(f"hash of {name!r} is not 64 hex digits")
     if len(digest.pages) != PAGE_DIGEST_HEX * _pages(digest.size):
         raise ValueError(f"{name!r} has {digest.size} bytes but another number of page hashes")
@@ -164,15 +149,12 @@ def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
     if key is None:
         return
     if not signature:
-        raise BadCheckpoint(
-            "unsigned", "manifest is not signed, and a key is configured", damaged=False
-        )
+        text = "manifest is not signed, and a key is configured"
+        raise BadCheckpoint("unsigned", text, damaged=False)
     expected = seal(body, key).split(b"\n")[1]
     if not hmac.compare_digest(signature, expected):
         raise BadCheckpoint(
-            "signature",
-            "manifest is signed with another key, or was forged",
-            damaged=False,
+            "signature", "manifest is signed with another key, or was forged", damaged=False
         )
 
 
@@ -275,30 +257,14 @@ def hash_file(folder: Path, name: str, *, sync: bool) -> FileDigest:
     whole = hashlib.sha256()
     pages: list[str] = []
     size = 0
-    with os.fdopen(open_inside(folder, name), "rb", buffering=0) as file:
-        for page in _read_pages(file):
+    with os.fdopen(open_inside(folder, name), "rb") as file:
+        while page := file.read(PAGE_BYTES):  # a buffered file: shorter at the end only
             whole.update(page)
             pages.append(hashlib.sha256(page).hexdigest()[:PAGE_DIGEST_HEX])
             size += len(page)
         if sync:
             os.fsync(file.fileno())
     return FileDigest(size, whole.hexdigest(), "".join(pages))
-
-
-def _read_pages(file: Any) -> Iterator[memoryview]:
-    """Pages of PAGE_BYTES; only the last one is shorter, whatever the file system returns."""
-    buffer = bytearray(PAGE_BYTES)
-    view = memoryview(buffer)
-    while True:
-        filled = 0
-        while filled < PAGE_BYTES:
-            count = file.readinto(view[filled:])
-            if not count:
-                break
-            filled += count
-        if not filled:
-            return
-        yield view[:filled]
 
 
 def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) -> None:
@@ -317,15 +283,18 @@ def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) ->
     if found.size != digest.size:
         raise BadCheckpoint("size", f"{name} has {found.size} bytes, expected {digest.size}")
     if found != digest:
-        raise BadCheckpoint("hash", f"{name} does not match its SHA-256{_where(found, digest)}")
+        pages = zip(_split(found.pages), _split(digest.pages), strict=True)
+        page = next((n for n, (one, other) in enumerate(pages) if one != other), 0)
+        raise _another_page(name, page, digest)
 
 
-def _where(found: FileDigest, digest: FileDigest) -> str:
-    for page in range(_pages(digest.size)):
-        part = slice(page * PAGE_DIGEST_HEX, (page + 1) * PAGE_DIGEST_HEX)
-        if found.pages[part] != digest.pages[part]:
-            return f" (first difference in bytes {page * PAGE_BYTES}.. of {digest.size})"
-    return ""
+def _split(pages: str) -> list[str]:
+    return [pages[at : at + PAGE_DIGEST_HEX] for at in range(0, len(pages), PAGE_DIGEST_HEX)]
+
+
+def _another_page(name: str, page: int, digest: FileDigest) -> BadCheckpoint:
+    place = f"bytes {page * PAGE_BYTES}.. of {digest.size}"
+    return BadCheckpoint("hash", f"{name} does not match its SHA-256 ({place})")
 
 
 def sample_pages(name: str, digest: FileDigest) -> list[int]:
@@ -338,13 +307,9 @@ def sample_pages(name: str, digest: FileDigest) -> list[int]:
 
 
 def _check_pages(folder: Path, name: str, digest: FileDigest) -> None:
+    expected = _split(digest.pages)
     with os.fdopen(open_inside(folder, name), "rb", buffering=0) as file:
         for page in sample_pages(name, digest):
             data = os.pread(file.fileno(), PAGE_BYTES, page * PAGE_BYTES)
-            expected = digest.pages[page * PAGE_DIGEST_HEX : (page + 1) * PAGE_DIGEST_HEX]
-            if hashlib.sha256(data).hexdigest()[:PAGE_DIGEST_HEX] != expected:
-                raise BadCheckpoint(
-                    "hash",
-                    f"{name} does not match its SHA-256 "
-                    f"(bytes {page * PAGE_BYTES}.. of {digest.size})",
-                )
+            if hashlib.sha256(data).hexdigest()[:PAGE_DIGEST_HEX] != expected[page]:
+                raise _another_page(name, page, digest)

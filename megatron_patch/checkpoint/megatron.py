@@ -18,9 +18,9 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,11 +100,8 @@ class Checkpointer:
         """Nothing is read or written yet. Collective: makes a gloo group of all ranks.
 
         Args:
-            run: the resolved configuration.
-            layout: from ``parallel.setup.initialize``.
-            chunks: model chunks of this rank, wrapped or not.
-            optimizer: from Megatron's ``get_megatron_optimizer``.
-            schedule: an OptimizerParamScheduler.
+            run, layout, chunks, optimizer, schedule: what is saved and loaded into; the chunks of
+                this rank, wrapped or not, and Megatron's optimizer and OptimizerParamScheduler.
             config_text: the resolved configuration as YAML, kept inside every checkpoint.
             root: directory of the checkpoints; default: ``checkpoint.directory`` or
                 ``<run_dir>/checkpoints``.
@@ -141,7 +138,6 @@ class Checkpointer:
         )
         self.store = self._open(Path(root) if root is not None else run.checkpoint_directory)
         self._pending: _Pending | None = None
-        self._environment: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- saving
 
@@ -171,8 +167,14 @@ class Checkpointer:
         background = self.run.checkpoint.async_save
         # Core plans a save with collectives of its own. A rank that fails before them would leave
         # the others waiting in them, so what is local is done, and agreed on, first.
+        sharding = self.run.checkpoint.optimizer_sharding
         state = self._attempted(attempt, lambda: self._own_state(progress))
-        self._attempted(attempt, lambda: self._add_optimizer(state))
+        self._attempted(
+            attempt,
+            lambda: content.add_optimizer(
+                state, self.parts, optimizer_sharding=sharding, loading=False
+            ),
+        )
         plan: writer.Plan = self._attempted(attempt, lambda: writer.plan(state, attempt.path))
         self._attempted(attempt, lambda: plan.stage(copy=background))
         self._pending = pending = _Pending(attempt, plan)
@@ -188,8 +190,7 @@ class Checkpointer:
     def finalize(self, *, blocking: bool = False) -> bool:
         """Commit a background save whose writers are done on all ranks; whether none is left.
 
-        Args:
-            blocking: wait for the writers.
+        ``blocking`` waits for the writers.
 
         Raises:
             SaveError: a rank could not write; the attempt was abandoned on all ranks.
@@ -219,10 +220,18 @@ class Checkpointer:
             except Exception as caught:
                 error = caught
         self.store.agree(attempt, error)
-        path = self.store.commit(attempt, mine, self._info())
+        info = {
+            "layout": self._shape(),
+            "optimizer_sharding": self.run.checkpoint.optimizer_sharding,
+            "distributed_optimizer": self.parts.distributed_optimizer,
+            "precision": self.run.training.precision,
+            "config_sha256": hashlib.sha256(self.config_text.encode()).hexdigest(),
+            "environment": self._environment,
+        }
+        path = self.store.commit(attempt, mine, info)
         if self.ranks.rank == 0:
             log.info("saved %s", path)
-            self._remember(path, attempt.step)
+        self._remember(path, attempt.step)
 
     def _remember(self, path: Path, step: int) -> None:
         if self._run_dir is not None and self.ranks.rank == 0:
@@ -251,31 +260,15 @@ class Checkpointer:
             "schedule": self.parts.schedule.state_dict(),
             "optimizer_step": optimizer_state.read_step(self.parts.optimizer),
             "config": self.config_text,
-            "environment": self._report(),
+            "environment": self._environment,
             "extra": self._extra(),
         }
         return state
 
-    def _add_optimizer(self, state: dict[str, Any]) -> None:
-        sharding = self.run.checkpoint.optimizer_sharding
-        content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=False)
-
-    def _info(self) -> dict[str, Any]:
-        """What the manifest says about the content; read before anything else is."""
-        return {
-            "layout": self._shape(),
-            "optimizer_sharding": self.run.checkpoint.optimizer_sharding,
-            "distributed_optimizer": self.parts.distributed_optimizer,
-            "precision": self.run.training.precision,
-            "config_sha256": hashlib.sha256(self.config_text.encode()).hexdigest(),
-            "environment": self._report(),
-        }
-
-    def _report(self) -> dict[str, Any]:
-        if self._environment is None:
-            # Plain JSON: torch's own version is a class, and only data may enter a checkpoint.
-            self._environment = json.loads(json.dumps(environment.report(), default=str))
-        return self._environment
+    @cached_property
+    def _environment(self) -> Any:
+        # Plain JSON: torch's own version is a class, and only data may enter a checkpoint.
+        return json.loads(json.dumps(environment.report(), default=str))
 
     def _shape(self) -> dict[str, Any]:
         """What must be equal for random streams to be taken over."""
@@ -300,17 +293,17 @@ class Checkpointer:
             MismatchError: a good checkpoint does not fit the configuration, or is another run's.
         """
         options = self.run.checkpoint
-        progress: TrainState | None = None
         if options.resume != "never":
             progress = self._load_newest(self.store, weights_only=False, own=True)
-            if progress is None:
-                self._refuse_to_forget()
-        if progress is None and options.resume == "required":
+            if progress is not None:
+                return progress
+            self._refuse_to_forget()
+        if options.resume == "required":
             raise CheckpointError(
                 f"checkpoint.resume is required, and there is no checkpoint in {self.store.root}"
             )
-        if progress is not None or options.load_from is None:
-            return progress
+        if options.load_from is None:
+            return None
         return self._load_from(Path(options.load_from), options.load_weights_only)
 
     def abandon_after(self, step: int) -> None:
@@ -349,13 +342,12 @@ class Checkpointer:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
         progress: TrainState | None
         if (path / MANIFEST).is_file():
-            store = self._open(path.parent)
             try:
-                found = store.check(path)
+                found = self._open(path.parent).check(path)
                 progress = self._apply(found, weights_only, own=False)
             except BadCheckpoint as bad:
                 raise no_checkpoint(
-                    f"checkpoint.load_from {path}: {bad.why}", passing=bad.passing
+                    f"checkpoint.load_from {path}: {bad.reason}", passing=bad.passing
                 ) from None
         else:
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -381,11 +373,7 @@ class Checkpointer:
         return progress[0]
 
     def _refuse_to_forget(self) -> None:
-        """Do not start a run anew whose checkpoints are not where they were. Collective.
-
-        Raises:
-            CheckpointError: its directory knows of a checkpoint.
-        """
+        """Do not start a run anew whose directory knows of a checkpoint. Collective."""
         problem: CheckpointError | None = None
         if self._run_dir is not None and self.ranks.rank == 0:
             problem = last_checkpoint.refusal(self._run_dir, self.store.root)
@@ -400,31 +388,34 @@ class Checkpointer:
             BadCheckpoint: its content is not what it should be; on all ranks.
             MismatchError: it does not fit; on all ranks.
         """
-        same_layout = found.manifest.info.get("layout") == self._shape()
+        path, info = found.path, found.manifest.info
+        sizes = {name: digest.size for name, digest in found.manifest.files.items()}
+        same_layout = info.get("layout") == self._shape()
+        together = partial(self._together, found)
         try:
-            self._together(found, lambda: self._check_options(found, weights_only))
-            index = self._together(
-                found,
-                lambda: read_metadata(
-                    found.path, {name: d.size for name, d in found.manifest.files.items()}
-                ),
-            )
-            if not own and self._inherit is not None:
-                self._inherit(
-                    found.path, self._together(found, lambda: content.read_run(found.path, index))
+            if not weights_only:
+                together(
+                    lambda: content.check_options(
+                        info,
+                        distributed_optimizer=self.parts.distributed_optimizer,
+                        precision=self.run.training.precision,
+                        layout=self._shape(),
+                    )
                 )
-            request = self._together(found, lambda: self._request(found, weights_only, same_layout))
+            index = together(lambda: read_metadata(path, sizes))
+            if not own and self._inherit is not None:
+                self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))
+            request = together(lambda: self._request(info, weights_only, same_layout))
             skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
-            mine = self._together(found, lambda: content.describe(request))
-            asked = self.ranks.all_gather(mine)
-            self._together(found, lambda: content.check_fit(asked, index, skip=skip))
+            asked = self.ranks.all_gather(together(lambda: content.describe(request)))
+            together(lambda: content.check_fit(asked, index, skip=skip))
         except MismatchError as error:
-            raise MismatchError(f"{found.path.name}: {error}") from None
-        loaded = self._together(found, lambda: content.read(request, found.path, index))
+            raise MismatchError(f"{path.name}: {error}") from None
+        loaded = together(lambda: content.read(request, path, index))
         if own:
-            self._together(found, lambda: self._check_run(found, str(loaded["run"]["config"])))
+            together(lambda: self._check_run(path, str(loaded["run"]["config"])))
         self.loaded_own = dict(loaded["run"]) if own else None
-        return self._together(found, lambda: self._put(loaded, weights_only, same_layout))
+        return together(lambda: self._put(loaded, weights_only, same_layout))
 
     def _together(self, found: Found, work: Callable[[], Any]) -> Any:
         """Do ``work`` on all ranks; where it fails on one it fails on all, with that reason."""
@@ -445,27 +436,19 @@ class Checkpointer:
             raise refusal
         return result
 
-    def _check_run(self, found: Found, config_text: str) -> None:
+    def _check_run(self, path: Path, config_text: str) -> None:
         """That a checkpoint of the own store is this run's: two runs may name one directory."""
-        why = self._foreign(config_text) if self._foreign is not None and config_text else None
-        if why is not None:
-            raise MismatchError(f"{found.path}: {why}")
+        reason = self._foreign(config_text) if self._foreign is not None and config_text else None
+        if reason is not None:
+            raise MismatchError(f"{path}: {reason}")
 
-    def _check_options(self, found: Found, weights_only: bool) -> None:
-        """What must agree before a request can be built."""
-        if not weights_only:
-            content.check_options(
-                found.manifest.info,
-                distributed_optimizer=self.parts.distributed_optimizer,
-                precision=self.run.training.precision,
-                layout=self._shape(),
-            )
-
-    def _request(self, found: Found, weights_only: bool, same_layout: bool) -> dict[str, Any]:
+    def _request(
+        self, info: Mapping[str, Any], weights_only: bool, same_layout: bool
+    ) -> dict[str, Any]:
         if weights_only:
             return content.model_state(self.parts, content.core_metadata("fully_reshardable"))
         rng = (self.layout.rank, self.layout.world_size) if same_layout else None
-        sharding = str(found.manifest.info.get("optimizer_sharding"))
+        sharding = str(info.get("optimizer_sharding"))
         state = content.local_part(self.parts, optimizer_sharding=sharding, rng=rng)
         content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=True)
         return state
@@ -478,7 +461,7 @@ class Checkpointer:
             model.load_state_dict(loaded[name], strict=True)
         if weights_only:
             self.parts.optimizer.reload_model_params()
-            self._say("took the weights of step %d", progress.step)
+            self._warn("took the weights of step %d", progress.step)
             return progress
         optimizer_state.load(self.parts.optimizer, loaded["optimizer"], int(run["optimizer_step"]))
         self.parts.schedule.num_steps = 0  # core adds the saved steps to those it has taken
@@ -488,7 +471,7 @@ class Checkpointer:
             random_state.restore(loaded[content.RNG])
         else:
             seed = random_state.reseed(self.run.training.seed, progress.step, self.layout.pp_rank)
-            self._say(
+            self._warn(
                 "the layout changed: random streams start anew from seed %d (training.seed and "
                 "step %d); results agree to rounding, dropout differs",
                 seed,
@@ -496,6 +479,6 @@ class Checkpointer:
             )
         return progress
 
-    def _say(self, text: str, *args: Any) -> None:
+    def _warn(self, text: str, *args: Any) -> None:
         if self.ranks.rank == 0:
             log.warning(text, *args)

@@ -12,26 +12,21 @@ Local; `checkpoint.store` calls this on rank 0.
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier, pinned
-from megatron_patch.checkpoint.directory import ASIDE, LATEST, NEXT, CheckpointDirectory, key_of
+from megatron_patch.checkpoint.directory import ASIDE, LATEST, NEXT, CheckpointDirectory
 from megatron_patch.checkpoint.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
-STEP = re.compile(r"(\d{1,15})(?:\.attempt-\d+\S*)?/?$")
-"""The end of what people write for a checkpoint: ``10``, ``iter_0000010``, a path of one."""
-
-
 def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]:
     """The complete checkpoints to try, newest first. Changes nothing.
 
-    ``own``: False for the store of another run, where the remedy is another.
+    ``own`` is False for the store of another run, where the remedy is another.
 
     Raises:
         CheckpointError: ``latest`` names another than the newest, or one that is not there, or
@@ -40,26 +35,27 @@ def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]
     names = directory.complete_names()
     if not names:
         return []
-    refuse_wish(directory, own=own)
+    refuse_edited(directory, own=own)
     if not directory.current:
         start, left = earlier.left_behind(directory)
         stay = [name for name in names if name not in left]
         if not stay:
-            raise CheckpointError(_edited(directory.root, f"names {start}", start, names, own=own))
+            raise CheckpointError(_edited(directory.root, "", start, names, own=own))
         return stay
     announced = directory.read_pointer(NEXT).name
     if announced in names:  # a process was killed, or is, in the middle of a move
         return names[names.index(announced) :]
     latest = directory.read_pointer()
-    if latest.why:
-        log.warning("%s: %s; taking the newest, %s", directory.root / LATEST, latest.why, names[0])
+    if latest.reason:
+        log.warning(
+            "%s: %s; taking the newest, %s", directory.root / LATEST, latest.reason, names[0]
+        )
     elif latest.name != names[0]:
-        said = f"names {latest.name}"
-        raise CheckpointError(_edited(directory.root, said, latest.name, names, own=own))
+        raise CheckpointError(_edited(directory.root, "", latest.name, names, own=own))
     return names
 
 
-def refuse_wish(directory: CheckpointDirectory, *, own: bool = True) -> None:
+def refuse_edited(directory: CheckpointDirectory, *, own: bool = True) -> None:
     """Do not take what somebody made of ``latest`` for damage.
 
     What a crash leaves of it is the beginning of the name that it held. A move that was announced
@@ -77,36 +73,32 @@ def refuse_wish(directory: CheckpointDirectory, *, own: bool = True) -> None:
         at = earlier.left_behind(directory)[0]  # what `latest` names, if anything is known of it
     elif latest.name:
         return  # `candidates` knows what is newer
-    if at.startswith(latest.name or latest.wish):
+    if at.startswith(latest.name or latest.edited):
         return
-    said = f"names {latest.name}" if latest.name else latest.wish
-    if latest.why.startswith("it holds"):
-        said = f"holds {latest.wish[:200]!r}"
-    meant = latest.name or _meant(latest.wish, names)
-    raise CheckpointError(_edited(directory.root, said, meant, names, own=own))
+    text = (
+        f"holds {latest.edited[:200]!r}" if latest.reason.startswith("it holds") else latest.edited
+    )
+    raise CheckpointError(_edited(directory.root, text, latest.name, names, own=own))
 
 
-def _meant(wish: str, names: Sequence[str]) -> str:
-    """The complete checkpoint that a text looks like, or ""."""
-    found = STEP.search(wish)
-    same = [name for name in names if found and key_of(name)[0] == int(found[1])]
-    return next((name for name in same if name in wish), same[0] if same else "")
+def _edited(root: Path, text: str, name: str, names: Sequence[str], *, own: bool) -> str:
+    """Why ``latest`` is for a person, and the commands that decide it.
 
-
-def _edited(root: Path, said: str, meant: str, names: Sequence[str], *, own: bool) -> str:
-    """Why ``latest`` is for a person, and the commands that decide it."""
+    It holds the ``name`` of a checkpoint, or "" and what ``text`` says of it.
+    """
     command = f"megatron-patch checkpoint rollback {shlex.quote(str(root))} --to"
-    text = f"{root / LATEST} {said}, which is not a complete checkpoint here"
-    if meant in names[1:]:
-        text = f"{root / LATEST} {said}, and {names[0]} is newer"
-    elif meant not in names and meant:
-        aside = sorted((root / ASIDE).glob(f"{meant}.*"))
-        text += f" (it was moved to {aside[-1]})" if aside else ""
+    text = f"{root / LATEST} {f'names {name}' if name else text}"
+    if name in names[1:]:
+        text += f", and {names[0]} is newer"
+    else:
+        aside = sorted((root / ASIDE).glob(f"{name}.*")) if name else []
+        moved = f" (it was moved to {aside[-1]})" if aside else ""
+        text += f", which is not a complete checkpoint here{moved}"
     if not own:
-        named = root / (meant if meant in names else names[0])
+        named = root / (name if name in names else names[0])
         return f"{text}; name the one to start from: checkpoint.load_from: {named}"
-    if meant in names[1:]:
-        text += f"; to go back, which moves newer ones aside: {command} {meant}"
+    to = name if name in names[1:] else "STEP"
+    text += f"; to go back, which moves newer ones aside: {command} {to}"
     return f"{text}; to continue from the newest: {command} {names[0]}"
 
 
@@ -146,7 +138,7 @@ def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
     """
     pinned.adopt(directory)
     left = [] if directory.current else earlier.left_behind(directory, name)[1]
-    if directory.read_pointer().wish and (directory.root / LATEST).is_dir():
+    if directory.read_pointer().edited and (directory.root / LATEST).is_dir():
         directory.move_aside(directory.root / LATEST, "replaced")  # no file takes its place
     moved = directory.go_back(name, also=left)
     if not directory.current:

@@ -199,10 +199,7 @@ def _own_step(part: Any) -> Iterator[None]:
 def load(optimizer: Any, loaded: Any, step: int) -> None:
     """``optimizer.load_state_dict`` with the corrections above.
 
-    Args:
-        optimizer: what ``get_megatron_optimizer`` returned.
-        loaded: its state dict as ``dist_checkpointing.load`` returned it.
-        step: updates done, as `read_step` gave it when the checkpoint was written.
+    ``loaded`` is its state dict as core returned it, ``step`` what `read_step` gave at the save.
     """
     owners = parts(optimizer)
     # Core numbers several optimizers; what a single one saved may stand beside the numbers.

@@ -67,29 +67,26 @@ def _parse(root: Path) -> dict[str, str]:
     return pins
 
 
-def slip(root: Path, names: Sequence[str]) -> str:
+def missing_warning(root: Path, names: Sequence[str]) -> str:
     """A warning about what a person pinned and is not there, where the one meant may go; or "".
 
-    Those moved aside are there, and those of the early warning were.
-
-    Args:
-        root: directory of the store.
-        names: its complete checkpoints.
+    ``names`` are the complete checkpoints. Those moved aside are there, and those of the early
+    warning were.
     """
     try:
         pins = read(root)
     except PinnedFileError as error:
         return str(error)
     aside = os.listdir(root / ASIDE) if (root / ASIDE).is_dir() else []
-    lost = [
+    missing = [
         name
         for name, why in pins.items()
         if name not in names
         and not WARNING.fullmatch(why)
         and not any(left.startswith(f"{name}.") for left in aside)
     ]
-    text = f"{root / FILE} names {', '.join(lost)}: no checkpoint here, and none is kept for it"
-    return f"{text}; mend the line, or remove it" if lost else ""
+    text = f"{root / FILE} names {', '.join(missing)}: no checkpoint here, and none is kept for it"
+    return f"{text}; mend the line, or remove it" if missing else ""
 
 
 def write(root: Path, pins: Mapping[str, str]) -> None:
@@ -126,7 +123,6 @@ def pin_before(
     as long as its signs do: while they reach back to one that has a good pin, nothing changes.
 
     Args:
-        root: directory of the store.
         names: complete checkpoints, newest first.
         danger: step of the record at `danger`.
         began: first step of the first record that shows a sign: later ones may be sick already.

@@ -78,7 +78,7 @@ def _method(part: Any) -> Callable[..., dict[int, dict[str, Any]]]:
         model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
         described = _described(model_sharded_state_dict)
-        return _wanted(part, described) if is_loading else _held(part, described)
+        return _load_request(part, described) if is_loading else _save_request(part, described)
 
     return state
 
@@ -97,13 +97,9 @@ def _keys(part: Any) -> tuple[str, ...]:
 
 
 def _entry(like: Any, key: str, data: torch.Tensor, *, replica: int) -> Any:
-    """The sharded tensor of one kind of state, placed as the parameter is.
+    """The sharded tensor of one ``key`` of state (``exp_avg`` ...), placed as ``like`` is.
 
-    Args:
-        like: the parameter's own entry.
-        key: ``param``, ``exp_avg`` ...
-        data: of the parameter's shape.
-        replica: 0 for the rank that speaks for the parameter in its data-parallel group.
+    ``replica`` is 0 for the rank that speaks for the parameter in its data-parallel group.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -119,10 +115,10 @@ def _entry(like: Any, key: str, data: torch.Tensor, *, replica: int) -> Any:
     return entry
 
 
-def _held(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
+def _save_request(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
     """For a save: the parameters this rank writes, whole. Collective in the data-parallel group."""
     rank = part.data_parallel_group.rank()
-    mail = _Mail(part)
+    slices = _Slices(part)
     state: dict[int, dict[str, Any]] = {}
     for place in places(part):
         mine = any(share[0] == rank for share in place.shares)
@@ -132,19 +128,19 @@ def _held(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
         tensors = part._get_main_param_and_optimizer_states(place.parameter)
         if place.owner != rank:
             for key in _keys(part):
-                mail.send(tensors[key], place.owner)
+                slices.send(tensors[key], place.owner)
             continue
         state[place.index] = {
             key: _entry(
-                like, key, mail.collect(tensors[key], place).view(like.data.shape), replica=0
+                like, key, slices.collect(tensors[key], place).view(like.data.shape), replica=0
             )
             for key in _keys(part)
         }
-    mail.wait()
+    slices.wait()
     return state
 
 
-def _wanted(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
+def _load_request(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
     """For a load: room for the parameters of which this rank holds a part."""
     rank = part.data_parallel_group.rank()
     state: dict[int, dict[str, Any]] = {}
@@ -165,7 +161,7 @@ def _wanted(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
     return state
 
 
-class _Mail:
+class _Slices:
     """Slices on their way between the ranks of a data-parallel group.
 
     All ranks go through the parameters in one order, so that what one sends and the other expects

@@ -134,53 +134,52 @@ def _restore(cls: type, attributes: dict[str, Any]) -> bool:
     return bool(changed)
 
 
+def _require(good: bool, problem: str) -> None:
+    if not good:
+        raise BadCheckpoint("metadata", f"{METADATA} {problem}")
+
+
 def _check(found: Any, sizes: Mapping[str, int]) -> None:
     """Types, names and ranges of everything loading relies on."""
-    if type(found) is not Metadata:
-        raise BadCheckpoint("metadata", f"{METADATA} holds a {type(found).__name__}")
+    _require(type(found) is Metadata, f"holds a {type(found).__name__}")
     entries, storage = found.state_dict_metadata, found.storage_data
-    if type(entries) is not dict or type(storage) is not dict:
-        raise BadCheckpoint("metadata", f"{METADATA} has no tables of tensors and shards")
+    tables = type(entries) is dict and type(storage) is dict
+    _require(tables, "has no tables of tensors and shards")
     for key, entry in entries.items():
-        if type(key) is not str or type(entry) not in (TensorStorageMetadata, BytesStorageMetadata):
-            raise BadCheckpoint("metadata", f"{METADATA}: entry {str(key)[:80]!r} is malformed")
+        known = type(entry) in (TensorStorageMetadata, BytesStorageMetadata)
+        _require(type(key) is str and known, f"has a malformed entry {str(key)[:80]!r}")
         if type(entry) is TensorStorageMetadata:
             _check_tensor(key, entry)
     for index, info in storage.items():
-        if type(index) is not MetadataIndex or type(info) is not filesystem._StorageInfo:
-            raise BadCheckpoint("metadata", f"{METADATA}: the table of shards is malformed")
+        known = type(index) is MetadataIndex and type(info) is filesystem._StorageInfo
+        _require(known, "has a malformed table of shards")
         _check_shard(index, info, sizes)
 
 
 def _check_tensor(key: str, entry: TensorStorageMetadata) -> None:
     sized = type(entry.size) is torch.Size and type(entry.chunks) is list
-    if not sized or type(entry.properties) is not metadata.TensorProperties:
-        raise BadCheckpoint("metadata", f"{METADATA}: tensor {key[:80]!r} is malformed")
+    known = sized and type(entry.properties) is metadata.TensorProperties
+    _require(known, f"has a malformed tensor {key[:80]!r}")
     for chunk in entry.chunks:
-        if (
-            type(chunk) is not metadata.ChunkStorageMetadata
-            or len(chunk.offsets) != len(entry.size)
-            or len(chunk.sizes) != len(entry.size)
-            or any(
-                offset < 0 or length < 0 or offset + length > whole
+        inside = (
+            type(chunk) is metadata.ChunkStorageMetadata
+            and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            and all(
+                offset >= 0 and length >= 0 and offset + length <= whole
                 for offset, length, whole in zip(
                     chunk.offsets, chunk.sizes, entry.size, strict=True
                 )
             )
-        ):
-            raise BadCheckpoint("metadata", f"{METADATA}: a part of {key[:80]!r} lies outside it")
+        )
+        _require(inside, f"has a part of {key[:80]!r} outside it")
 
 
 def _check_shard(index: MetadataIndex, info: Any, sizes: Mapping[str, int]) -> None:
-    name = info.relative_path
-    if type(name) is not str or not FILE_NAME.fullmatch(name) or name not in sizes:
-        raise BadCheckpoint(
-            "metadata", f"{METADATA} places {str(index.fqn)[:80]!r} in {str(name)[:80]!r}"
-        )
-    if getattr(info, "transform_descriptors", None):
-        raise BadCheckpoint("metadata", f"{METADATA} asks for a decoder of {name}")
+    name, what = info.relative_path, f"places {str(index.fqn)[:80]!r}"
+    known = type(name) is str and FILE_NAME.fullmatch(name) is not None and name in sizes
+    _require(known, f"{what} in {str(name)[:80]!r}")
+    plain = not getattr(info, "transform_descriptors", None)
+    _require(plain, f"asks for a decoder of {name}")
     ints = type(info.offset) is int and type(info.length) is int
-    if not ints or info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[name]:
-        raise BadCheckpoint(
-            "metadata", f"{METADATA} places {str(index.fqn)[:80]!r} beyond the end of {name}"
-        )
+    inside = ints and min(info.offset, info.length) >= 0
+    _require(inside and info.offset + info.length <= sizes[name], f"{what} beyond {name}'s end")

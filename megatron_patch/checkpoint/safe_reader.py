@@ -35,18 +35,10 @@ from megatron_patch.core_patches.replace import patched
 MAX_PICKLE_BYTES = 1 << 28  # of the structure around tensors; tensors lie in records of their own
 MAX_RECORDS = 1 << 20
 _STORAGES = {
-    "DoubleStorage": 8,
-    "FloatStorage": 4,
-    "HalfStorage": 2,
-    "BFloat16Storage": 2,
-    "LongStorage": 8,
-    "IntStorage": 4,
-    "ShortStorage": 2,
-    "CharStorage": 1,
-    "ByteStorage": 1,
-    "BoolStorage": 1,
-    "UntypedStorage": 1,
-}
+    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
+    "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1,
+    "BoolStorage": 1, "UntypedStorage": 1,
+}  # fmt: skip
 
 
 class _Record:
@@ -81,10 +73,7 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
-    (
-        "_io",
-        "BytesIO",
-    ): _Inert,  # Transformer Engine's extra state, decoded by core's allow-list
+    ("_io", "BytesIO"): _Inert,  # Transformer Engine's extra state, decoded by core's allow-list
     **{("torch", name): item for name, item in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): 1,
     **{("torch", name): name for name in DTYPES},
@@ -166,7 +155,7 @@ def load_object(value: io.BytesIO, name: str) -> Any:
         inspect_archive(value, len(value.getbuffer()))
         return torch.load(value, map_location="cpu", weights_only=True)
     except BadCheckpoint as bad:
-        raise BadCheckpoint(bad.kind, f"object {name[:80]!r}: {bad.why}") from None
+        raise BadCheckpoint(bad.kind, f"object {name[:80]!r}: {bad.reason}") from None
     except Exception as error:
         raise BadCheckpoint("hostile", f"object {name[:80]!r} was refused: {error}") from None
 
@@ -226,7 +215,7 @@ class SafeReader(FileSystemReader):
             inspect_archive(part, sinfo.length)
         except BadCheckpoint as bad:
             raise BadCheckpoint(
-                bad.kind, f"{sinfo.relative_path} at byte {sinfo.offset}: {bad.why}"
+                bad.kind, f"{sinfo.relative_path} at byte {sinfo.offset}: {bad.reason}"
             ) from None
         return super()._slice_file(file, sinfo)
 

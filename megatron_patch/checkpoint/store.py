@@ -27,11 +27,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_patch.checkpoint import newest, pinned
-from megatron_patch.checkpoint.collective import Collective, SingleProcess
+from megatron_patch.checkpoint.collective import Collective
 from megatron_patch.checkpoint.directory import (
     LATEST,
     TMP,
@@ -121,7 +122,7 @@ class CheckpointStore:
         self.directory = CheckpointDirectory(Path(root))
         self.keep_last, self.keep_behind = keep_last, keep_behind
         self.verify = verify
-        self.ranks: Collective = collective or SingleProcess()
+        self.ranks = collective or Collective()
         self._key = hmac_key
         self.failed_saves = 0
         """Attempts that this process abandoned because of an error."""
@@ -166,9 +167,9 @@ class CheckpointStore:
         for name in names:
             if key_of(name)[0] <= step:
                 return name
-        held = names[0] if names else "nothing"
+        found = names[0] if names else "nothing"
         raise CheckpointError(
-            f"{self.root} holds {held} and no checkpoint of step {step} or before"
+            f"{self.root} holds {found} and no checkpoint of step {step} or before"
         )
 
     def hash_files(self, attempt: Attempt, names: list[str]) -> dict[str, FileDigest]:
@@ -211,7 +212,6 @@ class CheckpointStore:
         """Make the attempt a complete checkpoint. Collective; call after the last writer.
 
         Args:
-            attempt: from ``begin``.
             mine: digests of the files this rank wrote, from ``hash_files``.
             info: JSON-able facts for the manifest; rank 0's are taken.
 
@@ -289,16 +289,16 @@ class CheckpointStore:
             return
         identity = self.directory.identity
         for name in (name for name in names[self.keep_last :] if name not in stay):
+            reason: object = "another store wrote it"
             try:
-                manifest = self._read_manifest(self.root / name)
+                own = self._read_manifest(self.root / name).store == identity
             except (BadCheckpoint, OSError) as error:
-                log.warning("old checkpoint %s is not deleted: %s", name, error)
-                continue
-            if manifest.store != identity:
-                log.warning("old checkpoint %s is not deleted: another store wrote it", name)
-                continue
-            self.directory.delete(name)
-            log.info("deleted old checkpoint %s", name)
+                own, reason = False, error
+            if own:
+                self.directory.delete(name)
+                log.info("deleted old checkpoint %s", name)
+            else:
+                log.warning("old checkpoint %s is not deleted: %s", name, reason)
 
     # --------------------------------------------------------------- loading
 
@@ -307,11 +307,10 @@ class CheckpointStore:
     ) -> Found | None:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
-        Why newer ones were refused is logged, and they are moved aside; where none is good all
-        stay, and the next attempt ends as this one does.
+        Why newer ones were refused is logged, and they are moved aside, but not in the store of
+        another run (``own``: False). Where none is good all stay, and the next attempt ends alike.
 
         Args:
-            own: False for the store of another run, in which nothing is changed.
             accept: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
 
         Raises:
@@ -322,9 +321,9 @@ class CheckpointStore:
         def look() -> list[str]:
             if own and self.directory.complete_names():
                 newest.take_over(self.directory)
-                slip = pinned.slip(self.root, self.directory.complete_names())
-                if slip:
-                    log.warning("%s", slip)
+                missing = pinned.missing_warning(self.root, self.directory.complete_names())
+                if missing:
+                    log.warning("%s", missing)
             return newest.candidates(self.directory, own=own)
 
         names: list[str] = self._on_first_rank(
@@ -337,30 +336,27 @@ class CheckpointStore:
                 if accept is not None:
                     accept(found)
             except BadCheckpoint as bad:
-                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.reason)
                 refused[name] = bad
                 continue
             if refused:
                 self._log(logging.WARNING, "continuing from the older checkpoint %s", name)
-                self._leave(refused, name, own=own)
+            if refused and own:
+                kinds = {before: bad.kind for before, bad in refused.items()}
+                # Damaged or not, it is not continued.
+                self._on_first_rank(
+                    partial(self.directory.go_back, name, kinds=kinds),
+                    "could not move what was refused aside",
+                    fatal=False,
+                )
             return found
         if refused:
-            listed = "".join(f"\n  {name}: {bad.why}" for name, bad in refused.items())
+            listed = "".join(f"\n  {name}: {bad.reason}" for name, bad in refused.items())
             raise no_checkpoint(
                 f"no good checkpoint in {self.root}:{listed}",
                 passing=all(bad.passing for bad in refused.values()),
             )
         return None
-
-    def _leave(self, refused: Mapping[str, BadCheckpoint], name: str, *, own: bool) -> None:
-        """Move what was refused aside: damaged or not, it is not continued."""
-        kinds = {before: bad.kind for before, bad in refused.items()}
-        if own:
-            self._on_first_rank(
-                lambda: self.directory.go_back(name, kinds=kinds) and None,
-                "could not move what was refused aside",
-                fatal=False,
-            )
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.
@@ -372,14 +368,12 @@ class CheckpointStore:
         result = self.ranks.broadcast(self.examine(path) if self.ranks.rank == 0 else None)
         if isinstance(result, BadCheckpoint):
             raise result
-        mine = share_files(result.files, self.ranks.rank, self.ranks.size)
         problem: BadCheckpoint | None = None
-        for name in mine:
-            try:
+        try:
+            for name in share_files(result.files, self.ranks.rank, self.ranks.size):
                 check_file(path, name, result.files[name], sampled=self.verify == "sampled")
-            except BadCheckpoint as bad:
-                problem = bad
-                break
+        except BadCheckpoint as bad:
+            problem = bad
         refusal = first_problem(self.ranks.all_gather(problem))
         if refusal is not None:
             raise refusal
@@ -400,7 +394,7 @@ class CheckpointStore:
             try:
                 self.check(self.root / name)
             except BadCheckpoint as bad:
-                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.why)
+                self._log(logging.ERROR, "checkpoint %s refused: %s", name, bad.reason)
             else:
                 return key_of(name)[0]
         return None
@@ -443,8 +437,7 @@ class CheckpointStore:
         manifest = decode(body)
         if (manifest.step, manifest.attempt) != parse_name(path.name):
             raise BadCheckpoint(
-                "foreign",
-                f"{path.name} holds step {manifest.step} attempt {manifest.attempt}",
+                "foreign", f"{path.name} holds step {manifest.step} attempt {manifest.attempt}"
             )
         return manifest
 

@@ -50,7 +50,7 @@ class Plan:
                 try:
                     inspect_archive(data, len(data.getbuffer()))
                 except BadCheckpoint as bad:
-                    raise BadCheckpoint(bad.kind, f"{item.index.fqn}: {bad.why}") from None
+                    raise BadCheckpoint(bad.kind, f"{item.index.fqn}: {bad.reason}") from None
             host = [(item, t.detach().to("cpu", copy=copy or t.is_cuda)) for item, t in tensors]
             staged.append((path, name, (objects, host)))
         self._buckets = staged

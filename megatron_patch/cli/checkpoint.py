@@ -141,7 +141,7 @@ def run_list(args: argparse.Namespace) -> int:
 
     root, entries = _survey(args)
     directory, edited = CheckpointDirectory(root), ""
-    problem = pinned.slip(root, directory.complete_names())
+    problem = pinned.missing_warning(root, directory.complete_names())
     try:
         newest.candidates(directory)
     except CheckpointError as error:

@@ -53,7 +53,8 @@ def opened(path: Path, packing: Packing) -> Iterator[tuple[BinaryIO, Callable[[]
     """
     import zstandard
 
-    damage = (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+    # bz2 and gzip report damage as an OSError without a number.
+    damage = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
     try:
         with path.open("rb") as raw:
             stream: Any = raw
@@ -62,12 +63,9 @@ def opened(path: Path, packing: Packing) -> Iterator[tuple[BinaryIO, Callable[[]
             elif packing:
                 stream = io.BufferedReader(_Frames(raw, packing), _READ)
             yield stream, raw.tell
-    except OSError as error:
-        # bz2 and gzip report damage as an OSError without a number.
-        if error.errno is not None:
-            raise DataError(unread(path, error)) from error
-        raise DataError(f"{path}: the compressed data is damaged or cut off ({error})") from error
     except damage as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(unread(path, error)) from error
         raise DataError(f"{path}: the compressed data is damaged or cut off ({error})") from error
 
 

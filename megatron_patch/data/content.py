@@ -1,7 +1,7 @@
 """What a file holds: by its content, and never by its name alone.
 
 The first 64 KiB (decompressed) decide between text, JSON lines and parquet, and recognise what is
-none of them. Where a name says something else, the file is refused or the difference is told.
+none of them. Where a name says something else, the file is refused or the difference is logged.
 """
 
 from __future__ import annotations

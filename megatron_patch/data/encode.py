@@ -81,12 +81,11 @@ class Encoder:
         Raises:
             DataError: the first document that is no text, no JSON or out of the vocabulary.
         """
+        count, open_end = _Count(), False
         if batch.kind == "tokens":
             lengths, tokens, open_end = self._cut(batch)
-            count = _Count()
         else:
-            lengths, tokens, count = self._encode(batch)
-            open_end = False
+            lengths, tokens = self._encode(batch, count)
         payload = lengths.astype("<i4").tobytes() + tokens.tobytes()
         header = PartHeader(
             raw_sha256=batch.sha256,
@@ -107,9 +106,9 @@ class Encoder:
             stream.write(payload)
         return header
 
-    def _encode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, _Count]:
-        """Lengths and tokens of a batch's documents, and how many were left out or replaced."""
-        texts, count = [], _Count()
+    def _encode(self, batch: Batch, count: _Count) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths and tokens of a batch's documents; ``count``s those left out or replaced."""
+        texts = []
         for raw, place in zip(batch.documents, batch.places, strict=True):
             if batch.kind == "jsonl" and not raw.strip():
                 continue  # blank lines between records are no documents
@@ -123,14 +122,11 @@ class Encoder:
                 count.empty += 1
         eod = self._tokenizer.eod_id
         assert eod is not None, "checked when preparing starts"
-        pieces = []
-        for ids in self._tokenizer.encode_batch(texts):
-            pieces.append(np.empty(len(ids) + 1, dtype=self._dtype))
-            pieces[-1][:-1] = ids
-            pieces[-1][-1] = eod
+        encoded = self._tokenizer.encode_batch(texts)
+        pieces = [np.append(np.asarray(ids, dtype=self._dtype), self._dtype.type(eod))
+                  for ids in encoded]  # fmt: skip
         lengths = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=self._dtype)
-        return lengths, tokens, count
+        return lengths, np.concatenate([np.empty(0, dtype=self._dtype), *pieces])
 
     def _text(self, raw: bytes, place: str, kind: str) -> tuple[str | None, bool]:
         """The text of one raw document and whether anything in it was replaced; None: left out.

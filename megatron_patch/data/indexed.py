@@ -64,13 +64,7 @@ class Index:
 
 
 def write_index(stream: IO[bytes], lengths: np.ndarray, dtype: str) -> None:
-    """Write the ``.idx`` of documents of one sequence each.
-
-    Args:
-        stream: Binary file, written from its current position.
-        lengths: [n] int64, tokens of each document, in the order of ``.bin``.
-        dtype: ``uint16`` or ``int32``.
-    """
+    """Write the ``.idx`` of documents of one sequence each, of ``lengths`` [n] tokens (int64)."""
     code, item = DTYPES[dtype]
     n, sizes = len(lengths), lengths * item.itemsize
     stream.write(MAGIC + HEADER.pack(1, code, n, n + 1))

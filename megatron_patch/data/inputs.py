@@ -72,17 +72,17 @@ class Walk:
 
     def _matched(self, matches: list[str], root: Path) -> Iterator[Entry]:
         """What a glob names. It follows links, those that lead back until the path is too long:
-        a folder that is reached by another way is told once."""
+        a folder that is reached by another way is logged once."""
         matches = [match.rstrip("/") or "/" for match in matches]
         opened = {os.path.dirname(match) for match in matches}
         folders: dict[str, str] = {}
-        told: set[str] = set()
+        logged: set[str] = set()
         for match in matches:
             folder = os.path.dirname(match)
             real = os.path.realpath(folder)
             first = folders.setdefault(real, folder)
-            if first != folder and real not in told:
-                told.add(real)
+            if first != folder and real not in logged:
+                logged.add(real)
                 name, before = (os.path.relpath(path or ".", root) for path in (folder, first))
                 again = "the whole input" if before == "." else before
                 yield Entry(Path(folder), name, again=again)
@@ -96,7 +96,7 @@ class Walk:
         while waiting:
             path, name = waiting.pop()
             first, named = named, False
-            hidden = _is_hidden(path) and not first
+            hidden = (path.name.startswith(".") or path.name in HIDDEN) and not first
             try:
                 found = path.stat()
             except OSError as error:
@@ -134,10 +134,6 @@ class Walk:
         if type(reason) is not str or isinstance(error, FileNotFoundError):
             raise DataError(unread(path, error)) from error
         return Entry(path, name, unknown=reason.removeprefix(": "))
-
-
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".") or path.name in HIDDEN
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:

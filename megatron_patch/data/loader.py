@@ -14,42 +14,27 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import TokenFile
-from megatron_patch.data.order import Blend, Ring, derive
+from megatron_patch.data.order import Ring, derive
 from megatron_patch.data.position import Order, Position, Source
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
 from megatron_patch.schema.effective import data_seed
 
 if TYPE_CHECKING:
+    from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.data import DatasetConfig
     from megatron_patch.schema.run import RunConfig
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 _EVALUATION_SEED = 0
-
-
-class Coordinates(Protocol):
-    """What the loader reads of ``parallel.setup.Layout``."""
-
-    @property
-    def dp_rank(self) -> int: ...
-
-    @property
-    def dp_size(self) -> int: ...
-
-    @property
-    def cp_rank(self) -> int: ...
-
-    @property
-    def cp_size(self) -> int: ...
 
 
 def needs_data(pp_rank: int, pp_size: int) -> bool:
@@ -69,17 +54,14 @@ class _Part:
     def of(cls, file: TokenFile, source: Source) -> _Part:
         return cls(file, source, Ring(source.tokens, source.length, source.key))
 
-    @property
-    def first(self) -> int:
-        return self.source.first
-
     def read(self, index: int, out: torch.Tensor) -> None:
         """Sample ``index`` and the token after it into ``out`` [s + 1], int64."""
         start, wanted = self.ring.start(index), len(out)
         head = min(wanted, self.ring.tokens - start)
-        out[:head] = torch.from_numpy(self.file.read(self.first + start, head))
+        first = self.source.first
+        out[:head] = torch.from_numpy(self.file.read(first + start, head))
         if head < wanted:
-            out[head:] = torch.from_numpy(self.file.read(self.first, wanted - head))
+            out[head:] = torch.from_numpy(self.file.read(first, wanted - head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +70,6 @@ class _Mixture:
 
     order: Order
     parts: list[_Part]
-
-    @property
-    def blend(self) -> Blend:
-        return self.order.blend
 
     def read(self, k: int, out: torch.Tensor) -> None:
         dataset, index = self.order.locate(k)
@@ -104,7 +82,7 @@ class Loaders:
     def __init__(
         self,
         run: RunConfig,
-        layout: Coordinates,
+        layout: Layout,
         *,
         mixtures: dict[Split, _Mixture],
         absent: dict[Split, str],
@@ -170,7 +148,7 @@ class Loaders:
         for k in range(batch * size, (batch + 1) * size):
             dataset, index = mixture.order.locate(k)
             part = mixture.parts[dataset]
-            first = part.first + part.ring.start(index)
+            first = part.source.first + part.ring.start(index)
             file = part.file.path.name
             found.append({"sample": k, "file": file, "window": index, "first_token": first})
         return found
@@ -202,7 +180,7 @@ class Loaders:
         """A hash for each split that has data: equal if and only if its sequences are, in order."""
         found: dict[str, str] = {}
         for split, mixture in self._mixtures.items():
-            shares = [str(share) for share in mixture.blend.shares()]
+            shares = [str(share) for share in mixture.order.blend.shares()]
             manifests = [part.file.manifest for part in mixture.parts]
             files = [[m.bin.sha256, m.dtype, m.tokenizer.sha256] for m in manifests]
             found[split] = self._hash(split, shares, files)
@@ -210,7 +188,9 @@ class Loaders:
 
     def _hash(self, split: Split, weights: list[str], files: list[list[str]]) -> str:
         run, parts = self._run, self._mixtures[split].parts
-        rings = [[*file, p.first, p.ring.tokens] for file, p in zip(files, parts, strict=True)]
+        rings = [
+            [*file, p.source.first, p.ring.tokens] for file, p in zip(files, parts, strict=True)
+        ]
         size, length = run.training.global_batch_size, run.model.seq_length
         tree: list[Any] = [_seed(run, split), length, size, weights, rings]
         if split == "train" and self._order.inherited != self._plain.inherited:
@@ -231,10 +211,9 @@ class Loaders:
         return self._order.at(batch).as_dict()
 
     def resume(self, saved: dict[str, Any] | None) -> None:
-        """Take over the order in which this run's own checkpoint was read.
+        """Take over the order of this run's own checkpoint, as `position` recorded it.
 
-        Args:
-            saved: what `position` recorded; None by earlier versions, which knew one order only.
+        Earlier versions knew one order only, and recorded None.
 
         Raises:
             ValueError: it is of other datasets, or damaged.
@@ -243,11 +222,10 @@ class Loaders:
             self._follow(self._plain.resumed(Position.from_dict(saved)))
 
     def start_from(self, position: Position, batch: int) -> list[str]:
-        """Go on after what another run took; a line for every dataset says how.
+        """Go on, from global batch ``batch``, after what another run took by its ``position``.
 
-        Args:
-            position: in that run's data.
-            batch: the global batch that comes first here.
+        Returns:
+            A line for every dataset.
         """
         order = self._plain.continued(position, batch)
         self._follow(order)
@@ -266,14 +244,13 @@ class Loaders:
         for split, mixture in self._mixtures.items():
             total = sum(part.ring.tokens for part in mixture.parts)
             line = f"data {split}: {human(total)} tokens in {len(mixture.parts)} dataset(s)"
-            samples = steps.get(split, training.eval_steps) * training.global_batch_size
             if split == "test":
                 lines.append(f"{line}; held out: no run reads it")
                 continue
+            samples = steps[split] * training.global_batch_size
             what = "the run reads" if split == "train" else "an evaluation reads"
-            line += f"; {what} {human(samples * s)}"
-            lines.append(line)
-            counts = mixture.blend.counts(samples)
+            lines.append(f"{line}; {what} {human(samples * s)}")
+            counts = mixture.order.blend.counts(samples)
             for part, count in zip(mixture.parts, counts, strict=True):
                 epochs = count / part.ring.windows
                 note = ""
@@ -334,7 +311,7 @@ class Loaders:
         return batch
 
 
-def build_loaders(run: RunConfig, layout: Coordinates) -> Loaders:
+def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
     """The loaders of one rank; ``data.verify.verify_datasets`` must have passed before.
 
     Raises:
@@ -382,9 +359,7 @@ def _datasets(run: RunConfig, split: Split) -> list[DatasetConfig]:
 
 
 def _seed(run: RunConfig, split: Split) -> int:
-    if split != "train":
-        return _EVALUATION_SEED
-    return data_seed(run)
+    return data_seed(run) if split == "train" else _EVALUATION_SEED
 
 
 def _parts(

@@ -38,11 +38,7 @@ def check_options(options: PrepareOptions) -> None:
             "(.bin, .idx and .manifest.json are appended): write e.g. "
             f"{options.out.rstrip('/')}/books"
         )
-    problems = [
-        *_input_problems(options),
-        *_value_problems(options),
-        *_tokenizer_problems(options),
-    ]
+    problems = [*_input_problems(options), *_value_problems(options), *_tokenizer_problems(options)]
     if problems:
         raise DataError(problems)
 

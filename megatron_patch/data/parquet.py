@@ -74,13 +74,9 @@ def _check_column(path: Path, schema: pyarrow.Schema, column: str) -> None:
         )
     found = schema.field(at[0]).type
     inner = found.value_type if pyarrow.types.is_dictionary(found) else found
-    is_text = (
-        pyarrow.types.is_string(inner)
-        or pyarrow.types.is_large_string(inner)
-        or pyarrow.types.is_string_view(inner)
-        or pyarrow.types.is_null(inner)  # what writers make of a column without any value
-    )
-    if not is_text:
+    # Null is what writers make of a column without any value.
+    text = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
+    if inner not in text:
         raise DataError(
             f"{path}: column {column!r} is {str(found)[:80]}, and text is a string column; name "
             "another with --json-key, or write it as string"
@@ -106,9 +102,7 @@ def _opened(path: Path) -> Iterator[Any]:
             ) as file,
         ):
             yield file
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise DataError(unread(path, error)) from error
-        raise DataError(f"{path}: the parquet data is damaged or cut off ({error})") from error
-    except pyarrow.ArrowException as error:
         raise DataError(f"{path}: the parquet data is damaged or cut off ({error})") from error

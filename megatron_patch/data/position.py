@@ -9,9 +9,9 @@ in the blend, nor by the version that prepared it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 from megatron_patch.data.order import Blend, derive
@@ -49,7 +49,7 @@ class Taken:
     source: Source
     samples: int
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """For people."""
         epochs = self.samples / self.source.windows
         return f"{self.samples:,} samples taken ({epochs:.3g} epochs)"
@@ -76,9 +76,7 @@ class Position:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for the checkpoint."""
-        return asdict(self) | {
-            name: [asdict(taken) for taken in getattr(self, name)] for name in ("reading", "others")
-        } | {name: list(getattr(self, name)) for name in ("weights", "starts")}  # fmt: skip
+        return dict(json.loads(json.dumps(asdict(self))))  # tuples become lists
 
     @classmethod
     def from_dict(cls, values: Any) -> Position:
@@ -173,15 +171,15 @@ class Order:
             taken = next((t for t in pool if t.source.identity == source.identity), None)
             if taken is not None:
                 pool.remove(taken)
-                source, start = replace(source, key=taken.source.key), taken.samples
+                sources.append(replace(source, key=taken.source.key))
             else:
-                source, start = _distinct(source, [*sources, *_sources(position)]), 0
-            sources.append(source)
-            starts.append(start)
+                known = (t.source for t in (*position.reading, *position.others))
+                sources.append(_distinct(source, [*sources, *known]))
+            starts.append(0 if taken is None else taken.samples)
         same = (
             batch == position.batch
             and self.batch_size == position.batch_size
-            and _shares(self.weights) == _shares(position.weights)
+            and self.blend.shares() == Blend(position.weights).shares()
             and [(s.identity, s.key) for s in sources]
             == [(t.source.identity, t.source.key) for t in position.reading]
         )
@@ -206,17 +204,13 @@ class Order:
         before, lines = [*position.reading, *position.others], []
         for source in self.sources:
             old = next((taken for taken in before if _same(taken.source, source)), None)
-            fate = _anew(source, before) if old is None else f"{old.told()}, continues there"
+            fate = _anew(source, before) if old is None else f"{old.describe()}, continues there"
             lines.append(f"{source.name}: {fate}")
         return lines + [
-            f"{taken.source.name}: {taken.told()}, not read by this run"
+            f"{taken.source.name}: {taken.describe()}, not read by this run"
             for taken in position.reading
             if not any(_same(taken.source, source) for source in self.sources)
         ]
-
-
-def _sources(position: Position) -> Iterable[Source]:
-    return (taken.source for taken in (*position.reading, *position.others))
 
 
 def _same(one: Source, other: Source) -> bool:
@@ -229,11 +223,6 @@ def _distinct(source: Source, others: Iterable[Source]) -> Source:
     while (source.identity, source.key) in known:
         source = replace(source, key=derive("another order", source.key))
     return source
-
-
-def _shares(weights: Iterable[float]) -> list[Fraction]:
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    return [weight / sum(exact) for weight in exact]
 
 
 def _anew(source: Source, before: Iterable[Taken]) -> str:

@@ -16,10 +16,11 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_patch.data import tokenizers
-from megatron_patch.data.compression import Packing, opened
+from megatron_patch.data.compression import opened
 from megatron_patch.data.encode import Encoder, PartHeader, part_path, read_part, start_worker, work
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import dtype_for, write_index
@@ -74,9 +75,9 @@ def prepare(options: PrepareOptions) -> Manifest:
     finished = _refuse_to_overwrite(options, parts, plan)
     if finished is not None:
         return finished
-    _tell(describe(sources, quiet=options.quiet or options.corpus is not None))
+    _log(describe(sources, quiet=options.quiet or options.corpus is not None))
     if options.restart and not (parts / "plan.json").exists():
-        _tell([f"--restart: no interrupted attempt is at {parts}, this is the first"])
+        _log([f"--restart: no interrupted attempt is at {parts}, this is the first"])
     with _errors_of_disk(options.out), _locked(parts):
         _continue_or_begin(parts, plan, restart=options.restart)
         headers = _encode_all(options, sources, parts)
@@ -99,14 +100,14 @@ def prepare(options: PrepareOptions) -> Manifest:
         _commit(options.out, parts, manifest)
     shutil.rmtree(parts)
     if options.document_separator is not None and not any(source.cuts for source in sources):
-        _tell([f"--document-separator {options.document_separator!r} is in no file: each text file "
+        _log([f"--document-separator {options.document_separator!r} is in no file: each text file "
                "became one document"])  # fmt: skip
     if not options.quiet:
         print(_summary(options.out, manifest))
     return manifest
 
 
-def _tell(lines: Iterable[str]) -> None:
+def _log(lines: Iterable[str]) -> None:
     """To standard error, also with --quiet: what the reader might not expect."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
@@ -139,20 +140,20 @@ def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
     assert size is not None and path is not None, "checked when preparing starts"
     files = {file.path: file.content.packing for source in sources for file in source.files}
     if Path(path).exists():
-        _tell([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
+        _log([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
     else:
-        tokenizers.train_bpe(files, size, path, read=lambda file: _whole_text(file, files[file]))
+
+        def read(file: Path) -> str:
+            with opened(file, files[file]) as (stream, _):
+                return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
+
+        tokenizers.train_bpe(files, size, path, read=read)
     found = _tokenizer(options).vocab_size
     if found != size:
         raise DataError(
             f"{path}: has {found} ids, --train-bpe asks for {size}: the text is too small for "
             "more, or the file is another tokenizer's; choose another size or path"
         )
-
-
-def _whole_text(path: Path, packing: Packing) -> str:
-    with opened(path, packing) as (stream, _):
-        return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
 
 
 def _plan(options: PrepareOptions, tokenizer: tokenizers.Tokenizer, sources: list[Source]) -> dict:
@@ -241,7 +242,7 @@ def _locked(parts: Path) -> Iterator[None]:
 def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> list[PartHeader]:
     """Make every part that is not there yet; the headers of all, in order."""
     headers: list[PartHeader] = []
-    pending: deque[tuple[Future[PartHeader], int]] = deque()
+    pending: deque[tuple[PartHeader | Callable[[], PartHeader], int]] = deque()
     ahead = 2 * options.workers if options.workers > 1 else 1
     tokens, total = 0, sum(source.bytes for source in sources)
     with (
@@ -251,8 +252,8 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
 
         def take() -> None:
             nonlocal tokens
-            future, position = pending.popleft()
-            headers.append(future.result())
+            result, position = pending.popleft()
+            headers.append(result() if callable(result) else result)
             tokens += headers[-1].tokens
             progress.set(position, f"{human(tokens)} tokens")
 
@@ -260,10 +261,9 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
             for number, batch in enumerate(read_batches(sources, options)):
                 found = read_part(parts, number)
                 if found is not None and found[0].raw_sha256 == batch.sha256:
-                    future = _finished(found[0])
+                    pending.append((found[0], batch.position))
                 else:
-                    future = submit(number, batch)
-                pending.append((future, batch.position))
+                    pending.append((submit(number, batch), batch.position))
                 if len(pending) >= ahead:
                     take()
             while pending:
@@ -279,11 +279,11 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
 @contextmanager
 def _workers(
     options: PrepareOptions, parts: Path
-) -> Iterator[Callable[[int, Batch], Future[PartHeader]]]:
+) -> Iterator[Callable[[int, Batch], Callable[[], PartHeader]]]:
     """What turns a batch into a part: a pool of processes, or this process for one worker."""
     if options.workers == 1:
         encoder = Encoder(options, parts)
-        yield lambda number, batch: _finished(encoder.write(number, batch))
+        yield lambda number, batch: partial(encoder.write, number, batch)
         return
     # spawn: a fork would copy threads' locks (tokenizers, torch) in whatever state.
     pool = ProcessPoolExecutor(
@@ -293,15 +293,9 @@ def _workers(
         initargs=(options, parts),
     )
     try:
-        yield lambda number, batch: pool.submit(work, number, batch)
+        yield lambda number, batch: pool.submit(work, number, batch).result
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _finished(header: PartHeader) -> Future[PartHeader]:
-    future: Future[PartHeader] = Future()
-    future.set_result(header)
-    return future
 
 
 def _join(
@@ -336,17 +330,9 @@ def _join(
             )  # fmt: skip
     lengths = np.concatenate(pieces)
     if lengths.max() > np.iinfo(np.int32).max:
-        kinds = {file.content.kind for source in sources for file in source.files}
-        cut = (
-            "check the end-of-document id (--eod-id)"
-            if kinds == {"tokens"}
-            else "cut it (--document-separator)"
-            if kinds <= {"file", "separated"}
-            else "cut it"
-        )
         raise DataError(
             f"a document of {int(lengths.max()):,} tokens does not fit an index, whose lengths are "
-            f"32-bit; {cut}"
+            "32-bit; cut it (text: --document-separator), or check the id it ends at (--eod-id)"
         )
     with replacing(parts / "joined.idx", "wb") as stream:
         write_index(stream, lengths, dtype)

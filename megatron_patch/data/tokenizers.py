@@ -206,29 +206,19 @@ _KINDS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
 }
 
 
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
 def train_bpe(
     documents: Iterable[str | Path],
     vocab_size: int,
     out: str | Path,
     *,
     eod: str = EOD_NAMES[0],
-    read: Callable[[Path], str] = _text_of,
+    read: Callable[[Path], str] = lambda path: path.read_text("utf-8", "replace"),
 ) -> Path:
-    """Train a byte-level BPE on text files and write it as ``tokenizer.json``.
+    """Train a byte-level BPE on UTF-8 text files and write it as ``tokenizer.json``.
 
     The result is a function of the files, their order and ``vocab_size``: two calls write the
-    same bytes. Id 0 is ``eod``, ids 1..256 are the bytes, so any text can be encoded.
-
-    Args:
-        documents: Paths of UTF-8 text files; invalid bytes are replaced for the training only.
-        vocab_size: Number of ids, at least 257.
-        out: Path of the file to write; it must not exist yet.
-        eod: The end-of-document token.
-        read: Opens a path that is not plain text.
+    same bytes. Id 0 is ``eod``, ids 1..256 are the bytes, so any text can be encoded. ``read``
+    opens a path that is not plain text.
 
     Raises:
         DataError: no files, a vocabulary below 257, or ``out`` exists.
@@ -274,10 +264,7 @@ def _existing(path: str | None, what: str) -> Path:
 
 
 def _eod(
-    config: TokenizerConfig,
-    vocab_size: int,
-    lookup: Callable[[str], int | None],
-    path: Path,
+    config: TokenizerConfig, vocab_size: int, lookup: Callable[[str], int | None], path: Path
 ) -> int:
     """The configured end-of-document id, else that of the first known name in the vocabulary."""
     if config.eod_id is not None:
@@ -309,14 +296,10 @@ def _tiktoken_fields(path: str) -> dict[str, Any]:
     if ranks_given:
         _existing(path, "ranks")
     if name not in known:
-        problem = (
-            f"{path}: the pattern of {name!r} is not known (known: {', '.join(sorted(known))}); "
-            "describe the encoding in a .json file instead"
-            if ranks_given
-            else f"tokenizer.path: {path!r} is neither a .tiktoken or .json file nor a known "
-            f"encoding ({', '.join(sorted(known))})"
+        raise DataError(
+            f"tokenizer.path: {path!r} is neither a .json file nor a known encoding or its "
+            f".tiktoken file ({', '.join(sorted(known))}); describe the encoding in a .json file"
         )
-        raise DataError(problem)
 
     def refuse(url: str) -> bytes:
         raise DataError(
@@ -358,18 +341,12 @@ def _tiktoken_description(path: Path) -> dict[str, Any]:
     """``{"name", "pat_str", "special_tokens", "ranks"}``; ranks: base64 lines beside the .json."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            "name": str(content["name"]),
-            "pat_str": str(content["pat_str"]),
-            "mergeable_ranks": _tiktoken_ranks(
-                _existing(str(path.parent / content["ranks"]), "ranks")
-            ),
-            "special_tokens": {str(k): int(v) for k, v in content["special_tokens"].items()},
-        }
-    except DataError:
-        raise
+        fields: dict[str, Any] = {name: str(content[name]) for name in ("name", "pat_str")}
+        fields["special_tokens"] = {str(k): int(v) for k, v in content["special_tokens"].items()}
+        ranks = str(path.parent / content["ranks"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a description of a tiktoken encoding; it needs name, pat_str, "
             f"special_tokens and ranks ({error})"
         ) from error
+    return fields | {"mergeable_ranks": _tiktoken_ranks(_existing(ranks, "ranks"))}

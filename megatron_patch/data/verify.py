@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -75,15 +74,12 @@ class Findings:
 
 
 def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
-    """Refuse every dataset of the blend that differs from its manifest.
+    """Refuse every dataset of the blend that differs from its manifest. Call it on all ranks.
 
-    Call it on all ranks. Where a process group exists, the ranks of a node share the hashing, and
-    all ranks raise the same error when any of them found a problem; without one, the ranks that
-    torchrun started on a node share it too, and a rank that finds a problem ends the job.
-
-    Args:
-        run: The configuration; ``data`` is read.
-        show: Progress on standard error (first rank only).
+    Where a process group exists, the ranks of a node share the hashing, and all ranks raise the
+    same error when any of them found a problem; without one, the ranks that torchrun started on a
+    node share it too, and a rank that finds a problem ends the job. ``show``: progress on
+    standard error (first rank only).
 
     Returns:
         One line a dataset for the start-up log.
@@ -103,9 +99,9 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
     verdicts = _gather((problems, {path: m.sha256 for path, m in manifests.items()}))
     _raise_if_any(verdicts)
     pieces = [piece for item in found.values() for piece in item.pieces]
-    local_rank, local_size = _local_place()
+    rank, size = _local_place()
     first = os.environ.get("RANK", "0") == "0"
-    _check_pieces(pieces[local_rank::local_size], show=show and first)
+    _check_pieces(pieces[rank::size], size, show=show and first)
     seconds = time.monotonic() - began
     return [_line(run, path, manifest, seconds) for path, manifest in manifests.items()]
 
@@ -210,10 +206,10 @@ def _pieces(path: Path, record: FileRecord) -> list[_Piece]:
     ]
 
 
-def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
+def _check_pieces(pieces: list[_Piece], local_size: int, *, show: bool) -> None:
     """Hash this rank's pieces, in rounds after which all ranks hear what was found."""
     todo, done = deque(pieces), 0
-    threads = max(1, min(8, (os.cpu_count() or 1) // _local_place()[1]))
+    threads = max(1, min(8, (os.cpu_count() or 1) // local_size))
     with (
         ThreadPoolExecutor(threads, "verify") as pool,
         Progress("verify data", sum(p.size for p in pieces), show=show) as progress,
@@ -222,12 +218,10 @@ def _check_pieces(pieces: list[_Piece], *, show: bool) -> None:
             found: list[str] = []
             until = time.monotonic() + _ROUND_SECONDS
             while todo:
-                batch = list(islice(todo, 4 * threads))
+                batch = [todo.popleft() for _ in range(min(len(todo), 4 * threads))]
                 for piece, problem in zip(batch, pool.map(_Piece.check, batch), strict=True):
-                    todo.popleft()
                     done += piece.size
-                    if problem:
-                        found.append(problem)
+                    found += [problem] if problem else []
                     progress.set(done)
                 if time.monotonic() >= until:
                     break
@@ -262,7 +256,7 @@ def _line(run: RunConfig, path: str, manifest: Manifest, seconds: float) -> str:
 
 
 def _local_place() -> tuple[int, int]:
-    """(rank, ranks) on this node as torchrun tells it, else (0, 1): each rank checks everything."""
+    """(rank, ranks) on this node, by torchrun's variables, else (0, 1): each checks everything."""
     try:
         rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -274,7 +268,7 @@ def _gather[T](value: T) -> list[T]:
     """Every rank's value, or just ours where there is no process group."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -66,12 +66,7 @@ class Agreement:
 
     @torch.no_grad()
     def send(self, norm: torch.Tensor | float, stop_code: int) -> None:
-        """Bring everything together. Collective; does not wait for the device.
-
-        Args:
-            norm: this rank's gradient norm, the same on all ranks unless something is broken.
-            stop_code: this rank's request to stop.
-        """
+        """Bring this rank's gradient norm and stop code together. Collective; does not wait."""
         device = self._layout.device
         stops = torch.tensor([float(stop_code == code) for code in CODES], dtype=torch.float64)
         value = torch.as_tensor(norm, dtype=torch.float64).reshape(1).to(device, non_blocking=True)

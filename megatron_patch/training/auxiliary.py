@@ -18,13 +18,10 @@ import torch
 from megatron_patch.context_parallel.layout import shard
 
 if TYPE_CHECKING:
-    from megatron_patch.training.batch import Batch
+    from megatron_patch.data.reader import Batch
     from megatron_patch.training.session import Session
 
-_BALANCING = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-}
+_BALANCING = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 
 
 def clear(session: Session) -> None:
@@ -44,10 +41,6 @@ def weighed(session: Session, batches: list[Batch | None]) -> Iterator[None]:
     """Inside, the losses count as their coefficients say, whatever ``data.eod_mask_loss`` masks.
 
     Collective where tokens are masked and the model has such losses.
-
-    Args:
-        session: what is trained.
-        batches: this rank's micro-batches of the step.
     """
     run, layout = session.run, session.layout
     depths = 0 if run.model.mtp is None else run.model.mtp.num_layers

@@ -56,12 +56,7 @@ class _Finding:
 
 
 def global_name(module: torch.nn.Module, name: str) -> str:
-    """Parameter name with layers counted over the whole model instead of this pipeline chunk.
-
-    Args:
-        module: the GPTModel the name belongs to.
-        name: as in ``module.named_parameters()``.
-    """
+    """Name of a GPTModel's parameter with layers counted over the whole model, not the chunk."""
     match = _LAYER.match(name)
     if match is None:
         return name
@@ -84,12 +79,10 @@ class StepGuard:
 
     ``watch(optimizer)`` puts the agreement between the gradient norm and the update;
     ``before_reduction(chunks)`` is called when local gradients are complete. After ``step()`` of
-    the optimizer and ``settle()``, ``stop_code`` holds the agreed reason to stop, if any, and
+    the optimizer and ``synchronize()``, ``stop_code`` holds the agreed reason to stop, if any, and
     ``agreed`` everything else the ranks told each other.
 
     Args:
-        layout: coordinates, for the message.
-        stop: this rank's stop flags.
         check: False only counts non-finite steps (``training.check_finite: false``).
         local_flags: whether gradients are still local in ``before_reduction`` (not with
             ``overlap_grad_reduce``, which reduces during the backward pass).
@@ -165,9 +158,7 @@ class StepGuard:
     def watch(self, optimizer: Any, gate: Gate | None = None) -> None:
         """Let the ranks agree whenever ``optimizer.step()`` has computed the gradient norm.
 
-        Args:
-            optimizer: Megatron-Core's.
-            gate: of its update, if it has one.
+        ``gate``: of its update, if it has one.
         """
         compute = optimizer.get_grad_norm
 
@@ -176,10 +167,10 @@ class StepGuard:
             self._agreement.send(norm, self.stop.code())
             self._unread = True
             if gate is None:
-                return self.settle()
+                return self.synchronize()
             closed = None
             if self.may_drop:
-                self.settle()
+                self.synchronize()
             elif self.check:
                 closed = self._agreement.bad()
             gate.set(self._agreement.grad_norm, closed)
@@ -187,7 +178,7 @@ class StepGuard:
 
         optimizer.get_grad_norm = agreed
 
-    def settle(self) -> float:
+    def synchronize(self) -> float:
         """Read what was agreed on in this step, once; the gradient norm.
 
         Raises:

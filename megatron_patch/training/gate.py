@@ -25,12 +25,7 @@ EPSILON = 1.0e-6
 
 
 class Gate:
-    """Closes or clips the next update of some fused optimizers.
-
-    Args:
-        optimizers: PyTorch's AdamW, fused.
-        clip: largest gradient norm; 0 to clip nothing.
-    """
+    """Closes or clips (0: never) the next update of some of PyTorch's fused AdamW."""
 
     def __init__(self, optimizers: list[torch.optim.AdamW], *, clip: float) -> None:
         self._optimizers, self._clip = optimizers, clip

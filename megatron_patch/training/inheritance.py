@@ -8,9 +8,10 @@ that differs stands in one table at start. The position in the data is kept in s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,11 @@ from megatron_patch.faults.skips import Skips
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.schema.kinds import Kind, entry, in_effect, kind_of
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
-from megatron_patch.training.resume_rules import differences
+from megatron_patch.training.resume_rules import continue_run, differences
 from megatron_patch.training.schedule import Schedule
 
 if TYPE_CHECKING:
+    from megatron_patch.checkpoint.megatron import Checkpointer
     from megatron_patch.data.loader import Loaders
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.run import Loaded, RunConfig
@@ -38,6 +40,7 @@ ITSELF = ("name", "run_dir", "checkpoint.directory", "checkpoint.load_from",
 SECTIONS = ("model.moe", "model.mla", "model.mtp")
 """Present or not, as a whole."""
 SEEDS = ("data.seed", "training.seed")
+ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, cp_rank=0, cp_size=1)
 ORDER: tuple[Kind, ...] = ("meaning", "data", "schedule", "other")
 
 
@@ -67,13 +70,7 @@ class Parent:
 
 
 class Inheritance:
-    """Judges one start from another run's checkpoint.
-
-    Args:
-        loaded: this run's configuration.
-        layout: coordinates of this rank.
-        loaders: this run's data, at its beginning.
-    """
+    """Judges a start from another run's checkpoint; ``loaders`` is this run's data at its start."""
 
     def __init__(self, loaded: Loaded, layout: Layout, loaders: Loaders) -> None:
         self._loaded, self._layout, self._loaders = loaded, layout, loaders
@@ -83,9 +80,7 @@ class Inheritance:
     def check(self, path: Path, state: Mapping[str, Any]) -> None:
         """Accept a checkpoint of another run, before anything of it is loaded. Collective.
 
-        Args:
-            path: of the checkpoint.
-            state: what it holds under ``run`` (`checkpoint.content`).
+        ``state`` is what it holds under ``run`` (`checkpoint.content`).
 
         Raises:
             ConfigError: its weights mean something else here, nothing would be trained, or an
@@ -103,33 +98,39 @@ class Inheritance:
             raise ConfigError(verdict[1])
         self.parent = verdict[0]
 
-    def place_data(
-        self,
-        saved: Mapping[str, Any],
-        *,
-        step: int,
-        batch: int,
-        say: Callable[[str], None],
-    ) -> bool:
-        """Let the data go on where it was. Local, the same on all ranks.
+    def resume(
+        self, checkpointer: Checkpointer, scheduler: Any, *, step: int, batch: int
+    ) -> list[str]:
+        """Let data and schedule go on where the loaded checkpoint was. Collective.
 
         Args:
-            saved: what the loaded checkpoint carries beside the state.
+            checkpointer: has loaded, or found nothing to load.
+            scheduler: this run's; adapted.
             step: steps done.
             batch: the global batch to come.
-            say: takes the lines of the table.
 
         Returns:
-            Whether these are steps of the run's own: what its directory knows of its data holds.
+            Lines for the log: the table of a start from another run, what a change changes.
 
         Raises:
-            ConfigError: the run is beyond its end, or read other datasets.
+            ConfigError: the run is beyond its end, or data or schedule are not those of its steps.
         """
         if self.parent is not None:
-            for line in self.begin(batch=batch):
-                say(line)
-            return False
-        check_length(self._loaded.config, step=step)
+            lines = self.begin(batch=batch)
+        else:
+            lines = []
+            check_length(self._loaded.config, step=step)
+            self._resume_data(checkpointer.loaded_extra, step)
+        return lines + continue_run(
+            self._loaded,
+            self._layout,
+            self._loaders,
+            scheduler=scheduler,
+            checkpoint=checkpointer.loaded_own,
+            step=step,
+        )
+
+    def _resume_data(self, saved: Mapping[str, Any], step: int) -> None:
         try:
             self._loaders.resume(saved.get("data"))
         except ValueError as error:
@@ -138,15 +139,14 @@ class Inheritance:
                 f"({error}): put the old ones back, or start a new run with checkpoint.load_from"
             )
             raise ConfigError([Problem("data", text)]) from None
-        return True
 
     def begin(self, *, batch: int) -> list[str]:
         """Put the data where the other run left it, by this run's blend; the table."""
         parent = self.parent
         assert parent is not None
-        fresh = self._loaded.config.checkpoint.load_weights_only
+        run = self._loaded.config
+        fresh, intended = run.checkpoint.load_weights_only, run.checkpoint.intended_changes
         rows: list[tuple[str, str]] = [("note", note) for note in parent.notes]
-        intended = self._loaded.config.checkpoint.intended_changes
         for kind in ORDER:
             for change in (c for c in parent.changes if c.kind == kind):
                 meant = " (intended)" if change.key in intended else ""
@@ -154,23 +154,20 @@ class Inheritance:
                     meant = " (datasets that go on keep their order)"
                 rows.append((kind, f"{change.key}: {change.old} -> {change.new}{meant}"))
             if kind == "data":
-                rows += [("data", line) for line in self._place_data(batch, fresh=fresh)]
-            if kind == "schedule":
-                line = _rates(parent, self._loaded.config)
-                rows += [("schedule", line)] if line else []
+                rows += [("data", line) for line in self._place_data(parent, batch, fresh=fresh)]
+            if kind == "schedule" and (line := _rates(parent, run)):
+                rows.append(("schedule", line))
         what = "weights only" if fresh else "everything"
         head = f"start from {parent.path}, step {parent.step:,}, {what}; what differs from it:"
         return [head, *(f"  {kind:<9} {text}" for kind, text in rows)]
 
-    def _place_data(self, batch: int, *, fresh: bool) -> list[str]:
-        parent = self.parent
-        assert parent is not None
+    def _place_data(self, parent: Parent, batch: int, *, fresh: bool) -> list[str]:
         position = parent.position
         if fresh:
-            counts = [] if position is None else [
-                f"{taken.source.name}: {taken.told()} by it, none counts here"
-                for taken in position.reading
-            ]  # fmt: skip
+            counts = [
+                f"{taken.source.name}: {taken.describe()} by it, none counts here"
+                for taken in (() if position is None else position.reading)
+            ]
             return [*counts, "every dataset starts at its first sample"]
         if position is None:
             nothing = Position(batch, batch, 1, (), (), (), (), "")
@@ -188,15 +185,12 @@ class Inheritance:
         changes: list[Change] = []
         notes: list[str] = []
         try:
-            tree = yaml.safe_load(text)
-            changes = compare(text, self._loaded)
+            changes, tree = compare(text, self._loaded), yaml.safe_load(text)
         except (ValueError, yaml.YAMLError) as error:
             why = str(error).splitlines()[0]
             notes.append(f"it records no configuration that can be read ({why}): not compared")
-            tree = None
         position, why = self._position(path, state, tree, step)
-        if why:
-            notes.append(why)
+        notes += [why] if why else []
         changes += self._tokenizer_change(position, tree)
         problems = judge(changes, self._loaded.config, step=step)
         rate = _rate_of(state, self._loaded.config, step)
@@ -215,7 +209,7 @@ class Inheritance:
             return None, unknown + "nothing else tells it"
         skips = Skips.from_dict(extra["faults"]["skips"]) if "faults" in extra else Skips()
         try:
-            loaders = build_loaders(_recorded(self._loaded.config, tree), _Alone())
+            loaders = build_loaders(_recorded(self._loaded.config, tree), ALONE)
         except (ValueError, KeyError, TypeError) as error:
             why = error.problems[0] if isinstance(error, DataError) else repr(error)
             return None, unknown + f"its datasets cannot be looked at: {why}"
@@ -257,10 +251,6 @@ class Inheritance:
         return [Change("data.tokenizer", "meaning", f"{old}, SHA-256 {sha256[:12]}", new)]
 
 
-class _Alone:
-    dp_rank, dp_size, cp_rank, cp_size = 0, 1, 0, 1
-
-
 def compare(saved: str, loaded: Loaded) -> list[Change]:
     """What differs between a recorded configuration and this run's, but for the tokenizer.
 
@@ -278,8 +268,7 @@ def compare(saved: str, loaded: Loaded) -> list[Change]:
     missing = [section for section in SECTIONS if section in found]
     changes: dict[str, Change] = {}
     for path, (old, new) in found.items():
-        key = entry(path) or path
-        key = next((s for s in missing if path.startswith(s + ".")), key)
+        key = next((s for s in missing if path.startswith(s + ".")), entry(path) or path)
         kind = kind_of(key)
         if kind == "other":  # whole sections have one entry
             key = ".".join(part for part in path.split(".") if not part.isdecimal())
@@ -322,22 +311,14 @@ def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
         for key in intended
         if key not in differ
     ]
-    if not run.checkpoint.load_weights_only:
-        problems += nothing_to_do(run, step=step)
-    return problems
-
-
-def nothing_to_do(run: RunConfig, *, step: int) -> list[Problem]:
-    """Why a start from another run's checkpoint of ``step`` would train nothing."""
-    weights = (
-        "set a larger one, or checkpoint.load_weights_only: true to start at step 0 from its "
-        "weights"
-    )
-    return [
+    if run.checkpoint.load_weights_only:
+        return problems
+    return problems + [
         Problem(
             f"training.{name}",
-            f"{value}, but the checkpoint to start from is of step {step:,} already: nothing "
-            f"would be trained; {weights}",
+            f"{value}, but the checkpoint to start from is of step {step:,} already: nothing would "
+            "be trained; set a larger one, or checkpoint.load_weights_only: true to start at step "
+            "0 from its weights",
         )
         for name in ("train_steps", "exit_at_step")
         if (value := getattr(run.training, name)) is not None and value <= step

@@ -32,7 +32,8 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
     quiet.drop_notices()
     for index, chunk in enumerate(chunks):
         config = chunk.config
-        module = chunk.to(_device(run))
+        cpu = run.training.device == "cpu"
+        module = chunk.to("cpu" if cpu else torch.device("cuda", torch.cuda.current_device()))
         if run.training.precision == "bf16":
             module = Float16Module(config, module)
         ddp_config = DistributedDataParallelConfig(
@@ -52,12 +53,6 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
             )
         )
     return wrapped
-
-
-def _device(run: RunConfig) -> torch.device:
-    if run.training.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
@@ -99,11 +94,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
 def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any) -> Any:
     """Give the schedules of Megatron-Core their hooks; returns the TransformerConfig.
 
-    Args:
-        run: configuration.
-        chunks: wrapped chunks.
-        optimizer: for loss scaling (1.0 in bf16).
-        finalize: called with (chunks, num_tokens, ...) when local gradients are complete.
+    ``finalize`` is called with (chunks, num_tokens, ...) when local gradients are complete.
     """
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss

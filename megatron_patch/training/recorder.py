@@ -44,10 +44,8 @@ def device_peak(run: RunConfig, layout: Layout) -> tuple[float | None, str]:
 class Recorder:
     """Clock and bookkeeping between two records.
 
-    Args:
-        session: what is trained.
-        vocab_size: padded vocabulary, for the FLOP count.
-        peak: dense BF16 peak of one device in TFLOP/s, None to leave MFU out.
+    ``vocab_size`` is the padded vocabulary, for the FLOP count, ``peak`` the dense BF16 peak of one
+    device in TFLOP/s (None leaves MFU out).
     """
 
     def __init__(self, session: Session, *, vocab_size: int, peak: float | None) -> None:

@@ -8,21 +8,24 @@ that the checkpoint goes on with (`training.schedule`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema import render
 from megatron_patch.schema.effective import Absent, changes
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.training import schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from megatron_patch.data.loader import Loaders
+    from megatron_patch.parallel.setup import Layout
     from megatron_patch.schema.run import Loaded
 
 DATA_RECORD = "sequences"
@@ -112,7 +115,7 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
     notes = [
         f"configuration changed since the last attempt: {key}: {old} -> {new}{_effect(key, loaded)}"
         for key, old, new in changed
-        if (key, old, new) not in refused and key not in UNSAID
+        if (key, old, new) not in refused and key not in UNLOGGED
     ]
     return problems, notes
 
@@ -125,7 +128,7 @@ DROPOUT = (
 )
 """Keys that decide in which order dropout draws; other layouts are told when they are loaded."""
 
-UNSAID = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
+UNLOGGED = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
 """Changes that need no line, or have one of their own where the schedule goes on."""
 
 
@@ -197,22 +200,55 @@ def software_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedData:
-    """What a checkpoint of this run says about its data."""
+def continue_run(
+    loaded: Loaded,
+    layout: Layout,
+    loaders: Loaders,
+    *,
+    scheduler: Any,
+    checkpoint: Mapping[str, Any] | None,
+    step: int,
+) -> list[str]:
+    """Compare the data with those of the steps before, and go on with their schedule. Collective.
 
-    identities: Mapping[str, str] | None
-    """``Loaders.identities`` when it was saved; None: it is of an earlier version."""
-    moved: list[Change]
-    """Where it names other data than this configuration."""
+    Args:
+        checkpoint: plain data of the loaded checkpoint of this run; None for a fresh start, and at
+            a start from another run's.
+        step: steps that this run has done.
 
-    @classmethod
-    def of(cls, content: Mapping[str, Any], loaded: Loaded) -> SavedData:
-        """From the plain data of a checkpoint."""
-        text = str(content.get("config") or "")
-        changed = differences(text, loaded.dump_yaml()) if text else []
-        moved = [change for change in changed if _under(change[0], DATA)]
-        return cls(dict(content.get("extra") or {}).get(DATA_RECORD), moved)
+    Returns:
+        Lines about what a change of the configuration changes.
+
+    Raises:
+        ConfigError: data or schedule are others, and no key asks for that.
+    """
+    run = loaded.config
+    verdict: list[Any] = [[], []]
+    if layout.print_rank:
+        before: Mapping[str, Any] = checkpoint or {}
+        verdict[:] = check_data(
+            run.directory / "data.sha256",
+            loaders.fingerprint,
+            step=step if checkpoint is not None else 0,
+            identities=loaders.identities,
+            recorded=dict(before.get("extra") or {}).get(DATA_RECORD),
+            moved=data_keys(before, loaded),
+        )
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    problems, lines = verdict
+    if checkpoint is not None:
+        found, changes = schedule.go_on(run, scheduler, checkpoint, step=step)
+        problems, lines = problems + found, lines + changes
+    if problems:
+        raise ConfigError(problems)
+    return lines
+
+
+def data_keys(checkpoint: Mapping[str, Any], loaded: Loaded) -> list[Change]:
+    """Where the configuration of a checkpoint names other data than this one."""
+    text = str(checkpoint.get("config") or "")
+    changed = differences(text, loaded.dump_yaml()) if text else []
+    return [change for change in changed if _under(change[0], DATA)]
 
 
 def check_data(
@@ -221,7 +257,8 @@ def check_data(
     *,
     step: int,
     identities: Mapping[str, str],
-    saved: SavedData | None,
+    recorded: Mapping[str, str] | None,
+    moved: list[Change],
 ) -> tuple[list[Problem], list[str]]:
     """Compare the data with those of the steps before, then record their fingerprint.
 
@@ -230,64 +267,44 @@ def check_data(
             which did not record the data.
         fingerprint: ``Loaders.fingerprint``: everything the order of samples depends on.
         step: steps done; nothing is compared at step 0.
-        identities: ``Loaders.identities``.
-        saved: what the checkpoint of this run says of itself; None where there is none.
+        recorded: ``Loaders.identities`` when the checkpoint was saved; None: it is of an earlier
+            version, or there is none.
+        moved: keys by which that checkpoint names other data (`data_keys`).
 
     Returns:
         What stands against going on, and lines about other evaluation data.
     """
-    before = saved.identities if saved is not None else None
     problems: list[Problem] = []
     notes: list[str] = []
-    if before is not None:
-        problems = _other_data(before, identities, step)
-        notes = _other_evaluation(before, identities, step)
+    other = f"are not those the first {step} steps were trained on"
+    remedy = "put the old ones back, or start a new run with checkpoint.load_from"
+    if recorded is not None:
+        if recorded.get("train") != identities["train"]:
+            problems = [Problem("data", f"the tokens, or their order, {other}: {remedy}")]
+        notes = [
+            f"warning: data {split}: not the sequences of the first {step} steps; losses of before "
+            "and after are not comparable"
+            for split in sorted({*recorded, *identities} - {"train"})
+            if recorded.get(split) != identities.get(split)
+        ]
     elif step > 0 and file.exists():
-        problems = _other_fingerprint(file, fingerprint, step)
-    elif saved is not None:
+        found = file.read_bytes().strip()
+        if not re.fullmatch(rb"[0-9a-f]{64}", found):
+            text = (
+                f"{file} holds {found[:40]!r} and no SHA-256 of the data so far: it is damaged; "
+                "put it right, or delete it if the token files are the same as before"
+            )
+            problems = [Problem("data", text)]
+        elif found.decode() != fingerprint:
+            text = f"the token files {other} (their manifests differ): {remedy}"
+            problems = [Problem("data", text)]
+    else:
+        unknown = "nothing records which tokens these are: name them as they were named then"
         problems = [
-            Problem(key, f"{new}, but the checkpoint was saved with {old}, and nothing records "
-                    "which tokens these are: name them as they were named then, or start a new "
-                    "run with checkpoint.load_from")
-            for key, old, new in saved.moved
+            Problem(key, f"{new}, but the checkpoint was saved with {old}, and {unknown}, or start "
+                    "a new run with checkpoint.load_from")
+            for key, old, new in moved
         ]  # fmt: skip
     if not problems:
         write_whole(file, fingerprint + "\n")
     return problems, notes
-
-
-def _other_data(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[Problem]:
-    if before.get("train") == now["train"]:
-        return []
-    text = (
-        f"the tokens, or their order, are not those the first {step} steps were trained on: put "
-        "the old ones back, or start a new run with checkpoint.load_from"
-    )
-    return [Problem("data", text)]
-
-
-def _other_evaluation(before: Mapping[str, str], now: Mapping[str, str], step: int) -> list[str]:
-    return [
-        f"warning: data {split}: not the sequences of the first {step} steps; losses of before and "
-        "after are not comparable"
-        for split in sorted({*before, *now} - {"train"})
-        if before.get(split) != now.get(split)
-    ]
-
-
-def _other_fingerprint(file: Path, fingerprint: str, step: int) -> list[Problem]:
-    before = file.read_bytes().strip()
-    if not re.fullmatch(rb"[0-9a-f]{64}", before):
-        text = (
-            f"{file} holds {before[:40]!r} and no SHA-256 of the data so far: it is damaged; "
-            "put it right, or delete it if the token files are the same as before"
-        )
-        return [Problem("data", text)]
-    if before.decode() != fingerprint:
-        text = (
-            f"the token files are not those the first {step} steps were trained on (their "
-            "manifests differ): put the old ones back, or start a new run with "
-            "checkpoint.load_from"
-        )
-        return [Problem("data", text)]
-    return []

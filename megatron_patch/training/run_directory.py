@@ -15,9 +15,12 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+import torch
 
 from megatron_patch.checkpoint import last_checkpoint, pinned
 from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
@@ -68,17 +71,47 @@ class RunDirectory:
         while self._locks:
             self._locks.pop().close()
 
-    def take_store(self, run: RunConfig) -> list[Problem]:
-        """Lock the directory of the checkpoints too, which other runs may name; what is against it.
+    def lock(self, key: str, path: Path) -> None:
+        """Lock ``path``, which ``key`` of the configuration names, while this process lives.
+
+        Under the launcher, which has seen to it that no other job has the directory, the holder is
+        a process of a node that was lost: a file server may take over a minute to notice that.
+
+        Raises:
+            ConfigError: another process has it.
+        """
+        launched = ATTEMPT_DIR in os.environ
+        end = time.monotonic() + (LOCK_PATIENCE_SECONDS if launched else 0)
+        handle = (path / LOCK).open("w")
+        self._locks.append(handle)
+        try:
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() >= end:
+                        text = f"{path}: another process is training here right now"
+                        raise ConfigError([Problem(key, text, may_pass=launched)]) from None
+                log.warning("waiting for the lock of %s, up to %g s", path, end - time.monotonic())
+                time.sleep(LOCK_POLL_SECONDS)
+        except OSError as error:
+            self.notes.append(f"{path}: this file system has no locks ({error.strerror}); take "
+                              "care that only one job uses the directory")  # fmt: skip
+
+    def take_store(self, run: RunConfig) -> None:
+        """Lock the directory of the checkpoints too, which other runs may name.
 
         It is not made where the run has saved already: then it is not mounted, and that is said
         when the checkpoint is looked for.
+
+        Raises:
+            ConfigError: it cannot be used, or another process has it.
         """
-        root = run.checkpoint_directory
-        key = "checkpoint.directory"
-        try:
+        root, key = run.checkpoint_directory, "checkpoint.directory"
+        with _errors_name(key, root):
             if not root.exists() and (self.path / last_checkpoint.FILE).exists():
-                return []
+                return
             root.mkdir(parents=True, exist_ok=True)
             # What stands in the place of `latest` counts where there is something to continue.
             names = [IDENTITY, NEXT, pinned.FILE]
@@ -86,14 +119,8 @@ class RunDirectory:
                 names.append(LATEST)
             for name in names:
                 check_file(root / name, appended=False)
-            if root.samefile(self.path):
-                return []  # one directory, one lock
-            lock, problem = _lock(root, self.notes)
-        except OSError as error:
-            return [_unusable(key, root, error)]
-        if lock is not None:
-            self._locks.append(lock)
-        return [] if problem is None else [replace(problem, path=key)]
+            if not root.samefile(self.path):  # one directory, one lock
+                self.lock(key, root)
 
 
 def take(loaded: Loaded, layout: Layout) -> RunDirectory:
@@ -103,117 +130,74 @@ def take(loaded: Loaded, layout: Layout) -> RunDirectory:
         ConfigError: the directory belongs to another run, cannot be used, or is not one directory
             on all nodes.
     """
-    import torch  # not for those who only ask whether a directory is taken
-
     run = loaded.config
-    directory: RunDirectory | None = RunDirectory(run.directory)
-    verdict: list[Any] = [[], False, {}]
+    directory = RunDirectory(run.directory)
+    problems: list[Problem] = []
+    tokens: dict[str, Path] = {}
     if layout.print_rank:
         sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in AXES}
         report = {"world_size": layout.world_size, **sizes, **environment.report()}
-        directory, problems = open_run(loaded, report)
-        tokens: dict[str, Path] = {}
-        if directory is not None:
+        try:
+            directory = open_run(loaded, report)
             if not directory.finished:
-                problems = directory.take_store(run)
-            if not problems:
-                tokens, problems = _leave_tokens(run, directory)
-        verdict = [problems, directory is not None and directory.finished, tokens]
+                directory.take_store(run)
+            tokens = _leave_tokens(run, directory)
+        except ConfigError as error:
+            problems = list(error.problems)
+    verdict: list[Any] = [problems, directory.finished, tokens]
     torch.distributed.broadcast_object_list(verdict, src=0)
-    problems, finished, tokens = verdict
+    problems, directory.finished, tokens = verdict
     for key, token in tokens.items():
         path = run.directory if key == "run_dir" else run.checkpoint_directory
         problems += _one_directory(key, path, token, layout)
-    if problems or directory is None:
-        if directory is not None:
-            directory.close()
+    if problems:
+        directory.close()
         raise ConfigError(problems)
-    directory.finished = finished
     return directory
 
 
-def open_run(loaded: Loaded, report: dict[str, Any]) -> tuple[RunDirectory | None, list[Problem]]:
-    """Take the run's directory, or say why not. Called on the first rank only.
+def open_run(loaded: Loaded, report: dict[str, Any]) -> RunDirectory:
+    """Take the run's directory. Called on the first rank only.
 
     Nothing that exists is overwritten or deleted: a configuration that changed is kept beside the
     new one, and a directory of another run is refused.
 
-    Returns:
-        The directory and no problem, or None and what stands against it.
+    Raises:
+        ConfigError: what stands against it.
     """
-    run = loaded.config
-    path = run.directory
+    run, directory = loaded.config, RunDirectory(loaded.config.directory)
+    path = directory.path
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         text = f"{path}: cannot be created ({error.strerror})"
-        return None, [Problem("run_dir", text, may_pass=may_pass(error))]
-    directory = RunDirectory(path)
+        raise ConfigError([Problem("run_dir", text, may_pass=may_pass(error))]) from None
     try:
-        lock, problem = _lock(path, directory.notes)
-        if lock is not None:
-            directory._locks.append(lock)
-        problems = [problem] if problem else []
-        if not problems and _was_trained_in(path, run):
-            problems, notes = resume_rules.check_settings(loaded, path)
-            directory.notes += notes
-        if not problems:
+        with _errors_name("run_dir", path):  # read-only, full, somebody else's
+            directory.lock("run_dir", path)
+            if _was_trained_in(path, run):
+                problems, changes = resume_rules.check_settings(loaded, path)
+                if problems:
+                    raise ConfigError(problems)
+                directory.notes += changes
             directory.finished = _finished(path, run)
             _check_files(path, run, finished=directory.finished)
             if not directory.finished:
                 directory.notes += _record(loaded, path, report)
-    except ConfigError as error:
-        problems = list(error.problems)
-    except OSError as error:  # read-only, full, somebody else's
-        problems = [_unusable("run_dir", path, error)]
-    if problems:
+    except ConfigError:
         directory.close()
-        return None, problems
-    return directory, []
+        raise
+    return directory
 
 
-def _unusable(key: str, path: Path, error: OSError) -> Problem:
-    text = f"{path}: cannot be used ({error.strerror}: {error.filename or path})"
-    return Problem(key, text, may_pass=may_pass(error))
-
-
-def is_taken(path: Path) -> bool:
-    """Whether a living process of this machine trains in the run directory ``path``."""
+@contextlib.contextmanager
+def _errors_name(key: str, path: Path) -> Iterator[None]:
+    """Errors of the file system become a problem of the key that names ``path``."""
     try:
-        with (path / LOCK).open() as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no such run yet, or no locks
-        return False
-    return False
-
-
-def _lock(path: Path, notes: list[str]) -> tuple[IO[str] | None, Problem | None]:
-    """An exclusive lock for as long as this process lives.
-
-    Under the launcher, which has seen to it that no other job has the directory, the holder is a
-    process of a node that was lost: it may take a file server over a minute to notice that.
-    """
-    launched = ATTEMPT_DIR in os.environ
-    end = time.monotonic() + (LOCK_PATIENCE_SECONDS if launched else 0)
-    handle = (path / LOCK).open("w")
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return handle, None
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    handle.close()
-                    text = f"{path}: another process is training here right now"
-                    return None, Problem("run_dir", text, may_pass=launched)
-            log.warning("waiting for the lock of %s, up to %g s", path, end - time.monotonic())
-            time.sleep(LOCK_POLL_SECONDS)
+        yield
     except OSError as error:
-        notes.append(f"{path}: this file system has no locks ({error.strerror}); take care that "
-                     "only one job uses the directory")  # fmt: skip
-    return handle, None
+        text = f"{path}: cannot be used ({error.strerror}: {error.filename or path})"
+        raise ConfigError([Problem(key, text, may_pass=may_pass(error))]) from None
 
 
 def _was_trained_in(path: Path, run: RunConfig) -> bool:
@@ -239,11 +223,11 @@ def _finished(path: Path, run: RunConfig) -> bool:
     step = -1
     try:
         step = json.loads(text)["step"]
-        said = type(step) is int and step >= 0
+        valid = type(step) is int and step >= 0
     except (ValueError, KeyError, TypeError, RecursionError):
         torn = text.startswith(STEP) and "}" not in text
-        said = torn or STEP.startswith(text)
-    if not said:
+        valid = torn or STEP.startswith(text)
+    if not valid:
         problem = (
             f'{marker} holds {text[:80]!r}, and a finished run leaves {{"step": N}} there: delete '
             "the file to train on, or write that to keep the run as it is"
@@ -261,23 +245,18 @@ def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
     Raises:
         OSError: something there is of another kind, or not ours.
     """
-    appended, replaced, folders = ["train.log"], [], []
-    if not finished:
-        appended += ["metrics.csv"]
-        replaced += ["data.sha256"]
-    if not finished and run.logging.tensorboard:
-        folders += ["tensorboard"]
-    if not finished and run.stability.enabled:
-        folders += [TELEMETRY]
-        appended += [f"{TELEMETRY}/records.bin"]
-        replaced += [f"{TELEMETRY}/meta.json"]
+    check_file(path / "train.log", appended=True)
+    if finished:
+        return
+    check_file(path / "metrics.csv", appended=True)
+    check_file(path / "data.sha256", appended=False)
+    folders = ["tensorboard"] * run.logging.tensorboard + [TELEMETRY] * run.stability.enabled
     for folder in (path / name for name in folders):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(folder))
-    for name in appended:
-        check_file(path / name, appended=True)
-    for name in replaced:
-        check_file(path / name, appended=False)
+    if run.stability.enabled:
+        check_file(path / TELEMETRY / "records.bin", appended=True)
+        check_file(path / TELEMETRY / "meta.json", appended=False)
 
 
 def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
@@ -304,24 +283,27 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
 # ----------------------------------------------------------- one directory on all nodes
 
 
-def _leave_tokens(run: RunConfig, directory: RunDirectory) -> tuple[dict[str, Path], list[Problem]]:
-    """Files that the other nodes look for, by the key that names the directory; and what failed."""
+def _leave_tokens(run: RunConfig, directory: RunDirectory) -> dict[str, Path]:
+    """Files that the other nodes look for, by the key that names the directory.
+
+    Raises:
+        ConfigError: one cannot be made.
+    """
     places = {"run_dir": directory.path}
     checkpoints = run.checkpoint_directory
     if not directory.finished and checkpoints.is_dir() and lies_outside(run):
         places["checkpoint.directory"] = checkpoints
     tokens: dict[str, Path] = {}
     for key, path in places.items():
-        token = path.absolute() / (TOKEN + uuid.uuid4().hex)
+        tokens[key] = path.absolute() / (TOKEN + uuid.uuid4().hex)
         try:
-            token.touch(exist_ok=False)
+            tokens[key].touch(exist_ok=False)
         except OSError as error:
             for left in tokens.values():
                 left.unlink(missing_ok=True)
             problem = Problem(key, f"{path}: {error.strerror}", may_pass=may_pass(error))
-            return {}, [problem]
-        tokens[key] = token
-    return tokens, []
+            raise ConfigError([problem]) from None
+    return tokens
 
 
 def _one_directory(key: str, path: Path, token: Path, layout: Layout) -> list[Problem]:
@@ -330,8 +312,6 @@ def _one_directory(key: str, path: Path, token: Path, layout: Layout) -> list[Pr
     A node without the shared mount would start from scratch, or write checkpoints and logs where no
     other node finds them.
     """
-    import torch
-
     blind: list[Any] = [None] * layout.world_size
     seen = layout.local_rank != 0 or sees_token(path, token.name)
     torch.distributed.all_gather_object(

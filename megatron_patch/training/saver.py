@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_patch.checkpoint import host_memory, pinned
 from megatron_patch.checkpoint.directory import key_of
@@ -37,7 +37,7 @@ class Saver:
     """Checkpoints of the loop. Every method is collective that does not say otherwise."""
 
     def __init__(self, checkpointer: Checkpointer, monitor: Monitor) -> None:
-        self._checkpointer, self._monitor = checkpointer, monitor
+        self.checkpointer, self._monitor = checkpointer, monitor
         self._saved: int | None = None
         self._failures = 0
         self._covered: int | None = None  # the last danger that nothing more is pinned for
@@ -45,49 +45,18 @@ class Saver:
         self.back_to: int | None = None
         """Where `rewind` goes: what `can_rewind` found last."""
 
-    def load(self) -> TrainState | None:
-        """Resume from the newest good checkpoint, or ``load_from``; None for a fresh start."""
-        return self._checkpointer.load()
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What the loaded checkpoint carried beside the state; empty for a fresh start."""
-        return self._checkpointer.loaded_extra
-
-    @property
-    def own(self) -> dict[str, Any] | None:
-        """Plain data of the loaded checkpoint; None for a fresh start, and for another run's."""
-        return self._checkpointer.loaded_own
-
-    @property
-    def saving(self) -> bool:
-        """Whether a background save is not committed yet. Local."""
-        return self._checkpointer.saving
-
     def save(self, state: TrainState) -> None:
         """A periodic checkpoint. A failure (full disk) is logged and survived a few times.
 
         Raises:
             SaveError: it failed MAX_FAILURES times in a row.
         """
-        self._attempt(lambda: self._checkpointer.save(state), state.step)
+        self._attempt(lambda: self.checkpointer.save(state), state.step)
 
     def poll(self) -> None:
-        """Commit a background save that is ready.
-
-        Raises:
-            SaveError: as `save`.
-        """
-        if self.saving:
-            self._attempt(lambda: self._checkpointer.finalize(blocking=False), self._saved)
-
-    def finish(self) -> None:
-        """Commit a background save, waiting for its writers.
-
-        Raises:
-            SaveError: it was abandoned.
-        """
-        self._checkpointer.finalize(blocking=True)
+        """Commit a background save that is ready; fails as `save` does."""
+        if self.checkpointer.saving:
+            self._attempt(lambda: self.checkpointer.finalize(blocking=False), self._saved)
 
     def save_last(self, state: TrainState) -> None:
         """The checkpoint a run ends with, committed when this returns.
@@ -96,13 +65,13 @@ class Saver:
             SaveError: it could not be written; the one before it is the newest.
         """
         try:
-            self.finish()
+            self.checkpointer.finalize(blocking=True)
         except SaveError as error:
             self._monitor.say(f"warning: {error}; trying once more")
             self._saved = None
         if self._saved != state.step and state.step > 0:
-            self._checkpointer.save(state)
-            self.finish()
+            self.checkpointer.save(state)
+            self.checkpointer.finalize(blocking=True)
             self._saved = state.step
 
     def _attempt(self, work: Callable[[], object], step: int | None) -> None:
@@ -119,7 +88,7 @@ class Saver:
             )
             return
         self._saved = step
-        if not self.saving:
+        if not self.checkpointer.saving:
             self._failures = 0
 
     # ------------------------------------------------------------- going back
@@ -134,27 +103,25 @@ class Saver:
             CheckpointError: the checkpoints cannot be listed.
             SaveError: as `save`.
         """
-        saving = self._checkpointer.saving_step
+        saving = self.checkpointer.saving_step
         if saving is not None and saving <= step:
-            self._attempt(self.finish, saving)
-        self.back_to = self._checkpointer.store.newest_at(step)
+            self._attempt(lambda: self.checkpointer.finalize(blocking=True), saving)
+        self.back_to = self.checkpointer.store.newest_at(step)
         return self.back_to is not None
 
     def rewind(self, step: int, plan: Callable[[int], None]) -> TrainState:
         """Go back to the checkpoint that ``can_rewind(step)`` found; later ones are moved aside.
 
-        Args:
-            step: newest step wanted.
-            plan: called with the step of that checkpoint, after the move and before the load.
+        ``plan`` is called with its step, after the move and before the load.
 
         Raises:
             CheckpointError: it is not good any more, and none before it is.
         """
         back_to = self.back_to
         assert back_to is not None and back_to <= step
-        self._checkpointer.abandon_after(back_to)
+        self.checkpointer.abandon_after(back_to)
         plan(back_to)
-        state = self._checkpointer.reload()
+        state = self.checkpointer.reload()
         self._saved, self._failures = state.step, 0
         self._covered = None  # the pinned one may be among those moved aside
         return state
@@ -166,7 +133,7 @@ class Saver:
         while there was none to pin. Only the first rank pins and deletes; a failure is logged, and
         no reason to end the run.
         """
-        store = self._checkpointer.store
+        store = self.checkpointer.store
         if store.ranks.rank != 0:
             return
         try:
@@ -181,15 +148,16 @@ class Saver:
             self._covered, self._logged = step, ""
         except Exception as error:  # the other ranks wait, and this is no reason to end a run
             if str(error) != self._logged:
-                text = f"warning: no checkpoint from before the danger is pinned: {error}"
-                self._monitor.say(text)
+                self._monitor.say(
+                    f"warning: no checkpoint from before the danger is pinned: {error}"
+                )
             self._logged = str(error)
 
     def _signs_began(self, danger: int, names: list[str]) -> int:
         """No further back than it matters: to the last danger, or the oldest checkpoint."""
         until = self._covered or min((key_of(name)[0] for name in names), default=0)
         try:
-            found = record.read(self._checkpointer.run.directory)
+            found = record.read(self.checkpointer.run.directory)
             return found.signs_began(danger, until=until)
         except (OSError, ValueError, LookupError, TypeError):  # no records: before it, at least
             return danger

@@ -46,12 +46,10 @@ class Schedule:
 
     @classmethod
     def saved(cls, content: Mapping[str, Any], run: RunConfig) -> Schedule:
-        """The schedule of a checkpoint.
+        """The schedule of a checkpoint, by its plain data.
 
-        Args:
-            content: its plain data: ``schedule``, the scheduler's state, and ``config``, its
-                configuration as YAML, for the two values that the state lacks.
-            run: has those two, where a checkpoint has no configuration.
+        ``config``, its configuration as YAML, has two values that ``schedule``, the state of the
+        scheduler, lacks; ``run`` has them where a checkpoint has no configuration.
         """
         state, written = content["schedule"], yaml.safe_load(content.get("config") or "{}")
         o = written.get("optimizer") or {}
@@ -66,13 +64,7 @@ class Schedule:
         )
 
     def build(self, optimizer: Any, *, weight_decay: float = 0.0, steps: int = 1) -> Any:
-        """Its OptimizerParamScheduler; the configuration wins over a checkpoint's values.
-
-        Args:
-            optimizer: a Megatron optimizer, or anything with ``param_groups``.
-            weight_decay: the same in all steps.
-            steps: of the run.
-        """
+        """Its OptimizerParamScheduler; the configuration wins over a checkpoint's values."""
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         return OptimizerParamScheduler(
@@ -122,13 +114,7 @@ def build_schedule(run: RunConfig, optimizer: Any) -> Any:
 def go_on(
     run: RunConfig, scheduler: Any, content: Mapping[str, Any], *, step: int
 ) -> tuple[list[Problem], list[str]]:
-    """Let a scheduler that took over a checkpoint's steps go on with the right schedule.
-
-    Args:
-        run: the configuration.
-        scheduler: what `build_schedule` made; adapted.
-        content: the plain data of the checkpoint, which is this run's.
-        step: of the checkpoint.
+    """Let a scheduler that took over the steps of this run's checkpoint go on with its schedule.
 
     Returns:
         What stands against going on, and a line for every change of a learning rate.

@@ -22,18 +22,13 @@ REASONS = {
     STOP_TERM: "received SIGTERM",
     STOP_INT: "received SIGINT",
 }
-_SIGNALS = {
-    signal.SIGUSR1: STOP_USR1,
-    signal.SIGTERM: STOP_TERM,
-    signal.SIGINT: STOP_INT,
-}
+_SIGNALS = {signal.SIGUSR1: STOP_USR1, signal.SIGTERM: STOP_TERM, signal.SIGINT: STOP_INT}
 
 
 class StopFlags:
     """This rank's reasons to stop, as handlers and clock see them.
 
-    Args:
-        limit_minutes: stop gracefully after this long, counted from construction; None: never.
+    ``limit_minutes`` counts from construction; None: no limit.
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:

@@ -18,9 +18,9 @@ import torch
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.watcher import StepResult, UpdateDropped
 from megatron_patch.training import auxiliary
-from megatron_patch.training.batch import Batch, place
 
 if TYPE_CHECKING:
+    from megatron_patch.data.reader import Batch
     from megatron_patch.parallel.setup import Layout
     from megatron_patch.training.session import Session
 
@@ -28,12 +28,7 @@ REPORT = "loss"  # key of the per-micro-batch report: [sum of token losses, toke
 
 
 def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
-    """Megatron's three-part loss of a micro-batch.
-
-    Args:
-        loss_mask: [b, s], 0 for tokens without loss.
-        losses: [b, s] token losses in nats.
-    """
+    """Megatron's three-part loss of a micro-batch, from mask and token losses [b, s] (nats)."""
     mask = loss_mask.view(-1).float()
     total = (losses.view(-1).float() * mask).sum()
     tokens = mask.sum()
@@ -50,7 +45,7 @@ def forward_step(layout: Layout, *, training: bool = True) -> Any:
             batch = next(iterator)
             if batch is None:  # a middle pipeline stage: its input comes from the stage before
                 return model(None, None, None), lambda output: token_loss(output, output)
-            here = place(batch, layout)
+            here = {name: x.to(layout.device, non_blocking=True) for name, x in batch.items()}
             output = model(
                 here["tokens"],
                 here["position_ids"],
@@ -101,11 +96,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the given micro-batches.
 
-    Args:
-        session: what is trained.
-        batches: of this rank, see `fetch`.
-        step: its number, from 1.
-        meanwhile: called when the host is about to wait for the device.
+    ``step`` counts from 1; ``meanwhile`` is called when the host is about to wait for the device.
 
     Raises:
         NonFiniteError, RewindWanted, RewindsUsedUp: on all ranks, with no weight changed.
@@ -131,7 +122,7 @@ def train_step(
         try:
             # Collective: gradient norm, then the agreement of all ranks, then the update.
             updated, _, _ = session.optimizer.step()
-            grad_norm = session.guard.settle()
+            grad_norm = session.guard.synchronize()
         except UpdateDropped as dropped:  # on all ranks
             updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated

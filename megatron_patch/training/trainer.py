@@ -42,7 +42,6 @@ from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.resume import go_on
 from megatron_patch.training.resume_rules import DATA_RECORD, another_run
 from megatron_patch.training.saver import Saver, check_host_memory
 from megatron_patch.training.session import build_session
@@ -157,14 +156,7 @@ def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
 
 
 class Trainer:
-    """The parts of one attempt and the loop over them. Every method is collective.
-
-    Args:
-        loaded: the checked configuration.
-        layout: coordinates of this rank.
-        stop: signals and limits that end the run gracefully.
-        monitor: where lines and records go.
-    """
+    """The parts of one attempt and the loop over them. Every method is collective."""
 
     # ------------------------------------------------------------------------------- build
 
@@ -188,16 +180,16 @@ class Trainer:
         self.heartbeat = Heartbeat(layout.rank)
         self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
         self.inheritance = Inheritance(loaded, layout, self.loaders)
-        checkpointer = self._checkpointer()
-        check_host_memory(checkpointer, monitor)
-        self.saver = Saver(checkpointer, monitor)
+        self.checkpointer = self._make_checkpointer()
+        check_host_memory(self.checkpointer, monitor)
+        self.saver = Saver(self.checkpointer, monitor)
         self._watch()
         self.position = TrainState()
         self._begin = 0  # step this attempt went on from, or went back to
         self._stop: Stop | None = None  # what a watcher asked for
         self._batches: Reader | None = None
 
-    def _checkpointer(self) -> Checkpointer:
+    def _make_checkpointer(self) -> Checkpointer:
         from megatron_patch.checkpoint.megatron import Checkpointer
 
         s = self.session
@@ -256,7 +248,7 @@ class Trainer:
             ConfigError: data or schedule are not those of the run so far, and no key asks for
                 it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
         """
-        position = self.saver.load()
+        position = self.checkpointer.load()
         if position is None:
             self.monitor.say("no checkpoint: starting at step 0")
         else:
@@ -266,12 +258,10 @@ class Trainer:
             )
         self._load_watchers()
         self._keep_optimizer_kernel()
-        own = self.inheritance.place_data(
-            self.saver.extra, step=self.position.step, batch=self._next_batch, say=self.monitor.say
-        )
-        # At a start from another run, which may have gone on since the last try, none is done.
-        step = self.position.step if own else 0
-        for line in go_on(self.loaded, self.session, self.loaders, self.saver, step):
+        for line in self.inheritance.resume(
+            self.checkpointer, self.session.schedule, step=self.position.step,
+            batch=self._next_batch,
+        ):  # fmt: skip
             self.monitor.say(line)
 
     @property
@@ -280,7 +270,7 @@ class Trainer:
 
     def _load_watchers(self, *, rewound: bool = False) -> None:
         """Let the watchers go on from the position, with what its checkpoint carries of them."""
-        extra, has_saved = self.saver.extra, self._has_saved()
+        extra, has_saved = self.checkpointer.loaded_extra, self._has_saved()
         at = ResumePoint(
             self.position.step, self.position.switched_at, extra, has_saved, rewound=rewound
         )
@@ -387,7 +377,7 @@ class Trainer:
         """Commit a background save that is ready; begin the next one, when due."""
         interval = self.run.checkpoint.interval
         due = not last and interval is not None and self.position.step % interval == 0
-        if not (due or self.saver.saving):
+        if not (due or self.checkpointer.saving):
             return
         with phase("save"):
             self.saver.poll()
@@ -483,10 +473,10 @@ class Trainer:
 
         It is a good checkpoint of an earlier step; uncommitted, the next start would discard it.
         """
-        if not self.saver.saving:
+        if not self.checkpointer.saving:
             return
         with phase("save"):
             try:
-                self.saver.finish()
+                self.checkpointer.finalize(blocking=True)
             except Exception as error:  # the one that ends the run is the one to report
                 self.monitor.say(f"warning: the last background save is lost: {error}")

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -97,3 +98,35 @@ class RankPool:
             if not good:
                 raise AssertionError(f"rank {rank} of {scenario}:\n{value}")
         return [value for _, value in answers]
+
+
+def save(
+    pool: RankPool, root: Any, step: int, *, stop: int | None = None, world: int = 1, **changes: Any
+) -> list[Any]:
+    """Train to ``stop`` without a break, saving at ``step``; what each rank had and has."""
+    return pool.play(
+        "train_and_save", world=world, root=str(root), save_at=step, stop_at=stop or step,
+        changes=changes,
+    )  # fmt: skip
+
+
+def load(pool: RankPool, root: Any, *, stop: int, world: int = 1, **changes: Any) -> list[Any]:
+    """Load the newest checkpoint into other weights and train on to ``stop``."""
+    return pool.play("load_and_train", world=world, root=str(root), stop_at=stop, changes=changes)
+
+
+def convert(pool: RankPool, source: Any, target: Any, *, world: int = 1, **changes: Any) -> Any:
+    """Load what ``source`` holds on this layout and save it, unchanged, under ``target``."""
+    return pool.play(
+        "convert", world=world, source=str(source), target=str(target), changes=changes
+    )
+
+
+def newest(root: Path) -> Path:
+    return root / (root / "latest").read_text().strip()
+
+
+def contents(pool: RankPool, root: Path) -> dict[str, Any]:
+    """Every tensor of the newest checkpoint, whole, by its name in the file."""
+    (found,) = pool.play("contents", path=str(newest(root)))
+    return found

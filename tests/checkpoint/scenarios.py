@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from megatron_patch.schema.model import ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
+from megatron_patch.training import auxiliary
 from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 from megatron_patch.training.schedule import build_schedule
+from megatron_patch.training.step import global_loss, run_schedule
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import group_threads
@@ -106,48 +109,29 @@ class Live:
             self.losses.append(self._step(step))
 
     def _step(self, step: int) -> float:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
-        tokens = tokens.to(self.layout.device)
-        mine = tokens[self.layout.dp_rank :: self.layout.dp_size]
+        batches: list[Any] = [
+            {
+                "tokens": row[None, :-1].contiguous(),
+                "labels": row[None, 1:].contiguous(),
+                "position_ids": torch.arange(SEQ)[None],
+                "loss_mask": torch.ones(1, SEQ),
+            }
+            for row in tokens[self.layout.dp_rank :: self.layout.dp_size]
+        ]
+        session: Any = SimpleNamespace(
+            run=self.run, layout=self.layout, chunks=self.chunks, config=self.chunks[0].config,
+            micro_batches=len(batches),
+        )  # fmt: skip
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-        def forward(iterator: Any, model: Any) -> Any:
-            row = next(iterator)[None]
-            out = model(
-                row[:, :-1].contiguous(),
-                torch.arange(SEQ, device=row.device)[None],
-                None,
-                labels=row[:, 1:].contiguous(),
-            )
-
-            def loss(losses: torch.Tensor) -> Any:
-                total = losses.float().sum()
-                count = torch.tensor(losses.numel(), dtype=torch.int32, device=losses.device)
-                return total, count, {"loss": torch.stack([total.detach(), count.float()])}
-
-            return out, loss
-
-        reports = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(mine) for _ in self.chunks] if len(self.chunks) > 1 else iter(mine),
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(mine),
-            seq_length=SEQ,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        with auxiliary.weighed(session, batches):
+            report = run_schedule(session, batches, forward_only=False)
         self.schedule.step(increment=1)
         self.optimizer.step()
-        total = torch.zeros(2, device=self.layout.device)
-        for report in reports if self.layout.tp_rank == 0 else ():
-            total += report["loss"]
-        torch.distributed.all_reduce(total)
-        return float(total[0] / total[1])
+        return global_loss(session, report)[0]
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters of this rank by chunk and local name."""
@@ -429,7 +413,7 @@ def hostile_loads(folder: str, good: str, names: list[str]) -> dict[str, Any]:
 
     global _hooked
     live = Live(config(), good)
-    live.checkpointer._report()  # asks git for the commit: before the audit hook
+    assert live.checkpointer._environment  # asks git for the commit: before the audit hook
     if not _hooked:
         sys.addaudithook(_watch)
         _hooked = True

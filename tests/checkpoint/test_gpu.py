@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_pool import load, save
 from test_resume import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
@@ -36,10 +37,8 @@ def test_same_layout_resumes_bitwise(
         "checkpoint": {"async_save": background, "optimizer_sharding": sharding},
     }
     root = str(tmp_path / "checkpoints")
-    unbroken = gpu_ranks.play(
-        "train_and_save", world=world, root=root, save_at=2, stop_at=4, changes=changes
-    )
-    resumed = gpu_ranks.play("load_and_train", world=world, root=root, stop_at=4, changes=changes)
+    unbroken = save(gpu_ranks, root, 2, stop=4, world=world, **changes)
+    resumed = load(gpu_ranks, root, stop=4, world=world, **changes)
     for before, after in zip(unbroken, resumed, strict=True):
         assert_same(before["at_save"], after["at_load"])
         assert_same(before["losses"][2:], after["losses"])

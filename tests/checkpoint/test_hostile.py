@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hostile import ATTACKS
+from rank_pool import save
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,7 +25,7 @@ def good(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 1 and 2."""
     root = tmp_path_factory.mktemp("good")
     for step in (1, 2):
-        ranks.play("train_and_save", root=str(root), save_at=step, stop_at=step)
+        save(ranks, root, step)
     return root
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import assert_same, newest
+from rank_pool import contents, convert, newest, save
+from test_resume import assert_same
 
 from megatron_patch.checkpoint import host_memory, optimizer_state
 from megatron_patch.checkpoint.errors import CheckpointError
@@ -121,14 +122,9 @@ def test_on_four_ranks(tmp_path: Path) -> None:
     with RankPool(4) as pool:
         for name, (model, changes) in cases.items():
             one, four = tmp_path / name / "one", tmp_path / name / "four"
-            pool.play(
-                "train_and_save", root=str(one), save_at=2, stop_at=2, changes={"model": model}
-            )
-            pool.play(
-                "convert", world=4, source=str(one), target="four",
-                changes={"model": model, **changes},
-            )  # fmt: skip
-            (first,) = pool.play("contents", path=str(newest(one)))
-            (second,) = pool.play("contents", path=str(newest(four)))
+            save(pool, one, 2, model=model)
+            convert(pool, one, "four", world=4, model=model, **changes)  # fmt: skip
+            first = contents(pool, one)
+            second = contents(pool, four)
             assert_same(first, second, name)
             assert len(list(newest(four).glob("*.distcp"))) == 4

@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_pool import contents, convert, load, newest, save
 
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 
 pytestmark = pytest.mark.multiprocess
-
-
-def newest(root: Path) -> Path:
-    return root / (root / "latest").read_text().strip()
 
 
 def assert_same(first: Any, second: Any, where: str = "") -> None:
@@ -73,10 +70,8 @@ def test_same_layout_resumes_bitwise(ranks: Any, tmp_path: Path, case: str) -> N
     layout, world, changes = BITWISE[case]
     changes = {"layout": layout, **changes}
     root = str(tmp_path / "checkpoints")
-    unbroken = ranks.play(
-        "train_and_save", world=world, root=root, save_at=2, stop_at=4, changes=changes
-    )
-    resumed = ranks.play("load_and_train", world=world, root=root, stop_at=4, changes=changes)
+    unbroken = save(ranks, root, 2, stop=4, world=world, **changes)
+    resumed = load(ranks, root, stop=4, world=world, **changes)
     for before, after in zip(unbroken, resumed, strict=True):
         assert after["progress"] == {
             "step": 2,
@@ -98,9 +93,8 @@ def single(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     """A run of one rank, saved fully reshardable at step 2, and what the file holds."""
     root = tmp_path_factory.mktemp("single")
     changes = {"model": {"num_layers": 4}}
-    (result,) = ranks.play("train_and_save", root=str(root), save_at=2, stop_at=4, changes=changes)
-    (contents,) = ranks.play("contents", path=str(newest(root)))
-    return {"root": root, "changes": changes, "contents": contents, **result}
+    (result,) = save(ranks, root, 2, stop=4, **changes)
+    return {"root": root, "changes": changes, "contents": contents(ranks, root), **result}
 
 
 @pytest.fixture
@@ -124,17 +118,15 @@ def test_experts_are_resharded(ranks: Any, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     model = {"moe": MoEConfig(num_experts=4)}
     layout = {"model": model, "parallel": {"expert_model_parallel_size": 2}}
-    (unbroken,) = ranks.play(
-        "train_and_save", root=str(one), save_at=2, stop_at=4, changes={"model": model}
-    )
-    (resumed,) = ranks.play("load_and_train", root=str(one), stop_at=4, changes={"model": model})
+    (unbroken,) = save(ranks, one, 2, stop=4, model=model)
+    (resumed,) = load(ranks, one, stop=4, model=model)
     assert_same(unbroken["losses"][2:], resumed["losses"])
-    ranks.play("convert", world=2, source=str(one), target=str(two), changes=layout)
-    (first,) = ranks.play("contents", path=str(newest(one)))
-    (second,) = ranks.play("contents", path=str(newest(two)))
+    convert(ranks, one, two, world=2, **layout)
+    first = contents(ranks, one)
+    second = contents(ranks, two)
     assert any("experts" in name and "exp_avg" in name for name in first)
     assert_same(first, second)
-    for result in ranks.play("load_and_train", world=2, root=str(two), stop_at=4, changes=layout):
+    for result in load(ranks, two, stop=4, world=2, **layout):
         np.testing.assert_allclose(result["losses"], unbroken["losses"][2:], rtol=2e-6)
 
 
@@ -148,53 +140,35 @@ def test_another_layout_holds_the_same_state(
     """
     changes = {"layout": case.split()[0], **single["changes"], **RESHARDED[case]}
     there, back = tmp_path / "there", tmp_path / "back"
-    answers = ranks.play(
-        "convert", world=2, source=str(single["root"]), target=str(there), changes=changes
-    )
+    answers = convert(ranks, single["root"], there, world=2, **changes)
     assert any("layout changed" in line for line in answers[0]["lines"])
-    (contents,) = ranks.play("contents", path=str(newest(there)))
-    assert_same(contents, single["contents"])
-    for result in ranks.play(
-        "load_and_train", world=2, root=str(there), stop_at=4, changes=changes
-    ):
+    assert_same(contents(ranks, there), single["contents"])
+    for result in load(ranks, there, stop=4, world=2, **changes):
         np.testing.assert_allclose(result["losses"], single["losses"][2:], rtol=2e-6)
-    ranks.play("convert", source=str(there), target=str(back), changes=single["changes"])
-    (contents,) = ranks.play("contents", path=str(newest(back)))
-    assert_same(contents, single["contents"])
+    convert(ranks, there, back, **single["changes"])
+    assert_same(contents(ranks, back), single["contents"])
 
 
 def test_dp_reshardable_loads_on_another_dp_size_only(ranks: Any, tmp_path: Path) -> None:
     """DP 2 -> 1 keeps every moment; a tensor-parallel layout is refused and told what to do."""
     changes = {"checkpoint": {"optimizer_sharding": "dp_reshardable"}}
     root, whole, again = tmp_path / "dp", tmp_path / "whole", tmp_path / "again"
-    ranks.play(
-        "train_and_save",
-        world=2,
-        root=str(root),
-        save_at=2,
-        stop_at=2,
-        changes={**changes, "layout": "dp"},
-    )
+    save(ranks, root, 2, world=2, layout="dp", **changes)
     # The same state, once resharded by loading on one rank, once saved by the two that wrote it.
-    ranks.play("convert", source=str(root), target=str(whole))
-    ranks.play("convert", world=2, source=str(root), target=str(again), changes={"layout": "dp"})
-    (first,) = ranks.play("contents", path=str(newest(whole)))
-    (second,) = ranks.play("contents", path=str(newest(again)))
+    convert(ranks, root, whole)
+    convert(ranks, root, again, world=2, layout="dp")
+    first = contents(ranks, whole)
+    second = contents(ranks, again)
     assert any(name.startswith("optimizer.state.exp_avg_sq") for name in first)
     assert_same(first, second)
-    for answer in ranks.play(
-        "load_and_train", world=2, root=str(root), stop_at=3, changes={"layout": "tp"}
-    ):
+    for answer in load(ranks, root, stop=3, world=2, layout="tp"):
         assert answer["error"] == "MismatchError"
         assert "dp_reshardable" in answer["text"] and "tp changed" in answer["text"]
 
 
 MISFITS = {
     "shapes": ({"model": {"num_layers": 4, "hidden_size": 64}}, "linear_fc1.weight: the model has"),
-    "fewer layers": (
-        {},
-        "decoder.layers.self_attention.linear_qkv.weight: the model has",
-    ),
+    "fewer layers": ({}, "decoder.layers.self_attention.linear_qkv.weight: the model has"),
     "missing": (
         {"model": {"num_layers": 4, "add_bias_linear": True}},
         "linear_fc1.bias: not in the checkpoint",
@@ -221,13 +195,7 @@ def test_another_model_is_refused_by_name(
     """A good checkpoint that does not fit: refused on every rank, named, and left where it is."""
     changes, expected = MISFITS[case]
     before = sorted(path.name for path in own_copy.iterdir())
-    for answer in ranks.play(
-        "load_and_train",
-        world=2,
-        root=str(own_copy),
-        stop_at=3,
-        changes={"layout": "dp", **changes},
-    ):
+    for answer in load(ranks, own_copy, stop=3, world=2, layout="dp", **changes):
         assert answer["error"] == "MismatchError"
         assert expected in answer["text"], answer["text"]
     assert sorted(path.name for path in own_copy.iterdir()) == before
@@ -241,9 +209,7 @@ def test_weights_only(ranks: Any, single: dict[str, Any], tmp_path: Path) -> Non
         "training": {"precision": "bf16"},
         "checkpoint": {"load_from": str(single["root"]), "load_weights_only": True},
     }
-    for answer in ranks.play(
-        "load_and_train", world=2, root=str(tmp_path / "new"), stop_at=3, changes=changes
-    ):
+    for answer in load(ranks, tmp_path / "new", stop=3, world=2, **changes):
         assert answer["progress"] is None
         got = answer["at_load"]["weights"]["0:module.module.embedding.word_embeddings.weight"]
         saved = single["contents"]["embedding.word_embeddings.weight"]
@@ -256,7 +222,7 @@ def test_the_configuration_wins_over_saved_settings(
 ) -> None:
     """A changed learning rate takes effect; core alone would not find the parameter groups."""
     changes = {**single["changes"], "optimizer": {"lr": 5e-3}}
-    (answer,) = ranks.play("load_and_train", root=str(own_copy), stop_at=3, changes=changes)
+    (answer,) = load(ranks, own_copy, stop=3, **changes)
     assert answer["progress"]["step"] == 2
     assert_same(answer["at_load"]["moments"], single["at_save"]["moments"])
     moved = [
@@ -395,16 +361,12 @@ def test_a_flipped_bit_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     changes = {"layout": "tp"}
     for step in (1, 2):
-        ranks.play(
-            "train_and_save", world=2, root=str(root), save_at=step, stop_at=step, changes=changes
-        )
+        save(ranks, root, step, world=2, **changes)
     shard = newest(root) / "__1_0.distcp"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 4
     shard.write_bytes(data)
-    for rank, answer in enumerate(
-        ranks.play("load_and_train", world=2, root=str(root), stop_at=2, changes=changes)
-    ):
+    for rank, answer in enumerate(load(ranks, root, stop=2, world=2, **changes)):
         assert answer["progress"]["step"] == 1
         if rank == 0:
             assert any("__1_0.distcp does not match its SHA-256" in li for li in answer["lines"])
@@ -421,14 +383,7 @@ def test_a_killed_rank_costs_only_the_save(tmp_path: Path, phase: str) -> None:
 
     root, layout = tmp_path / "checkpoints", {"layout": "dp"}
     with RankPool(2) as doomed:
-        doomed.play(
-            "train_and_save",
-            world=2,
-            root=str(root),
-            save_at=1,
-            stop_at=1,
-            changes=layout,
-        )
+        save(doomed, root, 1, world=2, **layout)
         with pytest.raises((EOFError, AssertionError, ConnectionError)):
             doomed.play(
                 "killed_while_saving",
@@ -438,16 +393,7 @@ def test_a_killed_rank_costs_only_the_save(tmp_path: Path, phase: str) -> None:
                 phase=phase,
             )
     with RankPool(2) as fresh:
-        for answer in fresh.play(
-            "load_and_train", world=2, root=str(root), stop_at=2, changes=layout
-        ):
+        for answer in load(fresh, root, stop=2, world=2, **layout):
             assert answer["progress"]["step"] == 1
-        fresh.play(
-            "train_and_save",
-            world=2,
-            root=str(root),
-            save_at=2,
-            stop_at=2,
-            changes=layout,
-        )
+        save(fresh, root, 2, world=2, **layout)
     assert newest(root).name == "step_00000002.attempt-2"

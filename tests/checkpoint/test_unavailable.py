@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_store import save
 
 from megatron_patch.checkpoint import manifest, safe_reader, store
 from megatron_patch.checkpoint.errors import (
@@ -25,12 +26,6 @@ from megatron_patch.checkpoint.store import CheckpointStore
 
 EIO = OSError(errno.EIO, "Input/output error")
 DENIED = PermissionError(errno.EACCES, "Permission denied")
-
-
-def save(checkpoints: CheckpointStore, step: int) -> Path:
-    attempt = checkpoints.begin(step)
-    (attempt.path / "__0_0.distcp").write_bytes(b"shard %d" % step)
-    return checkpoints.commit(attempt, checkpoints.hash_files(attempt, ["__0_0.distcp"]), {})
 
 
 def failing(error: Exception) -> Any:
@@ -99,7 +94,7 @@ def test_errors_travel_with_class_exit_code_and_judgement() -> None:
     error = pickle.loads(pickle.dumps(UnavailableError("cannot list /x")))
     assert (type(error), error.exit_code, str(error)) == (UnavailableError, 1, "cannot list /x")
     bad = pickle.loads(pickle.dumps(BadCheckpoint("k", "w", damaged=False, passing=True)))
-    assert (bad.kind, bad.why, bad.damaged, bad.passing) == ("k", "w", False, True)
+    assert (bad.kind, bad.reason, bad.damaged, bad.passing) == ("k", "w", False, True)
 
 
 @pytest.mark.parametrize(

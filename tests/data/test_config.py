@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from prepared import run_config
 
 from megatron_patch.config import checks
 from megatron_patch.schema.data import DatasetConfig, TokenizerConfig
@@ -51,10 +50,8 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
         ),
     ],
 )
-def test_contradictions_are_named(
-    kit: SimpleNamespace, changes: dict, path: str, reason: str
-) -> None:
-    run = kit.run_config(A, **changes)
+def test_contradictions_are_named(changes: dict, path: str, reason: str) -> None:
+    run = run_config(A, **changes)
     problems = list(checks.problems(run, ["data"]))
     assert [p.path for p in problems] == [path]
     assert reason in problems[0].message
@@ -71,8 +68,8 @@ def test_contradictions_are_named(
         {"tokenizer": TokenizerConfig(kind="huggingface", path="t.json")},
     ],
 )
-def test_good_sections_have_no_problems(kit: SimpleNamespace, changes: dict) -> None:
-    run = kit.run_config(A, **changes)
+def test_good_sections_have_no_problems(changes: dict) -> None:
+    run = run_config(A, **changes)
     assert list(checks.problems(run, ["data"])) == []
 
 

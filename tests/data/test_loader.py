@@ -7,14 +7,13 @@ import shutil
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prepared import ENDINGS
+from prepared import ENDINGS, layout, options, run_config
 
 from megatron_patch.context_parallel.layout import unshard
 from megatron_patch.data.errors import DataError
@@ -44,47 +43,41 @@ def rows_of_step(loaders_of_ranks: list, step: int) -> torch.Tensor:
     seed=st.integers(0, 3),
 )
 def test_the_global_batch_does_not_depend_on_the_ranks(
-    kit: SimpleNamespace, corpora: list[Path], size: int, micro: int, step: int, seed: int
+    corpora: list[Path], size: int, micro: int, step: int, seed: int
 ) -> None:
     if 12 % (size * micro):
         return
-    one = build_loaders(kit.run_config(*corpora, seed=seed), kit.layout())
-    run = kit.run_config(*corpora, seed=seed, micro_batch_size=micro)
-    many = [build_loaders(run, kit.layout(rank, size)) for rank in range(size)]
+    one = build_loaders(run_config(*corpora, seed=seed), layout())
+    run = run_config(*corpora, seed=seed, micro_batch_size=micro)
+    many = [build_loaders(run, layout(rank, size)) for rank in range(size)]
     assert torch.equal(rows_of_step(many, step), rows_of_step([one], step))
 
 
 @QUICK
 @given(start=st.integers(0, 50), workers=st.sampled_from([0, 1, 3]))
 def test_resuming_at_a_step_equals_skipping_to_it(
-    kit: SimpleNamespace, corpora: list[Path], start: int, workers: int
+    corpora: list[Path], start: int, workers: int
 ) -> None:
-    loaders = build_loaders(kit.run_config(*corpora, micro_batch_size=2), kit.layout(1, 2))
+    loaders = build_loaders(run_config(*corpora, micro_batch_size=2), layout(1, 2))
     skipped = islice(loaders.iterate("train"), start * loaders.micro_batches, None)
-    run = kit.run_config(*corpora, micro_batch_size=2, num_workers=workers)
-    resumed = build_loaders(run, kit.layout(1, 2)).iterate("train", start_step=start)
+    run = run_config(*corpora, micro_batch_size=2, num_workers=workers)
+    resumed = build_loaders(run, layout(1, 2)).iterate("train", start_step=start)
     for a, b in islice(zip(skipped, resumed, strict=False), 5):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
     resumed.close()
 
 
-def test_the_order_does_not_depend_on_the_length_of_the_run(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
+def test_the_order_does_not_depend_on_the_length_of_the_run(corpora: list[Path]) -> None:
     """Megatron-Core's index depends on the number of samples: a longer run sees other data."""
-    short, long = (
-        build_loaders(kit.run_config(*corpora, train_steps=n), kit.layout()) for n in (3, 3000)
-    )
+    short, long = (build_loaders(run_config(*corpora, train_steps=n), layout()) for n in (3, 3000))
     for step in (0, 2):
         assert torch.equal(rows_of_step([short], step), rows_of_step([long], step))
 
 
-def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
-    run = kit.run_config(corpora[0], split=[1, 0, 0], global_batch_size=1)
-    loaders = build_loaders(run, kit.layout())
+def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(corpora: list[Path]) -> None:
+    run = run_config(corpora[0], split=[1, 0, 0], global_batch_size=1)
+    loaders = build_loaders(run, layout())
     tokens = np.fromfile(f"{corpora[0]}.bin", dtype=np.uint16)
     windows = len(tokens) // 16
     epochs = [
@@ -103,8 +96,8 @@ def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(
     assert places.issuperset(epochs[0]) and places.issuperset(epochs[1])
 
 
-def test_labels_are_the_next_tokens(kit: SimpleNamespace, corpora: list[Path]) -> None:
-    batch = next(build_loaders(kit.run_config(*corpora), kit.layout()).iterate("train"))
+def test_labels_are_the_next_tokens(corpora: list[Path]) -> None:
+    batch = next(build_loaders(run_config(*corpora), layout()).iterate("train"))
     assert {name: (t.dtype, tuple(t.shape)) for name, t in batch.items()} == {
         "tokens": (torch.int64, (1, 16)),
         "labels": (torch.int64, (1, 16)),
@@ -117,16 +110,14 @@ def test_labels_are_the_next_tokens(kit: SimpleNamespace, corpora: list[Path]) -
     assert batch["loss_mask"].eq(1).all()
 
 
-def test_weights_decide_the_share_of_each_dataset(
-    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
-) -> None:
+def test_weights_decide_the_share_of_each_dataset(corpora: list[Path], tmp_path: Path) -> None:
     """Marked datasets: every token of a sample says which dataset it is from."""
     paths = []
     for number in range(3):
         raw = tmp_path / f"raw{number}.bin"
         np.full(500, number + 1, dtype=np.uint16).tofile(raw)
         paths.append(tmp_path / f"marked{number}")
-        prepare = kit.options(
+        prepare = options(
             paths[-1], raw, format="uint16", tokenizer="none", vocab_size=10, eod_id=0
         )
         from megatron_patch.data.prepare import prepare as prepare_dataset
@@ -136,7 +127,7 @@ def test_weights_decide_the_share_of_each_dataset(
         DatasetConfig(path=str(path), weight=weight)
         for path, weight in zip(paths, (5, 1, 2), strict=True)
     ]
-    loaders = build_loaders(kit.run_config(*datasets, split=[1, 0, 0]), kit.layout())
+    loaders = build_loaders(run_config(*datasets, split=[1, 0, 0]), layout())
     counts: Counter[int] = Counter()
     for step in range(20):
         rows = rows_of_step([loaders], step)
@@ -148,17 +139,17 @@ def test_weights_decide_the_share_of_each_dataset(
 @QUICK
 @given(a=st.integers(1, 97), b=st.integers(0, 98))
 def test_splits_divide_whole_documents_and_cover_everything(
-    kit: SimpleNamespace, corpora: list[Path], a: int, b: int
+    corpora: list[Path], a: int, b: int
 ) -> None:
     b = min(b, 99 - a)
     split = [a / 100, b / 100, (100 - a - b) / 100]
-    loaders = build_loaders(kit.run_config(corpora[0], split=split, seq_length=4), kit.layout())
+    loaders = build_loaders(run_config(corpora[0], split=split, seq_length=4), layout())
     parts = [p for m in loaders._mixtures.values() for p in m.parts]
     tokens = np.fromfile(f"{corpora[0]}.bin", dtype=np.uint16)
     longest = int(np.diff(np.flatnonzero(tokens == 256), prepend=-1).max())
     at = 0
     for part in parts:
-        assert part.first == at and (at == 0 or tokens[at - 1] == 256)
+        assert part.source.first == at and (at == 0 or tokens[at - 1] == 256)
         at += part.ring.tokens
     if len(parts) == 3:
         assert at == len(tokens)
@@ -166,23 +157,23 @@ def test_splits_divide_whole_documents_and_cover_everything(
 
 
 def test_evaluation_sees_the_same_sequences_every_time_and_with_every_seed(
-    kit: SimpleNamespace, corpora: list[Path]
+    corpora: list[Path],
 ) -> None:
     passes = []
     for seed in (1, 1, 2):
-        loaders = build_loaders(kit.run_config(*corpora, seed=seed), kit.layout())
+        loaders = build_loaders(run_config(*corpora, seed=seed), layout())
         for _ in range(2):
             passes.append(torch.cat([b["tokens"] for b in islice(loaders.iterate("valid"), 24)]))
     assert all(torch.equal(passes[0], other) for other in passes[1:])
-    train = build_loaders(kit.run_config(*corpora, seed=2), kit.layout())
-    other = build_loaders(kit.run_config(*corpora, seed=3), kit.layout())
+    train = build_loaders(run_config(*corpora, seed=2), layout())
+    other = build_loaders(run_config(*corpora, seed=3), layout())
     assert not torch.equal(rows_of_step([train], 0), rows_of_step([other], 0))
 
 
-def test_splits_of_their_own(kit: SimpleNamespace, corpora: list[Path]) -> None:
+def test_splits_of_their_own(corpora: list[Path]) -> None:
     first, second = (DatasetConfig(path=str(path)) for path in corpora)
-    run = kit.run_config(blend=[], train=[first], valid=[second])
-    loaders = build_loaders(run, kit.layout())
+    run = run_config(blend=[], train=[first], valid=[second])
+    loaders = build_loaders(run, layout())
     assert loaders.has("train") and loaders.has("valid") and not loaders.has("test")
     with pytest.raises(DataError, match=r"there is no test data.*not configured"):
         loaders.iterate("test")
@@ -191,10 +182,8 @@ def test_splits_of_their_own(kit: SimpleNamespace, corpora: list[Path]) -> None:
     assert said[-1].startswith("data.split [0.8, 0.1, 0.1]: not used")
 
 
-def test_what_is_held_out_is_said_to_be_read_by_nothing(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
-    said = build_loaders(kit.run_config(*corpora), kit.layout()).describe()
+def test_what_is_held_out_is_said_to_be_read_by_nothing(corpora: list[Path]) -> None:
+    said = build_loaders(run_config(*corpora), layout()).describe()
     assert [line for line in said if line.endswith("held out: no run reads it")] == [
         line for line in said if line.startswith("data test")
     ]
@@ -211,13 +200,11 @@ def naive(tokens: list[int], eod: int) -> tuple[list[int], list[float]]:
     return positions, mask
 
 
-def test_positions_restart_and_ends_carry_no_loss(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
-    run = kit.run_config(
+def test_positions_restart_and_ends_carry_no_loss(corpora: list[Path]) -> None:
+    run = run_config(
         *corpora, eod_mask_loss=True, reset_position_ids=True, seq_length=96, micro_batch_size=4
     )
-    loaders = build_loaders(run, kit.layout())
+    loaders = build_loaders(run, layout())
     ends = 0
     for batch in islice(loaders.iterate("train"), 30):
         for row, tokens in enumerate(batch["tokens"].tolist()):
@@ -229,15 +216,13 @@ def test_positions_restart_and_ends_carry_no_loss(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_ranks_hold_the_parts_of_one_batch(
-    kit: SimpleNamespace, corpora: list[Path], size: int
-) -> None:
+def test_context_parallel_ranks_hold_the_parts_of_one_batch(corpora: list[Path], size: int) -> None:
     """Same samples in the same order; masks and positions are those of the whole sequence."""
-    run = kit.run_config(
+    run = run_config(
         *corpora, eod_mask_loss=True, reset_position_ids=True, seq_length=96, micro_batch_size=2
     )
-    whole = build_loaders(run, kit.layout(1, 2))
-    parts = [build_loaders(run, kit.layout(1, 2, rank, size)) for rank in range(size)]
+    whole = build_loaders(run, layout(1, 2))
+    parts = [build_loaders(run, layout(1, 2, rank, size)) for rank in range(size)]
     assert {part.fingerprint for part in parts} == {whole.fingerprint}
     uneven = False
     for step in range(5):
@@ -249,25 +234,23 @@ def test_context_parallel_ranks_hold_the_parts_of_one_batch(
     assert uneven  # what a mean per rank would get wrong
 
 
-def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
+def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(corpora: list[Path]) -> None:
     with pytest.raises(DataError, match=r"its train part has [\d,]+ tokens, one sequence takes"):
-        build_loaders(kit.run_config(*corpora, seq_length=100_000), kit.layout())
-    tiny = kit.run_config(*corpora, seq_length=2000, eval_interval=None)
-    loaders = build_loaders(tiny, kit.layout())
+        build_loaders(run_config(*corpora, seq_length=100_000), layout())
+    tiny = run_config(*corpora, seq_length=2000, eval_interval=None)
+    loaders = build_loaders(tiny, layout())
     assert not loaders.has("valid")
     with pytest.raises(DataError, match="its valid part has"):
-        build_loaders(kit.run_config(*corpora, seq_length=2000, eval_interval=5), kit.layout())
+        build_loaders(run_config(*corpora, seq_length=2000, eval_interval=5), layout())
 
 
 def test_a_file_cut_while_it_is_used_is_an_error_with_its_name(
-    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
+    corpora: list[Path], tmp_path: Path
 ) -> None:
     """A memory map would end in SIGBUS here."""
     for ending in (".bin", ".idx", ".manifest.json"):
         (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
-    loaders = build_loaders(kit.run_config(tmp_path / "c", num_workers=2), kit.layout())
+    loaders = build_loaders(run_config(tmp_path / "c", num_workers=2), layout())
     batches = loaders.iterate("train")
     next(batches)
     with (tmp_path / "c.bin").open("r+b") as stream:
@@ -277,11 +260,9 @@ def test_a_file_cut_while_it_is_used_is_an_error_with_its_name(
             next(batches)
 
 
-def test_the_fingerprint_names_everything_the_order_depends_on(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
+def test_the_fingerprint_names_everything_the_order_depends_on(corpora: list[Path]) -> None:
     def fingerprint(*paths: Path, rank: int = 0, size: int = 1, **changes: object) -> str:
-        return build_loaders(kit.run_config(*paths, **changes), kit.layout(rank, size)).fingerprint
+        return build_loaders(run_config(*paths, **changes), layout(rank, size)).fingerprint
 
     base = fingerprint(*corpora)
     for same in ({"train_steps": 99}, {"micro_batch_size": 2}, {"num_workers": 2}):
@@ -296,10 +277,10 @@ def test_the_fingerprint_names_everything_the_order_depends_on(
 
 
 def test_an_identity_is_that_of_the_sequences_not_of_names_and_texts(
-    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
+    corpora: list[Path], tmp_path: Path
 ) -> None:
     def identities(*datasets: Path | DatasetConfig, **changes: object) -> dict[str, str]:
-        return build_loaders(kit.run_config(*datasets, **changes), kit.layout()).identities
+        return build_loaders(run_config(*datasets, **changes), layout()).identities
 
     def blend(*weights: float) -> list[DatasetConfig]:
         pairs = zip(corpora, weights, strict=False)
@@ -326,20 +307,16 @@ def test_an_identity_is_that_of_the_sequences_not_of_names_and_texts(
     assert cut["train"] == one["train"] and cut["valid"] != one["valid"] and "test" not in cut
 
 
-def test_the_log_says_when_the_corpus_is_shorter_than_the_run(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
-    brief = build_loaders(kit.run_config(corpora[0], train_steps=1), kit.layout()).describe()
+def test_the_log_says_when_the_corpus_is_shorter_than_the_run(corpora: list[Path]) -> None:
+    brief = build_loaders(run_config(corpora[0], train_steps=1), layout()).describe()
     assert not any("shorter than the run" in line for line in brief)
-    long = build_loaders(kit.run_config(corpora[0], train_steps=5000), kit.layout()).describe()
+    long = build_loaders(run_config(corpora[0], train_steps=5000), layout()).describe()
     assert any("shorter than the run" in line and "epochs" in line for line in long)
 
 
-def test_a_global_batch_that_does_not_divide_is_refused(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
+def test_a_global_batch_that_does_not_divide_is_refused(corpora: list[Path]) -> None:
     with pytest.raises(DataError, match="global_batch_size 12 is not a multiple of"):
-        build_loaders(kit.run_config(*corpora), kit.layout(0, 5))
+        build_loaders(run_config(*corpora), layout(0, 5))
 
 
 def test_first_and_last_stage_need_data() -> None:
@@ -347,12 +324,10 @@ def test_first_and_last_stage_need_data() -> None:
     assert needs_data(0, 1)
 
 
-def test_reading_leaves_the_global_random_streams_alone(
-    kit: SimpleNamespace, corpora: list[Path]
-) -> None:
+def test_reading_leaves_the_global_random_streams_alone(corpora: list[Path]) -> None:
     """torch's DataLoader draws from the default generator when an iterator starts."""
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    batches = build_loaders(kit.run_config(*corpora, num_workers=2), kit.layout()).iterate("train")
+    batches = build_loaders(run_config(*corpora, num_workers=2), layout()).iterate("train")
     next(batches)
     batches.close()
     assert torch.equal(before[0], torch.random.get_rng_state())
@@ -360,12 +335,12 @@ def test_reading_leaves_the_global_random_streams_alone(
 
 
 @pytest.mark.gpu
-def test_batches_are_pinned_for_a_gpu(kit: SimpleNamespace, corpora: list[Path]) -> None:
+def test_batches_are_pinned_for_a_gpu(corpora: list[Path]) -> None:
     """From reader threads and from the training thread alike, with the same content."""
     for workers in (0, 2):
-        run = kit.run_config(*corpora, device="cuda", num_workers=workers)
-        pinned = build_loaders(run, kit.layout()).iterate("train")
-        reference = build_loaders(kit.run_config(*corpora), kit.layout()).iterate("train")
+        run = run_config(*corpora, device="cuda", num_workers=workers)
+        pinned = build_loaders(run, layout()).iterate("train")
+        reference = build_loaders(run_config(*corpora), layout()).iterate("train")
         for batch, other in islice(zip(pinned, reference, strict=False), 6):
             assert all(tensor.is_pinned() for tensor in batch.values())
             assert all(torch.equal(batch[name], other[name]) for name in other)

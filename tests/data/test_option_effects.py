@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prepared import lines, tokens_of
+from prepared import lines, make, run_config, texts_of
 
 from megatron_patch.cli import app
 from megatron_patch.config import checks
@@ -50,72 +46,20 @@ REPLACED = {
 }
 
 
-def documents(prefix: Path) -> list[str]:
-    return [document.decode() for document in tokens_of(prefix)]
-
-
 @pytest.mark.parametrize("where", INVALID)
 @pytest.mark.parametrize("name", ["a.jsonl", "part-00000"])
-def test_invalid_text_works_record_by_record(
-    tmp_path: Path, kit: SimpleNamespace, where: str, name: str
-) -> None:
+def test_invalid_text_works_record_by_record(tmp_path: Path, where: str, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(lines(["before"]) + INVALID[where] + b"\n" + lines(["after"]))
     with pytest.raises(DataError, match=r"line 2: (not UTF-8|half a surr).*--invalid-text skip"):
-        prepare(kit.options(tmp_path / "error", path))
-    (source,) = prepare(kit.options(tmp_path / "skip", path, invalid_text="skip")).sources
-    assert documents(tmp_path / "skip") == ["before", "after"]
+        make(tmp_path / "error", path)
+    (source,) = make(tmp_path / "skip", path, invalid_text="skip").sources
+    assert texts_of(tmp_path / "skip") == ["before", "after"]
     assert (source.documents, source.skipped, source.invalid, source.replaced) == (2, 1, 1, 0)
-    (source,) = prepare(kit.options(tmp_path / "replace", path, invalid_text="replace")).sources
+    (source,) = make(tmp_path / "replace", path, invalid_text="replace").sources
     text = REPLACED[where]
-    assert documents(tmp_path / "replace") == ["before", *([text] if text else []), "after"]
+    assert texts_of(tmp_path / "replace") == ["before", *([text] if text else []), "after"]
     assert (source.invalid, source.replaced) == ((0, 1) if text else (1, 0))
-
-
-def test_the_case_of_the_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """0xE9 in a JSONL line: three answers, by the command itself."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(["one"]) + b'{"text": "caf\xe9"}\n')
-    command = ["prepare-data", str(path), "--workers", "1"]
-    assert app.run([*command, "--out", str(tmp_path / "e")]) == 2
-    assert "line 2: not UTF-8 text" in capfd.readouterr().err
-    for mode, count in (("skip", "1 not text"), ("replace", "1 with replaced characters")):
-        out = str(tmp_path / mode)
-        assert app.run([*command, "--out", out, "--invalid-text", mode]) == 0
-        assert count in capfd.readouterr().out
-        (source,) = json.loads(Path(f"{out}.manifest.json").read_text())["sources"]
-        assert source["invalid" if mode == "skip" else "replaced"] == 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    texts=st.lists(st.text(min_size=1, max_size=12).filter(str.strip), min_size=1, max_size=8),
-    damage=st.dictionaries(
-        st.integers(0, 7),
-        st.tuples(st.integers(0, 40), st.sampled_from([b"\xff", b"\xe9", b"\xc0"])),
-        max_size=5,
-    ),
-)
-def test_every_line_is_a_document_or_counted(
-    kit: SimpleNamespace, texts: list[str], damage: dict[int, tuple[int, bytes]]
-) -> None:
-    """Bytes that are no UTF-8, anywhere in any line: nothing stops, nothing vanishes."""
-    records = lines(["first", *texts]).splitlines()
-    for number, (at, byte) in damage.items():
-        if number < len(texts):
-            line = records[number + 1]
-            records[number + 1] = line[: at % len(line)] + byte + line[at % len(line) :]
-    hurt = {number for number in damage if number < len(texts)}
-    with tempfile.TemporaryDirectory() as base:
-        path = Path(base) / "part-0"
-        path.write_bytes(b"\n".join(records))
-        (source,) = prepare(kit.options(Path(base) / "s", path, invalid_text="skip")).sources
-        kept = [text for number, text in enumerate(texts) if number not in hurt]
-        assert documents(Path(base) / "s") == ["first", *kept]
-        assert (source.invalid, source.replaced) == (len(hurt), 0)
-        (source,) = prepare(kit.options(Path(base) / "r", path, invalid_text="replace")).sources
-        assert source.documents + source.invalid == 1 + len(texts)
-        assert source.replaced + source.invalid == len(hurt)
 
 
 @pytest.mark.parametrize(
@@ -128,30 +72,30 @@ def test_every_line_is_a_document_or_counted(
 )
 @pytest.mark.parametrize("mode", ["error", "skip", "replace"])
 def test_what_is_wrong_otherwise_stops_without_that_hint(
-    tmp_path: Path, kit: SimpleNamespace, line: bytes, reason: str, mode: str
+    tmp_path: Path, line: bytes, reason: str, mode: str
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(["one"]) + line + b"\n")
     with pytest.raises(DataError, match=reason) as caught:
-        prepare(kit.options(tmp_path / "out", tmp_path / "a.jsonl", invalid_text=mode))
+        make(tmp_path / "out", tmp_path / "a.jsonl", invalid_text=mode)
     assert "--invalid-text" not in str(caught.value)
 
 
-def test_escaped_nul_and_marks_are_text(tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_escaped_nul_and_marks_are_text(tmp_path: Path) -> None:
     data = b"\xef\xbb\xbf" + lines(["a\0b"]) + b"\xef\xbb\xbf" + lines(["\ufeffc"])
     (tmp_path / "a.jsonl").write_bytes(data)
-    prepare(kit.options(tmp_path / "out", tmp_path / "a.jsonl"))
-    assert documents(tmp_path / "out") == ["a\0b", "\ufeffc"]
+    make(tmp_path / "out", tmp_path / "a.jsonl")
+    assert texts_of(tmp_path / "out") == ["a\0b", "\ufeffc"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "b.jsonl.gz"])
 def test_other_encodings_are_converted_not_replaced(
-    tmp_path: Path, kit: SimpleNamespace, encoding: str, name: str
+    tmp_path: Path, encoding: str, name: str
 ) -> None:
     data = lines(["some text"]).decode().encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     with pytest.raises(DataError, match=rf"{name}: not UTF-8 text but UTF-\d+.*iconv") as caught:
-        prepare(kit.options(tmp_path / "out", tmp_path / name, invalid_text="replace"))
+        make(tmp_path / "out", tmp_path / name, invalid_text="replace")
     assert "--invalid-text" not in str(caught.value)
 
 
@@ -295,39 +239,35 @@ def test_what_is_accepted_changes_the_documents(
     assert plain != changed
 
 
-def test_mixed_inputs_take_the_options_of_each(tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_mixed_inputs_take_the_options_of_each(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.txt").write_text("one--two")
     (tmp_path / "c" / "b.jsonl").write_text('{"body": "three--four"}')
-    prepare(kit.options(tmp_path / "out", tmp_path / "c", document_separator="--", json_key="body"))
-    assert documents(tmp_path / "out") == ["one", "two", "three--four"]
+    make(tmp_path / "out", tmp_path / "c", document_separator="--", json_key="body")
+    assert texts_of(tmp_path / "out") == ["one", "two", "three--four"]
 
 
 def test_what_cannot_be_known_before_is_told(
-    tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A separator that is nowhere, --restart of nothing, a tokenizer that is there already."""
     (tmp_path / "a.txt").write_text(" ".join(f"one\n\ntwo {i}" for i in range(99)))
     changes = {"tokenizer": "huggingface", "tokenizer_path": str(tmp_path / "t"), "train_bpe": 259}
     for name in ("a", "b"):
-        prepare(
-            kit.options(
+        make(
                 tmp_path / name, tmp_path / "a.txt", document_separator="---", restart=True,
                 quiet=False, **changes,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
         seen = capsys.readouterr().err
         assert "--document-separator '---' is in no file" in seen
         assert "--restart: no interrupted attempt is at" in seen
         assert ("is there already and used as it is" in seen) == (name == "b")
 
 
-def test_all_contradictions_are_told_at_once(tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_all_contradictions_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        prepare(
-            kit.options(tmp_path / "out", tmp_path / "a", workers=0, batch_bytes=0, vocab_size=3,
-                        format="uint16", invalid_text="skip", document_separator="x")
-        )  # fmt: skip
+        make(tmp_path / "out", tmp_path / "a", workers=0, batch_bytes=0, vocab_size=3,
+                        format="uint16", invalid_text="skip", document_separator="x")  # fmt: skip
     assert len(caught.value.problems) == 5
 
 
@@ -343,8 +283,8 @@ A = DatasetConfig(path="a")
         ({"eod_mask_loss": True}, None),
     ],
 )
-def test_keys_of_the_configuration(kit: SimpleNamespace, changes: dict, path: str | None) -> None:
-    found = [p.path for p in checks.problems(kit.run_config(A, **changes), ["data"])]
+def test_keys_of_the_configuration(changes: dict, path: str | None) -> None:
+    found = [p.path for p in checks.problems(run_config(A, **changes), ["data"])]
     assert found == ([path] if path else [])
 
 

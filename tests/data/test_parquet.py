@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepared import content, lines, tokens_of
+from prepared import documents, lines, make, options, texts_of
 
-from megatron_patch.data import encode, parquet
+from megatron_patch.data import parquet
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.prepare import prepare
 
@@ -30,10 +28,6 @@ def write(path: Path, values: Any, kind: Any = None, *, name: str = "text", **ho
     return path
 
 
-def documents(prefix: Path) -> list[str]:
-    return [document.decode() for document in tokens_of(prefix)]
-
-
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -49,43 +43,41 @@ def documents(prefix: Path) -> list[str]:
         (pa.string(), {"store_schema": False, "use_byte_stream_split": False}),
     ],
 )
-def test_the_same_documents_as_json_lines(
-    tmp_path: Path, kit: SimpleNamespace, kind: Any, how: dict
-) -> None:
+def test_the_same_documents_as_json_lines(tmp_path: Path, kind: Any, how: dict) -> None:
     path = write(tmp_path / "c" / "part-0.parquet", pa.array(TEXTS).cast(kind), **how)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
-    made = prepare(kit.options(tmp_path / "p", path.parent))
-    ours = prepare(kit.options(tmp_path / "j", tmp_path / "a.jsonl"))
-    assert documents(tmp_path / "p") == TEXTS
+    made = make(tmp_path / "p", path.parent)
+    ours = make(tmp_path / "j", tmp_path / "a.jsonl")
+    assert texts_of(tmp_path / "p") == TEXTS
     assert (made.bin, made.idx) == (ours.bin, ours.idx)
 
 
 @pytest.mark.parametrize("name", ["part-00000", "a.snappy", "A.PARQUET", "b.txt"])
-def test_by_any_name(tmp_path: Path, kit: SimpleNamespace, name: str) -> None:
-    prepare(kit.options(tmp_path / "out", write(tmp_path / name, TEXTS)))
-    assert documents(tmp_path / "out") == TEXTS
+def test_by_any_name(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "out", write(tmp_path / name, TEXTS))
+    assert texts_of(tmp_path / "out") == TEXTS
 
 
 @pytest.mark.parametrize("name", ["body", "a.b", "text.text", "тело", "with space"])
-def test_the_column_has_a_name(tmp_path: Path, kit: SimpleNamespace, name: str) -> None:
+def test_the_column_has_a_name(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "a.parquet", TEXTS, name=name)
-    prepare(kit.options(tmp_path / "out", path, json_key=name))
-    assert documents(tmp_path / "out") == TEXTS
+    make(tmp_path / "out", path, json_key=name)
+    assert texts_of(tmp_path / "out") == TEXTS
 
 
 @pytest.mark.parametrize("values", [["a", None, "b", "", " ", None], [None] * 3 + ["a", "b"]])
-def test_nulls_are_empty_documents(tmp_path: Path, kit: SimpleNamespace, values: list) -> None:
-    made = prepare(kit.options(tmp_path / "out", write(tmp_path / "a.parquet", values)))
-    assert documents(tmp_path / "out") == ["a", "b"]
+def test_nulls_are_empty_documents(tmp_path: Path, values: list) -> None:
+    made = make(tmp_path / "out", write(tmp_path / "a.parquet", values))
+    assert texts_of(tmp_path / "out") == ["a", "b"]
     assert made.sources[0].skipped == len(values) - 2 and made.sources[0].invalid == 0
 
 
-def test_a_column_of_nulls_and_a_table_without_rows(tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_a_column_of_nulls_and_a_table_without_rows(tmp_path: Path) -> None:
     write(tmp_path / "c" / "a.parquet", [None, None], pa.null())
     write(tmp_path / "c" / "b.parquet", [])
     write(tmp_path / "c" / "c.parquet", ["one"])
-    made = prepare(kit.options(tmp_path / "out", tmp_path / "c"))
-    assert documents(tmp_path / "out") == ["one"]
+    made = make(tmp_path / "out", tmp_path / "c")
+    assert texts_of(tmp_path / "out") == ["one"]
     assert (made.sources[0].files, made.sources[0].skipped) == (3, 2)
 
 
@@ -101,32 +93,30 @@ def test_a_column_of_nulls_and_a_table_without_rows(tmp_path: Path, kit: SimpleN
         ([True], pa.bool_(), "is bool"),
     ],
 )
-def test_columns_that_are_no_text(
-    tmp_path: Path, kit: SimpleNamespace, values: Any, kind: Any, reason: str
-) -> None:
+def test_columns_that_are_no_text(tmp_path: Path, values: Any, kind: Any, reason: str) -> None:
     path = write(tmp_path / "a.parquet", values, kind)
     for skip in (False, True):
         with pytest.raises(DataError) as caught:
-            prepare(kit.options(tmp_path / "out", path, skip_unknown=skip))
+            make(tmp_path / "out", path, skip_unknown=skip)
         assert reason in str(caught.value) and "--json-key" in str(caught.value)
     assert list(tmp_path.iterdir()) == [path], "refused before any work"
 
 
-def test_missing_and_doubled_columns(tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_missing_and_doubled_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", TEXTS, name="content")
     with pytest.raises(DataError, match=r"no column is named 'text'.*it has content, id"):
-        prepare(kit.options(tmp_path / "out", path))
+        make(tmp_path / "out", path)
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
     with pytest.raises(DataError, match="2 columns are named 'text'"):
-        prepare(kit.options(tmp_path / "out", path))
+        make(tmp_path / "out", path)
     nested = pa.array([{"text": "a"}])
     pq.write_table(pa.table([nested], names=["doc"]), path)
     with pytest.raises(DataError, match=r"no column is named 'doc\.text'"):
-        prepare(kit.options(tmp_path / "out", path, json_key="doc.text"))
+        make(tmp_path / "out", path, json_key="doc.text")
 
 
 @pytest.mark.parametrize("where", ["footer", "end", "half", "magic", "pages"])
-def test_damage(tmp_path: Path, kit: SimpleNamespace, where: str) -> None:
+def test_damage(tmp_path: Path, where: str) -> None:
     path = write(
         tmp_path / "a.parquet", [f"text {i}" for i in range(5000)], compression="snappy",
         use_dictionary=False, write_page_checksum=True,
@@ -145,26 +135,22 @@ def test_damage(tmp_path: Path, kit: SimpleNamespace, where: str) -> None:
         data[2000:2010] = bytes(10)
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"a\.parquet: (the parquet data is damaged|its name says)"):
-        prepare(kit.options(tmp_path / "out", path, skip_unknown=True))
+        make(tmp_path / "out", path, skip_unknown=True)
 
 
 @pytest.mark.parametrize("mode", ["error", "skip", "replace"])
-def test_what_is_not_utf8_in_a_string_column(
-    tmp_path: Path, kit: SimpleNamespace, mode: str
-) -> None:
+def test_what_is_not_utf8_in_a_string_column(tmp_path: Path, mode: str) -> None:
     """Writers do not check; the file says string and holds Latin-1."""
     raw = pa.array([b"good", b"caf\xe9", b"end"], pa.binary())
     column = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
-    options = kit.options(
-        tmp_path / "out", write(tmp_path / "a.parquet", column), invalid_text=mode
-    )
+    given = options(tmp_path / "out", write(tmp_path / "a.parquet", column), invalid_text=mode)
     if mode == "error":
         with pytest.raises(DataError, match=r"a\.parquet, row 2: not UTF-8.*skip leaves such rows"):
-            prepare(options)
+            prepare(given)
         return
-    (source,) = prepare(options).sources
+    (source,) = prepare(given).sources
     wanted = ["good", "end"] if mode == "skip" else ["good", "caf\ufffd", "end"]
-    assert documents(tmp_path / "out") == wanted
+    assert texts_of(tmp_path / "out") == wanted
     assert (source.invalid, source.replaced) == ((1, 0) if mode == "skip" else (0, 1))
 
 
@@ -182,37 +168,14 @@ def test_memory_is_bounded_by_batches_not_by_row_groups(tmp_path: Path) -> None:
     assert number == 7999 and most < 20_000_000
 
 
-def test_interrupted_and_run_again(
-    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut by size of the documents: row groups, workers and interruptions change nothing."""
-    texts = kit.documents(100, seed=3)
+def test_row_groups_and_workers_change_nothing(tmp_path: Path) -> None:
+    """Batches are cut by the size of the documents."""
+    texts = documents(100, seed=3)
     for name, group in (("a", 7), ("b", 100)):
         write(tmp_path / name / "x.parquet", texts, row_group_size=group)
-    changes = {"batch_bytes": 300}
-    prepare(kit.options(tmp_path / "unbroken", tmp_path / "a" / "x.parquet", **changes))
-    parallel = kit.options(
-        tmp_path / "two", tmp_path / "b" / "x.parquet", workers=2, batch_bytes=900
-    )
-    assert prepare(parallel).bin.sha256 == prepare_bin(tmp_path / "unbroken")
-    original = encode.Encoder.write
-
-    def stop(self: encode.Encoder, number: int, batch: Any) -> Any:
-        if number == 5:
-            raise KeyboardInterrupt
-        return original(self, number, batch)
-
-    monkeypatch.setattr(encode.Encoder, "write", stop)
-    again = kit.options(tmp_path / "again", tmp_path / "a" / "x.parquet", **changes)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(again)
-    monkeypatch.setattr(encode.Encoder, "write", original)
-    prepare(again)
-    assert content(tmp_path / "again") == content(tmp_path / "unbroken")
-
-
-def prepare_bin(prefix: Path) -> str:
-    return json.loads(Path(f"{prefix}.manifest.json").read_text())["bin"]["sha256"]
+    one = make(tmp_path / "one", tmp_path / "a" / "x.parquet", batch_bytes=300)
+    two = make(tmp_path / "two", tmp_path / "b" / "x.parquet", workers=2, batch_bytes=900)
+    assert one.bin.sha256 == two.bin.sha256
 
 
 @settings(max_examples=25, deadline=None)
@@ -222,7 +185,7 @@ def prepare_bin(prefix: Path) -> str:
     dictionary=st.booleans(),
 )
 def test_every_row_is_a_document_or_counted(
-    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory, values: list, group: int,
+    tmp_path_factory: pytest.TempPathFactory, values: list, group: int,
     dictionary: bool,
 ) -> None:  # fmt: skip
     base = tmp_path_factory.mktemp("rows")
@@ -231,6 +194,6 @@ def test_every_row_is_a_document_or_counted(
     assert rows == [value or "" for value in values]
     kept = [value for value in values if value and value.strip()]
     if kept:
-        made = prepare(kit.options(base / "out", path))
-        assert documents(base / "out") == kept
+        made = make(base / "out", path)
+        assert texts_of(base / "out") == kept
         assert made.sources[0].skipped == len(values) - len(kept)

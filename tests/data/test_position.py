@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prepared import layout, run_config
 
 from megatron_patch.data.loader import build_loaders
 from megatron_patch.data.order import Ring
@@ -219,11 +219,11 @@ def windows(loaders: list, first: int, batches: int) -> list[tuple[str, int]]:
 
 
 def test_token_files_are_known_by_content_and_ranks_agree(
-    kit: SimpleNamespace, corpora: list[Path], tmp_path: Path
+    corpora: list[Path], tmp_path: Path
 ) -> None:
     """Moved, renamed, at another place of the blend, over two ranks, resumed."""
     a, b = corpora
-    parent = build_loaders(kit.run_config(a, global_batch_size=8), kit.layout())
+    parent = build_loaders(run_config(a, global_batch_size=8), layout())
     plain = parent.fingerprint
     position = Position.from_dict(parent.position(5))
     moved = tmp_path / "moved"
@@ -231,16 +231,15 @@ def test_token_files_are_known_by_content_and_ranks_agree(
         Path(f"{moved}{ending}").symlink_to(f"{a}{ending}")
     blend = (DatasetConfig(path=str(b)), DatasetConfig(path=str(moved), weight=3.0))
     ranks = [
-        build_loaders(kit.run_config(*blend, global_batch_size=4), kit.layout(rank, 2))
-        for rank in range(2)
+        build_loaders(run_config(*blend, global_batch_size=4), layout(rank, 2)) for rank in range(2)
     ]
-    one = build_loaders(kit.run_config(*blend, global_batch_size=4), kit.layout())
+    one = build_loaders(run_config(*blend, global_batch_size=4), layout())
     fresh = one.fingerprint
     for loaders in (one, *ranks):
         told = loaders.start_from(position, 5)
     assert told == [
         f"{b.name}.bin: new: starts at its first sample",
-        f"moved.bin: {position.reading[0].told()}, continues there",
+        f"moved.bin: {position.reading[0].describe()}, continues there",
     ]
     assert parent.fingerprint == plain
     assert len({x.fingerprint for x in (one, *ranks)}) == 1 and one.fingerprint != fresh
@@ -251,16 +250,16 @@ def test_token_files_are_known_by_content_and_ranks_agree(
         rows = [loaders.batch("train", step, m)["tokens"] for m in range(2) for loaders in ranks]
         whole = [one.batch("train", step, m)["tokens"] for m in range(4)]
         assert all((x == y).all() for x, y in zip(rows, whole, strict=True))
-    resumed = build_loaders(kit.run_config(*blend, global_batch_size=4), kit.layout())
+    resumed = build_loaders(run_config(*blend, global_batch_size=4), layout())
     resumed.resume(one.position(7))
     assert resumed.fingerprint == one.fingerprint
     assert windows([resumed], 7, 3) == windows([one], 7, 3)
     resumed.resume(None)  # of an earlier version: nothing to take over
 
 
-def test_the_same_blend_keeps_the_fingerprint(kit: SimpleNamespace, corpora: list[Path]) -> None:
-    parent = build_loaders(kit.run_config(*corpora), kit.layout())
-    child = build_loaders(kit.run_config(*corpora), kit.layout())
+def test_the_same_blend_keeps_the_fingerprint(corpora: list[Path]) -> None:
+    parent = build_loaders(run_config(*corpora), layout())
+    child = build_loaders(run_config(*corpora), layout())
     child.start_from(Position.from_dict(parent.position(3)), 3)
     assert child.fingerprint == parent.fingerprint
     assert windows([child], 3, 2) == windows([parent], 3, 2)

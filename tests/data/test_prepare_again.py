@@ -10,11 +10,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from prepared import ENDINGS, check_dataset, content, lines, tokens_of
+from prepared import ENDINGS, check_dataset, content, documents, lines, make, options, tokens_of
 
 from megatron_patch.data import prepare as prepare_module
 from megatron_patch.data.errors import DataError
@@ -44,14 +43,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("workers", "parts"), [(1, 1), (1, 60), (2, 2), (2, 40)])
-def test_killed_and_run_again_equals_unbroken(
-    tmp_path: Path, kit: SimpleNamespace, workers: int, parts: int
-) -> None:
+def test_killed_and_run_again_equals_unbroken(tmp_path: Path, workers: int, parts: int) -> None:
     """SIGKILL in the middle of a part; the workers end too, and what is missing is made."""
     source, script, out = tmp_path / "a.jsonl", tmp_path / "run.py", tmp_path / "out"
-    source.write_bytes(lines(kit.documents(600, seed=8)))
+    source.write_bytes(lines(documents(600, seed=8)))
     script.write_text(PREPARE)
-    prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=400))
+    make(tmp_path / "unbroken", source, batch_bytes=400)
     process = subprocess.Popen(
         [sys.executable, script, source, out, str(workers), str(parts)],
         env=os.environ | {"PYTHONPATH": str(Path(prepare_module.__file__).parents[2])},
@@ -70,17 +67,15 @@ def test_killed_and_run_again_equals_unbroken(
     assert not Path(f"{out}.manifest.json").exists()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "workers outlived their killed parent"
-    prepare(kit.options(out, source, batch_bytes=400))
+    make(out, source, batch_bytes=400)
     assert content(out) == content(tmp_path / "unbroken")
     assert not work.exists()
 
 
-def test_finished_parts_are_not_made_again(
-    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_bytes(lines(kit.documents(100, seed=8)))
-    interrupt_joining(monkeypatch, kit.options(tmp_path / "out", source, batch_bytes=400))
+    source.write_bytes(lines(documents(100, seed=8)))
+    interrupt_joining(monkeypatch, options(tmp_path / "out", source, batch_bytes=400))
     parts = sorted((tmp_path / "out.parts").glob("part-*"))
     parts[3].write_bytes(parts[3].read_bytes()[:-1])
     written = []
@@ -90,30 +85,26 @@ def test_finished_parts_are_not_made_again(
         "write",
         lambda self, number, batch: written.append(number) or original(self, number, batch),
     )
-    prepare(kit.options(tmp_path / "out", source, batch_bytes=400))
+    make(tmp_path / "out", source, batch_bytes=400)
     assert written == [3], "only the damaged part"
 
 
-def test_what_came_to_nothing_is_not_in_the_way(tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_what_came_to_nothing_is_not_in_the_way(tmp_path: Path) -> None:
     empty, source = tmp_path / "empty.txt", tmp_path / "text.txt"
     empty.touch()
     source.write_text("one document\n")
     with pytest.raises(DataError):
-        prepare(kit.options(tmp_path / "out", empty))
-    assert prepare(kit.options(tmp_path / "out", source)).documents
+        make(tmp_path / "out", empty)
+    assert make(tmp_path / "out", source).documents
     assert not (tmp_path / "out.parts").exists()
 
 
 @pytest.mark.parametrize("out", ["out/", "there"])
-def test_a_directory_is_no_beginning_of_file_names(
-    tmp_path: Path, kit: SimpleNamespace, out: str
-) -> None:
+def test_a_directory_is_no_beginning_of_file_names(tmp_path: Path, out: str) -> None:
     (tmp_path / "text.txt").write_text("one document\n")
     (tmp_path / "there").mkdir()
     with pytest.raises(DataError, match="names a directory"):
-        prepare(
-            replace(kit.options(tmp_path / "out", tmp_path / "text.txt"), out=f"{tmp_path}/{out}")
-        )
+        prepare(replace(options(tmp_path / "out", tmp_path / "text.txt"), out=f"{tmp_path}/{out}"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt", "there"]
 
 
@@ -159,7 +150,6 @@ def interrupt_joining(monkeypatch: pytest.MonkeyPatch, options: PrepareOptions) 
 def test_interrupted_while_committing(
     tmp_path: Path,
     texts: list[str],
-    kit: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     where: object,
     name: str,
@@ -175,48 +165,48 @@ def test_interrupted_while_committing(
         monkeypatch.setattr(
             os, "replace", lambda *a: count.__setitem__(0, count[0] + 1) or original(*a)
         )
-    prepare(kit.options(tmp_path / "unbroken", source))
+    make(tmp_path / "unbroken", source)
     monkeypatch.undo()
     interrupt_at(monkeypatch, where, name, call if call > 0 else count[0] + 1 + call, after=after)
     with pytest.raises(KeyboardInterrupt):
-        prepare(kit.options(tmp_path / "out", source))
+        make(tmp_path / "out", source)
     monkeypatch.undo()
     if not (tmp_path / "out.manifest.json").exists():
         assert "there is no manifest" in check_dataset(tmp_path / "out")[0]
-    prepare(kit.options(tmp_path / "out", source))
+    make(tmp_path / "out", source)
     assert content(tmp_path / "out") == content(tmp_path / "unbroken")
     assert not (tmp_path / "out.parts").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path, texts: list[str], kit: SimpleNamespace) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, texts: list[str]) -> None:
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
-    prepare(kit.options(out, source))
+    make(out, source)
     before = content(out)
     for changes in ({}, {"restart": True}):
         with pytest.raises(DataError, match="never overwritten"):
-            prepare(kit.options(out, source, **changes))
+            make(out, source, **changes)
     (tmp_path / "out.manifest.json").unlink()
     with pytest.raises(DataError, match="not written by an interrupted prepare-data"):
-        prepare(kit.options(out, source))
+        make(out, source)
     assert (tmp_path / "out.bin").read_bytes() == before[".bin"]
 
 
 def test_an_interrupted_attempt_with_other_options_is_in_the_way(
-    tmp_path: Path, texts: list[str], kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
-    interrupt_joining(monkeypatch, kit.options(out, source))
+    interrupt_joining(monkeypatch, options(out, source))
     with pytest.raises(DataError, match=r"other options is there.*--restart"):
-        prepare(kit.options(out, source, json_key="body"))
+        make(out, source, json_key="body")
     other = [{"body": text} for text in texts]
     source.write_text("\n".join(map(json.dumps, other)))
-    made = prepare(kit.options(out, source, json_key="body", restart=True))
+    made = make(out, source, json_key="body", restart=True)
     assert made.documents == len(texts) and check_dataset(out) == []
 
 
-def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str], kit: SimpleNamespace) -> None:
+def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str]) -> None:
     source, work = tmp_path / "a.jsonl", tmp_path / "out.parts"
     source.write_bytes(lines(texts))
     work.mkdir()
@@ -224,33 +214,29 @@ def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str], kit: Simple
         prepare_module._locked(work),
         pytest.raises(DataError, match="another prepare-data is working"),
     ):
-        prepare(kit.options(tmp_path / "out", source))
+        make(tmp_path / "out", source)
 
 
 def test_changed_inputs_are_read_again(
-    tmp_path: Path, texts: list[str], kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part is used only for the very bytes it was made from, sizes alone are not trusted."""
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
-    interrupt_joining(monkeypatch, kit.options(out, source, batch_bytes=500))
+    interrupt_joining(monkeypatch, options(out, source, batch_bytes=500))
     swapped = [text.swapcase() for text in texts]
     source.write_bytes(lines(swapped))
-    prepare(kit.options(out, source, batch_bytes=500))
+    make(out, source, batch_bytes=500)
     assert tokens_of(out) == [text.encode() for text in swapped]
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])
 def test_a_full_disk_is_an_error_and_the_rest_is_made_later(
-    tmp_path: Path,
-    texts: list[str],
-    kit: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    call: int,
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     source, out, count = tmp_path / "a.jsonl", tmp_path / "out", [0]
     source.write_bytes(lines(texts))
-    prepare(kit.options(tmp_path / "unbroken", source, batch_bytes=3000))
+    make(tmp_path / "unbroken", source, batch_bytes=3000)
 
     def full(handle: int) -> None:
         count[0] += 1
@@ -259,8 +245,8 @@ def test_a_full_disk_is_an_error_and_the_rest_is_made_later(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
-        prepare(kit.options(out, source, batch_bytes=3000))
+        make(out, source, batch_bytes=3000)
     monkeypatch.undo()
     assert not any(Path(f"{out}{ending}").exists() for ending in ENDINGS)
-    prepare(kit.options(out, source, batch_bytes=3000))
+    make(out, source, batch_bytes=3000)
     assert content(out) == content(tmp_path / "unbroken")

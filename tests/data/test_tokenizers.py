@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prepared import documents
 
 from megatron_patch.data import tokenizers
 from megatron_patch.data.errors import DataError
@@ -22,11 +22,11 @@ TEXT = "Ein Satz, 漢字 und 🙂;\n\treturn self._x\n"
 
 
 @pytest.fixture(scope="session")
-def text_files(tmp_path_factory: pytest.TempPathFactory, kit: SimpleNamespace) -> list[Path]:
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("text")
     paths = [root / f"{i}.txt" for i in range(3)]
     for i, path in enumerate(paths):
-        path.write_text("\n".join(kit.documents(200, seed=i)), encoding="utf-8")
+        path.write_text("\n".join(documents(200, seed=i)), encoding="utf-8")
     return paths
 
 

@@ -11,16 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from prepared import ENDINGS, check_dataset
+from prepared import ENDINGS, check_dataset, make, run_config
 
 from megatron_patch.data import manifest, verify
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import TokenFile
 from megatron_patch.data.manifest import SAMPLE_PAGE_BYTES, read_manifest, render
-from megatron_patch.data.prepare import prepare
 from megatron_patch.data.verify import verify_datasets
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.schema.data import TokenizerConfig
@@ -34,10 +32,10 @@ def copy(tmp_path: Path, corpora: list[Path]) -> Path:
     return tmp_path / "copy"
 
 
-def test_good_data_passes_and_is_described(kit: SimpleNamespace, corpora: list[Path]) -> None:
-    lines = verify_datasets(kit.run_config(*corpora))
+def test_good_data_passes_and_is_described(corpora: list[Path]) -> None:
+    lines = verify_datasets(run_config(*corpora))
     assert len(lines) == 2 and "every byte of" in lines[0] and "300 documents" in lines[0]
-    (sampled, _) = verify_datasets(kit.run_config(*corpora, verify="sampled"))
+    (sampled, _) = verify_datasets(run_config(*corpora, verify="sampled"))
     assert "not every byte" in sampled
 
 
@@ -75,11 +73,11 @@ def test_a_forged_manifest_is_an_error_not_a_traceback(
 
 
 def test_all_problems_of_all_datasets_are_reported_at_once(
-    kit: SimpleNamespace, copy: Path, corpora: list[Path], tmp_path: Path
+    copy: Path, corpora: list[Path], tmp_path: Path
 ) -> None:
     os.truncate(f"{copy}.bin", 10)
     Path(f"{copy}.idx").unlink()
-    run = kit.run_config(
+    run = run_config(
         copy, corpora[1], tmp_path / "absent", tokenizer=TokenizerConfig(kind="none", vocab_size=99)
     )
     with pytest.raises(DataError) as caught:
@@ -96,10 +94,10 @@ def test_all_problems_of_all_datasets_are_reported_at_once(
     assert len(caught.value.problems) >= 6
     missing = TokenizerConfig(kind="huggingface", path=str(tmp_path / "none.json"))
     with pytest.raises(DataError, match=r"2 problems[\s\S]*no tokenizer\.json file") as caught:
-        verify_datasets(kit.run_config(tmp_path / "absent", tokenizer=missing))
+        verify_datasets(run_config(tmp_path / "absent", tokenizer=missing))
 
 
-def big_dataset(kit: SimpleNamespace, root: Path) -> Path:
+def big_dataset(root: Path) -> Path:
     """20 MiB of tokens: larger than what sampling reads."""
     import numpy as np
 
@@ -107,14 +105,12 @@ def big_dataset(kit: SimpleNamespace, root: Path) -> Path:
     ids = np.random.default_rng(0).integers(0, 1000, size=10 << 20).astype(np.uint16)
     ids[::999] = 0
     ids.tofile(raw)
-    prepare(
-        kit.options(root / "big", raw, format="uint16", tokenizer="none", vocab_size=1000, eod_id=0)
-    )
+    make(root / "big", raw, format="uint16", tokenizer="none", vocab_size=1000, eod_id=0)
     return root / "big"
 
 
-def test_what_sampling_finds_and_what_it_misses(kit: SimpleNamespace, tmp_path: Path) -> None:
-    prefix = big_dataset(kit, tmp_path)
+def test_what_sampling_finds_and_what_it_misses(tmp_path: Path) -> None:
+    prefix = big_dataset(tmp_path)
     path = Path(f"{prefix}.bin")
     content = path.read_bytes()
     assert len(read_manifest(prefix).bin.chunks) == 20
@@ -168,21 +164,19 @@ def test_data_that_may_be_read_later_is_worth_a_retry(
 
 
 def test_a_long_check_that_goes_on_is_no_hang(
-    kit: SimpleNamespace, corpora: list[Path], monkeypatch: pytest.MonkeyPatch
+    corpora: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PULSE.reset()
     first = PULSE.now
     monkeypatch.setattr(verify, "_ROUND_SECONDS", 0.0)
-    verify_datasets(kit.run_config(*corpora))
+    verify_datasets(run_config(*corpora))
     assert PULSE.now is not first and PULSE.now.phase == "start"
 
 
-def test_ranks_of_a_node_share_the_hashing(
-    kit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = big_dataset(kit, tmp_path)
+def test_ranks_of_a_node_share_the_hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = big_dataset(tmp_path)
     tokenizer = TokenizerConfig(kind="none", vocab_size=1000, eod_id=0)
-    run = kit.run_config(prefix, tokenizer=tokenizer)
+    run = run_config(prefix, tokenizer=tokenizer)
     hashed: list[verify._Piece] = []
     original = verify._Piece.check
     monkeypatch.setattr(verify._Piece, "check", lambda self: hashed.append(self) or original(self))
@@ -203,7 +197,7 @@ from pathlib import Path
 import torch.distributed as dist
 here, store, rank, *paths = sys.argv[1:]
 sys.path.insert(0, here)
-from conftest import run_config
+from prepared import run_config
 from megatron_patch.data import verify
 from megatron_patch.data.errors import DataError
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)

@@ -134,7 +134,7 @@ def damaged(pristine: dict[bool, Path], work: Path, damage: Damage, rng: random.
     try:
         store.check(work / NEWEST)
     except BadCheckpoint as bad:
-        assert bad.why, "refused without a reason"
+        assert bad.reason, "refused without a reason"
     else:
         raise AssertionError("the damage was accepted")
     found = store.find()

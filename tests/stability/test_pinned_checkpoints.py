@@ -198,7 +198,7 @@ def test_one_danger_after_another(saver: Any, monkeypatch: Any) -> None:
     assert at_danger(saver, monkeypatch, 41, 39) == [first, second] and asked == [1]
     reload = SimpleNamespace(step=10)
     for name in ("abandon_after", "reload"):
-        setattr(saver.saver._checkpointer, name, lambda *_: reload)
+        setattr(saver.saver.checkpointer, name, lambda *_: reload)
     saver.saver.back_to = 10
     saver.saver.rewind(10, lambda step: None)
     assert at_danger(saver, monkeypatch, 41, 39) == [first, second] and asked == [1, 1]

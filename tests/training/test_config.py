@@ -74,10 +74,7 @@ BOTH = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}
     [
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size"),
         ({"sequence_parallel": True}, "sequence_parallel"),
-        (
-            {"virtual_pipeline_model_parallel_size": 2},
-            "virtual_pipeline_model_parallel_size",
-        ),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size"),
         (
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1},
             "virtual_pipeline_model_parallel_size",

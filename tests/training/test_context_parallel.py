@@ -1,9 +1,9 @@
 """Context parallelism computes the training of one process, from one checkpoint resharded on load.
 
 One process trains two steps and saves; it and every layout continue on the same data, whose masks
-leave context-parallel ranks with different numbers of tokens. Losses (validation, balancing and
-multi-token prediction included) and gradient norms must agree to FP32 = 2e-6 relative (sums in
-another order), or BF16 = 5e-3 (ranks round partial sums).
+leave context-parallel ranks with different numbers of tokens. Losses (validation and balancing
+included) and gradient norms must agree to FP32 = 2e-6 relative (sums in another order), or BF16 =
+5e-3 (ranks round partial sums). `test_compositions` has more features and planted faults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiprocess
 
 START, MID, END = 1, 2, 3
 FP32, BF16 = 2e-6, 5e-3
-COMPARED = ("loss", "grad_norm", "eval_loss", "moe_aux_loss", "mtp_loss")
+COMPARED = ("loss", "grad_norm", "eval_loss", "moe_aux_loss")
 
 CP, KIND = "parallel.context_parallel_size", "parallel.cp_comm_type"
 SIZES = "parallel.hierarchical_context_parallel_sizes=[2, 2]"
@@ -56,13 +56,11 @@ MODELS: dict[str, list[str]] = {
         "model.mla={kv_lora_rank: 16, qk_head_dim: 8, qk_pos_emb_head_dim: 4, v_head_dim: 8}",
     ],
     "moe": [*EXPERTS, "model.moe.aux_loss_coeff=0.1"],
-    "moe_seq": [*EXPERTS, "model.moe.aux_loss_coeff=0.1", "model.moe.load_balancing=seq_aux_loss"],
-    "mtp": [TWO_LAYERS, "model.mtp.num_layers=2", "model.mtp.loss_scaling_factor=0.5"],
 }
 DROPOUT = "model.attention_dropout=0.3"
 
 
-def run(name: str, ranks: int, *keys: str, **options: Any) -> dict[str, Any]:
+def run(name: str, ranks: int, *keys: str) -> dict[str, Any]:
     """A training of a plan, on its first ``ranks`` processes."""
     common = {
         "name": name,
@@ -73,7 +71,7 @@ def run(name: str, ranks: int, *keys: str, **options: Any) -> dict[str, Any]:
         "checkpoint.keep_last": END,
     }
     settings = [f"{key}={value}" for key, value in common.items()]
-    return {"set": settings + list(keys), "ranks": ranks, **options}
+    return {"set": settings + list(keys), "ranks": ranks}
 
 
 @pytest.fixture(scope="module")
@@ -127,26 +125,21 @@ class Trials:
         assert {n: d for n, d in found.items() if not d < limits[n]} == {}
 
 
-SLOW_MODELS = ("latent", "moe_seq")
+SLOW_MODELS = ("latent",)
 TWO: Table = {
     "per_layer": ("fp32", [CP2, f"{KIND}=[p2p, a2a, all_gather, p2p]"]),
     "bf16_all_gather": ("bf16", [CP2, f"{KIND}=all_gather"]),
     "learned_a2a": ("learned", [CP2, f"{KIND}=a2a", *OVERLAP]),
     "local_p2p": ("local", [CP2]),
     "moe_ep2": ("moe", [CP2, EP2]),
-    "mtp_p2p": ("mtp", [CP2]),
 }
 TWO_MORE: Table = {
     "all_gather": ("fp32", [CP2, f"{KIND}=all_gather"]),
     "a2a": ("fp32", [CP2, f"{KIND}=a2a"]),
     "bf16_p2p": ("bf16", [CP2]),
-    "learned_p2p": ("learned", [CP2]),
     "local_a2a": ("local", [CP2, f"{KIND}=a2a"]),
     "local_all_gather": ("local", [CP2, f"{KIND}=all_gather"]),
-    "latent_p2p": ("latent", [CP2]),
     "latent_a2a": ("latent", [CP2, f"{KIND}=a2a"]),
-    "moe_p2p": ("moe", [CP2]),
-    "moe_seq_p2p": ("moe_seq", [CP2]),
 }
 FOUR: Table = {
     "tp2": ("fp32", [CP2, TP2, SP]),
@@ -156,11 +149,9 @@ FOUR: Table = {
 FOUR_MORE: Table = {
     "cp4_both": ("fp32", [CP4, f"{KIND}=a2a+p2p", SIZES]),
     "pp2_virtual": ("fp32", [CP2, PP2, VPP2]),
-    "pp2_mtp": ("mtp", [CP2, PP2]),
     "dp2": ("fp32", [CP2, *OVERLAP]),
     "cp4_a2a": ("fp32", [CP4, f"{KIND}=a2a"]),
     "cp4_all_gather": ("learned", [CP4, f"{KIND}=all_gather"]),
-    "cp4_mtp": ("mtp", [CP4]),
     "cp4_local_both": ("local", [CP4, f"{KIND}=a2a+p2p", SIZES]),
     "tp2_a2a": ("fp32", [CP2, TP2, f"{KIND}=a2a"]),
     "tp2_moe_ep2": ("moe", [CP2, TP2, SP, EP2, ETP1]),
@@ -177,10 +168,10 @@ def models(names: Iterable[str]) -> list[dict[str, Any]]:
     return [run(name, 1, *MODELS[name], "checkpoint.interval=1") for name in names]
 
 
-def layouts(table: Table, ranks: int, **options: Any) -> list[dict[str, Any]]:
+def layouts(table: Table, ranks: int) -> list[dict[str, Any]]:
     """A training for every layout, from the checkpoint of the one process."""
     return [
-        run(name, ranks, *MODELS[model], *keys, start(model), **options)
+        run(name, ranks, *MODELS[model], *keys, start(model))
         for name, (model, keys) in table.items()
     ]
 
@@ -194,14 +185,10 @@ def trials(folder: Path, short_documents: Path) -> Trials:
 def reports(trials: Trials) -> dict[str, list[dict[str, Any]]]:
     """All trainings of the fast tests, one after the other on the same four processes."""
     stop, save = f"training.exit_at_step={MID}", "checkpoint.interval=1"
-    means, stock = {"variant": "means of ranks"}, {"variant": "stock mtp"}
     return trials.execute([
         *models(name for name in MODELS if name not in SLOW_MODELS),
         run("dropout", 1, DROPOUT),
-        run("means", 1, **means),
         *layouts(TWO, 2),
-        *layouts({"mtp_stock": ("mtp", [CP2])}, 2, **stock),
-        run("means_p2p", 2, CP2, **means),
         run("dropout_p2p", 2, CP2, DROPOUT),
         run("whole", 2, CP2, start("fp32"), save),
         run("broken", 2, CP2, start("fp32"), stop),
@@ -216,12 +203,6 @@ def reports(trials: Trials) -> dict[str, list[dict[str, Any]]]:
 def test_layouts(trials: Trials) -> None:
     """Every mode, every model, on two ranks and on four."""
     trials.check(TWO | FOUR | {"whole": ("fp32", [])})
-
-
-@pytest.mark.usefixtures("reports")
-def test_what_equality_would_miss_without_the_code_it_tests(trials: Trials) -> None:
-    assert trials.distance("means_p2p", "means", first=1) > 1e-3  # a mean of means
-    assert trials.distance("mtp_stock", "mtp") > 1e-3  # Megatron-Core's own weights of depths
 
 
 @pytest.mark.usefixtures("reports")

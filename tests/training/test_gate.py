@@ -63,7 +63,7 @@ class Trained:
                 parameter.main_grad.view(-1)[0] = bad
         self.guard.loss(torch.tensor([loss, 1.0]))
         self.optimizer.step()
-        return self.guard.settle()
+        return self.guard.synchronize()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything an update changes, copied."""
@@ -229,7 +229,7 @@ def test_a_step_that_was_given_up_is_not_read_later(rank: None) -> None:
     run.guard._agreement.send(77.0, 0)
     run.guard._unread = True
     run.guard.begin(2, run.chunks)
-    assert run.guard.settle() == first
+    assert run.guard.synchronize() == first
 
 
 def test_what_has_no_gate(rank: None) -> None:

@@ -69,16 +69,11 @@ TWO: Table = {
     "dp2_overlap": ("fp32", OVERLAP),
     "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
     "dp2_bf16": ("bf16", IN_BF16),
-    "tp2": ("fp32", [f"{TP}=2"]),
     "tp2_sp": ("fp32", [f"{TP}=2", f"{SP}=true"]),
-    "tp2_whole": ("whole", [f"{TP}=2", f"{DIST_OPT}=false"]),
     "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *IN_BF16]),
-    "pp2": ("fp32", [f"{PP}=2"]),
     "pp2_virtual": ("fp32", [f"{PP}=2", f"{VPP}=2"]),
-    "pp2_tied_mtp": ("tied_mtp", [f"{PP}=2", *OVERLAP, *TIED_MTP]),
     "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
     "ep2": ("moe", [f"{EP}=2", *MOE]),
-    "ep1_tp2": ("moe", [f"{TP}=2", f"{SP}=true", *MOE]),
 }
 FOUR: Table = {"tp2_pp2": ("fp32", [f"{TP}=2", f"{SP}=true", f"{PP}=2"])}
 

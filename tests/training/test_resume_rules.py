@@ -18,7 +18,7 @@ from megatron_patch.schema.effective import DERIVED
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.run import Loaded, RunConfig
 from megatron_patch.training import resume_rules
-from megatron_patch.training.resume_rules import SavedData, another_run, check_data, differences
+from megatron_patch.training.resume_rules import another_run, check_data, data_keys, differences
 
 FOUND_AT_START = ("logging.peak_tflops",)
 """Keys whose default is not known before a device is."""
@@ -271,11 +271,13 @@ ONE, TWO = "1" * 64, "2" * 64
 
 def test_data_that_changed_is_not_a_damaged_record_of_it(tmp_path: Path) -> None:
     """A run whose checkpoints are of an earlier version: its directory knows the data."""
-    file, saved = tmp_path / "data.sha256", SavedData(None, [("data.blend.0.path", "a", "b")])
+    file, moved = tmp_path / "data.sha256", [("data.blend.0.path", "a", "b")]
 
     def check(fingerprint: str, *, step: int) -> list[Any]:
         identities = {"train": fingerprint}
-        return check_data(file, fingerprint, step=step, identities=identities, saved=saved)[0]
+        return check_data(
+            file, fingerprint, step=step, identities=identities, recorded=None, moved=moved
+        )[0]
 
     (problem,) = check(ONE, step=5)  # nothing tells that a and b are the same
     assert "saved with a, and nothing records which tokens" in str(problem) and not file.exists()
@@ -292,13 +294,12 @@ def test_data_that_changed_is_not_a_damaged_record_of_it(tmp_path: Path) -> None
 
 def test_a_checkpoint_knows_its_data_whatever_the_directory_says(tiny: Any, tmp_path: Path) -> None:
     file, loaded = tmp_path / "data.sha256", tiny()
-    content = {"config": tiny("data.blend.0.path=before").dump_yaml(),
-               "extra": {resume_rules.DATA_RECORD: {"train": ONE, "valid": ONE}}}  # fmt: skip
-    saved = SavedData.of(content, loaded)
-    assert saved.moved == [("data.blend.0.path", "before", "tiny")]
+    moved = data_keys({"config": tiny("data.blend.0.path=before").dump_yaml()}, loaded)
+    assert moved == [("data.blend.0.path", "before", "tiny")]
+    recorded = {"train": ONE, "valid": ONE}
 
     def check(**identities: str) -> tuple[list[Any], list[str]]:
-        return check_data(file, TWO, step=5, identities=identities, saved=saved)
+        return check_data(file, TWO, step=5, identities=identities, recorded=recorded, moved=moved)
 
     for text in (None, ONE, TWO, "nonsense"):
         if text is not None:
@@ -310,4 +311,5 @@ def test_a_checkpoint_knows_its_data_whatever_the_directory_says(tiny: Any, tmp_
     for other in ({"valid": TWO}, {}, {"valid": ONE, "test": ONE}):  # changed, gone, new
         problems, (line,) = check(train=ONE, **other)
         assert not problems and "losses of before and after are not comparable" in line
-    assert check_data(file, ONE, step=0, identities={"train": ONE}, saved=None) == ([], [])
+    fresh = {"step": 0, "identities": {"train": ONE}, "recorded": None, "moved": []}
+    assert check_data(file, ONE, **fresh) == ([], [])

@@ -181,7 +181,7 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(stored: tuple[Saver, Path]) -
 
 def test_position_survives_a_checkpoint() -> None:
     saver, _, _ = make()
-    position = saver.load()
+    position = saver.checkpointer.load()
     assert position is not None and position == TrainState(
         step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1
     )

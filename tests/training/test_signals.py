@@ -30,11 +30,7 @@ def flags():
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        (signal.SIGTERM, STOP_TERM),
-        (signal.SIGUSR1, STOP_USR1),
-        (signal.SIGINT, STOP_INT),
-    ],
+    [(signal.SIGTERM, STOP_TERM), (signal.SIGUSR1, STOP_USR1), (signal.SIGINT, STOP_INT)],
 )
 def test_a_signal_raises_a_flag_and_nothing_else(flags, number: int, code: int) -> None:
     assert flags.code() == NO_STOP

@@ -58,7 +58,8 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
     made.heartbeat = Heartbeat(1)
     made.recorder = SimpleNamespace(stepped=lambda: None, restart=lambda: None)
     made.monitor = SimpleNamespace(tick=lambda: None, restart=lambda *_, **__: None)
-    made.saver = SimpleNamespace(saving=False, keep_before_danger=calls.append)
+    made.saver = SimpleNamespace(keep_before_danger=calls.append)
+    made.checkpointer = SimpleNamespace(saving=False, loaded_extra={})
     made.position, made._begin, made._stop, made._batches = TrainState(), 20, None, None
     return made
 
@@ -127,7 +128,7 @@ def test_a_rewind_is_planned_before_anything_is_loaded() -> None:
         calls.append("load")
         return TrainState(step=4)
 
-    made.saver.back_to, made.saver.extra, made.saver.rewind = 4, {}, rewind
+    made.saver.back_to, made.saver.rewind = 4, rewind
     made._rewind(RewindWanted("spike", newest=5))
     hooks = ("before_rewind", "plan_rewind", "load_state")
     expected = [f"{hook} {name}" for hook in hooks for name in "ab"]

@@ -4,9 +4,9 @@
 
 The plan is a list of runs: ``{"set": [...], "nan": {...}, "signal": {...}}``. ``nan`` writes a NaN
 into one rank's local gradient before it is reduced (rank null: into every rank's, after it was);
-``signal`` delivers a real signal to one rank in the middle of a step; ``variant`` trains wrongly on
-purpose (`VARIANTS`); ``spike`` multiplies the gradients of a step, ``times`` times; ``read`` tells
-which windows of the training data were read. Results go to PLAN.json.rank<N>.
+``signal`` delivers a real signal to one rank in the middle of a step; ``spike`` multiplies the
+gradients of a step, ``times`` times; ``read`` reports which windows of the training data were read.
+Results go to PLAN.json.rank<N>.
 """
 
 from __future__ import annotations
@@ -81,32 +81,6 @@ def plant_nan(chunks: list[Any], wanted: str) -> None:
                 parameter.main_grad.view(-1)[3] = math.nan
 
 
-def means_of_ranks() -> Callable[[], None]:
-    """Every rank averages over its own tokens, and ranks count alike."""
-    from megatron_patch.training import step
-
-    right = step.token_loss
-
-    def mean(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
-        total, tokens, report = right(loss_mask, losses)
-        return total / tokens.clamp(min=1), torch.ones_like(tokens), report
-
-    step.token_loss = mean
-    return lambda: setattr(step, "token_loss", right)
-
-
-def stock_mtp() -> Callable[[], None]:
-    """Megatron-Core's own weights of the multi-token-prediction losses."""
-    from megatron_patch.core_patches import cpu_mode
-
-    cpu_mode.install()  # before anything of Megatron is imported
-    from megatron_patch.core_patches import mtp
-
-    right = mtp._weighted
-    mtp._weighted = mtp.core.process_mtp_loss
-    return lambda: setattr(mtp, "_weighted", right)
-
-
 def windows_read(found: list[Any]) -> Callable[[], None]:
     """Note (file, number of the window in its order) of every training sample read."""
     from megatron_patch.data.loader import _Part
@@ -114,15 +88,12 @@ def windows_read(found: list[Any]) -> Callable[[], None]:
     right = _Part.read
 
     def read(self: Any, index: int, out: torch.Tensor) -> None:
-        if self.first == 0:  # the others are of the validation split
+        if self.source.first == 0:  # the others are of the validation split
             found.append((self.file.path.name, index))
         right(self, index, out)
 
     _Part.read = read  # type: ignore[method-assign]
     return lambda: setattr(_Part, "read", right)
-
-
-VARIANTS = {"means of ranks": means_of_ranks, "stock mtp": stock_mtp}
 
 
 def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -134,9 +105,7 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     install_faults(run)
-    undo_variant = VARIANTS[run["variant"]]() if "variant" in run else None
-    if run.get("read"):
-        undo_variant = windows_read(result.setdefault("read", []))
+    undo_read = windows_read(result.setdefault("read", [])) if run.get("read") else None
     original = trainer.Trainer.run_to_end
 
     def run_to_end(self: Any) -> None:
@@ -160,8 +129,8 @@ def execute(config: str, run: dict[str, Any]) -> dict[str, Any]:
     finally:
         trainer.Trainer.run_to_end = original  # type: ignore[method-assign]
         run["_undo"]()
-        if undo_variant is not None:
-            undo_variant()
+        if undo_read is not None:
+            undo_read()
     group_threads.forget()
     return result
 
