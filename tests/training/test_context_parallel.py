@@ -1,9 +1,9 @@
 """Context parallelism computes the training of one process, from one checkpoint resharded on load.
 
 One process trains two steps and saves; it and every layout continue on the same data, whose masks
-leave context-parallel ranks with different numbers of tokens. Losses (validation and balancing
-included) and gradient norms must agree to FP32 = 2e-6 relative (sums in another order), or BF16 =
-5e-3 (ranks round partial sums). `test_compositions` has more features and planted faults.
+leave context-parallel ranks with different numbers of tokens. Losses (validation, balancing and
+multi-token prediction included) and gradient norms must agree to FP32 = 2e-6 relative (sums in
+another order), or BF16 = 5e-3 (ranks round partial sums). `test_compositions` has more features and planted faults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiprocess
 
 START, MID, END = 1, 2, 3
 FP32, BF16 = 2e-6, 5e-3
-COMPARED = ("loss", "grad_norm", "eval_loss", "moe_aux_loss")
+COMPARED = ("loss", "grad_norm", "eval_loss", "moe_aux_loss", "mtp_loss")
 
 CP, KIND = "parallel.context_parallel_size", "parallel.cp_comm_type"
 SIZES = "parallel.hierarchical_context_parallel_sizes=[2, 2]"
@@ -56,6 +56,7 @@ MODELS: dict[str, list[str]] = {
         "model.mla={kv_lora_rank: 16, qk_head_dim: 8, qk_pos_emb_head_dim: 4, v_head_dim: 8}",
     ],
     "moe": [*EXPERTS, "model.moe.aux_loss_coeff=0.1"],
+    "mtp": [TWO_LAYERS, "model.mtp.num_layers=2", "model.mtp.loss_scaling_factor=0.5"],
 }
 DROPOUT = "model.attention_dropout=0.3"
 
@@ -132,6 +133,7 @@ TWO: Table = {
     "learned_a2a": ("learned", [CP2, f"{KIND}=a2a", *OVERLAP]),
     "local_p2p": ("local", [CP2]),
     "moe_ep2": ("moe", [CP2, EP2]),
+    "mtp_p2p": ("mtp", [CP2]),
 }
 TWO_MORE: Table = {
     "all_gather": ("fp32", [CP2, f"{KIND}=all_gather"]),
