@@ -122,7 +122,9 @@ def test_every_line_is_a_document_or_counted(
     ("line", "reason"),
     [
         (b'{"text": "a\0b"}', r"line 2: not JSON \(Invalid control.*a NUL byte, which JSON"),
-        (b'{"text": 1}', "line 2: no text under --json-key"),
+        (b'{"text": 1}', "line 2: no text under --json-key 'text'; it holds 1"),
+        (b'{"text": null}', "line 2: no text under --json-key 'text'; it holds null"),
+        (b'{"text": ["a"]}', "line 2: no text under --json-key 'text'; it holds \\[\"a\"]"),
         (b"{", r"line 2: not JSON \("),
     ],
 )
