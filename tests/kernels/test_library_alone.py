@@ -86,7 +86,9 @@ def test_a_copy_imports_nothing_by_the_name_of_the_package(build: Path) -> None:
 def test_two_copies_live_in_one_process(build: Path) -> None:
     name = json.loads((build / "metadata.json").read_text())["id"]
     copy = load(name, build / "__init__.py")
-    assert all(torch.equal(a, b) for a, b in zip(results(copy), results(stable_attention), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(results(copy), results(stable_attention), strict=True)
+    )
     assert copy.flash_attn_func is not stable_attention.flash_attn_func
     assert hasattr(getattr(torch.ops, name), "forward")
     for module in ("hf", "aot", "chunks", "probes", "reference.blockwise"):
@@ -97,7 +99,9 @@ def test_the_kernels_library_loads_it(build: Path) -> None:
     loader = pytest.importorskip("kernels.load", reason="Hugging Face's kernels is not installed")
     kernel = loader.get_local_kernel(build.parents[1] if torch.version.cuda else build)
     assert kernel.__version__ == stable_attention.__version__
-    assert all(torch.equal(a, b) for a, b in zip(results(kernel), results(stable_attention), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(results(kernel), results(stable_attention), strict=True)
+    )
 
 
 def test_one_version_and_the_ranges_of_the_root() -> None:
