@@ -39,6 +39,8 @@ DEFAULT = "compensated"
 README_SHAPE = {"grid": GRIDS[0], "s": 4096, "d": 128, "causal": True}
 REGIMES = ("tie2s", "near2", "one", "diffuse", "gauss")
 BACKENDS = ("compensated", "none", "SDPA-cuDNN", "float32 O")
+DQ_REGIMES = ("one", "kbias", "tie2s", "near2", "diffuse", "gauss")
+DQ_BACKENDS = ("compensated", *PEERS, "float32 O")
 SYSTEMS = (
     "p2p", "all_gather", "a2a", "a2a+p2p", "all-gather + SDPA", "torch, allgather",
     "torch, alltoall", "torch, allgather, heads repeated", "torch, allgather, flash",
@@ -194,6 +196,17 @@ def accuracy_delta(parts: Parts, n: str = "2048") -> Table:
     gates = result["gates"]
     held = f"{sum(g['ok'] for g in gates)} of {len(gates)} gates hold, at 512 to 32,768 keys."
     return [f"{int(n):,} keys, d 64", *BACKENDS], rows, [held, _changed(result)]
+
+
+def accuracy_dq(parts: Parts, n: str = "2048") -> Table:
+    """Relative error of dQ, a row a regime."""
+    result = parts["delta"]
+    rows = [
+        [regime, *(cell(cells[n].get(b, {}).get("dq_error"), "{:.4f}") for b in DQ_BACKENDS)]
+        for regime in DQ_REGIMES
+        if n in (cells := result["cells"].get(regime, {}))
+    ]
+    return [f"{int(n):,} keys, d 64", *DQ_BACKENDS], rows, [_changed(result)]
 
 
 def accuracy_context(parts: Parts) -> Table:
@@ -402,6 +415,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "kernel-host": ("attention", "host", kernel_host),
     "kernel-float32": ("attention", "float32", kernel_float32),
     "accuracy-delta": ("accuracy", "delta", accuracy_delta),
+    "accuracy-dq": ("accuracy", "delta", accuracy_dq),
     "accuracy-context": ("accuracy", "context_parallel", accuracy_context),
     "context-speed": ("context_parallel", "speed", context_speed),
     "training-speed": ("training", "gpt2_124m", training_speed),
@@ -475,7 +489,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plots", action="store_true", help="draw the plot of docs/assets, too")
     args = parser.parse_args(arguments)
     stale = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    readmes = (ROOT / "README.md", ROOT / "kernels" / "README.md")
+    for page in (*readmes, *sorted((ROOT / "docs").glob("*.md"))):
         old = page.read_text()
         new = fill(old)
         if new != old:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,7 +98,7 @@ def _capability(index: int) -> tuple[int, int]:
 @functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
     """The shipped table: {arch: {"pass/width/mask": [fields of `Tile` up to ``query_tma``]}}."""
-    text = resources.files("stable_attention").joinpath("configs.json").read_text()
+    text = Path(__file__).with_name("configs.json").read_text()
     return json.loads(text)
 
 

@@ -139,8 +139,10 @@ def _backward_fake(
     return dq, dk, dv, dsinks
 
 
+# Of the package as it was imported: copies of several versions may live in one process.
+NAMESPACE = __name__.partition(".")[0]
 # Kept alive: the registrations go with the object.
-_LIBRARY = torch.library.Library("stable_attention", "DEF")
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _define(
@@ -151,8 +153,8 @@ def _define(
     _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl(name, dispatch.on_device(launch), key)
-    torch.library.register_fake(f"stable_attention::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.stable_attention, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 forward_op = _define("forward", _forward, _forward_fake)

@@ -173,12 +173,15 @@ class Encoder:
         except (ValueError, RecursionError) as error:
             hint = "; it holds a NUL byte, which JSON writes as \\u0000" if "\0" in line else ""
             raise DataError(f"{place}: not JSON ({error}){hint}") from error
-        if not isinstance(record, dict) or not isinstance(record.get(key), str):
-            found = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise DataError(
-                f"{place}: no text under --json-key {key!r}; the line has {str(found)[:200]}"
-            )
-        return record[key]
+        if isinstance(record, dict) and isinstance(record.get(key), str):
+            return record[key]
+        if isinstance(record, dict):
+            found = f"the line has {sorted(record)}"
+            if key in record:
+                found = f"it holds {json.dumps(record[key]):.40}"
+        else:
+            found = f"the line has {type(record).__name__}"
+        raise DataError(f"{place}: no text under --json-key {key!r}; {found:.220}")
 
     def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, bool]:
         """Lengths and tokens of documents that end at the end-of-document id; an open end."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from megatron_patch.schema import model
@@ -72,6 +73,25 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
 """Keys whose value others decide where it is null, or that have several spellings."""
 
 
+def _unrotated(run: RunConfig) -> bool:
+    return run.model.position_embedding != "rope"
+
+
+IDLE: dict[str, Callable[[RunConfig], bool]] = {
+    "model.rotary_base": _unrotated,
+    "model.rotary_percent": _unrotated,
+    "model.max_position_embeddings": (
+        lambda run: run.model.position_embedding != "learned_absolute"
+    ),
+    "model.add_qkv_bias": lambda run: run.model.add_bias_linear,
+    "model.moe.aux_loss_coeff": (
+        lambda run: run.model.moe is None or "aux_loss" not in run.model.moe.load_balancing
+    ),
+    "optimizer.wsd_decay_style": lambda run: run.optimizer.schedule != "wsd",
+}
+"""Keys that nothing reads under the values of others: whether that is so."""
+
+
 Change = tuple[str, Any, Any]
 """(key, old, new); a key that one of the two lacks is `ABSENT` there."""
 
@@ -90,20 +110,22 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     """Keys of two resolved configurations, as YAML holds them, whose effective values differ.
 
     A key that an earlier version did not write has its default. What follows from another key,
-    and is written alike in both, is left out.
+    and is written alike in both, is left out, and so is what nothing reads in either.
     """
-    (old, old_written), (new, new_written) = _values(before), _values(after)
+    (old, old_written, old_idle), (new, new_written, new_idle) = _values(before), _values(after)
     return [
         (key, was, now)
         for key in dict.fromkeys([*new, *old])
         for was, now in [(old.get(key, ABSENT), new.get(key, ABSENT))]
         if (type(was), was) != (type(now), now)
         and not (key in DERIVED and old_written.get(key) == new_written.get(key))
+        and not (key in old_idle and key in new_idle)
     ]
 
 
-def _values(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Dotted path -> effective value of every scalar; and what is written where it is derived."""
+def _values(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """Dotted path -> effective value of every scalar; what is written where it is derived; the
+    paths that are `IDLE`."""
     unknown: dict[str, Any] = {}
     run = _read(RunConfig, tree, "", unknown)
     flat, written = _flat(asdict(run)) | _flat(unknown), dict[str, Any]()
@@ -117,7 +139,14 @@ def _values(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             continue  # of keys that the tree lacks, or that hold nothing of their type
         flat = {key: v for key, v in flat.items() if key not in inside} | {path: value}
         written[path] = inside
-    return flat, written
+    return flat, written, set(filter(partial(_is_idle, run), IDLE))
+
+
+def _is_idle(run: RunConfig, key: str) -> bool:
+    try:
+        return IDLE[key](run)
+    except (AttributeError, TypeError):  # of keys that the tree lacks, or of no type of theirs
+        return False
 
 
 def _read(section: type, tree: Any, path: str, unknown: dict[str, Any]) -> Any:

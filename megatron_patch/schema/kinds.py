@@ -6,8 +6,6 @@ A start from another run's checkpoint is judged by this table: a difference in w
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Literal
 
 Kind = Literal["meaning", "data", "schedule", "other"]
@@ -78,11 +76,3 @@ def kind_of(path: str) -> Kind:
     """The kind of a value; ``other`` for what is no key any more."""
     found = entry(path)
     return "other" if found is None else KINDS[found]
-
-
-def in_effect(key: str, values: Mapping[str, str]) -> bool:
-    """Whether a meaning key reaches the model, under the other values (dotted path -> text)."""
-    position = values.get("model.position_embedding", "rope")
-    if re.fullmatch(r"model\.rotary_\w+", key):
-        return position == "rope"
-    return key != "model.max_position_embeddings" or position == "learned_absolute"

@@ -23,7 +23,7 @@ from megatron_patch.data.loader import build_loaders
 from megatron_patch.data.position import Position
 from megatron_patch.faults.skips import Skips
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
-from megatron_patch.schema.kinds import Kind, entry, in_effect, kind_of
+from megatron_patch.schema.kinds import Kind, entry, kind_of
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
 from megatron_patch.training.resume_rules import continue_run, differences
 from megatron_patch.training.schedule import Schedule
@@ -279,13 +279,7 @@ def compare(saved: str, loaded: Loaded) -> list[Change]:
         if old == new:  # datasets at another place
             continue
         changes[key] = Change(key, kind, old, new)
-    values = [_scalars(tree) for tree in trees]
-    return [
-        replace(change, kind="other")
-        if change.kind == "meaning" and not any(in_effect(change.key, v) for v in values)
-        else change
-        for change in changes.values()
-    ]
+    return list(changes.values())
 
 
 def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
@@ -421,15 +415,3 @@ def _text(tree: Any, key: str) -> str:
     if isinstance(tree, str):
         return tree
     return yaml.safe_dump(tree, default_flow_style=True, width=10**6).strip().replace("'", "")
-
-
-def _scalars(tree: Any, path: str = "") -> dict[str, str]:
-    """Dotted path -> text of every scalar that is in no list."""
-    if isinstance(tree, str):
-        return {path: tree}
-    if not isinstance(tree, dict):
-        return {}
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        found |= _scalars(value, f"{path}.{key}" if path else str(key))
-    return found

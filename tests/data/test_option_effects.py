@@ -66,7 +66,9 @@ def test_invalid_text_works_record_by_record(tmp_path: Path, where: str, name: s
     ("line", "reason"),
     [
         (b'{"text": "a\0b"}', r"line 2: not JSON \(Invalid control.*a NUL byte, which JSON"),
-        (b'{"text": 1}', "line 2: no text under --json-key"),
+        (b'{"text": 1}', "line 2: no text under --json-key 'text'; it holds 1"),
+        (b'{"text": null}', "line 2: no text under --json-key 'text'; it holds null"),
+        (b'{"text": ["a"]}', "line 2: no text under --json-key 'text'; it holds \\[\"a\"]"),
         (b"{", r"line 2: not JSON \("),
     ],
 )

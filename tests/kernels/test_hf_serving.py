@@ -78,6 +78,49 @@ def test_served_models_agree_with_eager(kind: str) -> None:
             assert not close(gradients(eager, rows), true)
 
 
+ENCODERS = {
+    "BertForMaskedLM": SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "BartForConditionalGeneration": {
+        "vocab_size": 64,
+        "d_model": 32,
+        "dropout": 0.0,
+        **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+        **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
+    },
+    "T5ForConditionalGeneration": {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_full_and_cross_attention(name: str) -> None:
+    """Agrees with eager attention, or is refused: T5 adds biases."""
+    kind = getattr(transformers, name)
+    config = kind.config_class(**ENCODERS[name])
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS) % 61 + 3
+
+    def step(implementation):
+        torch.manual_seed(0)
+        model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation)
+        model.float().train()(input_ids=ids, labels=ids).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    try:
+        assert close(step(hf.NAME), step("eager"))
+    except ValueError as error:
+        assert name.startswith("T5") or Version(transformers.__version__) < Version("5.23")
+        assert re.search("is stable_attention|position_bias|a tensor of", str(error))
+
+
 OWN = {
     "Bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2},
     "CodeGen": GPT | {"rotary_dim": 4, "n_head": 4},
@@ -231,6 +274,11 @@ def test_models_compile_into_one_graph(kind: str, rows: int, monkeypatch) -> Non
     """One row may be packed for all that tracing knows; documents of several rows end the run."""
     monkeypatch.undo()  # the operators themselves
     model = tiny(kind, **SERVED[kind] | {"num_hidden_layers": 1}).bfloat16()
+    try:
+        gradients(model, rows)
+    except ValueError:
+        assert kind in NEWER and Version(transformers.__version__) < Version("5.23")
+        return
     compiled = torch.compile(model, backend="eager", fullgraph=ONE_GRAPH)
     ids = torch.arange(rows * TOKENS).view(rows, TOKENS) % 61 + 3
 

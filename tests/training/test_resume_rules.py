@@ -14,7 +14,7 @@ from minimal_config import TINY
 
 from megatron_patch.config import load, types
 from megatron_patch.schema import render
-from megatron_patch.schema.effective import DERIVED
+from megatron_patch.schema.effective import DERIVED, IDLE
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.run import Loaded, RunConfig
 from megatron_patch.training import resume_rules
@@ -148,6 +148,37 @@ def test_numbers_lists_and_what_an_update_brought_are_equal(
     assert another_run(changed, tiny()) is None
 
 
+# Key -> (settings under which nothing reads it, another value, settings under which it is read).
+UNREAD = {
+    "model.rotary_base": (["model.position_embedding=none"], "5e5", []),
+    "model.rotary_percent": (["model.position_embedding=none"], "0.5", []),
+    "model.max_position_embeddings": ([], "64", ["model.position_embedding=learned_absolute"]),
+    "model.add_qkv_bias": (["model.add_bias_linear=true"], "true", []),
+    "model.moe.aux_loss_coeff": (
+        ["model.moe.num_experts=4", "model.moe.load_balancing=none"],
+        "0.5",
+        ["model.moe.num_experts=4"],
+    ),
+    "optimizer.wsd_decay_style": (
+        [],
+        "cosine",
+        ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_what_nothing_reads_is_equal(tiny: Any, key: str) -> None:
+    """On both sides; where one side reads it, it is what it is."""
+    unread, value, read = UNREAD[key]
+    setting = f"{key}={value}"
+    saved = tiny(*unread).dump_yaml()
+    assert differences(saved, tiny(*unread, setting).dump_yaml()) == []
+    assert another_run(saved, tiny(*unread, setting)) is None
+    found = differences(tiny(*read).dump_yaml(), tiny(*read, setting).dump_yaml())
+    assert [name for name, _, _ in found] == [key]
+
+
 def test_the_cases_people_ran_into_are_equal(tiny: Any) -> None:
     """Written out against null: data.seed 1234, num_query_groups 4, decay_steps 20 ..."""
     keys = ["data.seed=1234", "model.num_query_groups=4", "model.kv_channels=16",
@@ -207,8 +238,11 @@ def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
     refused = set()
     for path, tp in leaves(full):
         tree = full
-        if path == "data.reset_position_ids":  # nothing else reads position ids
+        learned = ("data.reset_position_ids", "model.max_position_embeddings")
+        if path in learned:  # nothing else reads them
             tree = put(full, "model.position_embedding", "learned_absolute")
+        if path == "optimizer.wsd_decay_style":
+            tree = put(full, "optimizer.schedule", "wsd")
         saved, changed = render.dump(tree), put(tree, path, another(tp, at(tree, path), path))
         why = another_run(saved, as_loaded(tiny, changed)) or ""
         assert differences(saved, render.dump(changed)), path

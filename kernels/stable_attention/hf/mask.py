@@ -239,7 +239,7 @@ def _offsets(begins: torch.Tensor) -> torch.Tensor:
     return torch.cat([starts, starts.new_full((1,), first.numel())])
 
 
-@torch.library.custom_op("stable_attention::document_offsets", mutates_args=())
+@torch.library.custom_op(f"{__name__.partition('.')[0]}::document_offsets", mutates_args=())
 def _offsets_op(begins: torch.Tensor) -> torch.Tensor:
     return _offsets(begins)
 
