@@ -6,7 +6,6 @@ run is young, was killed, or was written by an older version.
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import json
 import math
@@ -224,19 +223,6 @@ def _recorded(run_dir: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
             yield when[:40], f"{path.stem}: {', '.join(figures)}"[:500]
         if torn:
             notes.append(f"{path.name}: {torn} line(s) could not be read")
-    yield from _stragglers(run_dir / "stragglers.csv")
-
-
-def _stragglers(path: Path) -> Iterator[tuple[str, str]]:
-    """Comparisons of ranks that found one slow; a step has several rows."""
-    if not path.is_file():
-        return
-    names = ("what", "stragglers", "median_seconds", "slowest_rank", "slowest_seconds")
-    with path.open(newline="", errors="replace") as lines:
-        rows = list(csv.DictReader(line.replace("\0", "") for line in lines))
-    for row in [row for row in rows if (row.get("stragglers") or "").strip()][-MAX_EVENTS:]:
-        figures = [f"{k} {row[k]}" for k in names if row.get(k)]
-        yield f"step {row.get('step')}"[:40], f"stragglers: {', '.join(figures)}"[:500]
 
 
 def _is_shown(key: str, value: object) -> bool:
