@@ -10,7 +10,7 @@ import pytest
 
 from megatron_patch import config
 from megatron_patch.cli import app
-from megatron_patch.cli.plan import token_budget
+from megatron_patch.cli.cluster import token_budget
 from megatron_patch.planner import hardware, plan, search
 
 ROOT = Path(__file__).resolve().parents[2]
