@@ -25,7 +25,6 @@ READER_GONE = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every command."""
     parser = Parser(
         prog="megatron-patch",
         description="Stable BF16 GPT pretraining on Megatron-Core from one YAML file.",

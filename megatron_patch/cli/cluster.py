@@ -51,7 +51,6 @@ REFUSED = 2
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Register the commands."""
     text = "memory, communication and time of a run, without a GPU"
     plan = commands.add_parser("plan", help=text, description=PLAN)
     add_config(plan)
@@ -92,7 +91,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Check, render, submit."""
     loaded = load(args.config, args.overrides, for_job=True)
     from megatron_patch.launcher import fit, render, submit
 
@@ -111,7 +109,6 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def run_preflight(args: argparse.Namespace) -> int:
-    """Measure, compare, or both."""
     if args.node and args.expect:
         args.parser.error("--expect: --node only measures this node, --compare looks for others")
     loaded = load(args.config, args.overrides)

@@ -105,7 +105,6 @@ def _files(args: argparse.Namespace) -> list[str]:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print the resolved tree."""
     (file,) = _files(args)
     loaded = load(file, args.overrides)
     sys.stdout.write(loaded.render(origins=not args.no_origins))
@@ -142,7 +141,6 @@ def effective_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def run_help(args: argparse.Namespace) -> int:
-    """Explain a section or a key."""
     from megatron_patch.config import docs
 
     print(docs.help_text(args.topic))
@@ -150,7 +148,6 @@ def run_help(args: argparse.Namespace) -> int:
 
 
 def run_docs(args: argparse.Namespace) -> int:
-    """Print or write the reference page."""
     from megatron_patch.config import ConfigError, docs
     from megatron_patch.runtime.files import write_named
     from megatron_patch.schema.problem import Problem

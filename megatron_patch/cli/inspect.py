@@ -103,7 +103,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write the page, or the picture."""
     from megatron_patch.report import charts, report
     from megatron_patch.runtime.files import is_standard_output
 
@@ -128,7 +127,6 @@ def _rows(text: str) -> int:
 
 
 def run_probe(args: argparse.Namespace) -> int:
-    """Probe the captures."""
     from megatron_patch.core_patches import quiet
 
     quiet.install()
@@ -147,7 +145,6 @@ def run_probe(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print the report."""
     if args.json:
         import json
 
@@ -161,12 +158,10 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def run_experiment(args: argparse.Namespace) -> int:
-    """Say what replaces it."""
     raise MovedError(EXPERIMENT)
 
 
 def run_plot(args: argparse.Namespace) -> int:
-    """Draw the runs."""
     from megatron_patch.report import charts
 
     _warn_of_old_name("plot", "report RUN... --png FILE")
@@ -180,7 +175,6 @@ def run_plot(args: argparse.Namespace) -> int:
 
 
 def run_backends(args: argparse.Namespace) -> int:
-    """Print the capability table."""
     from megatron_patch.attention import registry
 
     _warn_of_old_name("backends list", "doctor")

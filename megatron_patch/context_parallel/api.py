@@ -346,11 +346,9 @@ class Single:
     rank, size = 0, 1
 
     def exchange(self, sends: Any, receives: Any, what: str) -> None:
-        """Nobody to exchange with."""
         assert not sends and not receives
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Any:
-        """Nobody to gather from."""
         raise AssertionError("a group of one gathers nothing")
 
     def maximum(self, x: torch.Tensor) -> None:

@@ -149,7 +149,6 @@ class GroupCommunicator:
         return self._launch(start, [x for _, x in every], what)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Ticket:
-        """See `Communicator`."""
         # Renamed in torch 2.13; gloo wants one flat output.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         others = [r for r in range(self.size) if r != self.rank]
@@ -163,7 +162,6 @@ class GroupCommunicator:
         return self._launch(start, [out, x], what)
 
     def maximum(self, x: torch.Tensor) -> None:
-        """See `Communicator`."""
         self._state.traffic.note("largest logits")
         self._reduce(x, dist.ReduceOp.MAX, "largest logits").wait()
 

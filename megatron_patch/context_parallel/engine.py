@@ -37,7 +37,6 @@ class Saved:
     seed: torch.Tensor | None
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In constructor order."""
         return (self.q, self.k, self.v, self.out, self.low, self.lse, self.sinks, self.seed)
 
 

@@ -106,7 +106,6 @@ class HangWatcher:
         self._thread = threading.Thread(target=self._run, daemon=True, name="hang-watcher")
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:

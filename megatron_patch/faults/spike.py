@@ -74,7 +74,6 @@ class Spike:
     grad_norm_z: float
 
     def line(self) -> str:
-        """For people."""
         return (
             f"spike at step {self.step:,}: loss {self.loss:.4f} ({self.loss_z:+.1f} robust "
             f"deviations), gradient norm {self.grad_norm:.3f} ({self.grad_norm_z:+.1f}), global "
@@ -160,7 +159,6 @@ class SpikePolicy(Watcher):
     # ------------------------------------------------------------------ a step
 
     def before_step(self, step: int) -> None:
-        """See `Watcher`."""
         self._step = step
         for _, module in self._modules:
             if module.want_max_logits:
@@ -309,7 +307,6 @@ class SpikePolicy(Watcher):
         )
 
     def close(self) -> None:
-        """Release the file."""
         self._file.close()
 
 

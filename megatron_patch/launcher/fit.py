@@ -8,7 +8,6 @@ from megatron_patch.launcher.submit import LaunchError
 
 if TYPE_CHECKING:
     from megatron_patch.launcher.render import Job
-    from megatron_patch.planner.plan import Plan
 
 
 def check_fit(job: Job) -> str | None:
@@ -41,12 +40,9 @@ def check_fit(job: Job) -> str | None:
             "(launch --no-plan submits it all the same; docs/planning.md says how well this is "
             "known)"
         )
-    return _line(plan, GIB, known=run.cluster.gpu is not None)
-
-
-def _line(plan: Plan, gib: int, *, known: bool) -> str:
+    known = run.cluster.gpu is not None
     note = "" if known else "; cluster.gpu is not set, so the largest known GPU was assumed"
     return (
-        f"plan: {plan.worst.total / gib:.1f} of {plan.machine.gpu.memory:g} GiB on the fullest "
-        f"{plan.machine.gpu.name}, estimated{note}"
+        f"plan: {plan.worst.total / GIB:.1f} of {gpu.memory:g} GiB on the fullest {gpu.name}, "
+        f"estimated{note}"
     )

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import statistics
@@ -157,9 +158,5 @@ def _uncorrected_errors() -> dict[int, int | None]:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    rows = [line.partition(",") for line in answer.stdout.splitlines()]
-    return {
-        int(index): int(errors) if errors.strip().isdigit() else None
-        for index, _, errors in rows
-        if index.strip().isdigit()
-    }
+    rows = re.findall(r"(?m)^ *([0-9]+) *, *(.*?) *$", answer.stdout)
+    return {int(index): int(errors) if errors.isdigit() else None for index, errors in rows}

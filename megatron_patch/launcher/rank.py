@@ -83,7 +83,7 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         if error.code is None:
             return 0, "ended"
         if isinstance(error.code, int):
-            return error.code, _told() or "ended"
+            return error.code, _logged_error() or "ended"
         print(error.code, file=sys.stderr)
         return 1, first_line(str(error.code))
     except SecretsError as error:
@@ -95,7 +95,7 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
     return 0, "ended"
 
 
-def _told() -> str:
+def _logged_error() -> str:
     """What the trainer's command line said about the error it ends with."""
     common = sys.modules.get("megatron_patch.cli.common")
     if common is None or not common.told:
@@ -122,7 +122,8 @@ def _note_term(path: Path) -> None:
         while signal.SIGTERM not in os.read(come, 64):
             pass
         with contextlib.suppress(OSError):
-            _leave(path, f"{time.time():.3f}\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{time.time():.3f}\n", durable=False)
 
     threading.Thread(target=listen, name="note-term", daemon=True).start()
 
@@ -150,12 +151,6 @@ def _redirect(path: Path) -> None:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _leave(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text, durable=False)
 
 
 def load_secrets(name: str) -> None:

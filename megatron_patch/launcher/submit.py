@@ -103,15 +103,17 @@ def refuse_second(job: Job) -> None:
     if not file.is_file():
         return
     lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
-    for job_id in [words[0] for words in lines if words and words[0].isdigit()][-1:]:
-        answer = _call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], job.work_dir)
-        if answer.returncode == 0 and answer.stdout.strip():
-            raise LaunchError(
-                f"job {job_id} ({answer.stdout.split()[0].lower()}) has {job.run_dir} already; "
-                f"cancel it first (scancel {job_id}), or choose another name or run_dir"
-            )
-        if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
-            raise LaunchError(f"squeue does not answer for job {job_id}: {_text(answer)}")
+    ids = [words[0] for words in lines if words and words[0].isdigit()]
+    if not ids:
+        return
+    answer = _call(["squeue", "--noheader", f"--jobs={ids[-1]}", "--format=%T"], job.work_dir)
+    if answer.returncode == 0 and answer.stdout.strip():
+        raise LaunchError(
+            f"job {ids[-1]} ({answer.stdout.split()[0].lower()}) has {job.run_dir} already; "
+            f"cancel it first (scancel {ids[-1]}), or choose another name or run_dir"
+        )
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        raise LaunchError(f"squeue does not answer for job {ids[-1]}: {_text(answer)}")
 
 
 def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -180,7 +180,7 @@ def stored_by(run: RunConfig, acts: Activations, chunk: Chunk) -> Stored:
     tensors = walk.saved()
     saved = sum(x.size for x in tensors)
     extra, moment = walk.worst(saved)
-    return Stored(saved, sum(x.size for x in tensors if x.part == "kernel"), extra, moment)
+    return Stored(saved, sum(x.size for x in tensors if x.kernel), extra, moment)
 
 
 class _Walk:
@@ -206,19 +206,17 @@ class _Walk:
     def saved(self) -> list[SavedTensor]:
         found = self.acts.embedding() if self.chunk.first or self.chunk.last else []
         if self.run.parallel.virtual_pipeline_model_parallel_size and self.chunk.layers:
-            found.append(SavedTensor("pipeline buffers", self.n.stream, "norm"))
+            found.append(SavedTensor("pipeline buffers", self.n.stream))
         if self.acts.rotary_table():
-            found.append(
-                SavedTensor("rotary angles, float32", self.acts.rotary_table(), "attention")
-            )
+            found.append(SavedTensor("rotary angles, float32", self.acts.rotary_table()))
         for layers, again in self.groups():
             if again:
-                found.append(SavedTensor("input of recomputed layers", self.n.stream, "norm"))
+                found.append(SavedTensor("input of recomputed layers", self.n.stream))
             else:
                 found += self.acts.layer(layers[0])
         if not self.chunk.last:
             # The output waits for its gradient: core keeps it (deallocate_pipeline_outputs off).
-            found.append(SavedTensor("output of the stage", self.n.stream, "norm"))
+            found.append(SavedTensor("output of the stage", self.n.stream))
             return found
         found += self.acts.head()
         for _ in range(self.depths):

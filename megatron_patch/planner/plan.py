@@ -35,7 +35,6 @@ class Machine:
 
     @property
     def world(self) -> int:
-        """All GPUs."""
         return self.nodes * self.gpus_per_node
 
 
@@ -62,7 +61,6 @@ class Plan:
 
     @property
     def worst(self) -> StageMemory:
-        """The stage that needs most memory."""
         return max(self.stages, key=lambda s: s.total)
 
     @property
@@ -72,7 +70,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its GPU."""
         return self.room >= 0
 
     @property
@@ -81,7 +78,6 @@ class Plan:
         return save_bytes(self.run, self.layout, self.vocabulary.padded)
 
     def traffic(self, stage: int) -> list[Traffic]:
-        """What a rank of ``stage`` sends in a step."""
         return traffic_of(self.run, self.layout, stage, self.vocabulary.padded)
 
 

@@ -83,11 +83,8 @@ def rank_shapes(run: RunConfig, vocab: int) -> RankShapes:
     d = dv = attention_head_dim(model)
     groups = query_groups(model)
     if model.mla is not None:
-        d, dv, groups = (
-            model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim,
-            model.mla.v_head_dim,
-            q,
-        )
+        groups, dv = q, model.mla.v_head_dim
+        d = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
     w = 2 if run.training.precision == "bf16" else 4
     return RankShapes(
         w=w,

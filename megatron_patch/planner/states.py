@@ -66,7 +66,6 @@ class States:
 
     @property
     def total(self) -> int:
-        """All three."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -125,17 +124,9 @@ def buffers_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[t
         for expert, ranks in ((False, layout.dp * layout.cp), (True, layout.edp)):
             mine = [x for x in every if x.expert == expert]
             if mine:
-                found.append(
-                    (
-                        buffer_of(
-                            mine,
-                            ranks,
-                            sharded=p.use_distributed_optimizer,
-                            bucket=bucket if divided else None,
-                        ),
-                        ranks,
-                    )
-                )
+                limit = bucket if divided else None
+                buffer = buffer_of(mine, ranks, sharded=p.use_distributed_optimizer, bucket=limit)
+                found.append((buffer, ranks))
     return found
 
 

@@ -66,7 +66,6 @@ class RunFacts:
     """What could not be read."""
 
     def value(self, key: str, default: str = "") -> str:
-        """A configured value as text."""
         return next((v for k, v, _ in self.config if k == key), default)
 
     def column(self, name: str) -> list[float]:
@@ -74,7 +73,6 @@ class RunFacts:
         return self.columns.get(name, [math.nan] * len(self.steps))
 
     def finite(self, name: str) -> list[float]:
-        """The finite values of a column."""
         return [v for v in self.column(name) if math.isfinite(v)]
 
     @property

@@ -43,7 +43,6 @@ class CheckpointConfig:
     """File with a secret key: manifests are signed, unsigned or forged ones refused."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         for name in ("interval", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:

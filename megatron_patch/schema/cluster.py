@@ -203,7 +203,6 @@ class ClusterConfig:
 
     @property
     def ranks(self) -> int:
-        """Ranks on every node."""
         return self.gpus_per_node if self.ranks_per_node is None else self.ranks_per_node
 
     def variables(self) -> list[EnvironmentVariable]:
@@ -213,7 +212,6 @@ class ClusterConfig:
         return defaults + list(own.values())
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         if self.gpu is not None and self.gpu.lower() not in GPUS:
             yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
         yield from self._texts()

@@ -106,7 +106,6 @@ class DataConfig:
     """Restart positions after every end of document (attention still crosses documents)."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         yield from self._blend_problems()
         yield from self._split_problems()
         yield from self.tokenizer.problems()

@@ -57,7 +57,6 @@ class FaultsConfig:
     """Loss spikes."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         if self.hang_seconds is not None and not self.hang_seconds >= 1:
             yield Problem("faults.hang_seconds", f"{self.hang_seconds}: at least 1, or null")
         floor = self.hang_seconds or 0

@@ -41,7 +41,6 @@ class LoggingConfig:
     """Dense BF16 peak of one device, for MFU; default: known from the device's name."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         if self.interval < 1:
             yield Problem("logging.interval", f"{self.interval}: must be at least 1")
         if self.peak_tflops is not None and not self.peak_tflops > 0:

@@ -48,7 +48,6 @@ class ParallelConfig:
     """A collective that waits longer than this fails the run."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         yield from self._sizes()
         yield from self._pipeline()
         yield from self._overlap()

@@ -78,7 +78,6 @@ class StabilityConfig:
         return bool(self.capture_at) or self.capture_at_grad_norm is not None
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         for name in ("interval", "rows", "sequences", "reference_steps", "head_steps",
                      "capture_sequences", "capture_worst_layers", "capture_max_mib"):  # fmt: skip
             if getattr(self, name) < 1:

@@ -71,7 +71,6 @@ class TrainingConfig:
     """Compile norms with the additions before them, bias + activation, and cross entropy."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         least = {"train_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_steps": 1,
                  "eval_interval": 1, "exit_at_step": 1, "seed": 0}  # fmt: skip
         yield from at_least("training", self, least)
@@ -130,7 +129,6 @@ class OptimizerConfig:
     """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         yield from self._rates()
         yield from self._adam()
         yield from at_least("optimizer", self, {"warmup_steps": 0, "decay_steps": 1})
