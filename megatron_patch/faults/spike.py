@@ -21,7 +21,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -214,11 +214,7 @@ class SpikePolicy(Watcher):
 
     def _record(self, spike: Spike, done: str, attention: dict[str, Any]) -> None:
         entry = {
-            "step": spike.step,
-            "loss": spike.loss,
-            "grad_norm": spike.grad_norm,
-            "loss_z": spike.loss_z,
-            "grad_norm_z": spike.grad_norm_z,
+            **{key: value for key, value in asdict(spike).items() if key != "batch"},
             "action": done,
             "global_batch": spike.batch,
             "samples": self._samples(spike.batch),

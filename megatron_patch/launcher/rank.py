@@ -98,10 +98,10 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
 def _logged_error() -> str:
     """What the trainer's command line said about the error it ends with."""
     common = sys.modules.get("megatron_patch.cli.common")
-    if common is None or not common.told:
+    if common is None or not common.logged:
         return ""
     # The first line of a list says how many there are.
-    return " ".join(line.strip() for line in common.told[-1].splitlines()[:2])
+    return " ".join(line.strip() for line in common.logged[-1].splitlines()[:2])
 
 
 def _note_term(path: Path) -> None:

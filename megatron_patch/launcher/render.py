@@ -106,9 +106,8 @@ def job_problems(job: Job) -> Iterator[Problem]:
     yield from world_size_problems(run, job.world_size)
     for path, folder in (("run_dir", job.run_dir), ("working directory", job.work_dir)):
         if not PATH.fullmatch(str(folder)):
-            yield Problem(
-                path, f"{str(folder)[:120]!r}: only letters, digits and . _ / + = @ - are taken"
-            )
+            text = f"{str(folder)[:120]!r}: only letters, digits and . _ / + = @ - are taken"
+            yield Problem(path, text)
 
 
 def check(job: Job) -> None:

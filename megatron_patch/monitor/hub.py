@@ -98,12 +98,8 @@ class Monitor:
         """At step 0 what is wrong is raised: most likely a key or a name. Later on its server may
         be away, and a run of weeks must not wait for it at a restart or a rewind."""
         try:
-            sink = WandbSink(
-                self.run.logging.wandb,
-                self.run_dir,
-                name=self.run.name,
-                settings=self._settings or {},
-            )
+            settings, name = self._settings or {}, self.run.name
+            sink = WandbSink(self.run.logging.wandb, self.run_dir, name=name, settings=settings)
         except Exception as error:  # its own kinds, which are no OSError
             if start_step == 0:
                 raise

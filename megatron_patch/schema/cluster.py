@@ -269,10 +269,8 @@ class ClusterConfig:
                 yield Problem(f"cluster.preflight.{name}", f"{number}: must be 0 or more")
         low, high = TOLERANCE
         if not low <= p.tolerance <= high:
-            yield Problem(
-                "cluster.preflight.tolerance",
-                f"{p.tolerance}: must be from {low} to {high}; it is a share, 0.15 is 15 %",
-            )
+            text = f"{p.tolerance}: must be from {low} to {high}; it is a share, 0.15 is 15 %"
+            yield Problem("cluster.preflight.tolerance", text)
 
     def _environment(self) -> Iterator[Problem]:
         for n, item in enumerate(self.environment):
@@ -300,6 +298,5 @@ class ClusterConfig:
         if not VARIABLE.fullmatch(name):
             yield Problem(path, f"{name[:80]!r} is not a variable name (letters, digits, _)")
         elif name in SHELL_VARIABLES or name in MANAGED or name.startswith(MANAGED_PREFIXES):
-            yield Problem(
-                path, f"{name} is set by Slurm, the shell or the launcher; it cannot be set here"
-            )
+            text = f"{name} is set by Slurm, the shell or the launcher; it cannot be set here"
+            yield Problem(path, text)

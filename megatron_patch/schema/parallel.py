@@ -58,10 +58,8 @@ class ParallelConfig:
                  "expert_model", "expert_tensor")  # fmt: skip
         yield from at_least("parallel", self, {f"{kind}_parallel_size": 1 for kind in kinds})
         if not self.distributed_timeout_minutes > 0:
-            yield Problem(
-                "parallel.distributed_timeout_minutes",
-                f"{self.distributed_timeout_minutes}: must be more than 0",
-            )
+            text = f"{self.distributed_timeout_minutes}: must be more than 0"
+            yield Problem("parallel.distributed_timeout_minutes", text)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
                 "parallel.sequence_parallel",

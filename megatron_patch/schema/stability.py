@@ -102,10 +102,8 @@ class StabilityConfig:
 
     def _guard(self) -> Iterator[Problem]:
         if self.guard in ("switch", "stop") and not self.enabled:
-            yield Problem(
-                "stability.guard",
-                f"{self.guard} needs the telemetry: set stability.enabled: true, or guard: off",
-            )
+            text = f"{self.guard} needs the telemetry: set stability.enabled: true, or guard: off"
+            yield Problem("stability.guard", text)
 
     def _triggers(self) -> Iterator[Problem]:
         if len(set(self.capture_at)) != len(self.capture_at):
@@ -114,15 +112,11 @@ class StabilityConfig:
         if norm is not None and not norm > 0:
             yield Problem("stability.capture_at_grad_norm", f"{norm}: must be more than 0, or null")
         if self.capture_worst_heads < 0:
-            yield Problem(
-                "stability.capture_worst_heads",
-                f"{self.capture_worst_heads}: must be at least 1, or 0 for all",
-            )
+            text = f"{self.capture_worst_heads}: must be at least 1, or 0 for all"
+            yield Problem("stability.capture_worst_heads", text)
         if self.triggered and not self.enabled:
-            yield Problem(
-                "stability.capture_at",
-                "needs the telemetry, which says when: set stability.enabled: true",
-            )
+            text = "needs the telemetry, which says when: set stability.enabled: true"
+            yield Problem("stability.capture_at", text)
 
     def _captures(self) -> Iterator[Problem]:
         if bool(self.capture_steps) != bool(self.capture_layers):

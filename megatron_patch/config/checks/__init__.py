@@ -144,10 +144,8 @@ def faults_problems(run: RunConfig) -> Iterator[Problem]:
     if spike.action != "rewind":
         return
     if checkpoint.interval is None:
-        yield Problem(
-            "faults.spike.action",
-            "rewind needs checkpoints to go back to; set checkpoint.interval",
-        )
+        text = "rewind needs checkpoints to go back to; set checkpoint.interval"
+        yield Problem("faults.spike.action", text)
     elif checkpoint.keep_last is not None:
         kept = checkpoint.interval * (checkpoint.keep_last - 1)
         if spike.rewind_margin > kept:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Settings that contradict each other, and what the backend cannot serve in this model."""
     yield from _stabilizer(run)
-    said = set()
+    reported = set()
     for facts in registry.layer_kinds(run):
         for complaint in unsupported(run.attention.backend, facts):
-            if complaint not in said:
-                said.add(complaint)
+            if complaint not in reported:
+                reported.add(complaint)
                 yield Problem("attention.backend", f"{run.attention.backend!r}: {complaint}")
 
 
@@ -36,10 +36,8 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
             "true if that is what you want, or use compensated",
         )
     if attention.allow_broken and name != "paper_bf16":
-        yield Problem(
-            "attention.allow_broken",
-            f"true has no effect with attention.stabilizer {name!r}: leave it out",
-        )
+        text = f"true has no effect with attention.stabilizer {name!r}: leave it out"
+        yield Problem("attention.allow_broken", text)
     if attention.residual != "default" and (
         name != "compensated" or not BACKENDS[attention.backend].stabilizers
     ):
@@ -50,10 +48,8 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
         )
     if name == "dynamic_max":
         if not attention.dynamic_max_beta > 1:
-            yield Problem(
-                "attention.dynamic_max_beta", f"{attention.dynamic_max_beta}: must be more than 1"
-            )
+            text = f"{attention.dynamic_max_beta}: must be more than 1"
+            yield Problem("attention.dynamic_max_beta", text)
         if not attention.dynamic_max_eps >= 0:
-            yield Problem(
-                "attention.dynamic_max_eps", f"{attention.dynamic_max_eps}: must not be negative"
-            )
+            text = f"{attention.dynamic_max_eps}: must not be negative"
+            yield Problem("attention.dynamic_max_eps", text)

@@ -41,9 +41,8 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
     elif attention.backend != "stable_flash":
         for facts in registry.layer_kinds(run):
             for complaint in unsupported("stable_flash", facts):
-                yield Problem(
-                    "stability.guard", f"switch: stable_flash cannot take over: {complaint}"
-                )
+                text = f"switch: stable_flash cannot take over: {complaint}"
+                yield Problem("stability.guard", text)
 
 
 def _captures(run: RunConfig) -> Iterator[Problem]:
@@ -58,10 +57,8 @@ def _captures(run: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"stability.{name}", f"{value}: must be in {low}..{high}")
     micro_batches = max(1, training.global_batch_size // max(1, training.micro_batch_size))
     if not 0 <= options.capture_micro_batch < micro_batches:
-        yield Problem(
-            "stability.capture_micro_batch",
-            f"{options.capture_micro_batch}: must be in 0..{micro_batches - 1}",
-        )
+        text = f"{options.capture_micro_batch}: must be in 0..{micro_batches - 1}"
+        yield Problem("stability.capture_micro_batch", text)
     asked = [len(options.capture_heads)] if options.capture_steps else []
     asked += [options.capture_worst_heads] if options.triggered else []
     if asked:
