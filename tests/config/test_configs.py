@@ -30,16 +30,13 @@ def test_gpt2_124m_is_gpt2_124m() -> None:
     assert (50257 + model.seq_length) * width + layers * per_layer + 2 * width == 124_439_808
 
 
-@pytest.mark.parametrize(
-    ("override", "path"),
-    [
-        # Each of these once ended `config check` in a traceback or in hours of counting.
-        ("model.num_layers=9223372036854775807", "model.num_layers"),
-        ("model.rotary_percent=1e308", "model.rotary_percent"),
-        ("checkpoint.load_from=" + "x" * 3000, "checkpoint.load_from"),
-        ("checkpoint.hmac_key_file=/dev/zero", "checkpoint.hmac_key_file"),
-    ],
-)
+@pytest.mark.parametrize(("override", "path"), [
+    # Each of these once ended `config check` in a traceback or in hours of counting.
+    ("model.num_layers=9223372036854775807", "model.num_layers"),
+    ("model.rotary_percent=1e308", "model.rotary_percent"),
+    ("checkpoint.load_from=" + "x" * 3000, "checkpoint.load_from"),
+    ("checkpoint.hmac_key_file=/dev/zero", "checkpoint.hmac_key_file"),
+])  # fmt: skip
 def test_values_out_of_all_proportion_are_refused_in_words(override: str, path: str) -> None:
     with pytest.raises(config.ConfigError) as caught:
         config.load(ROOT / "configs" / "quickstart.yaml", [override])

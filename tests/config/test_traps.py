@@ -213,30 +213,27 @@ def test_alias_bomb_is_refused_at_its_first_anchor(write: Write, refused: Load) 
     assert ":1:" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "is empty"),
-        ("# only a comment\n", "is empty"),
-        ("---\n", "is not a mapping"),
-        ("- a\n- b\n", "is not a mapping"),
-        ("just text\n", "is not a mapping"),
-        ("count: 1\n---\ncount: 2\n", "a second document starts here"),
-        ("? [a, b]\n: 1\n", "a key must be a plain name"),
-        ("<<: {count: 1}\n", "merge keys are not supported"),
-        ("inner: " + "{a: " * 3000, "nested deeper than 16"),
-        ("many: " + "[" * 3000, "nested deeper than 16"),
-        ("%TAG ! tag:x,2000:\n---\ncount: 1\n", "%TAG"),
-        ("count: 1\n\tx: 2\n", "not valid YAML"),
-        (b"text: \xff\n", "line 1: byte 0xff is not UTF-8"),
-        ("count: 1\n".encode("utf-16"), "is not UTF-8"),
-        ("count: 1\n\ntext: a\x00b\n", "cannot stand in a configuration"),
-        ("text: a\u2028b\n", "cannot stand in a configuration"),
-        ("text: a\x85b\n", "cannot stand in a configuration"),
-        ("many: [" + "1," * 100_000 + "]", "more than 10000 keys and values"),
-        ("x: " + "y" * 300_000, "a configuration has at most 262144"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "is empty"),
+    ("# only a comment\n", "is empty"),
+    ("---\n", "is not a mapping"),
+    ("- a\n- b\n", "is not a mapping"),
+    ("just text\n", "is not a mapping"),
+    ("count: 1\n---\ncount: 2\n", "a second document starts here"),
+    ("? [a, b]\n: 1\n", "a key must be a plain name"),
+    ("<<: {count: 1}\n", "merge keys are not supported"),
+    ("inner: " + "{a: " * 3000, "nested deeper than 16"),
+    ("many: " + "[" * 3000, "nested deeper than 16"),
+    ("%TAG ! tag:x,2000:\n---\ncount: 1\n", "%TAG"),
+    ("count: 1\n\tx: 2\n", "not valid YAML"),
+    (b"text: \xff\n", "line 1: byte 0xff is not UTF-8"),
+    ("count: 1\n".encode("utf-16"), "is not UTF-8"),
+    ("count: 1\n\ntext: a\x00b\n", "cannot stand in a configuration"),
+    ("text: a\u2028b\n", "cannot stand in a configuration"),
+    ("text: a\x85b\n", "cannot stand in a configuration"),
+    ("many: [" + "1," * 100_000 + "]", "more than 10000 keys and values"),
+    ("x: " + "y" * 300_000, "a configuration has at most 262144"),
+])  # fmt: skip
 def test_files_that_are_no_configuration(
     write: Write, refused: Load, text: str | bytes, reason: str
 ) -> None:
