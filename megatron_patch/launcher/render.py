@@ -212,8 +212,10 @@ def settings(job: Job) -> Iterator[str]:
         "SECRETS_FILE": job.absolute(c.secrets_file),
     }
     for name, value in values.items():
-        array = isinstance(value, tuple)
-        yield f"{name}=({shlex.join(value)})" if array else f"{name}={shlex.quote(str(value))}"
+        if isinstance(value, tuple):
+            yield f"{name}=({shlex.join(value)})"
+        else:
+            yield f"{name}={shlex.quote(str(value))}"
     variables = c.variables()
     yield f"SETTINGS_ENVIRONMENT=({shlex.join(v.name for v in variables)})"
     for variable in variables:

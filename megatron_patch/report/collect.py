@@ -296,10 +296,8 @@ def _read_telemetry(run_dir: Path, facts: RunFacts) -> None:
     except (OSError, ValueError) as error:
         facts.telemetry_problem = f"{unreadable}{error}"
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        facts.telemetry_problem = (
-            f"{unreadable}meta.json is not as this version writes it "
-            f"({type(error).__name__}: {error})"
-        )
+        text = f"meta.json is not as this version writes it ({type(error).__name__}: {error})"
+        facts.telemetry_problem = unreadable + text
     else:
         facts.telemetry = found if judged else None
         if not judged:
