@@ -150,10 +150,13 @@ def test_report_to_standard_output(place: Path, mode: str) -> None:
     assert text.endswith("</html>\n")
 
 
-@pytest.mark.parametrize("argv", [
-    ["report", "run", "--png"],
-    ["plan", "--config", "run.yaml", "--gpus-per-node", "1", "--plot"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["report", "run", "--png"],
+        ["plan", "--config", "run.yaml", "--gpus-per-node", "1", "--plot"],
+    ],
+)
 @pytest.mark.parametrize("out", ["new", "folder"])
 def test_pictures_have_an_ending(
     place: Path, capsys: pytest.CaptureFixture[str], argv: list[str], out: str

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
 from script_shims import ROOT, ScriptShims
 
 SCRIPT = ROOT / "scripts" / "install_slurm.sh"
