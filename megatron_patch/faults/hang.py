@@ -37,10 +37,10 @@ from megatron_patch.faults.stacks import Witness
 from megatron_patch.runtime import lifeline
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.heartbeat import PAUSES, PHASES, PULSE, Beat, Pulse
+from megatron_patch.schema.faults import FaultsConfig
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.faults import FaultsConfig
 
 EXIT_CODE = 6
 FOLDER = "hangs"

@@ -28,10 +28,10 @@ import torch
 from megatron_patch.faults.spike import TO_SIGMA
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.watcher import Action, ResumePoint, StepResult, Watcher
+from megatron_patch.schema.faults import FaultsConfig
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.faults import FaultsConfig
 
 WHAT = ("data", "compute")
 LEAST_SECONDS = 0.001

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_patch.launcher.render import Job
 from megatron_patch.launcher.submit import LaunchError
-
-if TYPE_CHECKING:
-    from megatron_patch.launcher.render import Job
 
 
 def check_fit(job: Job) -> str | None:

@@ -18,13 +18,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import write_whole
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 VERSIONS = (
     "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy",

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_patch.runtime.environment import ROOT
 from megatron_patch.schema.cluster import HOSTS, PATH
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 SCRIPT, PARTS = "train.sbatch", ("requeue.sh", "lib.sh", "node.sh")
 OPTIONS, SETTINGS = "sbatch options", "settings"

@@ -8,14 +8,11 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_patch.launcher import render
 from megatron_patch.launcher.render import Job
 from megatron_patch.runtime.files import write_whole
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import Loaded
+from megatron_patch.schema.run import Loaded
 
 JOB_ID = re.compile(r"([0-9]+)(;[A-Za-z0-9._-]+)?")
 TIMEOUT = 120  # seconds Slurm's controller may take to answer

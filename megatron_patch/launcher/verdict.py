@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from megatron_patch.launcher.preflight import VERSIONS, writing
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 REPORTED = {"node", "index", "versions", "gpus", "free", "clock_skew", "write_seconds"}
 MAY_BE_UNKNOWN = {"commit": ("unknown", None), "driver": (None,)}

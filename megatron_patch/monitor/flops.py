@@ -16,9 +16,9 @@ Conventions
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_patch.schema.model import (
+    MLAConfig,
+    ModelConfig,
     attention_head_dim,
     expert_ffn_hidden_size,
     ffn_hidden_size,
@@ -26,10 +26,7 @@ from megatron_patch.schema.model import (
     is_windowed_layer,
     query_groups,
 )
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.model import MLAConfig, ModelConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 BACKWARD_FACTOR = 3.0  # forward + twice the forward in the backward pass
 

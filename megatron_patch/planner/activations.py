@@ -11,17 +11,18 @@ Shapes are those of `sizes`; N: tokens a rank's experts are given.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.planner.sizes import FLOAT, INT64, rank_shapes
-from megatron_patch.schema.model import expert_ffn_hidden_size, ffn_hidden_size, is_moe_layer
+from megatron_patch.planner.sizes import FLOAT, INT64, RankShapes, rank_shapes
+from megatron_patch.schema.model import (
+    MLAConfig,
+    MoEConfig,
+    expert_ffn_hidden_size,
+    ffn_hidden_size,
+    is_moe_layer,
+)
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.stability.guard import TARGET
-
-if TYPE_CHECKING:
-    from megatron_patch.planner.sizes import RankShapes
-    from megatron_patch.schema.model import MLAConfig, MoEConfig
-    from megatron_patch.schema.run import RunConfig
 
 UNBALANCED = 1.5
 """Tokens of the fullest expert-parallel rank over its share, averaged over layers, that memory is

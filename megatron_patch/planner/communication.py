@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
 from megatron_patch.planner.sizes import FLOAT, RankShapes, rank_shapes
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema.model import is_moe_layer
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

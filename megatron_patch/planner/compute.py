@@ -11,7 +11,6 @@ project's kernels, and what lies between the matrix products moves a multiple of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import layer_window
 from megatron_patch.monitor.flops import flops_per_token, mean_context
@@ -30,10 +29,8 @@ from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import bubble
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema.model import expert_ffn_hidden_size, ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import RecomputeConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
 
 HALF_RATE_WIDTH = 256
 """Inner dimension at which a matrix product runs at half its best rate."""

@@ -7,10 +7,8 @@ adjacent, pipeline neighbors farthest apart; nodes are filled in that order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 NODE, NETWORK = "NVLink", "network"
 

@@ -12,16 +12,13 @@ allowances: see `ALLOWANCES` and docs/planning.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.planner.activations import Activations, BackwardStage, SavedTensor
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import FORWARD, in_flight, passes
 from megatron_patch.planner.states import States, buffers_of, states_of
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 MIB, GIB = 2**20, 2**30
 WORKSPACE = 64 * MIB

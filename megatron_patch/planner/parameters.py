@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_patch.schema.model import (
+    MLAConfig,
+    MoEConfig,
     attention_head_dim,
     expert_ffn_hidden_size,
     ffn_hidden_size,
@@ -20,10 +21,7 @@ from megatron_patch.schema.model import (
     query_groups,
 )
 from megatron_patch.schema.parallel import ParallelConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.model import MLAConfig, MoEConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_patch.planner.communication import Traffic, traffic_of
 from megatron_patch.planner.compute import Speed, speed_of
@@ -13,11 +13,7 @@ from megatron_patch.planner.layout import Layout, layout_of
 from megatron_patch.planner.memory import GIB, StageMemory, memory_of, save_bytes
 from megatron_patch.planner.parameters import Counts, model_counts, padded_vocab_size
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 ASSUMED_VOCABULARY = 128_256, "Llama 3's"
 """Among the largest in use: assumed, and said so, where the tokenizer is not here."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.planner.layout import micro_batches
 from megatron_patch.planner.memory import GIB, StageMemory
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
+from megatron_patch.planner.plan import Plan
+from megatron_patch.planner.search import Alternative
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.planner.plan import Plan
-    from megatron_patch.planner.search import Alternative
 
 AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": "dp_cp"}
 COLUMNS = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from megatron_patch.config import checks
 from megatron_patch.planner.layout import layout_of
@@ -19,10 +18,8 @@ from megatron_patch.planner.parameters import padded_vocab_size
 from megatron_patch.planner.plan import Machine, Plan, Vocabulary, make_plan, problems_of
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema import render
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import RecomputeConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
 
 SIZES = (1, 2, 4, 8, 16, 32)
 MAX_NODES = 1024

@@ -8,12 +8,9 @@ padded vocabulary; N tokens a rank's experts are given; w bytes an element (2 in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.schema.model import attention_head_dim, query_groups
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 FLOAT, INT64 = 4, 8
 

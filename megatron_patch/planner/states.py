@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megatron_patch.planner.layout import Layout
 from megatron_patch.planner.parameters import Parameter, chunk_parameters, chunks_of
-
-if TYPE_CHECKING:
-    from megatron_patch.planner.layout import Layout
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 START = 64
 """Elements a parameter's start is aligned to."""

@@ -7,14 +7,12 @@ shell nor Slurm's option parser can read as anything but a name. Values are quot
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.paths import PathOrName, PathText
 from megatron_patch.schema.problem import Problem, at_least
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(,[A-Za-z0-9][A-Za-z0-9._-]*)*")

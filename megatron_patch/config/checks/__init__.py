@@ -7,18 +7,14 @@ sections, or what another room can serve, stands here with the section whose key
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
 from megatron_patch.schema.effective import decay_steps
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
