@@ -92,10 +92,10 @@ def add_parser(commands: Subparsers) -> None:
 
 def run_launch(args: argparse.Namespace) -> int:
     loaded = load(args.config, args.overrides, for_job=True)
-    from megatron_patch.launcher import fit, render, submit
+    from megatron_patch.launcher import render, submit
 
     job = submit.build_job(loaded, args.nodes)
-    memory = None if args.no_plan else fit.check_fit(job)
+    memory = None if args.no_plan else submit.check_fit(job)
     if memory is not None:
         print(memory, file=sys.stderr)
     if args.dry_run:

@@ -63,7 +63,6 @@ class Activations:
         self.run, self.model, self.n = run, run.model, rank_shapes(run, vocab)
         self.fused = run.training.compile_fusions
         recompute = run.training.recompute
-        self.granularity = recompute.granularity
         self.modules = recompute.modules if recompute.granularity == "selective" else []
 
     # --- what is saved ------------------------------------------------------------------------

@@ -109,13 +109,10 @@ class _Clock:
 
     def __init__(self, run: RunConfig, layout: Layout, gpu: Gpu, vocab: int) -> None:
         self.run, self.layout, self.gpu, self.vocab = run, layout, gpu, vocab
-        self.model = run.model
-        self.acts = Activations(run, vocab)
-        self.n = self.acts.n
-        recompute = run.training.recompute
-        self.full = recompute.granularity == "full"
-        self.selected = recompute.modules if recompute.granularity == "selective" else []
-        self.fused = run.training.compile_fusions
+        self.model, self.acts = run.model, Activations(run, vocab)
+        self.n, self.fused, self.selected = self.acts.n, self.acts.fused, self.acts.modules
+        self.full = run.training.recompute.granularity == "full"
+        self.bandwidth = gpu.hbm * GB * MEMORY_SHARE
 
     def product(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of [rows, inner] x [inner, columns]; the narrower side limits the rate."""
@@ -175,7 +172,7 @@ class _Clock:
         attention = forward + backward
         saved = sum(x.size for x in Activations(_kept(self.run), self.vocab).layer(number))
         factor = TRAFFIC_FUSED if self.fused else TRAFFIC
-        memory = factor * saved / (self.gpu.hbm * GB * MEMORY_SHARE)
+        memory = factor * saved / self.bandwidth
         if self.full:
             return matrix * 4 / 3, attention + forward, memory * 4 / 3
         if "mlp" in self.selected or "moe" in self.selected:
@@ -190,7 +187,7 @@ class _Clock:
         each = LOGIT_BYTES_FUSED if self.fused else LOGIT_BYTES
         bytes_moved = each * n.T * n.vocab
         depths = 1 + (0 if self.model.mtp is None else self.model.mtp.num_layers)
-        seconds = bytes_moved / (self.gpu.hbm * GB * MEMORY_SHARE)
+        seconds = bytes_moved / self.bandwidth
         return depths * 3 * self.product(n.T, n.h, n.vocab), depths * seconds
 
     def chunk(self, chunk: Chunk) -> tuple[float, float, float]:
@@ -227,7 +224,7 @@ class _Clock:
             pipeline=sent["pp"],
             bubble=idle,
             data_parallel=self._exposed(stage, busy / count),
-            update=owned * UPDATE_BYTES / (self.gpu.hbm * GB * MEMORY_SHARE),
+            update=owned * UPDATE_BYTES / self.bandwidth,
         )
 
     def _sent(self, traffic: list[Traffic]) -> dict[str, float]:
