@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _note_term(attempt / "asked" / f"{rank:05d}")
     _redirect(attempt / f"rank_{rank:05d}.log")
-    code, reason = _settled(attempt / "exit") or _run(arguments[0], arguments[1:])
+    code, reason = _ended_for_good(attempt / "exit") or _run(arguments[0], arguments[1:])
     # What asks to stop comes again until the rank is gone, and reaches nodes at different times:
     # a rank that has saved because another one was asked must not die of it on its way out. An
     # interpreter that ends gives the signals of Python handlers back to the system.
@@ -128,7 +128,7 @@ def _note_term(path: Path) -> None:
     threading.Thread(target=listen, name="note-term", daemon=True).start()
 
 
-def _settled(folder: Path) -> tuple[int, str] | None:
+def _ended_for_good(folder: Path) -> tuple[int, str] | None:
     """What ended this attempt for good, where an agent that restarts ranks starts them again.
 
     ft_launcher knows no exit code that means "never again".

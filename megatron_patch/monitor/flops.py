@@ -77,11 +77,8 @@ def _layer(model: ModelConfig, layer_number: int) -> float:
     if model.window is not None and is_windowed_layer(model.window_skip_freq, layer_number):
         window = (model.window[0], model.window[1])
     context = mean_context(model.seq_length, window)
-    attend = (
-        _attention(model, context)
-        if model.mla is None
-        else _latent_attention(model, model.mla, context)
-    )
+    mla = model.mla
+    attend = _attention(model, context) if mla is None else _latent_attention(model, mla, context)
     gated, h = model.activation == "swiglu", model.hidden_size
     moe = model.moe
     if moe is None or not is_moe_layer(moe.layer_freq, layer_number):

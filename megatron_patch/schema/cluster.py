@@ -60,10 +60,8 @@ def seconds(time_limit: str) -> int | None:
     match = TIME.fullmatch(time_limit)
     if match is None:
         return None
-    days, parts = (
-        match["days"],
-        [int(p) for p in (match["first"], match["second"], match["third"]) if p],
-    )
+    days = match["days"]
+    parts = [int(p) for p in (match["first"], match["second"], match["third"]) if p]
     if days is not None:
         hours, minutes, rest = (parts + [0, 0])[:3]
         return int(days) * 86400 + hours * 3600 + minutes * 60 + rest

@@ -113,10 +113,8 @@ class ParallelConfig:
         yield from self._hierarchy()
 
     def _hierarchy(self) -> Iterator[Problem]:
-        sizes, path = (
-            self.hierarchical_context_parallel_sizes,
-            "parallel.hierarchical_context_parallel_sizes",
-        )
+        sizes = self.hierarchical_context_parallel_sizes
+        path = "parallel.hierarchical_context_parallel_sizes"
         used = "a2a+p2p" in self.cp_comm_types
         if sizes is None:
             if used:
