@@ -52,7 +52,7 @@ class BackwardStage:
 
 
 class Activations:
-    """SavedTensor tensors and backward moments of every module of one rank.
+    """Saved tensors and backward moments of every module of one rank.
 
     Args:
         run: a configuration that passed its checks.

@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """RankShapes and groups of one job."""
+    """Sizes and groups of one job."""
 
     nodes: int
     gpus_per_node: int

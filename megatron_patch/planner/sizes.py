@@ -72,7 +72,7 @@ class RankShapes:
 
 
 def rank_shapes(run: RunConfig, vocab: int) -> RankShapes:
-    """RankShapes of one rank; ``vocab`` is padded."""
+    """The shapes of one rank; ``vocab`` is padded."""
     model, p = run.model, run.parallel
     tp, b = p.tensor_model_parallel_size, run.training.micro_batch_size
     s = model.seq_length // p.context_parallel_size
