@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_patch.schema.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -76,6 +78,7 @@ class StabilityConfig:
         return bool(self.capture_at) or self.capture_at_grad_norm is not None
 
     def problems(self) -> Iterator[Problem]:
+        """What is wrong with these values by themselves."""
         for name in ("interval", "rows", "sequences", "reference_steps", "head_steps",
                      "capture_sequences", "capture_worst_layers", "capture_max_mib"):  # fmt: skip
             if getattr(self, name) < 1:
@@ -100,8 +103,10 @@ class StabilityConfig:
 
     def _guard(self) -> Iterator[Problem]:
         if self.guard in ("switch", "stop") and not self.enabled:
-            text = f"{self.guard} needs the telemetry: set stability.enabled: true, or guard: off"
-            yield Problem("stability.guard", text)
+            yield Problem(
+                "stability.guard",
+                f"{self.guard} needs the telemetry: set stability.enabled: true, or guard: off",
+            )
 
     def _triggers(self) -> Iterator[Problem]:
         if len(set(self.capture_at)) != len(self.capture_at):
@@ -110,11 +115,15 @@ class StabilityConfig:
         if norm is not None and not norm > 0:
             yield Problem("stability.capture_at_grad_norm", f"{norm}: must be more than 0, or null")
         if self.capture_worst_heads < 0:
-            text = f"{self.capture_worst_heads}: must be at least 1, or 0 for all"
-            yield Problem("stability.capture_worst_heads", text)
+            yield Problem(
+                "stability.capture_worst_heads",
+                f"{self.capture_worst_heads}: must be at least 1, or 0 for all",
+            )
         if self.triggered and not self.enabled:
-            text = "needs the telemetry, which says when: set stability.enabled: true"
-            yield Problem("stability.capture_at", text)
+            yield Problem(
+                "stability.capture_at",
+                "needs the telemetry, which says when: set stability.enabled: true",
+            )
 
     def _captures(self) -> Iterator[Problem]:
         if bool(self.capture_steps) != bool(self.capture_layers):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.problem import Problem
-from megatron_patch.schema.run import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.schema.run import RunConfig
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Settings that contradict each other, and what the backend cannot serve in this model."""
     yield from _stabilizer(run)
-    reported = set()
+    said = set()
     for facts in registry.layer_kinds(run):
         for complaint in unsupported(run.attention.backend, facts):
-            if complaint not in reported:
-                reported.add(complaint)
+            if complaint not in said:
+                said.add(complaint)
                 yield Problem("attention.backend", f"{run.attention.backend!r}: {complaint}")
 
 
@@ -32,8 +36,10 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
             "true if that is what you want, or use compensated",
         )
     if attention.allow_broken and name != "paper_bf16":
-        text = f"true has no effect with attention.stabilizer {name!r}: leave it out"
-        yield Problem("attention.allow_broken", text)
+        yield Problem(
+            "attention.allow_broken",
+            f"true has no effect with attention.stabilizer {name!r}: leave it out",
+        )
     if attention.residual != "default" and (
         name != "compensated" or not BACKENDS[attention.backend].stabilizers
     ):
@@ -44,8 +50,10 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
         )
     if name == "dynamic_max":
         if not attention.dynamic_max_beta > 1:
-            text = f"{attention.dynamic_max_beta}: must be more than 1"
-            yield Problem("attention.dynamic_max_beta", text)
+            yield Problem(
+                "attention.dynamic_max_beta", f"{attention.dynamic_max_beta}: must be more than 1"
+            )
         if not attention.dynamic_max_eps >= 0:
-            text = f"{attention.dynamic_max_eps}: must not be negative"
-            yield Problem("attention.dynamic_max_eps", text)
+            yield Problem(
+                "attention.dynamic_max_eps", f"{attention.dynamic_max_eps}: must not be negative"
+            )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.model import attention_head_dim
 from megatron_patch.schema.problem import Problem
-from megatron_patch.schema.run import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_patch.schema.run import RunConfig
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -37,8 +41,9 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
     elif attention.backend != "stable_flash":
         for facts in registry.layer_kinds(run):
             for complaint in unsupported("stable_flash", facts):
-                text = f"switch: stable_flash cannot take over: {complaint}"
-                yield Problem("stability.guard", text)
+                yield Problem(
+                    "stability.guard", f"switch: stable_flash cannot take over: {complaint}"
+                )
 
 
 def _captures(run: RunConfig) -> Iterator[Problem]:
@@ -53,8 +58,10 @@ def _captures(run: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"stability.{name}", f"{value}: must be in {low}..{high}")
     micro_batches = max(1, training.global_batch_size // max(1, training.micro_batch_size))
     if not 0 <= options.capture_micro_batch < micro_batches:
-        text = f"{options.capture_micro_batch}: must be in 0..{micro_batches - 1}"
-        yield Problem("stability.capture_micro_batch", text)
+        yield Problem(
+            "stability.capture_micro_batch",
+            f"{options.capture_micro_batch}: must be in 0..{micro_batches - 1}",
+        )
     asked = [len(options.capture_heads)] if options.capture_steps else []
     asked += [options.capture_worst_heads] if options.triggered else []
     if asked:
