@@ -14,34 +14,10 @@ import os
 import sys
 
 import megatron_patch
-from megatron_patch.cli import (
-    checkpoint,
-    config,
-    doctor,
-    launch,
-    moved,
-    plan,
-    preflight,
-    prepare_data,
-    probe,
-    report,
-    train,
-)
+from megatron_patch.cli import checkpoint, cluster, config, inspect, prepare_data, train
 from megatron_patch.cli.common import Parser, tell
 
-COMMANDS = (
-    train,
-    plan,
-    launch,
-    preflight,
-    prepare_data,
-    config,
-    doctor,
-    report,
-    probe,
-    checkpoint,
-    moved,
-)
+COMMANDS = train, cluster, prepare_data, config, inspect, checkpoint
 OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -49,7 +25,6 @@ READER_GONE = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every command."""
     parser = Parser(
         prog="megatron-patch",
         description="Stable BF16 GPT pretraining on Megatron-Core from one YAML file.",

@@ -47,7 +47,6 @@ Newer ones are moved to aside/; nothing is deleted. Refused while the run trains
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "checkpoint",
         help="list, verify and prune the checkpoints of a run, or go back to one",
@@ -134,7 +133,6 @@ def _print_json(**answer: Any) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Print the table."""
     from megatron_patch.checkpoint import newest, pinned
     from megatron_patch.checkpoint.directory import CheckpointDirectory
     from megatron_patch.checkpoint.errors import CheckpointError

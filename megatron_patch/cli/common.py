@@ -70,7 +70,7 @@ def load(file: str, overrides: list[str], *, for_job: bool = False) -> Loaded:
     return config.load(file, overrides, for_job=for_job)
 
 
-told: list[str] = []
+logged: list[str] = []
 """What `tell` was given, on every rank; the launcher writes the last one beside the exit code."""
 
 
@@ -80,7 +80,7 @@ def tell(error: BaseException) -> None:
     Once a node, not once a job: a file that is missing on one node only would otherwise end the
     job without a word.
     """
-    told.append(str(error) or type(error).__name__)
+    logged.append(str(error) or type(error).__name__)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"megatron-patch: {error}", file=sys.stderr, flush=True)
         return

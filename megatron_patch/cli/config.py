@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.cli.common import Subparsers, add_overrides, as_path, load, tell
 from megatron_patch.schema import paths
@@ -25,89 +25,65 @@ Look at a configuration without starting anything. Nothing here needs a GPU or i
 """
 
 
+SHOW = """\
+Print the resolved configuration, each value with its origin.
+The output is YAML and loads to the same values; origins stand in comments.
+"""
+CHECK = """\
+Check configurations and report every problem at once.
+Exit code 0: usable, and every path it names is printed as it is meant, from the working
+directory; 2: the problems are on stderr, with file, line and remedy.
+Data files are checked when they are opened, at the start of training.
+"""
+HELP = """\
+Explain the keys of a configuration: type, default and meaning.
+"""
+DOCS = """\
+Print the reference page of all keys (docs/configuration.md).
+Markdown, generated from the docstrings of the configuration's dataclasses.
+"""
+
+
 def add_parser(commands: Subparsers) -> None:
-    """Register the command and its four parts."""
-    parser = commands.add_parser(
-        "config", help="check, show and explain a configuration", description=DESCRIPTION
-    )
+    text = "check, show and explain a configuration"
+    parser = commands.add_parser("config", help=text, description=DESCRIPTION)
     parser.set_defaults(only_prints=True)
     parts = parser.add_subparsers(title="what to do", metavar="show|check|help|docs", required=True)
 
-    show = _part(
-        parts,
-        "show",
-        "print the resolved configuration, each value with its origin",
-        "The output is YAML and loads to the same values; origins stand in comments.",
-    )
-    _add_file(show, many=False)
+    def part(name: str, description: str, work: Any) -> argparse.ArgumentParser:
+        first = description.splitlines()[0].rstrip(".")
+        text = first[0].lower() + first[1:]
+        made: argparse.ArgumentParser = parts.add_parser(name, help=text, description=description)
+        made.set_defaults(run=work, parser=made)
+        return made
+
+    show, check = part("show", SHOW, run_show), part("check", CHECK, run_check)
+    for one in (show, check):  # the configuration, as an argument or (as in `train`) with --config
+        one.add_argument("files", metavar="FILE", type=as_path, nargs="*", help="YAML file")
+        options: dict[str, Any] = {"metavar": "FILE", "type": as_path, "action": "append"}
+        one.add_argument("--config", default=[], help="the same, as train takes it", **options)
+        add_overrides(one)
     show.add_argument("--no-origins", action="store_true", help="leave the comments out")
-    show.set_defaults(run=run_show)
-
-    check = _part(
-        parts,
-        "check",
-        "check configurations and report every problem at once",
-        "Exit code 0: usable, and every path it names is printed as it is meant, from the working\n"
-        "directory; 2: the problems are on stderr, with file, line and remedy.\n"
-        "Data files are checked when they are opened, at the start of training.",
-    )
-    _add_file(check, many=True)
-    check.set_defaults(run=run_check)
-
-    explain = _part(
-        parts, "help", "explain the keys of a configuration", "Type, default and meaning of keys."
-    )
-    explain.add_argument(
-        "topic",
-        nargs="?",
-        default="",
-        metavar="SECTION[.KEY]",
-        help="section or key, e.g. optimizer or optimizer.lr; none: list all",
-    )
-    explain.set_defaults(run=run_help)
-
-    docs = _part(
-        parts,
-        "docs",
-        "print the reference page of all keys (docs/configuration.md)",
-        "Markdown, generated from the docstrings of the configuration's dataclasses.",
-    )
-    docs.add_argument(
-        "--write", metavar="FILE", type=as_path, help="write it there instead of printing it"
-    )
-    docs.set_defaults(run=run_docs)
-
-
-def _part(parts: Subparsers, name: str, summary: str, more: str) -> argparse.ArgumentParser:
-    return parts.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.\n{more}"
-    )
-
-
-def _add_file(parser: argparse.ArgumentParser, *, many: bool) -> None:
-    """The configuration, as an argument or (as in ``train``) with ``--config``."""
-    parser.add_argument("files", metavar="FILE", type=as_path, nargs="*", help="YAML file")
-    text = "the same, as train takes it"
-    parser.add_argument(
-        "--config", metavar="FILE", type=as_path, action="append", default=[], help=text
-    )
-    add_overrides(parser)
-    parser.set_defaults(many=many, parser=parser)
+    text = "section or key, e.g. optimizer or optimizer.lr; none: list all"
+    explain = part("help", HELP, run_help)
+    explain.add_argument("topic", nargs="?", default="", metavar="SECTION[.KEY]", help=text)
+    text = "write it there instead of printing it"
+    docs = part("docs", DOCS, run_docs)
+    docs.add_argument("--write", metavar="FILE", type=as_path, help=text)
 
 
 def _files(args: argparse.Namespace) -> list[str]:
     files = [*args.files, *args.config]
     if not files:
         args.parser.error("name a configuration file")
-    if len(files) > 1 and not args.many:
-        args.parser.error(f"takes one configuration file, {len(files)} are given")
     return files
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print the resolved tree."""
-    (file,) = _files(args)
-    loaded = load(file, args.overrides)
+    files = _files(args)
+    if len(files) > 1:
+        args.parser.error(f"takes one configuration file, {len(files)} are given")
+    loaded = load(files[0], args.overrides)
     sys.stdout.write(loaded.render(origins=not args.no_origins))
     return 0
 
@@ -142,7 +118,6 @@ def effective_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def run_help(args: argparse.Namespace) -> int:
-    """Explain a section or a key."""
     from megatron_patch.config import docs
 
     print(docs.help_text(args.topic))
@@ -150,7 +125,6 @@ def run_help(args: argparse.Namespace) -> int:
 
 
 def run_docs(args: argparse.Namespace) -> int:
-    """Print or write the reference page."""
     from megatron_patch.config import ConfigError, docs
     from megatron_patch.runtime.files import write_named
     from megatron_patch.schema.problem import Problem

@@ -76,7 +76,6 @@ def options(args: argparse.Namespace) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the dataset."""
     from megatron_patch.data.errors import DataError
     from megatron_patch.data.prepare import prepare
 

@@ -30,7 +30,6 @@ loss spikes and no rewind left, 8 the same step crashed every attempt, 1 anythin
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "train", help="train a GPT as one YAML file says", description=DESCRIPTION, epilog=EPILOG
     )
@@ -39,7 +38,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the configuration, then train."""
     die_with_launcher()
     loaded = load(args.config, args.overrides)
     # Megatron is imported only for a configuration that passed.

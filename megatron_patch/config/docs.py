@@ -55,7 +55,6 @@ nothing after its colon is refused: write a value or `null`.
 
 
 def render_reference(root: type = RunConfig) -> str:
-    """The page docs/configuration.md."""
     parts = [HEAD, "## Top level\n\n" + _table(root)]
     parts += [_section(path, section, 2) for path, section in _sections(root)]
     return "\n".join(parts)

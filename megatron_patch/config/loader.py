@@ -78,7 +78,6 @@ class _Reader:
         self.suggestions = 0
 
     def refuse(self, path: str, message: str, place: Place) -> None:
-        """Note a problem."""
         self.problems.append(Problem(path if len(path) <= 200 else "", message, place))
 
     def section(self, section: type, node: Mapping, path: str, place: Place) -> Any | None:

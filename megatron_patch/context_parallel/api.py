@@ -118,28 +118,17 @@ def context_parallel_attention(
     hierarchical: Sequence[dist.ProcessGroup] | None = None,
     layout: str = "sbhd",
     backend: str = "stable_flash",
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_padded: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     document_lengths: Sequence[int] | None = None,
-    batch_offset: int = 0,
-    head_offset: int = 0,
-    deterministic: bool = False,
     return_max_logits: bool = False,
     gradient_wire: str = "fp32",
     head_groups: int | None = None,
     transfers: bool = True,
-    stabilizer: str = "compensated",
-    residual: str = "bf16",
-    allow_broken: bool = False,
-    **numerics: float,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T + mask) V over the whole sequence, differentiable.
 
@@ -151,7 +140,11 @@ def context_parallel_attention(
         group: the context-parallel group (``pg_collection.cp``, or a call's own).
         hierarchical: (a2a group, p2p group) for "a2a+p2p": ``pg_collection.hcp``, the first of
             neighbouring ranks.
-        causal, window: as in `stable_attention`, on positions in the whole sequence or document.
+        options: those of `stable_attention`: causal and window (on positions in the whole sequence
+            or document), scale, softcap, dropout_p, batch_offset and head_offset (global index of
+            batch 0 and of head 0, for dropout), stabilizer, residual, allow_broken, beta, eps;
+            deterministic has no effect here, where sums are always made in a fixed order. The
+            backend "reference" keeps all of O and ignores stabilizer and residual.
         sinks: [h] sink logits (natural log). Their gradient is this rank's share, because the
             data-parallel reduction of parameters also adds over context-parallel ranks.
         dropout_seed: required with dropout; an int, or an int64 scalar on q's device, the same on
@@ -163,8 +156,6 @@ def context_parallel_attention(
         max_seqlen: a bound of the longest real document, thd.
         document_lengths: padded lengths, if the host knows them: with a window, p2p then sends only
             what is seen; without them it assumes documents as short as can be.
-        batch_offset, head_offset: global index of batch 0 and of head 0, for dropout.
-        deterministic: no effect here: sums are always made in a fixed order.
         return_max_logits: also the largest logit of each head over the whole sequence, float32 [h].
         gradient_wire: type in which dK and dV of other ranks' keys travel: "fp32", or "bf16", which
             halves those bytes and rounds every rank's share once. No effect under "a2a":
@@ -172,8 +163,6 @@ def context_parallel_attention(
         head_groups: all_gather: groups of heads that travel one after another.
         transfers: False computes without sending anything. The result is wrong; it is there to
             measure exposed communication.
-        stabilizer, residual, allow_broken, numerics (beta, eps): as in `stable_attention`;
-            "reference" keeps all of O and ignores them.
 
     Returns:
         O [s, b, h, dv] in q's dtype (or packed), with the maximum logits if asked for. Rows that
@@ -184,21 +173,7 @@ def context_parallel_attention(
         RankLostError: another rank died or hangs, named in the text.
     """
     try:
-        options = Options.of(
-            layout=layout,
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            batch_offset=batch_offset,
-            head_offset=head_offset,
-            deterministic=deterministic,
-            stabilizer=stabilizer,
-            residual=residual,
-            allow_broken=allow_broken,
-            **numerics,
-        )
+        parsed = Options.of(layout=layout, **options)
     except AttentionArgumentError as error:
         raise ContextParallelError(str(error)) from None
     ranks = ContextParallel(
@@ -215,7 +190,7 @@ def context_parallel_attention(
         q,
         k,
         v,
-        options,
+        parsed,
         ranks=ranks,
         primitives=BACKENDS[backend],
         sinks=sinks,
@@ -346,11 +321,9 @@ class Single:
     rank, size = 0, 1
 
     def exchange(self, sends: Any, receives: Any, what: str) -> None:
-        """Nobody to exchange with."""
         assert not sends and not receives
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Any:
-        """Nobody to gather from."""
         raise AssertionError("a group of one gathers nothing")
 
     def maximum(self, x: torch.Tensor) -> None:
@@ -430,7 +403,7 @@ class _Function(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             logits = None if sinks is None else _like_softmax(sinks, q)
             out, top, saved = attention.forward(q, k, v, logits, seed)
-        ctx.save_for_backward(*saved.tensors())
+        ctx.save_for_backward(*saved)
         ctx.attention = attention
         ctx.sinks_dtype = None if sinks is None else sinks.dtype
         ctx.mark_non_differentiable(top)

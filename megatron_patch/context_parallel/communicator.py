@@ -126,7 +126,7 @@ class GroupCommunicator:
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], what: str
     ) -> Ticket | None:
         """See `Communicator`; one batched call, so that NCCL runs all of them at once."""
-        self._state.traffic.note(what)
+        self._state.traffic.record(what)
         # Both ends derive shapes from the schedule, so both leave the same empty ones out.
         sends, receives = ([x for x in some if x[1].numel()] for some in (sends, receives))
         every = [*sends, *receives]
@@ -149,7 +149,6 @@ class GroupCommunicator:
         return self._launch(start, [x for _, x in every], what)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Ticket:
-        """See `Communicator`."""
         # Renamed in torch 2.13; gloo wants one flat output.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         others = [r for r in range(self.size) if r != self.rank]
@@ -158,13 +157,12 @@ class GroupCommunicator:
             work = gather(out.view(-1), x.view(-1), group=self.group, async_op=True)
             return [(work, others)]
 
-        self._state.traffic.note(what)
+        self._state.traffic.record(what)
         self._state.sent += (self.size - 1) * x.nbytes if self._transfers else 0
         return self._launch(start, [out, x], what)
 
     def maximum(self, x: torch.Tensor) -> None:
-        """See `Communicator`."""
-        self._state.traffic.note("largest logits")
+        self._state.traffic.record("largest logits")
         self._reduce(x, dist.ReduceOp.MAX, "largest logits").wait()
 
     def _reduce(self, x: torch.Tensor, op: Any, what: str) -> Ticket:

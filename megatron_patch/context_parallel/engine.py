@@ -11,7 +11,7 @@ LSE over all keys and the sinks. Keys of other ranks are sent again instead of k
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ from megatron_patch.context_parallel.tokens import Tokens, arguments
 from stable_attention.problem import UNLIMITED, Options
 
 
-@dataclass(slots=True)
-class Saved:
+class Saved(NamedTuple):
     """What the backward needs."""
 
     q: torch.Tensor
@@ -35,10 +34,6 @@ class Saved:
     lse: torch.Tensor
     sinks: torch.Tensor | None
     seed: torch.Tensor | None
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In constructor order."""
-        return (self.q, self.k, self.v, self.out, self.low, self.lse, self.sinks, self.seed)
 
 
 @dataclass(slots=True)

@@ -46,21 +46,21 @@ def _inquire(
     me = dist.get_rank()
     prefix = f"context_parallel_failure/{getattr(group, 'group_name', '')}"
 
-    def said() -> dict[int, str]:
+    def messages() -> dict[int, str]:
         there = [r for r in ranks if r != me and store.check([f"{prefix}/{r}"])]
         return {r: store.get(f"{prefix}/{r}").decode() for r in there}
 
     # A collective says that someone hung up, not who.
     suspects = [ranks[p] for p in peers] if hung_up and len(peers) == 1 else []
     # Someone who failed before us and then left is not the one to blame.
-    words = said()
+    words = messages()
     suspects = [r for r in suspects if r not in words]
     store.set(f"{prefix}/{me}", ",".join(map(str, suspects)))
     if suspects:
         return suspects, "closed the connection"
     end = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < end:
-        words = said()
+        words = messages()
         blamed = sorted({int(r) for word in words.values() for r in word.split(",") if r})
         blamed = [r for r in blamed if r != me and r not in words]
         if blamed:

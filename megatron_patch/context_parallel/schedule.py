@@ -65,7 +65,6 @@ class Bounds:
 
     @property
     def causal(self) -> bool:
-        """Nothing but causal."""
         return self.left < 0 and self.right == 0
 
     def distances(self, low: int, high: int) -> tuple[bool, bool]:

@@ -109,7 +109,6 @@ class Dense:
         return x[self.local(0, part).rows].contiguous()
 
     def rows_of(self, part: Part) -> int:
-        """Rows of what `take` returns."""
         return self.length if part is Part.BOTH else self.chunk
 
     def add(self, total: torch.Tensor, x: torch.Tensor, part: Part) -> None:
@@ -249,7 +248,6 @@ class Packed:
         return x.contiguous() if part is Part.BOTH else x.index_select(0, self._index(part))
 
     def rows_of(self, part: Part) -> int:
-        """Rows of what `take` returns."""
         return self.length if part is Part.BOTH else self.length // 2
 
     def add(self, total: torch.Tensor, x: torch.Tensor, part: Part) -> None:
@@ -265,7 +263,6 @@ class Packed:
         return parts.flatten(0, 1).index_select(0, self._permutation(parts.shape[0]))
 
     def scatter(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Inverse of `gather`: [ranks, t, ...]."""
         index = self._permutation(ranks)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return out.index_copy_(0, index, x).unflatten(0, (ranks, -1))

@@ -42,7 +42,7 @@ class Traffic:
     started: int = 0
     what: str = ""
 
-    def note(self, what: str) -> None:
+    def record(self, what: str) -> None:
         """Another transfer, even one in which this rank has nothing to send."""
         self.started += 1
         self.what = what
@@ -50,8 +50,11 @@ class Traffic:
 
 @dataclass(slots=True)
 class _Peer:
+    """The newest sign of life of another rank, and since when nothing newer came."""
+
     sign: str = ""
     since: float = 0.0
+    started: int = 0
     named: bool = False
 
 
@@ -63,10 +66,14 @@ class _Watched:
     ranks: list[int]
     traffic: Traffic
     timeout: float
+    moved: float
+    """When a rank last started a transfer, as far as this one knows."""
     peers: dict[int, _Peer] = field(default_factory=dict)
-    moved: float = 0.0
     started: int = -1
     behind: bool = False
+
+    def key(self, rank: int) -> str:
+        return f"context_parallel_signs/{self.name}/{rank}"
 
 
 class Watch:
@@ -75,7 +82,7 @@ class Watch:
     Args:
         store: of the process groups; cloned, because a blocked call holds a client's lock.
         rank: this process, globally.
-        say: takes each message; standard error.
+        log: takes each message; default: standard error.
         clock: seconds, monotonic.
         going_on: False once the process groups are gone.
     """
@@ -85,21 +92,16 @@ class Watch:
         store: Any,
         rank: int,
         *,
-        say: Callable[[str], Any] | None = None,
+        log: Callable[[str], Any] = lambda text: print(text, file=sys.stderr, flush=True),
         clock: Callable[[], float] = time.monotonic,
         going_on: Callable[[], bool] = dist.is_initialized,
     ) -> None:
-        self.rank = rank
-        self._store = store.clone()
+        self.rank, self._store = rank, store.clone()
         with contextlib.suppress(Exception):
             self._store.set_timeout(timedelta(seconds=10))
-        self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-        self._clock, self._going_on = clock, going_on
+        self._log, self._clock, self._going_on = log, clock, going_on
         self._groups: list[_Watched] = []
-        self._beats = 0
-        self._unheard = 0.0
-        self._last = clock()
-        self._lock = threading.Lock()
+        self._beats, self._last = 0, clock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="cp-watch")
 
@@ -127,22 +129,20 @@ class Watch:
         """
         group = _Watched(name, ranks, traffic, timeout, moved=self._clock())
         self._write(group, "0")
-        with self._lock:
-            self._groups.append(group)
+        self._groups.append(group)
 
     def _run(self) -> None:
+        heard = self._clock()
         while not self._over.wait(PULSE_SECONDS):
             if not self._going_on():
                 self._over.set()
                 return
             try:
                 self.look()
-                self._unheard = 0.0
+                heard = self._clock()
             except Exception as error:  # the store's host has gone, or is going
-                now = self._clock()
-                self._unheard = self._unheard or now
-                if now - self._unheard > SILENCE_SECONDS:
-                    self._say(
+                if self._clock() - heard > SILENCE_SECONDS:
+                    self._log(
                         f"context parallelism: rank {self.rank} cannot reach the store of the "
                         f"process groups any more: rank 0 or its launcher is gone ({error})"
                     )
@@ -154,26 +154,36 @@ class Watch:
         # Time in which this process did not run either says nothing about the others.
         excuse = max(0.0, now - self._last - 3 * PULSE_SECONDS)
         self._last = now
-        with self._lock:
-            groups = list(self._groups)
-        for group in groups:
+        for group in list(self._groups):
             self._write(group, str(self._beats))
-            found = self._read(group)
-            for rank, (sign, _) in found.items():
-                peer = group.peers.setdefault(rank, _Peer(since=now))
-                peer.since += excuse
-                if sign != peer.sign:
-                    peer.sign, peer.since, peer.named = sign, now, False
-                limit = min(SILENCE_SECONDS, group.timeout / 2)
-                if sign != LEFT and not peer.named and now - peer.since > limit:
-                    peer.named = True
-                    self._name(group, rank, f"it gave no sign of life for {now - peer.since:.0f} s")
-            self._compare(group, {r: started for r, (_, started) in found.items()}, now, excuse)
+            for rank in group.ranks:
+                if rank != self.rank:
+                    self._read(group, rank, now, excuse)
+            group.moved += excuse
+            self._compare(group, now)
 
-    def _compare(self, group: _Watched, others: dict[int, int], now: float, excuse: float) -> None:
+    def _write(self, group: _Watched, sign: str) -> None:
+        self._store.set(group.key(self.rank), f"{sign} {group.traffic.started}")
+
+    def _read(self, group: _Watched, rank: int, now: float, excuse: float) -> None:
+        """Take in the sign of another rank; name it once it has given none for long."""
+        if rank not in group.peers and not self._store.check([group.key(rank)]):
+            return  # it has written none yet
+        peer = group.peers.setdefault(rank, _Peer(since=now))
+        sign, started = self._store.get(group.key(rank)).decode().split()
+        peer.started = int(started)
+        peer.since += excuse
+        if sign != peer.sign:
+            peer.sign, peer.since, peer.named = sign, now, False
+        silent = now - peer.since
+        if sign != LEFT and not peer.named and silent > min(SILENCE_SECONDS, group.timeout / 2):
+            peer.named = True
+            self._name(group, rank, f"it gave no sign of life for {silent:.0f} s")
+
+    def _compare(self, group: _Watched, now: float) -> None:
         """Name the rank all wait for, once nobody has moved for long."""
+        others = {rank: peer.started for rank, peer in group.peers.items()}
         everywhere = group.traffic.started + sum(others.values())
-        group.moved += excuse
         if everywhere != group.started:
             group.started, group.moved, group.behind = everywhere, now, False
             return
@@ -183,36 +193,19 @@ class Watch:
         if last < group.traffic.started and not any(p.named for p in group.peers.values()):
             group.behind = True
             for rank in (r for r, started in others.items() if started == last):
-                left = group.peers[rank].sign == LEFT
-                why = f"it {'left' if left else 'stands'} after {last} transfers"
+                verb = "left" if group.peers[rank].sign == LEFT else "stands"
+                why = f"it {verb} after {last} transfers"
                 self._name(group, rank, f"{why}, and nobody moved for {now - group.moved:.0f} s")
 
     def _name(self, group: _Watched, rank: int, why: str) -> None:
         host = os.environ.get("HOSTNAME", "")
-        self._say(
+        self._log(
             f"context parallelism: lost rank {rank} (context-parallel rank "
             f"{group.ranks.index(rank)} of {group.ranks}): {why}. Rank {self.rank}"
             f"{' on ' + host if host else ''} has started {group.traffic.started} transfers, the "
             f"last of them {group.traffic.what or 'none'}. Look at rank {rank}'s log first; NCCL's "
             f"watchdog ends this process {group.timeout:g} s after the transfer that does not end."
         )
-
-    def _key(self, group: _Watched, rank: int) -> str:
-        return f"context_parallel_signs/{group.name}/{rank}"
-
-    def _write(self, group: _Watched, sign: str) -> None:
-        self._store.set(self._key(group, self.rank), f"{sign} {group.traffic.started}")
-
-    def _read(self, group: _Watched) -> dict[int, tuple[str, int]]:
-        """(sign, transfers started) of the others that have written any."""
-        others = [r for r in group.ranks if r != self.rank]
-        keys = {r: self._key(group, r) for r in others}
-        there = [r for r in others if r in group.peers or self._store.check([keys[r]])]
-        found = {}
-        for rank in there:
-            sign, started = self._store.get(keys[rank]).decode().split()
-            found[rank] = (sign, int(started))
-        return found
 
 
 _WATCHES: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()

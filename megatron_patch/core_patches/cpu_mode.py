@@ -20,13 +20,11 @@ import contextlib
 import importlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ class RMSNorm(torch.nn.RMSNorm):
         self.function = _compiled_rms_norm if is_compiled(config) else _rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize x [..., hidden_size]; a float32 residual stream meets BF16 weights here."""
         return self.function(x, self.weight, self.eps)
 
 
@@ -43,7 +42,6 @@ class LayerNorm(torch.nn.LayerNorm):
         self.function = _compiled_layer_norm if is_compiled(config) else _layer_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize x [..., hidden_size]; a float32 residual stream meets BF16 weights here."""
         return self.function(x, self.weight, self.bias, self.eps)
 
 

@@ -45,7 +45,7 @@ def _norm_and_clipping() -> Iterator[Change]:
             yield core, name, ours
     if replacing:
         # With this one core leaves the norm on the device.
-        yield core, "multi_tensor_scale_tensor_impl", _scale_by_tensor
+        yield core, "multi_tensor_scale_tensor_impl", _scale
         clip = functools.partial(_clip, core.clip_grad_by_total_norm_fp32)
         yield callers, "clip_grad_by_total_norm_fp32", clip
 
@@ -147,22 +147,13 @@ def _scale(
     chunk_size: int,
     noop_flag: torch.Tensor,
     tensor_lists: list[list[torch.Tensor]],
-    factor: float,
+    factor: float | torch.Tensor,
 ) -> None:
+    """Multiply by a number, or by a tensor of one element."""
     source, target = tensor_lists
     assert source is target, "Megatron-Core clips gradients in place"
-    torch._foreach_mul_(target, factor)
-
-
-def _scale_by_tensor(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: list[list[torch.Tensor]],
-    factor: torch.Tensor,
-) -> None:
-    source, target = tensor_lists
-    assert source is target, "Megatron-Core clips gradients in place"
-    torch._foreach_mul_(target, factor.reshape(()))
+    number = factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
+    torch._foreach_mul_(target, number)
 
 
 def installed_implementation() -> str:
@@ -194,15 +185,11 @@ def adam(implementation: str) -> Iterator[str]:
 
         kernel = FusedAdam
     else:
-        raise ConfigError(
-            [
-                Problem(
-                    "optimizer.implementation",
-                    f"{implementation}: {IMPLEMENTATIONS[implementation]} is not installed here; "
-                    f"auto takes {IMPLEMENTATIONS[found]}",
-                )
-            ]
+        text = (
+            f"{implementation}: {IMPLEMENTATIONS[implementation]} is not installed here; auto "
+            f"takes {IMPLEMENTATIONS[found]}"
         )
+        raise ConfigError([Problem("optimizer.implementation", text)])
     plain = implementation == "torch"
     with patched((core, "Adam", kernel), (core, "USING_PYTORCH_OPTIMIZER", plain)):
         yield implementation

@@ -37,10 +37,10 @@ from megatron_patch.faults.stacks import Witness
 from megatron_patch.runtime import lifeline
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.heartbeat import PAUSES, PHASES, PULSE, Beat, Pulse
+from megatron_patch.schema.faults import FaultsConfig
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.faults import FaultsConfig
 
 EXIT_CODE = 6
 FOLDER = "hangs"
@@ -106,7 +106,6 @@ class HangWatcher:
         self._thread = threading.Thread(target=self._run, daemon=True, name="hang-watcher")
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -199,17 +198,14 @@ class HangWatcher:
 
     def _summary(self, folder: Path, me: Witness, limit: float) -> str:
         """What the ranks wrote within the grace time, and which of them to look at."""
-        found: dict[int, Witness] = {}
         end = time.monotonic() + GRACE_SECONDS
         while True:
             names = [n for n in os.listdir(folder) if n.startswith("rank_") and n.endswith(".txt")]
             if len(names) == len(self.hosts) or time.monotonic() > end:
                 break
             time.sleep(0.1)
-        for name in names:
-            witness = stacks.read(folder / name)
-            if witness is not None:
-                found[witness.rank] = witness
+        witnesses = (stacks.read(folder / name) for name in names)
+        found = {witness.rank: witness for witness in witnesses if witness is not None}
         return summarize(found, self.hosts, finder=me, limit=limit)
 
     def _call_the_silent(self, folder: Path) -> None:
@@ -270,7 +266,7 @@ def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, l
             f"rank {first.rank} ({hosts[first.rank]}) is behind: step {first.step}, "
             f"phase {first.phase} for {first.seconds:g} s, {where}"
         )
-        if all(_how_far(w)[:3] == _how_far(first)[:3] for w in order) and len(order) > 1:
+        if len(order) > 1 and _how_far(order[-1])[:3] == _how_far(first)[:3]:
             blamed += "; all ranks are at the same place, compare their stacks"
     lines = [
         f"hang at step {max([w.step for w in found.values()], default=finder.step)}: {blamed}",
@@ -308,13 +304,9 @@ def start(options: FaultsConfig, layout: Layout, run_dir: Path) -> HangWatcher |
     stacks.listen()
     torch.distributed.all_gather_object(facts, (token, ledger.node(), os.getpid()))
     limits = Limits(options.hang_seconds, options.hang_startup_seconds, options.hang_pause_seconds)
+    _, hosts, pids = map(list, zip(*facts, strict=True))
     watcher = HangWatcher(
-        limits,
-        run_dir / FOLDER,
-        token=facts[0][0],
-        rank=layout.rank,
-        hosts=[host for _, host, _ in facts],
-        pids=[pid for _, _, pid in facts],
+        limits, run_dir / FOLDER, token=facts[0][0], rank=layout.rank, hosts=hosts, pids=pids
     )
     watcher.start()
     return watcher

@@ -97,5 +97,4 @@ def read(run_dir: Path) -> Skips | None:
 
 
 def write(run_dir: Path, skips: Skips) -> None:
-    """Replace the file."""
     write_whole(run_dir / FILE, json.dumps(skips.as_dict()) + "\n")

@@ -21,7 +21,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,7 +74,6 @@ class Spike:
     grad_norm_z: float
 
     def line(self) -> str:
-        """For people."""
         return (
             f"spike at step {self.step:,}: loss {self.loss:.4f} ({self.loss_z:+.1f} robust "
             f"deviations), gradient norm {self.grad_norm:.3f} ({self.grad_norm_z:+.1f}), global "
@@ -160,7 +159,6 @@ class SpikePolicy(Watcher):
     # ------------------------------------------------------------------ a step
 
     def before_step(self, step: int) -> None:
-        """See `Watcher`."""
         self._step = step
         for _, module in self._modules:
             if module.want_max_logits:
@@ -216,11 +214,7 @@ class SpikePolicy(Watcher):
 
     def _record(self, spike: Spike, done: str, attention: dict[str, Any]) -> None:
         entry = {
-            "step": spike.step,
-            "loss": spike.loss,
-            "grad_norm": spike.grad_norm,
-            "loss_z": spike.loss_z,
-            "grad_norm_z": spike.grad_norm_z,
+            **{key: value for key, value in asdict(spike).items() if key != "batch"},
             "action": done,
             "global_batch": spike.batch,
             "samples": self._samples(spike.batch),
@@ -309,7 +303,6 @@ class SpikePolicy(Watcher):
         )
 
     def close(self) -> None:
-        """Release the file."""
         self._file.close()
 
 

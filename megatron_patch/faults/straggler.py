@@ -21,23 +21,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_patch.faults.spike import TO_SIGMA
 from megatron_patch.runtime.heartbeat import PULSE
-from megatron_patch.runtime.records import StepCsv
 from megatron_patch.runtime.watcher import Action, ResumePoint, StepResult, Watcher
+from megatron_patch.schema.faults import FaultsConfig
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.faults import FaultsConfig
 
-FILE = "stragglers.csv"
-COLUMNS = ("what", "ranks", "median_seconds", "mad_seconds", "threshold_seconds",
-           "slowest_rank", "slowest_seconds", "stragglers")  # fmt: skip
 WHAT = ("data", "compute")
 LEAST_SECONDS = 0.001
 """A rank is never slow for less than this a step."""
@@ -49,7 +44,6 @@ class Verdict:
 
     what: str
     median: float
-    mad: float
     threshold: float
     seconds: list[float]
     """Seconds a step, by rank."""
@@ -59,14 +53,6 @@ class Verdict:
         """The stragglers, slowest first."""
         found = [r for r, s in enumerate(self.seconds) if s > self.threshold]
         return sorted(found, key=lambda r: -self.seconds[r])
-
-    def row(self, step: int) -> dict[str, Any]:
-        """Of ``stragglers.csv``."""
-        slowest = max(range(len(self.seconds)), key=self.seconds.__getitem__)
-        slow = ";".join(f"{r}:{self.seconds[r]:.6g}" for r in self.slow)
-        cells = (self.what, len(self.seconds), self.median, self.mad, self.threshold, slowest,
-                 self.seconds[slowest], slow)  # fmt: skip
-        return {"step": step, **dict(zip(COLUMNS, cells, strict=True))}
 
     def line(self, step: int, hosts: list[str]) -> str:
         """For people; names at most eight ranks."""
@@ -85,7 +71,7 @@ def judge(what: str, seconds: list[float], *, mads: float, ratio: float) -> Verd
     median = statistics.median_low(seconds)
     mad = statistics.median_low([abs(s - median) for s in seconds])
     threshold = max(median + mads * TO_SIGMA * mad, ratio * median, median + LEAST_SECONDS)
-    return Verdict(what, median, mad, threshold, list(seconds))
+    return Verdict(what, median, threshold, list(seconds))
 
 
 class Stragglers(Watcher):
@@ -94,23 +80,14 @@ class Stragglers(Watcher):
     Args:
         options: ``faults``.
         layout: coordinates of this rank.
-        run_dir: ``stragglers.csv`` goes here, written by the first rank.
-        log: takes a line for people.
+        log: takes a line for people, on the first rank.
         hosts: node of every rank.
     """
 
     def __init__(
-        self,
-        options: FaultsConfig,
-        layout: Layout,
-        *,
-        run_dir: Path,
-        log: Callable[[str], None],
-        hosts: list[str],
+        self, options: FaultsConfig, layout: Layout, *, log: Callable[[str], None], hosts: list[str]
     ) -> None:
         self._options, self._layout, self._log, self._hosts = options, layout, log, hosts
-        self._file = run_dir / FILE
-        self._table: StepCsv | None = None
         self._active = options.straggler_interval is not None and layout.world_size > 1
         on_gpu = self._active and layout.device.type == "cuda"
         self._clock = _DeviceClock() if on_gpu else None
@@ -119,22 +96,13 @@ class Stragglers(Watcher):
         self._pending: tuple[int, Any, list[torch.Tensor]] | None = None
 
     def load_state(self, at: ResumePoint) -> None:
-        """Go on after a resume or a rewind as a new attempt. Collective.
-
-        A comparison under way is of a later step, and is collected first.
-        """
-        self._collect(wait=True)
-        self.close()
-        if self._active and self._layout.print_rank:
-            self._table = StepCsv(self._file, COLUMNS)
+        self._collect(wait=True)  # of a later step, after a rewind
 
     def before_forward(self) -> None:
-        """See `Watcher`."""
         if self._clock is not None:
             self._clock.begin()
 
     def before_reduction(self) -> None:
-        """See `Watcher`."""
         if self._clock is not None:
             self._clock.end()
 
@@ -152,15 +120,8 @@ class Stragglers(Watcher):
         return []
 
     def finish(self, step: int) -> list[Action]:
-        """Collect a comparison under way. Collective."""
         self._collect(wait=True)
         return []
-
-    def close(self) -> None:
-        """Release the file."""
-        if self._table is not None:
-            self._table.close()
-            self._table = None
 
     def _taken(self) -> tuple[float, float]:
         """Seconds so far: reading data, computing."""
@@ -191,13 +152,9 @@ class Stragglers(Watcher):
         if not self._layout.print_rank:
             return
         table, o = torch.stack(every), self._options
-        found = [
-            judge(what, table[:, i].tolist(), mads=o.straggler_mads, ratio=o.straggler_ratio)
-            for i, what in enumerate(WHAT)
-        ]
-        if self._table is not None:
-            self._table.append_rows(*(verdict.row(step) for verdict in found))
-        for verdict in found:
+        for i, what in enumerate(WHAT):
+            seconds = table[:, i].tolist()
+            verdict = judge(what, seconds, mads=o.straggler_mads, ratio=o.straggler_ratio)
             if verdict.slow:
                 self._log(verdict.line(step, self._hosts))
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import statistics
@@ -17,13 +18,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import write_whole
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 VERSIONS = (
     "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy",
@@ -157,9 +156,5 @@ def _uncorrected_errors() -> dict[int, int | None]:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    rows = [line.partition(",") for line in answer.stdout.splitlines()]
-    return {
-        int(index): int(errors) if errors.strip().isdigit() else None
-        for index, _, errors in rows
-        if index.strip().isdigit()
-    }
+    rows = re.findall(r"(?m)^ *([0-9]+) *, *(.*?) *$", answer.stdout)
+    return {int(index): int(errors) if errors.isdigit() else None for index, errors in rows}

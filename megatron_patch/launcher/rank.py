@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _note_term(attempt / "asked" / f"{rank:05d}")
     _redirect(attempt / f"rank_{rank:05d}.log")
-    code, reason = _settled(attempt / "exit") or _run(arguments[0], arguments[1:])
+    code, reason = _ended_for_good(attempt / "exit") or _run(arguments[0], arguments[1:])
     # What asks to stop comes again until the rank is gone, and reaches nodes at different times:
     # a rank that has saved because another one was asked must not die of it on its way out. An
     # interpreter that ends gives the signals of Python handlers back to the system.
@@ -83,7 +83,7 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
         if error.code is None:
             return 0, "ended"
         if isinstance(error.code, int):
-            return error.code, _told() or "ended"
+            return error.code, _logged_error() or "ended"
         print(error.code, file=sys.stderr)
         return 1, first_line(str(error.code))
     except SecretsError as error:
@@ -95,13 +95,13 @@ def _run(program: str, arguments: list[str]) -> tuple[int, str]:
     return 0, "ended"
 
 
-def _told() -> str:
+def _logged_error() -> str:
     """What the trainer's command line said about the error it ends with."""
     common = sys.modules.get("megatron_patch.cli.common")
-    if common is None or not common.told:
+    if common is None or not common.logged:
         return ""
     # The first line of a list says how many there are.
-    return " ".join(line.strip() for line in common.told[-1].splitlines()[:2])
+    return " ".join(line.strip() for line in common.logged[-1].splitlines()[:2])
 
 
 def _note_term(path: Path) -> None:
@@ -122,12 +122,13 @@ def _note_term(path: Path) -> None:
         while signal.SIGTERM not in os.read(come, 64):
             pass
         with contextlib.suppress(OSError):
-            _leave(path, f"{time.time():.3f}\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{time.time():.3f}\n", durable=False)
 
     threading.Thread(target=listen, name="note-term", daemon=True).start()
 
 
-def _settled(folder: Path) -> tuple[int, str] | None:
+def _ended_for_good(folder: Path) -> tuple[int, str] | None:
     """What ended this attempt for good, where an agent that restarts ranks starts them again.
 
     ft_launcher knows no exit code that means "never again".
@@ -150,12 +151,6 @@ def _redirect(path: Path) -> None:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _leave(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text, durable=False)
 
 
 def load_secrets(name: str) -> None:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_patch.runtime.environment import ROOT
 from megatron_patch.schema.cluster import HOSTS, PATH
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 SCRIPT, PARTS = "train.sbatch", ("requeue.sh", "lib.sh", "node.sh")
 OPTIONS, SETTINGS = "sbatch options", "settings"
@@ -61,7 +57,6 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
         return self.nodes * self.run.cluster.ranks
 
 
@@ -89,19 +84,15 @@ def job_problems(job: Job) -> Iterator[Problem]:
         yield Problem("cluster", f"--nodes {job.nodes}: must be between 1 and {MAX_NODES}")
         return
     if c.ranks < 1:
-        yield Problem(
-            "cluster.ranks_per_node", "is required where cluster.gpus_per_node is 0 (CPU runs)"
-        )
+        text = "is required where cluster.gpus_per_node is 0 (CPU runs)"
+        yield Problem("cluster.ranks_per_node", text)
         return
+    path = "cluster.gpus_per_node"
     if run.training.device == "cuda" and c.gpus_per_node == 0:
-        yield Problem(
-            "cluster.gpus_per_node", "0, but training.device is cuda; ask for GPUs, or train on cpu"
-        )
+        yield Problem(path, "0, but training.device is cuda; ask for GPUs, or train on cpu")
     if run.training.device == "cpu" and c.gpus_per_node > 0:
-        yield Problem(
-            "cluster.gpus_per_node",
-            f"{c.gpus_per_node} GPUs would stand idle: training.device is cpu; set it to 0",
-        )
+        text = f"{c.gpus_per_node} GPUs would stand idle: training.device is cpu; set it to 0"
+        yield Problem(path, text)
     if run.training.exit_at_step is not None and c.continuation != "none":
         yield Problem(
             "training.exit_at_step",
@@ -111,9 +102,8 @@ def job_problems(job: Job) -> Iterator[Problem]:
     yield from world_size_problems(run, job.world_size)
     for path, folder in (("run_dir", job.run_dir), ("working directory", job.work_dir)):
         if not PATH.fullmatch(str(folder)):
-            yield Problem(
-                path, f"{str(folder)[:120]!r}: only letters, digits and . _ / + = @ - are taken"
-            )
+            text = f"{str(folder)[:120]!r}: only letters, digits and . _ / + = @ - are taken"
+            yield Problem(path, text)
 
 
 def check(job: Job) -> None:
@@ -127,16 +117,10 @@ def check(job: Job) -> None:
         raise ConfigError(problems)
 
 
-def render(job: Job, *, chain: int | None = None) -> str:
-    """The batch script of ``job``; ``check`` must have passed.
-
-    Args:
-        job: what to render.
-        chain: tasks of the job array, under ``cluster.continuation: chain``; default: its
-            ``chain_length``.
-    """
+def render(job: Job) -> str:
+    """The batch script of ``job``; ``check`` must have passed."""
     text = (scripts() / SCRIPT).read_text(encoding="utf-8")
-    text = _replace(text, OPTIONS, "".join(f"#SBATCH {o}\n" for o in options(job, chain=chain)))
+    text = _replace(text, OPTIONS, "".join(f"#SBATCH {option}\n" for option in options(job)))
     return _replace(text, SETTINGS, "".join(line + "\n" for line in settings(job)))
 
 
@@ -148,7 +132,7 @@ def _replace(text: str, block: str, content: str) -> str:
     return head + begin + content + end + tail
 
 
-def options(job: Job, *, chain: int | None = None) -> Iterator[str]:
+def options(job: Job) -> Iterator[str]:
     """The ``#SBATCH`` options, one a line."""
     c = job.run.cluster
     yield f"--job-name={job.run.name}"
@@ -174,7 +158,7 @@ def options(job: Job, *, chain: int | None = None) -> Iterator[str]:
     yield f"--signal=B:USR1@{c.stop_lead_seconds}"
     yield "--requeue" if c.continuation == "requeue" else "--no-requeue"
     if c.continuation == "chain":
-        yield f"--array=1-{c.chain_length if chain is None else chain}%1"
+        yield f"--array=1-{c.chain_length}%1"
     yield "--open-mode=append"
     yield f"--chdir={job.work_dir}"
     pattern = "%A_%a" if c.continuation == "chain" else "%j"
@@ -197,10 +181,10 @@ def settings(job: Job) -> Iterator[str]:
     run, c = job.run, job.run.cluster
     container = c.container.image is not None
     program = job.program or ("megatron_patch", "train", "--config", str(job.config_file))
-    values: dict[str, str | int | None] = {
+    values: dict[str, str | int | tuple[str, ...]] = {
         "RUN_DIR": str(job.run_dir),
         "LAUNCH_DIR": str(job.launch_dir),
-        "PROGRAM": None,
+        "PROGRAM": program,
         "CONFIG": str(job.config_file),
         "TRAIN_STEPS": run.training.train_steps,
         "DEVICE": run.training.device,
@@ -220,17 +204,16 @@ def settings(job: Job) -> Iterator[str]:
         "PREFLIGHT_COMMUNICATION": int(c.preflight.communication),
         "CONTAINER_IMAGE": c.container.image or "",
         "CONTAINER_MOUNTS": ",".join(mounts(job)) if container else "",
-        "PASS_ENVIRONMENT": None,
+        "PASS_ENVIRONMENT": tuple(c.pass_environment),
         "SECRETS_FILE": job.absolute(c.secrets_file),
     }
-    arrays = {"PROGRAM": program, "PASS_ENVIRONMENT": c.pass_environment}
     for name, value in values.items():
-        if name in arrays:
-            yield f"{name}=({' '.join(map(shlex.quote, arrays[name]))})"
+        if isinstance(value, tuple):
+            yield f"{name}=({shlex.join(value)})"
         else:
             yield f"{name}={shlex.quote(str(value))}"
     variables = c.variables()
-    yield f"SETTINGS_ENVIRONMENT=({' '.join(shlex.quote(v.name) for v in variables)})"
+    yield f"SETTINGS_ENVIRONMENT=({shlex.join(v.name for v in variables)})"
     for variable in variables:
         yield f"# {variable.reason}"
         yield f"export {variable.name}={_quoted(variable.value)}"
@@ -253,19 +236,13 @@ def mounts(job: Job) -> list[str]:
 def rank_map(job: Job) -> str:
     """How many ranks of what: ``16 ranks = 2 nodes x 8; TP2 x PP1 x CP1 x DP8``."""
     p, world = job.run.parallel, job.world_size
-    replica = (
-        p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-    )
-    expert_tp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    cp, ep = p.context_parallel_size, p.expert_model_parallel_size
     text = (
-        f"{world} ranks = {job.nodes} node(s) x {job.run.cluster.ranks}; "
-        f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x "
-        f"CP{p.context_parallel_size} x DP{world // replica}"
+        f"{world} ranks = {job.nodes} node(s) x {job.run.cluster.ranks}; TP{tp} x PP{pp} x CP{cp} "
+        f"x DP{world // (tp * pp * cp)}"
     )
-    if p.expert_model_parallel_size > 1:
-        expert = expert_tp * p.expert_model_parallel_size * p.pipeline_model_parallel_size
-        text += (
-            f"; experts: ETP{expert_tp} x EP{p.expert_model_parallel_size} x "
-            f"PP{p.pipeline_model_parallel_size} x EDP{world // expert}"
-        )
+    if ep > 1:
+        etp = p.expert_tensor_parallel_size or tp
+        text += f"; experts: ETP{etp} x EP{ep} x PP{pp} x EDP{world // (etp * ep * pp)}"
     return text

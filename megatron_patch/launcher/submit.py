@@ -1,4 +1,7 @@
-"""Writing a job into its run directory and handing it to Slurm. Argument lists, never a shell."""
+"""Writing a job into its run directory and handing it to Slurm. Argument lists, never a shell.
+
+Before that the planner says whether the job fits its GPUs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,11 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_patch.launcher import render
 from megatron_patch.launcher.render import Job
 from megatron_patch.runtime.files import write_whole
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import Loaded
+from megatron_patch.schema.run import Loaded
 
 JOB_ID = re.compile(r"([0-9]+)(;[A-Za-z0-9._-]+)?")
 TIMEOUT = 120  # seconds Slurm's controller may take to answer
@@ -103,15 +103,17 @@ def refuse_second(job: Job) -> None:
     if not file.is_file():
         return
     lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
-    for job_id in [words[0] for words in lines if words and words[0].isdigit()][-1:]:
-        answer = _call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], job.work_dir)
-        if answer.returncode == 0 and answer.stdout.strip():
-            raise LaunchError(
-                f"job {job_id} ({answer.stdout.split()[0].lower()}) has {job.run_dir} already; "
-                f"cancel it first (scancel {job_id}), or choose another name or run_dir"
-            )
-        if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
-            raise LaunchError(f"squeue does not answer for job {job_id}: {_text(answer)}")
+    ids = [words[0] for words in lines if words and words[0].isdigit()]
+    if not ids:
+        return
+    answer = _call(["squeue", "--noheader", f"--jobs={ids[-1]}", "--format=%T"], job.work_dir)
+    if answer.returncode == 0 and answer.stdout.strip():
+        raise LaunchError(
+            f"job {ids[-1]} ({answer.stdout.split()[0].lower()}) has {job.run_dir} already; "
+            f"cancel it first (scancel {ids[-1]}), or choose another name or run_dir"
+        )
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        raise LaunchError(f"squeue does not answer for job {ids[-1]}: {_text(answer)}")
 
 
 def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -125,3 +127,41 @@ def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def _text(answer: subprocess.CompletedProcess[str]) -> str:
     return " ".join((answer.stderr + answer.stdout).split()) or f"exit code {answer.returncode}"
+
+
+def check_fit(job: Job) -> str | None:
+    """One line about the memory of the fullest GPU; None for a run that uses none.
+
+    Without ``cluster.gpu`` the largest GPU that the planner knows is taken: what does not fit that
+    one fits nowhere, and less is not refused.
+
+    Raises:
+        LaunchError: it does not fit; the text names layouts that would.
+        ConfigError: the layout is impossible, memory aside.
+    """
+    run = job.run
+    if run.training.device != "cuda":
+        return None
+    from megatron_patch.planner import report, search
+    from megatron_patch.planner.hardware import GIB, GPUS, gpu_named
+    from megatron_patch.planner.plan import Machine, make_plan, vocabulary_of
+
+    largest = max(GPUS.values(), key=lambda gpu: gpu.memory)
+    gpu = largest if run.cluster.gpu is None else gpu_named(run.cluster.gpu)
+    vocabulary = vocabulary_of(run, None)
+    machine = Machine(gpu, job.nodes, run.cluster.ranks)
+    plan = make_plan(run, machine, vocabulary)
+    if not plan.fits:
+        found = search.alternatives(run, machine, vocabulary)
+        elsewhere = [] if found else search.more_nodes(run, machine, vocabulary)
+        raise LaunchError(
+            f"{report.refusal(plan, found, elsewhere)}\n"
+            "(launch --no-plan submits it all the same; docs/planning.md says how well this is "
+            "known)"
+        )
+    known = run.cluster.gpu is not None
+    note = "" if known else "; cluster.gpu is not set, so the largest known GPU was assumed"
+    return (
+        f"plan: {plan.worst.total / GIB:.1f} of {gpu.memory:g} GiB on the fullest {gpu.name}, "
+        f"estimated{note}"
+    )

@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from megatron_patch.launcher.preflight import VERSIONS, writing
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 REPORTED = {"node", "index", "versions", "gpus", "free", "clock_skew", "write_seconds"}
 MAY_BE_UNKNOWN = {"commit": ("unknown", None), "driver": (None,)}
@@ -124,24 +122,20 @@ def render_table(rows: list[Row]) -> str:
 def _check_gpus(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:
     wanted = run.cluster.gpus_per_node
     for node in nodes:
-        gpus, passed = node["gpus"], False
+        gpus = node["gpus"]
         ill = [f"GPU {g['index']}: {g['uncorrected']}" for g in gpus if g["uncorrected"]]
-        used = [
-            f"GPU {g['index']}: {g['free_gb']:.0f} GB free"
-            for g in gpus
-            if g["free_gb"] < 0.9 * g["total_gb"]
-        ]
-        if run.training.device == "cpu":
-            passed, text = True, "CPU run (training.device: cpu): not looked at"
-        elif len(gpus) != wanted:
-            text = f"{len(gpus)} visible, cluster.gpus_per_node is {wanted}"
-        elif ill:
-            text = f"uncorrected memory errors: {', '.join(ill)}"
-        elif used:
-            text = f"memory is in use by somebody else: {', '.join(used)}"
-        else:
-            passed, text = True, f"{wanted} x {gpus[0]['name'] if gpus else '?'}"
-        yield Row(node["node"], "gpus", passed, text)
+        low = [g for g in gpus if g["free_gb"] < 0.9 * g["total_gb"]]
+        used = [f"GPU {g['index']}: {g['free_gb']:.0f} GB free" for g in low]
+        wrong, text = "", "CPU run (training.device: cpu): not looked at"
+        if run.training.device == "cuda":
+            text = f"{wanted} x {gpus[0]['name'] if gpus else '?'}"
+            if len(gpus) != wanted:
+                wrong = f"{len(gpus)} visible, cluster.gpus_per_node is {wanted}"
+            elif ill:
+                wrong = f"uncorrected memory errors: {', '.join(ill)}"
+            elif used:
+                wrong = f"memory is in use by somebody else: {', '.join(used)}"
+        yield Row(node["node"], "gpus", not wrong, wrong or text)
 
 
 def _check_gemm(run: RunConfig, nodes: list[dict[str, Any]]) -> Iterator[Row]:

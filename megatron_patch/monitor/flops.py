@@ -16,9 +16,9 @@ Conventions
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_patch.schema.model import (
+    MLAConfig,
+    ModelConfig,
     attention_head_dim,
     expert_ffn_hidden_size,
     ffn_hidden_size,
@@ -26,10 +26,7 @@ from megatron_patch.schema.model import (
     is_windowed_layer,
     query_groups,
 )
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.model import MLAConfig, ModelConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 BACKWARD_FACTOR = 3.0  # forward + twice the forward in the backward pass
 
@@ -80,11 +77,8 @@ def _layer(model: ModelConfig, layer_number: int) -> float:
     if model.window is not None and is_windowed_layer(model.window_skip_freq, layer_number):
         window = (model.window[0], model.window[1])
     context = mean_context(model.seq_length, window)
-    attend = (
-        _attention(model, context)
-        if model.mla is None
-        else _latent_attention(model, model.mla, context)
-    )
+    mla = model.mla
+    attend = _attention(model, context) if mla is None else _latent_attention(model, mla, context)
     gated, h = model.activation == "swiglu", model.hidden_size
     moe = model.moe
     if moe is None or not is_moe_layer(moe.layer_freq, layer_number):

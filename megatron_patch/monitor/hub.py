@@ -12,14 +12,12 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from megatron_patch.monitor.metrics import StepMetrics, console_line
 from megatron_patch.monitor.sinks import CsvSink, Sink, WandbSink, require_wandb
 from megatron_patch.runtime.records import AppendOnlyFile, BestEffort
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 RATE_RECORDS = 20  # records the time left is estimated from
 
@@ -98,12 +96,8 @@ class Monitor:
         """At step 0 what is wrong is raised: most likely a key or a name. Later on its server may
         be away, and a run of weeks must not wait for it at a restart or a rewind."""
         try:
-            sink = WandbSink(
-                self.run.logging.wandb,
-                self.run_dir,
-                name=self.run.name,
-                settings=self._settings or {},
-            )
+            settings, name = self._settings or {}, self.run.name
+            sink = WandbSink(self.run.logging.wandb, self.run_dir, name=name, settings=settings)
         except Exception as error:  # its own kinds, which are no OSError
             if start_step == 0:
                 raise

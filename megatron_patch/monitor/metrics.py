@@ -79,28 +79,21 @@ def duration(seconds: float) -> str:
 
 def console_line(m: StepMetrics, *, train_steps: int, seconds_left: float | None) -> str:
     """The line a person reads, fields in fixed order, absent ones left out."""
-    width = len(str(train_steps))
-    parts = [f"step {m.step:>{width}}/{train_steps}"]
-    if m.loss is not None:
-        parts.append(f"loss {m.loss:.4f}")
-    if m.eval_loss is not None:
-        parts.append(f"eval loss {m.eval_loss:.4f}")
-    if m.grad_norm is not None:
-        parts.append(f"grad norm {m.grad_norm:.3f}")
-    if m.lr is not None:
-        parts.append(f"lr {m.lr:.2e}")
-    if m.moe_aux_loss is not None:
-        parts.append(f"aux {m.moe_aux_loss:.4f}")
-    if m.mtp_loss is not None:
-        parts.append(f"mtp {m.mtp_loss:.4f}")
-    if m.tokens_per_s is not None:
-        parts.append(f"{m.tokens_per_s:,.0f} tok/s")
-    if m.tflops_per_device is not None:
-        parts.append(f"{m.tflops_per_device:.3g} TFLOP/s")
-    if m.mfu is not None:
-        parts.append(f"MFU {100 * m.mfu:.1f}%")
-    if m.memory_gib is not None:
-        parts.append(f"mem {m.memory_gib:.1f} GiB")
+    parts = [f"step {m.step:>{len(str(train_steps))}}/{train_steps}"]
+    for value, form in (
+        (m.loss, "loss {:.4f}"),
+        (m.eval_loss, "eval loss {:.4f}"),
+        (m.grad_norm, "grad norm {:.3f}"),
+        (m.lr, "lr {:.2e}"),
+        (m.moe_aux_loss, "aux {:.4f}"),
+        (m.mtp_loss, "mtp {:.4f}"),
+        (m.tokens_per_s, "{:,.0f} tok/s"),
+        (m.tflops_per_device, "{:.3g} TFLOP/s"),
+        (None if m.mfu is None else 100 * m.mfu, "MFU {:.1f}%"),
+        (m.memory_gib, "mem {:.1f} GiB"),
+    ):
+        if value is not None:
+            parts.append(form.format(value))
     parts += m.status
     parts.append(f"skipped {m.skipped}")
     parts.append(f"nan {m.nonfinite}")

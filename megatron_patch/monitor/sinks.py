@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
 from megatron_patch.runtime.records import BestEffort, StepCsv, gap
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.logging import WandbConfig
+from megatron_patch.schema.logging import WandbConfig
 
 
 class Sink(Protocol):

@@ -11,15 +11,19 @@ Shapes are those of `sizes`; N: tokens a rank's experts are given.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from megatron_patch.planner.kernel_memory import kernel_bytes, score_bytes
-from megatron_patch.planner.sizes import FLOAT, INT64, rank_shapes
-from megatron_patch.schema.model import expert_ffn_hidden_size, ffn_hidden_size, is_moe_layer
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.model import MLAConfig, MoEConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.capabilities import OURS
+from megatron_patch.planner.sizes import FLOAT, INT64, RankShapes, rank_shapes
+from megatron_patch.schema.model import (
+    MLAConfig,
+    MoEConfig,
+    expert_ffn_hidden_size,
+    ffn_hidden_size,
+    is_moe_layer,
+)
+from megatron_patch.schema.run import RunConfig
+from megatron_patch.stability.guard import TARGET
 
 UNBALANCED = 1.5
 """Tokens of the fullest expert-parallel rank over its share, averaged over layers, that memory is
@@ -33,8 +37,8 @@ class SavedTensor:
     name: str
     size: int
     """Bytes."""
-    part: str
-    """norm, attention (projections and positions), kernel (the attention backend's), mlp, head."""
+    kernel: bool = False
+    """Whether it is the attention backend's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class BackwardStage:
 
 
 class Activations:
-    """SavedTensor tensors and backward moments of every module of one rank.
+    """Saved tensors and backward moments of every module of one rank.
 
     Args:
         run: a configuration that passed its checks.
@@ -60,7 +64,6 @@ class Activations:
         self.run, self.model, self.n = run, run.model, rank_shapes(run, vocab)
         self.fused = run.training.compile_fusions
         recompute = run.training.recompute
-        self.granularity = recompute.granularity
         self.modules = recompute.modules if recompute.granularity == "selective" else []
 
     # --- what is saved ------------------------------------------------------------------------
@@ -68,21 +71,21 @@ class Activations:
     def norm(self, name: str, rows: int, width: int, *, size: int) -> list[SavedTensor]:
         """Input of a norm and its float32 statistics (one a row, LayerNorm two)."""
         each = FLOAT if self.model.normalization == "RMSNorm" else 2 * self.n.w
-        found = [SavedTensor(f"{name} statistics", each * rows, "norm")]
+        found = [SavedTensor(f"{name} statistics", each * rows)]
         if size:
-            found.append(SavedTensor(f"{name} input", size * rows * width, "norm"))
+            found.append(SavedTensor(f"{name} input", size * rows * width))
         return found
 
     def layer(self, number: int) -> list[SavedTensor]:
         """Everything layer ``number`` (1-based) saves when nothing is recomputed."""
         n = self.n
         found = [*self.norm("input norm", n.S, n.h, size=n.residual)]
-        found.append(SavedTensor("input norm output", n.hidden, "attention"))
+        found.append(SavedTensor("input norm output", n.hidden))
         found += self.attention() if self.model.mla is None else self.latent(self.model.mla)
         found += self.kernel()
         found += self.dropout_masks()
         found += self.norm("pre-MLP norm", n.S, n.h, size=n.residual)
-        found.append(SavedTensor("pre-MLP norm output", n.hidden, "norm"))
+        found.append(SavedTensor("pre-MLP norm output", n.hidden))
         return found + self.feed_forward(number)
 
     def attention(self) -> list[SavedTensor]:
@@ -90,68 +93,61 @@ class Activations:
         n, model = self.n, self.model
         query, key = n.w * n.T * n.q * n.d, n.w * n.T * n.g * n.d
         whole = n.w * n.T * n.mixed
-        found = [SavedTensor("qkv projection (v is a view of it)", whole, "attention")]
+        found = [SavedTensor("qkv projection (v is a view of it)", whole)]
         if model.qk_layernorm:
             found += self.norm("q norm", n.T * n.q, n.d, size=0)
             found += self.norm("k norm", n.T * n.g, n.d, size=0)
             if n.q > n.g:  # the heads of a group are interleaved with its key: no view is possible
-                found.append(SavedTensor("q, made contiguous", query, "attention"))
+                found.append(SavedTensor("q, made contiguous", query))
         if model.position_embedding == "rope":
-            found.append(SavedTensor("rotated q and k", query + key, "attention"))
+            found.append(SavedTensor("rotated q and k", query + key))
             found.append(self.angles(int(n.d * model.rotary_percent)))
         elif model.qk_layernorm:
-            found.append(SavedTensor("normalized q and k", query + key, "attention"))
+            found.append(SavedTensor("normalized q and k", query + key))
         elif n.q > n.g:
-            found.append(SavedTensor("q, made contiguous", query, "attention"))
+            found.append(SavedTensor("q, made contiguous", query))
         return found
 
     def angles(self, width: int) -> SavedTensor:
         """Cosines and sines in the compute type, for q and for k."""
-        return SavedTensor("cosines and sines", 4 * self.n.w * self.n.s * width, "attention")
+        return SavedTensor("cosines and sines", 4 * self.n.w * self.n.s * width)
 
     def latent(self, mla: MLAConfig) -> list[SavedTensor]:
         """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): latents, q, k, contiguous v."""
         n = self.n
         wide = n.w * n.T * n.q * n.d
         up = "mla_up_proj" in self.modules
-        found = [
-            SavedTensor(
-                "kv latent and k_pos",
-                n.w * n.T * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
-                "attention",
-            )
-        ]
+        width = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+        found = [SavedTensor("kv latent and k_pos", n.w * n.T * width)]
         rank = mla.q_lora_rank
         if rank is not None:
-            found.append(SavedTensor("q latent", n.w * n.T * rank, "attention"))
+            found.append(SavedTensor("q latent", n.w * n.T * rank))
         if self.model.qk_layernorm:
             if rank is not None:
                 found += self.norm("q latent norm", n.S, rank, size=0)
-                found.append(SavedTensor("q latent norm output", n.w * n.S * rank, "attention"))
+                found.append(SavedTensor("q latent norm output", n.w * n.S * rank))
             found += self.norm("kv latent norm", n.S, mla.kv_lora_rank, size=0)
-            found.append(
-                SavedTensor("kv latent norm output", n.w * n.S * mla.kv_lora_rank, "attention")
-            )
+            found.append(SavedTensor("kv latent norm output", n.w * n.S * mla.kv_lora_rank))
         if not up:
-            found.append(SavedTensor("q and k", 2 * wide, "attention"))
-            found.append(SavedTensor("v", n.w * n.T * n.q * n.dv, "attention"))
+            found.append(SavedTensor("q and k", 2 * wide))
+            found.append(SavedTensor("v", n.w * n.T * n.q * n.dv))
             found.append(self.angles(mla.qk_pos_emb_head_dim))
         return found
 
     def kernel(self) -> list[SavedTensor]:
         """What the attention backend keeps beside q, k and v; O is also the projection's input."""
         n = self.n
-        out = SavedTensor("O", n.w * n.T * n.q * n.dv, "kernel")
+        out = SavedTensor("O", n.w * n.T * n.q * n.dv, kernel=True)
         rest = kernel_bytes(self.run, n) - out.size
         if "core_attn" in self.modules:
             return [out]
-        return [out, SavedTensor("LSE, low part of O, scores", rest, "kernel")]
+        return [out, SavedTensor("LSE, low part of O, scores", rest, kernel=True)]
 
     def dropout_masks(self) -> list[SavedTensor]:
         """One byte an element, for both residual branches."""
         if self.model.hidden_dropout == 0:
             return []
-        return [SavedTensor("dropout masks", 2 * self.n.S * self.n.h, "norm")]
+        return [SavedTensor("dropout masks", 2 * self.n.S * self.n.h)]
 
     def feed_forward(self, number: int) -> list[SavedTensor]:
         """MLP or experts of layer ``number``."""
@@ -175,21 +171,16 @@ class Activations:
         count = 1 if self.model.activation == "relu" else 2
         if gated:
             count = 3 if self.fused else 5
-        return [
-            SavedTensor(
-                f"MLP activations ({count + scaled} x [T, f])", (count + scaled) * unit, "mlp"
-            )
-        ]
+        count += scaled
+        return [SavedTensor(f"MLP activations ({count} x [T, f])", count * unit)]
 
     def experts(self, moe: MoEConfig) -> list[SavedTensor]:
         """Router, permuted tokens, experts of the fullest rank, shared expert."""
         n = self.n
         given = self.most_tokens(moe)
         width = expert_ffn_hidden_size(self.model, moe) // self.etp
-        found = [
-            SavedTensor("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts, "mlp")
-        ]
-        found.append(SavedTensor("tokens sent to experts", n.w * given * n.h, "mlp"))
+        found = [SavedTensor("router probabilities and maps", 5 * FLOAT * n.S * moe.num_experts)]
+        found.append(SavedTensor("tokens sent to experts", n.w * given * n.h))
         found += self.mlp(given, width, scaled=True)
         if moe.shared_expert_ffn_hidden_size is not None:
             found += self.mlp(n.T, moe.shared_expert_ffn_hidden_size // n.tp)
@@ -215,7 +206,7 @@ class Activations:
         """The backward pass of layer ``number``, in its order: MLP first, then attention."""
         n = self.n
         moments = self.feed_forward_moments(number)
-        freed = sum(x.size for x in self.layer(number) if x.part == "kernel")
+        freed = sum(x.size for x in self.layer(number) if x.kernel)
         out, query = n.w * n.T * n.q * n.dv, n.w * n.T * n.q * n.d
         keys = n.w * n.T * n.g * (n.d + n.dv)
         again = 0
@@ -223,31 +214,18 @@ class Activations:
             again = kernel_bytes(self.run, n)
         if "mla_up_proj" in self.modules:
             again += 2 * query + n.w * n.T * n.q * n.dv
-        moments.append(
-            BackwardStage(
-                "attention kernel: dO, dQ, dK, dV, delta",
-                n.stream
-                + out
-                + (self.travelers() or query + keys)
-                + FLOAT * n.T * n.q
-                + again
-                + score_bytes(self.run, n),
-                freed,
-            )
-        )
+        moved = self.travelers() or query + keys
+        extra = n.stream + out + moved + FLOAT * n.T * n.q + again + score_bytes(self.run, n)
+        moments.append(BackwardStage("attention kernel: dO, dQ, dK, dV, delta", extra, freed))
         projected, weight = n.w * n.T * n.columns, n.w * n.h * n.columns
         if n.shared > 1:
             # Gradient of the whole projection, its copy ordered by rank, and this rank's part; what
             # the forward pass kept of it went with v.
             whole = n.w * n.T * n.mixed
-            moments.append(
-                BackwardStage("qkv projection: reduce-scatter", n.stream + whole + projected)
-            )
-        moments.append(
-            BackwardStage(
-                "qkv projection: gradients", n.stream + 2 * projected + 2 * n.gathered + weight
-            )
-        )
+            extra = n.stream + whole + projected
+            moments.append(BackwardStage("qkv projection: reduce-scatter", extra))
+        extra = n.stream + 2 * projected + 2 * n.gathered + weight
+        moments.append(BackwardStage("qkv projection: gradients", extra))
         return moments
 
     def travelers(self) -> int:
@@ -286,35 +264,23 @@ class Activations:
         n = self.n
         weight = n.h * unit // max(n.T, 1)  # [h, f] of one matrix
         gated = self.model.activation == "swiglu"
-        first = BackwardStage(
-            "fc2: gradients of input and weight",
-            n.stream + n.gathered + unit + weight + again,
-            unit,
-        )
+
+        def stage(name: str, extra: int, freed: int = 0) -> BackwardStage:
+            return BackwardStage(name, n.stream + extra + again, freed)
+
+        moments = [stage("fc2: gradients of input and weight", n.gathered + unit + weight, unit)]
         if not gated:
             # squared_relu is two functions with gradients of their own.
             count = 4 if self.model.activation == "squared_relu" else 2
-            return [
-                first,
-                BackwardStage("activation", n.stream + count * unit + again, unit),
-                BackwardStage("fc1: gradients", n.stream + unit + 3 * n.gathered + weight + again),
-            ]
-        if self.fused:
-            return [
-                first,
-                BackwardStage("SwiGLU", n.stream + 3 * unit + again, 2 * unit),
-                BackwardStage(
-                    "fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again
-                ),
-            ]
-        return [
-            first,
-            BackwardStage("SwiGLU: product", n.stream + 3 * unit + again, 2 * unit),
-            BackwardStage("SwiGLU: halves", n.stream + 4 * unit + again, 2 * unit),
-            BackwardStage(
-                "fc1: gradients", n.stream + 2 * unit + 3 * n.gathered + 2 * weight + again
-            ),
-        ]
+            moments.append(stage("activation", count * unit, unit))
+        else:
+            name = "SwiGLU" if self.fused else "SwiGLU: product"
+            moments.append(stage(name, 3 * unit, 2 * unit))
+            if not self.fused:
+                moments.append(stage("SwiGLU: halves", 4 * unit, 2 * unit))
+        columns = 1 + gated
+        fc1 = columns * (unit + weight) + 3 * n.gathered
+        return [*moments, stage("fc1: gradients", fc1)]
 
     def expert_moments(self, moe: MoEConfig) -> list[BackwardStage]:
         """Experts one after the other; the scaling by probabilities is done in float32."""
@@ -325,22 +291,17 @@ class Activations:
         unit = given // local * width
         again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
         gradient = n.w * given * n.h
-        return [
-            BackwardStage(
-                "expert: gradient of the scaled activation",
-                n.stream + gradient + (n.w + 3 * FLOAT) * unit + again,
-                n.w * unit,
-            )
-        ]
+        extra = n.stream + gradient + (n.w + 3 * FLOAT) * unit + again
+        return [BackwardStage("expert: gradient of the scaled activation", extra, n.w * unit)]
 
     # --- the ends of the model ----------------------------------------------------------------
 
     def embedding(self) -> list[SavedTensor]:
         """Token ids, and the dropout mask after the embedding."""
         n = self.n
-        found = [SavedTensor("ids, labels, mask, positions", (3 * INT64 + FLOAT) * n.T, "head")]
+        found = [SavedTensor("ids, labels, mask, positions", (3 * INT64 + FLOAT) * n.T)]
         if self.model.hidden_dropout:
-            found.append(SavedTensor("embedding dropout mask", n.S * n.h, "head"))
+            found.append(SavedTensor("embedding dropout mask", n.S * n.h))
         return found
 
     def rotary_table(self) -> int:
@@ -355,8 +316,8 @@ class Activations:
         """Final norm and cross entropy: what stays from the forward to the backward pass."""
         n = self.n
         found = [*self.norm("final norm", n.S, n.h, size=n.residual)]
-        found.append(SavedTensor("final norm output", n.hidden, "head"))
-        found.append(SavedTensor(*self.kept_of_logits(), "head"))
+        found.append(SavedTensor("final norm output", n.hidden))
+        found.append(SavedTensor(*self.kept_of_logits()))
         return found
 
     def kept_of_logits(self) -> tuple[str, int]:
@@ -371,7 +332,7 @@ class Activations:
         n = self.n
         found = [*self.norm("embedding norm", n.S, n.h, size=n.w)]
         found += self.norm("hidden norm", n.S, n.h, size=0)
-        found.append(SavedTensor("merged embedding and hidden state", 2 * n.hidden, "norm"))
+        found.append(SavedTensor("merged embedding and hidden state", 2 * n.hidden))
         found += self.layer(number)
         return found + self.head()
 
@@ -379,12 +340,58 @@ class Activations:
         """Logits or their gradient in the compute type beside what the cross entropy keeps."""
         n = self.n
         logits = n.w * n.T * n.vocab
-        weight = n.w * n.vocab * n.h
+        weight, hidden = n.w * n.vocab * n.h, n.w * n.T * n.h
         _, kept = self.kept_of_logits()
         return [
             BackwardStage("cross entropy: logits", logits + n.gathered, kept),
-            BackwardStage(
-                "output projection: gradients", logits + weight + n.w * n.T * n.h + n.gathered
-            ),
+            BackwardStage("output projection: gradients", logits + weight + hidden + n.gathered),
             BackwardStage("final norm", 2 * n.hidden, n.hidden + n.stream),
         ]
+
+
+def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
+    """Bytes the attention backend keeps for the backward beside q, k and v, O included.
+
+    With ``stability.guard: switch`` the larger of before and after the switch: it comes in the
+    middle of a run, which must not end there for lack of memory.
+    """
+    attention = run.attention
+    residual = "bf16" if attention.residual == "default" else attention.residual
+    keys = _keys(run, n)
+    now = BACKENDS[attention.backend].saved_bytes(n, keys, attention.stabilizer, residual)
+    if run.stability.guard != "switch":
+        return now
+    backend, options = TARGET
+    kept = residual if attention.backend == backend else "bf16"
+    return max(now, BACKENDS[backend].saved_bytes(n, keys, options["stabilizer"], kept))
+
+
+def score_bytes(run: RunConfig, n: RankShapes) -> int:
+    """What a backend works on in its backward pass, beside what it saved and returns.
+
+    A backward of another library is handed a tensor in place of O.
+
+    Score matrices of the unfused ones; dQ in float32, and two numbers a row, of ours on sm_90,
+    which is planned for whatever the GPU.
+    """
+    row = BACKENDS[run.attention.backend]
+    sums = FLOAT * n.T * n.q * (n.d + 2) if _sums_dq(run, n, row.summed_head_dims) else 0
+    borrowed = run.attention.backend == "fa4" or run.attention.backward not in OURS
+    carrier = n.T * n.q * n.dv * n.w if borrowed else 0
+    return row.score_bytes(n, _keys(run, n)) + sums + carrier
+
+
+def _sums_dq(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> bool:
+    every_layer_windowed = run.model.window is not None and run.model.window_skip_freq is None
+    return (
+        run.training.device == "cuda"
+        and n.d == n.dv
+        and n.d in head_dims
+        and run.parallel.context_parallel_size == 1
+        and run.model.attention_dropout == 0
+        and not every_layer_windowed
+    )
+
+
+def _keys(run: RunConfig, n: RankShapes) -> int:
+    return n.s * run.parallel.context_parallel_size

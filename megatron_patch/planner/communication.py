@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
 from megatron_patch.planner.sizes import FLOAT, RankShapes, rank_shapes
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema.model import is_moe_layer
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +45,19 @@ def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[T
     if layout.tp > 1:
         collectives = sum(_tensor(run, n, chunk.first, chunk.last) for chunk in chunks)
         collectives += len(layers) * tensor_per_layer(run, n)
-        link = layout.group("tp").link
-        found.append(Traffic("tp", _tensor_name(n), count * collectives, link))
+        name = "all-gathers and reduce-scatters" if n.sp else "all-reduces"
+        found.append(Traffic("tp", name, count * collectives, layout.group("tp").link))
     if layout.pp > 1:
         ends = sum(chunk.first + chunk.last for chunk in chunks)
         sent = count * n.stream * (2 * len(chunks) - ends)
-        found.append(Traffic("pp", "activations and their gradients", sent, _pp_link(layout)))
+        link = layout.group("pp").link
+        found.append(Traffic("pp", "activations and their gradients", sent, link))
     if layout.cp > 1:
         # The depths of multi-token prediction take their modes from the first layers.
         modes = Counter(cp_mode(run, number) for number in (*layers, *range(1, depths + 1)))
         for mode, times in modes.items():
             for axis_link, size in cp_per_layer(run, layout, n, mode).items():
-                found.append(Traffic("cp", f"{mode}", count * times * size, axis_link))
+                found.append(Traffic("cp", mode, count * times * size, axis_link))
     moe = run.model.moe
     if moe is not None and layout.ep * layout.etp > 1:
         # A depth is a layer like the last one.
@@ -67,10 +65,6 @@ def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[T
         routed = sum(is_moe_layer(moe.layer_freq, number) for number in (*layers, *last))
         found.append(_experts(run, layout, n, routed * count))
     return found + _data(run, layout, stage, vocab)
-
-
-def _tensor_name(n: RankShapes) -> str:
-    return "all-gathers and reduce-scatters" if n.sp else "all-reduces"
 
 
 def tensor_per_layer(run: RunConfig, n: RankShapes) -> float:
@@ -103,10 +97,6 @@ def _tensor(run: RunConfig, n: RankShapes, first: bool, last: bool) -> float:
     return one * ends + depths * tensor_per_layer(run, n)
 
 
-def _pp_link(layout: Layout) -> str:
-    return layout.group("pp").link
-
-
 def cp_mode(run: RunConfig, number: int) -> str:
     """How layer ``number`` (1-based) communicates over the context-parallel group."""
     kind = run.parallel.cp_comm_type
@@ -137,10 +127,9 @@ def cp_per_layer(run: RunConfig, layout: Layout, n: RankShapes, mode: str) -> di
         return {group.link: exchange(layout.cp)}
     if mode == "a2a+p2p" and inner:
         near = "NVLink" if inner[0] * layout.tp <= layout.gpus_per_node else "network"
-        found: Counter[str] = Counter()
-        found[near] += exchange(inner[0])  # type: ignore[assignment]
-        found[group.link] += ring(inner[1], keys)  # type: ignore[assignment]
-        return dict(found)
+        found = {near: exchange(inner[0])}
+        found[group.link] = found.get(group.link, 0.0) + ring(inner[1], keys)
+        return found
     return {group.link: ring(layout.cp, keys)}
 
 
@@ -169,16 +158,11 @@ def _data(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[Traffi
         group = layout.group(axis)
         if group.size == 1 or numel == 0:
             continue
-        share = (group.size - 1) / group.size
+        share, link = (group.size - 1) / group.size, group.link
         if run.parallel.use_distributed_optimizer:
-            found.append(
-                Traffic("dp", f"{name}: gradient reduce-scatter", 4 * numel * share, group.link)
-            )
-            found.append(
-                Traffic("dp", f"{name}: weight all-gather", weight * numel * share, group.link)
-            )
+            found.append(Traffic("dp", f"{name}: gradient reduce-scatter", 4 * numel * share, link))
+            sent = weight * numel * share
+            found.append(Traffic("dp", f"{name}: weight all-gather", sent, link))
         else:
-            found.append(
-                Traffic("dp", f"{name}: gradient all-reduce", 8 * numel * share, group.link)
-            )
+            found.append(Traffic("dp", f"{name}: gradient all-reduce", 8 * numel * share, link))
     return found

@@ -11,7 +11,6 @@ project's kernels, and what lies between the matrix products moves a multiple of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_patch.attention.registry import layer_window
 from megatron_patch.monitor.flops import flops_per_token, mean_context
@@ -28,13 +27,10 @@ from megatron_patch.planner.hardware import (
 from megatron_patch.planner.layout import NODE, Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import bubble
-from megatron_patch.planner.sizes import RankShapes
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema.model import expert_ffn_hidden_size, ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import RecomputeConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
 
 HALF_RATE_WIDTH = 256
 """Inner dimension at which a matrix product runs at half its best rate."""
@@ -74,7 +70,6 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds a step."""
         return sum(getattr(self, name) for name in self.__slots__)
 
 
@@ -114,13 +109,10 @@ class _Clock:
 
     def __init__(self, run: RunConfig, layout: Layout, gpu: Gpu, vocab: int) -> None:
         self.run, self.layout, self.gpu, self.vocab = run, layout, gpu, vocab
-        self.model = run.model
-        self.acts = Activations(run, vocab)
-        self.n: RankShapes = self.acts.n
-        recompute = run.training.recompute
-        self.full = recompute.granularity == "full"
-        self.selected = recompute.modules if recompute.granularity == "selective" else []
-        self.fused = run.training.compile_fusions
+        self.model, self.acts = run.model, Activations(run, vocab)
+        self.n, self.fused, self.selected = self.acts.n, self.acts.fused, self.acts.modules
+        self.full = run.training.recompute.granularity == "full"
+        self.bandwidth = gpu.hbm * GB * MEMORY_SHARE
 
     def product(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of [rows, inner] x [inner, columns]; the narrower side limits the rate."""
@@ -129,20 +121,19 @@ class _Clock:
         return 2 * rows * inner * columns / rate
 
     def mlp(self, rows: float, width: float) -> float:
-        """Forward seconds of both matrices."""
         h, gated = self.n.h, 2 if self.model.activation == "swiglu" else 1
         return self.product(rows, h, gated * width) + self.product(rows, width, h)
 
     def projections(self) -> float:
         """Forward seconds of the matrices around attention."""
-        n, mla, model = self.n, self.model.mla, self.model
+        n, mla = self.n, self.model.mla
         out = self.product(n.T, n.q * n.dv, n.h)
         if mla is None:
             return out + self.product(n.T, n.h, n.columns)
         latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
         time = out + self.product(n.T, n.h, latent / n.tp)
         time += self.product(n.T, mla.kv_lora_rank, n.q * (mla.qk_head_dim + n.dv))
-        rank = model.mla.q_lora_rank if model.mla is not None else None
+        rank = mla.q_lora_rank
         if rank is None:
             return time + self.product(n.T, n.h, n.q * n.d)
         return time + self.product(n.T, n.h, rank / n.tp) + self.product(n.T, rank, n.q * n.d)
@@ -181,7 +172,7 @@ class _Clock:
         attention = forward + backward
         saved = sum(x.size for x in Activations(_kept(self.run), self.vocab).layer(number))
         factor = TRAFFIC_FUSED if self.fused else TRAFFIC
-        memory = factor * saved / (self.gpu.hbm * GB * MEMORY_SHARE)
+        memory = factor * saved / self.bandwidth
         if self.full:
             return matrix * 4 / 3, attention + forward, memory * 4 / 3
         if "mlp" in self.selected or "moe" in self.selected:
@@ -196,7 +187,7 @@ class _Clock:
         each = LOGIT_BYTES_FUSED if self.fused else LOGIT_BYTES
         bytes_moved = each * n.T * n.vocab
         depths = 1 + (0 if self.model.mtp is None else self.model.mtp.num_layers)
-        seconds = bytes_moved / (self.gpu.hbm * GB * MEMORY_SHARE)
+        seconds = bytes_moved / self.bandwidth
         return depths * 3 * self.product(n.T, n.h, n.vocab), depths * seconds
 
     def chunk(self, chunk: Chunk) -> tuple[float, float, float]:
@@ -218,35 +209,28 @@ class _Clock:
         matrix, attention, memory = (count * sum(p[i] for p in parts) for i in range(3))
         sent = self._sent(traffic_of(self.run, self.layout, stage, self.vocab))
         # The ring and its kernels overlap; half a step of the ring at each end does not.
-        hidden = attention if self._overlaps() else 0.0
-        context = max(0.0, sent.get("cp", 0.0) - hidden) + sent.get("cp", 0.0) / (
-            2 * self.layout.cp
-        )
-        busy = matrix + attention + memory + sent.get("tp", 0.0) + context + sent.get("ep", 0.0)
+        hidden = attention if "p2p" in " ".join(self.run.parallel.cp_comm_types) else 0.0
+        context = max(0.0, sent["cp"] - hidden) + sent["cp"] / (2 * self.layout.cp)
+        busy = matrix + attention + memory + sent["tp"] + context + sent["ep"]
         idle = bubble(self.layout.pp, virtual=self.layout.vp, micro_batches=count) * busy
         owned = states_of(self.run, self.layout, stage, self.vocab).optimizer / 12
         return StepTime(
             matrix=matrix,
             attention=attention,
             memory=memory,
-            tensor_parallel=sent.get("tp", 0.0),
-            context_parallel=context if self.layout.cp > 1 else 0.0,
-            expert_parallel=sent.get("ep", 0.0),
-            pipeline=sent.get("pp", 0.0),
+            tensor_parallel=sent["tp"],
+            context_parallel=context,
+            expert_parallel=sent["ep"],
+            pipeline=sent["pp"],
             bubble=idle,
             data_parallel=self._exposed(stage, busy / count),
-            update=owned * UPDATE_BYTES / (self.gpu.hbm * GB * MEMORY_SHARE),
+            update=owned * UPDATE_BYTES / self.bandwidth,
         )
 
-    def _overlaps(self) -> bool:
-        kinds = self.run.parallel.cp_comm_type
-        return "p2p" in (kinds if isinstance(kinds, str) else " ".join(kinds))
-
     def _sent(self, traffic: list[Traffic]) -> dict[str, float]:
-        seconds: dict[str, float] = {}
+        seconds = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
         for item in traffic:
-            time = item.sent / link_rate(self.gpu, item.link)
-            seconds[item.axis] = seconds.get(item.axis, 0.0) + time
+            seconds[item.axis] += item.sent / link_rate(self.gpu, item.link)
         return seconds
 
     def _exposed(self, stage: int, last: float) -> float:

@@ -7,10 +7,8 @@ adjacent, pipeline neighbors farthest apart; nodes are filled in that order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 NODE, NETWORK = "NVLink", "network"
 
@@ -23,11 +21,6 @@ class Group:
     size: int
     stride: int
     gpus_per_node: int
-
-    @property
-    def span(self) -> int:
-        """Ranks from the first to the last member, both included."""
-        return (self.size - 1) * self.stride + 1
 
     @property
     def in_node(self) -> int:
@@ -44,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """RankShapes and groups of one job."""
+    """Sizes and groups of one job."""
 
     nodes: int
     gpus_per_node: int
@@ -59,7 +52,6 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """GPUs of the job."""
         return self.nodes * self.gpus_per_node
 
     def group(self, axis: str) -> Group:
@@ -92,24 +84,11 @@ def layout_of(run: RunConfig, nodes: int, gpus_per_node: int) -> Layout:
     """The layout of ``run`` on that many GPUs, which `world_size_problems` must have accepted."""
     p = run.parallel
     world = nodes * gpus_per_node
-    tp, cp, pp = (
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        p.pipeline_model_parallel_size,
-    )
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    pp, vp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size or 1
     etp, ep = p.expert_tensor_parallel_size or tp, p.expert_model_parallel_size
-    return Layout(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        tp=tp,
-        cp=cp,
-        pp=pp,
-        vp=p.virtual_pipeline_model_parallel_size or 1,
-        dp=world // (tp * cp * pp),
-        ep=ep,
-        etp=etp,
-        edp=world // (etp * ep * pp),
-    )
+    dp, edp = world // (tp * cp * pp), world // (etp * ep * pp)
+    return Layout(nodes, gpus_per_node, tp=tp, cp=cp, pp=pp, vp=vp, dp=dp, ep=ep, etp=etp, edp=edp)
 
 
 def micro_batches(run: RunConfig, layout: Layout) -> int:

@@ -12,16 +12,13 @@ allowances: see `ALLOWANCES` and docs/planning.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.planner.activations import Activations, BackwardStage, SavedTensor
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import Chunk, chunks_of
 from megatron_patch.planner.schedule import FORWARD, in_flight, passes
 from megatron_patch.planner.states import States, buffers_of, states_of
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 MIB, GIB = 2**20, 2**30
 WORKSPACE = 64 * MIB
@@ -38,19 +35,6 @@ FILE = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """What one forward pass of one chunk leaves behind, and what its backward pass adds."""
-
-    saved: int
-    kernel: int
-    """The part of ``saved`` that is the attention backend's."""
-    extra: int
-    """Largest excess of the backward pass over ``saved``."""
-    moment: str
-    """When that is."""
-
-
-@dataclass(frozen=True, slots=True)
 class StageMemory:
     """One rank of one pipeline stage, in bytes."""
 
@@ -58,7 +42,7 @@ class StageMemory:
     layers: tuple[int, ...]
     states: States
     activations: int
-    """SavedTensor tensors of all passes in flight at the peak, the attention backend's left out."""
+    """Saved tensors of all passes in flight at the peak, the attention backend's left out."""
     kernel: int
     """The attention backend's saved tensors then."""
     extra: int
@@ -113,7 +97,7 @@ def _stage(
     run: RunConfig, layout: Layout, stage: int, *, vocab: int, acts: Activations
 ) -> StageMemory:
     chunks = chunks_of(run, stage)
-    stored = [stored_by(run, acts, chunk) for chunk in chunks]
+    stored = [_Passes(run, acts, chunk) for chunk in chunks]
     count = micro_batches(run, layout)
     # Beyond the warm-up the schedule repeats itself.
     shown = min(count, 4 * layout.pp)
@@ -174,17 +158,8 @@ def nccl_bytes(layout: Layout) -> int:
     return NCCL_BASE + groups * NCCL_GROUP
 
 
-def stored_by(run: RunConfig, acts: Activations, chunk: Chunk) -> Stored:
-    """SavedTensor tensors of one forward pass of ``chunk`` under the configured recompute."""
-    walk = _Walk(run, acts, chunk)
-    tensors = walk.saved()
-    saved = sum(x.size for x in tensors)
-    extra, moment = walk.worst(saved)
-    return Stored(saved, sum(x.size for x in tensors if x.part == "kernel"), extra, moment)
-
-
-class _Walk:
-    """Through a chunk: forward for what is saved, backward for the worst moment."""
+class _Passes:
+    """What one forward pass of a chunk leaves behind, and what its backward pass adds, in bytes."""
 
     def __init__(self, run: RunConfig, acts: Activations, chunk: Chunk) -> None:
         self.run, self.acts, self.chunk, self.n = run, acts, chunk, acts.n
@@ -192,6 +167,10 @@ class _Walk:
         self.full = recompute.granularity == "full"
         self.block = recompute.method == "block"
         self.size = recompute.num_layers
+        tensors = self.tensors()
+        self.saved = sum(x.size for x in tensors)
+        self.kernel = sum(x.size for x in tensors if x.kernel)
+        self.extra, self.moment = self.worst()
 
     def groups(self) -> list[tuple[tuple[int, ...], bool]]:
         """(layers, whether they are recomputed together), first layer first."""
@@ -203,48 +182,38 @@ class _Walk:
         step = self.size
         return [(layers[i : i + step], True) for i in range(0, len(layers), step)]
 
-    def saved(self) -> list[SavedTensor]:
+    def tensors(self) -> list[SavedTensor]:
+        """Saved under the configured recompute."""
         found = self.acts.embedding() if self.chunk.first or self.chunk.last else []
         if self.run.parallel.virtual_pipeline_model_parallel_size and self.chunk.layers:
-            found.append(SavedTensor("pipeline buffers", self.n.stream, "norm"))
+            found.append(SavedTensor("pipeline buffers", self.n.stream))
         if self.acts.rotary_table():
-            found.append(
-                SavedTensor("rotary angles, float32", self.acts.rotary_table(), "attention")
-            )
+            found.append(SavedTensor("rotary angles, float32", self.acts.rotary_table()))
         for layers, again in self.groups():
             if again:
-                found.append(SavedTensor("input of recomputed layers", self.n.stream, "norm"))
+                found.append(SavedTensor("input of recomputed layers", self.n.stream))
             else:
                 found += self.acts.layer(layers[0])
         if not self.chunk.last:
             # The output waits for its gradient: core keeps it (deallocate_pipeline_outputs off).
-            found.append(SavedTensor("output of the stage", self.n.stream, "norm"))
+            found.append(SavedTensor("output of the stage", self.n.stream))
             return found
         found += self.acts.head()
-        for _ in range(self.depths):
+        mtp = self.run.model.mtp
+        for _ in range(0 if mtp is None else mtp.num_layers):
             found += self.acts.extra_depth(self.run.model.num_layers)
         return found
 
-    @property
-    def depths(self) -> int:
-        mtp = self.run.model.mtp
-        return 0 if mtp is None else mtp.num_layers
-
-    def worst(self, saved: int) -> tuple[int, str]:
-        """(largest excess over ``saved``, when) of the backward pass, head first."""
+    def worst(self) -> tuple[int, str]:
+        """(largest excess over what is saved, when) of the backward pass, head first."""
         freed, best = 0, (0, "between passes")
         for moment in self.moments():
             if moment.extra - freed > best[0]:
                 best = (moment.extra - freed, moment.name)
             freed += moment.freed
-        last = BackwardStage("embedding: gradient", self._embedding_gradient())
-        if last.extra - saved > best[0]:
-            best = (last.extra - saved, last.name)
-        return best
-
-    def _embedding_gradient(self) -> int:
         n = self.n
-        return n.w * n.vocab * n.h + n.stream + n.gathered if self.chunk.first else 0
+        embedding = n.w * n.vocab * n.h + n.stream + n.gathered if self.chunk.first else 0
+        return max(best, (embedding - self.saved, "embedding: gradient"), key=lambda x: x[0])
 
     def moments(self) -> list[BackwardStage]:
         found: list[BackwardStage] = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_patch.schema.model import (
+    MLAConfig,
+    MoEConfig,
     attention_head_dim,
     expert_ffn_hidden_size,
     ffn_hidden_size,
@@ -20,10 +21,7 @@ from megatron_patch.schema.model import (
     query_groups,
 )
 from megatron_patch.schema.parallel import ParallelConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.model import MLAConfig, MoEConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements on this rank."""
         return math.prod(self.shape)
 
 
@@ -65,13 +62,8 @@ def chunks_of(run: RunConfig, stage: int) -> list[Chunk]:
     chunks = []
     for virtual in range(vp):
         begin = (virtual * pp + stage) * each
-        chunks.append(
-            Chunk(
-                layers=tuple(range(begin + 1, begin + each + 1)),
-                first=stage == 0 and virtual == 0,
-                last=stage == pp - 1 and virtual == vp - 1,
-            )
-        )
+        first, last = stage == 0 and virtual == 0, stage == pp - 1 and virtual == vp - 1
+        chunks.append(Chunk(tuple(range(begin + 1, begin + each + 1)), first, last))
     return chunks
 
 
@@ -189,14 +181,12 @@ class _Namer:
         if rank is None:
             yield Parameter(f"{prefix}linear_q_proj.weight", (wide, h), split=True)
         else:
-            yield Parameter(
-                f"{prefix}linear_q_down_proj.weight", (rank // down, h), split=not self.te
-            )
+            shape = rank // down, h
+            yield Parameter(f"{prefix}linear_q_down_proj.weight", shape, split=not self.te)
             yield Parameter(f"{prefix}linear_q_up_proj.weight", (wide, rank), split=True)
         latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
-        yield Parameter(
-            f"{prefix}linear_kv_down_proj.weight", (latent // down, h), split=not self.te
-        )
+        shape = latent // down, h
+        yield Parameter(f"{prefix}linear_kv_down_proj.weight", shape, split=not self.te)
         expand = q * (mla.qk_head_dim + mla.v_head_dim) // tp
         yield Parameter(f"{prefix}linear_kv_up_proj.weight", (expand, mla.kv_lora_rank), split=True)
         if self.model.qk_layernorm:
@@ -213,9 +203,8 @@ class _Namer:
         yield Parameter(f"{prefix}linear_fc1.weight", (rows, h), split=True, expert=expert)
         if bias:
             yield Parameter(f"{prefix}linear_fc1.bias", (rows,), split=True, expert=expert)
-        yield Parameter(
-            f"{prefix}linear_fc2.weight", (h, width // ranks), split=True, expert=expert
-        )
+        down = h, width // ranks
+        yield Parameter(f"{prefix}linear_fc2.weight", down, split=True, expert=expert)
         if bias:
             yield Parameter(f"{prefix}linear_fc2.bias", (h,), expert=expert)
 
@@ -232,12 +221,6 @@ class _Namer:
             yield from self.mlp(f"{prefix}shared_experts.", shared, self.tp)
 
 
-def whole(run: RunConfig) -> RunConfig:
-    """The same model on one rank."""
-    alone = ParallelConfig(use_distributed_optimizer=run.parallel.use_distributed_optimizer)
-    return replace(run, parallel=alone)
-
-
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Parameters of the whole model, copies on other ranks not counted."""
@@ -251,7 +234,9 @@ class Counts:
 
 def model_counts(run: RunConfig, vocab: int) -> Counts:
     """Count the model of ``run``; ``vocab`` is padded."""
-    alone = whole(run)
+    # The same model on one rank.
+    sharded = run.parallel.use_distributed_optimizer
+    alone = replace(run, parallel=ParallelConfig(use_distributed_optimizer=sharded))
     (chunk,) = chunks_of(alone, 0)
     parameters = chunk_parameters(alone, chunk, vocab)
     total = sum(p.numel for p in parameters)

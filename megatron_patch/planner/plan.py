@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_patch.planner.communication import Traffic, traffic_of
 from megatron_patch.planner.compute import Speed, speed_of
@@ -13,11 +13,7 @@ from megatron_patch.planner.layout import Layout, layout_of
 from megatron_patch.planner.memory import GIB, StageMemory, memory_of, save_bytes
 from megatron_patch.planner.parameters import Counts, model_counts, padded_vocab_size
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 ASSUMED_VOCABULARY = 128_256, "Llama 3's"
 """Among the largest in use: assumed, and said so, where the tokenizer is not here."""
@@ -35,7 +31,6 @@ class Machine:
 
     @property
     def world(self) -> int:
-        """All GPUs."""
         return self.nodes * self.gpus_per_node
 
 
@@ -62,7 +57,6 @@ class Plan:
 
     @property
     def worst(self) -> StageMemory:
-        """The stage that needs most memory."""
         return max(self.stages, key=lambda s: s.total)
 
     @property
@@ -72,7 +66,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its GPU."""
         return self.room >= 0
 
     @property
@@ -81,7 +74,6 @@ class Plan:
         return save_bytes(self.run, self.layout, self.vocabulary.padded)
 
     def traffic(self, stage: int) -> list[Traffic]:
-        """What a rank of ``stage`` sends in a step."""
         return traffic_of(self.run, self.layout, stage, self.vocabulary.padded)
 
 

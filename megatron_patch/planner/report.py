@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.planner.layout import micro_batches
 from megatron_patch.planner.memory import GIB, StageMemory
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
+from megatron_patch.planner.plan import Plan
+from megatron_patch.planner.search import Alternative
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.planner.plan import Plan
-    from megatron_patch.planner.search import Alternative
 
 AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": "dp_cp"}
 COLUMNS = (
@@ -42,19 +40,8 @@ TIMES = (
 
 def text(plan: Plan, tokens: float) -> str:
     """The whole report; ``tokens`` is the budget of the last line."""
-    return "\n".join(
-        [
-            *_head(plan),
-            "",
-            *_groups(plan),
-            "",
-            *_memory(plan),
-            "",
-            *_traffic(plan),
-            "",
-            *_speed(plan, tokens),
-        ]
-    )
+    parts = (_head(plan), _groups(plan), _memory(plan), _traffic(plan), _speed(plan, tokens))
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _head(plan: Plan) -> list[str]:
@@ -90,25 +77,18 @@ def _groups(plan: Plan) -> list[str]:
     for axis in ("tp", "cp", "ep", "edp", "dp", "pp"):
         group = plan.layout.group(axis)
         if group.size > 1 and not (axis == "edp" and plan.layout.ep == 1):
-            rows.append(
-                [axis.upper(), str(group.size), str(group.stride), str(group.in_node), group.link]
-            )
+            numbers = map(str, (group.size, group.stride, group.in_node))
+            rows.append([axis.upper(), *numbers, group.link])
     return ["Layout over nodes", *_table(rows)] if len(rows) > 1 else ["Layout: a single GPU"]
 
 
 def _memory(plan: Plan) -> list[str]:
     rows = [["stage", "layers", "parameters", *(short for _, short in COLUMNS), "total"]]
     for stage in _telling(plan):
-        stack = stage.stack()
-        rows.append(
-            [
-                str(stage.stage),
-                str(len(stage.layers)),
-                f"{stage.states.parameters:,}",
-                *(f"{stack[name] / GIB:.2f}" for name, _ in COLUMNS),
-                f"{stage.total / GIB:.2f}",
-            ]
-        )
+        stack, states = stage.stack(), stage.states
+        row = [str(stage.stage), str(len(stage.layers)), f"{states.parameters:,}"]
+        sizes = [*(stack[name] for name, _ in COLUMNS), stage.total]
+        rows.append(row + [f"{size / GIB:.2f}" for size in sizes])
     worst = plan.worst
     verdict = (
         f"fits: {plan.room:.1f} GiB of {plan.machine.gpu.memory:g} left on stage {worst.stage}"
@@ -136,26 +116,20 @@ def _telling(plan: Plan) -> list[StageMemory]:
 
 
 def _traffic(plan: Plan) -> list[str]:
-    rows = [["axis", "what", "GB a GPU and step", "link"]]
-    for item in _busiest(plan):
-        rows.append([item.axis, item.what, f"{item.sent / 1e9:.3f}", item.link])
-    if len(rows) == 1:
-        return ["Communication: none"]
-    return ["Communication (sent, stage that sends most)", *_table(rows)]
-
-
-def _busiest(plan: Plan) -> list[Any]:
     stages = [plan.traffic(stage) for stage in range(plan.layout.pp)]
-    return max(stages, key=lambda items: sum(item.sent for item in items))
+    busiest = max(stages, key=lambda items: sum(item.sent for item in items))
+    rows = [[item.axis, item.what, f"{item.sent / 1e9:.3f}", item.link] for item in busiest]
+    if not rows:
+        return ["Communication: none"]
+    head = ["axis", "what", "GB a GPU and step", "link"]
+    return ["Communication (sent, stage that sends most)", *_table([head, *rows])]
 
 
 def _speed(plan: Plan, tokens: float) -> list[str]:
     speed = plan.speed
     lines = [f"Step time, estimated: {speed.step.total:.3f} s"]
-    for name, words in TIMES:
-        seconds = getattr(speed.step, name)
-        if seconds:
-            lines.append(f"  {seconds:9.3f} s  {seconds / speed.step.total:5.1%}  {words}")
+    parts = [(getattr(speed.step, name), words) for name, words in TIMES]
+    lines += [f"  {s:9.3f} s  {s / speed.step.total:5.1%}  {words}" for s, words in parts if s]
     lines.append(
         f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU "
         f"{speed.mfu:.1%} (estimate; calibrated on GPT-2 124M, docs/planning.md)"
@@ -165,7 +139,6 @@ def _speed(plan: Plan, tokens: float) -> list[str]:
 
 
 def refusal(plan: Plan, found: list[Alternative], elsewhere: list[Alternative]) -> str:
-    """Why it does not fit, and what would."""
     worst = plan.worst
     biggest = sorted(worst.stack().items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in biggest)
@@ -244,16 +217,13 @@ def as_json(plan: Plan, tokens: float, found: list[Alternative]) -> dict[str, An
 
 
 def _stage(plan: Plan, stage: StageMemory) -> dict[str, Any]:
-    parameters = [
-        p
-        for chunk in chunks_of(plan.run, stage.stage)
-        for p in chunk_parameters(plan.run, chunk, plan.vocabulary.padded)
-    ]
+    run, vocabulary = plan.run, plan.vocabulary.padded
+    chunks = chunks_of(run, stage.stage)
     return {
         "stage": stage.stage,
         "layers": list(stage.layers),
         "parameters": stage.states.parameters,
-        "tensors": len(parameters),
+        "tensors": sum(len(chunk_parameters(run, chunk, vocabulary)) for chunk in chunks),
         "in_flight": stage.in_flight,
         "peak_moment": stage.moment,
         "bytes": stage.stack(),
@@ -269,18 +239,14 @@ def draw(plan: Plan, path: Path) -> None:
     Raises:
         ConfigError: the picture cannot be written.
     """
-    if path.is_dir():
-        text = f"{path} is a directory; name a PNG file, e.g. {path / 'memory.png'}"
-        raise ConfigError([Problem("--plot", text)])
-    if not path.suffix:  # matplotlib would write a file beside it
-        text = f"{path} has no ending; name a PNG file, e.g. {path}.png"
-        raise ConfigError([Problem("--plot", text)])
-    import matplotlib
+    wrong = "is a directory" if path.is_dir() else "" if path.suffix else "has no ending"
+    if wrong:  # matplotlib would write a file beside it
+        name = path / "memory.png" if path.is_dir() else f"{path}.png"
+        raise ConfigError([Problem("--plot", f"{path} {wrong}; name a PNG file, e.g. {name}")])
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(max(5.0, 0.5 * len(plan.stages) + 4), 4.5))
+    figure = Figure(figsize=(max(5.0, 0.5 * len(plan.stages) + 4), 4.5), layout="tight")
+    axes = figure.subplots()
     bottom = [0.0] * len(plan.stages)
     names = [str(stage.stage) for stage in plan.stages]
     for part in plan.stages[0].stack():
@@ -292,10 +258,7 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_ylabel("GiB a GPU")
     axes.set_title(f"{plan.run.name}: {plan.layout.describe()}", fontsize=10)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.tight_layout()
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
         raise ConfigError([Problem("--plot", f"cannot write {path}: {error}")]) from None
-    finally:
-        plt.close(figure)

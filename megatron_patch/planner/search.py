@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from megatron_patch.config import checks
 from megatron_patch.planner.layout import layout_of
@@ -18,10 +17,9 @@ from megatron_patch.planner.memory import CONTEXT, GIB, WORKSPACE, memory_of
 from megatron_patch.planner.parameters import padded_vocab_size
 from megatron_patch.planner.plan import Machine, Plan, Vocabulary, make_plan, problems_of
 from megatron_patch.planner.states import states_of
+from megatron_patch.schema import render
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import RecomputeConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
 
 SIZES = (1, 2, 4, 8, 16, 32)
 MAX_NODES = 1024
@@ -30,6 +28,12 @@ RECOMPUTE = (
     RecomputeConfig(granularity="selective", modules=["mlp"]),
     RecomputeConfig(granularity="full", method="uniform", num_layers=1),
 )
+PARALLEL = (
+    "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "hierarchical_context_parallel_sizes",
+)  # fmt: skip
+"""Keys of ``parallel`` that a candidate may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,6 @@ class Alternative:
 
     @property
     def arguments(self) -> str:
-        """For the command line."""
         return " ".join(f"--set {key}={value}" for key, value in self.changes.items())
 
 
@@ -142,39 +145,16 @@ def _fits(run: RunConfig, machine: Machine, vocabulary: Vocabulary) -> bool:
 
 def _changes(run: RunConfig, candidate: RunConfig) -> dict[str, str]:
     """Keys of ``candidate`` that differ from ``run``, as ``--set`` takes them."""
-    found = {}
-    for section, names in (
-        (
-            "parallel",
-            (
-                "tensor_model_parallel_size",
-                "sequence_parallel",
-                "pipeline_model_parallel_size",
-                "virtual_pipeline_model_parallel_size",
-                "context_parallel_size",
-                "hierarchical_context_parallel_sizes",
-            ),
-        ),
-        ("training", ("micro_batch_size",)),
-    ):
+    changed: dict[str, object] = {}
+    for section, names in (("parallel", PARALLEL), ("training", ("micro_batch_size",))):
         for name in names:
             old, new = (getattr(getattr(r, section), name) for r in (run, candidate))
             if old != new:
-                found[f"{section}.{name}"] = _written(new)
-    old, new = run.training.recompute, candidate.training.recompute
+                changed[f"{section}.{name}"] = new
+    before, after = run.training.recompute, candidate.training.recompute
     for name in ("granularity", "modules", "method", "num_layers"):
-        if getattr(old, name) != getattr(new, name) and new.granularity != "none":
-            found[f"training.recompute.{name}"] = _written(getattr(new, name))
-    if old.granularity != new.granularity:
-        found["training.recompute.granularity"] = new.granularity
-    return found
-
-
-def _written(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(str(x) for x in value) + "]"
-    return str(value)
+        kept = after.granularity == "none" and name != "granularity"
+        if getattr(before, name) != getattr(after, name) and not kept:
+            changed[f"training.recompute.{name}"] = getattr(after, name)
+    # Without spaces, which a shell would split at.
+    return {key: render.scalar(value).replace(", ", ",") for key, value in changed.items()}

@@ -8,12 +8,9 @@ padded vocabulary; N tokens a rank's experts are given; w bytes an element (2 in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_patch.schema.model import attention_head_dim, query_groups
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 FLOAT, INT64 = 4, 8
 
@@ -75,7 +72,7 @@ class RankShapes:
 
 
 def rank_shapes(run: RunConfig, vocab: int) -> RankShapes:
-    """RankShapes of one rank; ``vocab`` is padded."""
+    """The shapes of one rank; ``vocab`` is padded."""
     model, p = run.model, run.parallel
     tp, b = p.tensor_model_parallel_size, run.training.micro_batch_size
     s = model.seq_length // p.context_parallel_size
@@ -83,11 +80,8 @@ def rank_shapes(run: RunConfig, vocab: int) -> RankShapes:
     d = dv = attention_head_dim(model)
     groups = query_groups(model)
     if model.mla is not None:
-        d, dv, groups = (
-            model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim,
-            model.mla.v_head_dim,
-            q,
-        )
+        groups, dv = q, model.mla.v_head_dim
+        d = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
     w = 2 if run.training.precision == "bf16" else 4
     return RankShapes(
         w=w,

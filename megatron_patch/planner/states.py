@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megatron_patch.planner.layout import Layout
 from megatron_patch.planner.parameters import Parameter, chunk_parameters, chunks_of
-
-if TYPE_CHECKING:
-    from megatron_patch.planner.layout import Layout
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 START = 64
 """Elements a parameter's start is aligned to."""
@@ -66,7 +63,6 @@ class States:
 
     @property
     def total(self) -> int:
-        """All three."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -125,17 +121,9 @@ def buffers_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[t
         for expert, ranks in ((False, layout.dp * layout.cp), (True, layout.edp)):
             mine = [x for x in every if x.expert == expert]
             if mine:
-                found.append(
-                    (
-                        buffer_of(
-                            mine,
-                            ranks,
-                            sharded=p.use_distributed_optimizer,
-                            bucket=bucket if divided else None,
-                        ),
-                        ranks,
-                    )
-                )
+                limit = bucket if divided else None
+                buffer = buffer_of(mine, ranks, sharded=p.use_distributed_optimizer, bucket=limit)
+                found.append((buffer, ranks))
     return found
 
 

@@ -134,10 +134,10 @@ def draw_png(runs: Sequence[Path], out: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    if out.is_dir():  # matplotlib would write a file beside it
-        raise ReportError(f"{out}: is a directory; name a PNG file, e.g. {out / 'runs.png'}")
-    if not out.suffix:
-        raise ReportError(f"{out}: has no ending; name a PNG file, e.g. {out}.png")
+    wrong = "is a directory" if out.is_dir() else "" if out.suffix else "has no ending"
+    if wrong:  # matplotlib would write a file beside it
+        name = out / "runs.png" if out.is_dir() else f"{out}.png"
+        raise ReportError(f"{out}: {wrong}; name a PNG file, e.g. {name}")
     tables = [_table(run) for run in runs]
     names = [(run if run.is_dir() else run.parent).resolve().name for run in runs]
     names = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
@@ -223,8 +223,8 @@ def _words(series: Series) -> str:
     if not known:
         return f"{series.label}: no finite value"
     ends = (("", known[0]), ("lowest ", min(known)), ("highest ", max(known)), ("last ", known[-1]))
-    said = ", ".join(f"{what}{number(v)} at step {s:,.0f}" for what, (v, s) in ends)
-    return f"{series.label}: {said}"
+    values = ", ".join(f"{what}{number(v)} at step {s:,.0f}" for what, (v, s) in ends)
+    return f"{series.label}: {values}"
 
 
 def _uri(figure: Figure) -> str:

@@ -6,7 +6,6 @@ run is young, was killed, or was written by an older version.
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import json
 import math
@@ -67,7 +66,6 @@ class RunFacts:
     """What could not be read."""
 
     def value(self, key: str, default: str = "") -> str:
-        """A configured value as text."""
         return next((v for k, v, _ in self.config if k == key), default)
 
     def column(self, name: str) -> list[float]:
@@ -75,7 +73,6 @@ class RunFacts:
         return self.columns.get(name, [math.nan] * len(self.steps))
 
     def finite(self, name: str) -> list[float]:
-        """The finite values of a column."""
         return [v for v in self.column(name) if math.isfinite(v)]
 
     @property
@@ -224,19 +221,6 @@ def _recorded(run_dir: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
             yield when[:40], f"{path.stem}: {', '.join(figures)}"[:500]
         if torn:
             notes.append(f"{path.name}: {torn} line(s) could not be read")
-    yield from _stragglers(run_dir / "stragglers.csv")
-
-
-def _stragglers(path: Path) -> Iterator[tuple[str, str]]:
-    """Comparisons of ranks that found one slow; a step has several rows."""
-    if not path.is_file():
-        return
-    names = ("what", "stragglers", "median_seconds", "slowest_rank", "slowest_seconds")
-    with path.open(newline="", errors="replace") as lines:
-        rows = list(csv.DictReader(line.replace("\0", "") for line in lines))
-    for row in [row for row in rows if (row.get("stragglers") or "").strip()][-MAX_EVENTS:]:
-        figures = [f"{k} {row[k]}" for k in names if row.get(k)]
-        yield f"step {row.get('step')}"[:40], f"stragglers: {', '.join(figures)}"[:500]
 
 
 def _is_shown(key: str, value: object) -> bool:
@@ -312,10 +296,8 @@ def _read_telemetry(run_dir: Path, facts: RunFacts) -> None:
     except (OSError, ValueError) as error:
         facts.telemetry_problem = f"{unreadable}{error}"
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        facts.telemetry_problem = (
-            f"{unreadable}meta.json is not as this version writes it "
-            f"({type(error).__name__}: {error})"
-        )
+        text = f"meta.json is not as this version writes it ({type(error).__name__}: {error})"
+        facts.telemetry_problem = unreadable + text
     else:
         facts.telemetry = found if judged else None
         if not judged:

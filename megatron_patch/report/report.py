@@ -185,7 +185,6 @@ def render(facts: RunFacts) -> str:
 
 
 def answers(facts: RunFacts) -> Iterator[Answer]:
-    """Short answers from the files of the run."""
     yield Answer("State", _STATES[facts.state], facts.why)
     yield _loss(facts)
     evaluated = facts.finite("eval_loss")
@@ -353,7 +352,6 @@ def _switches(telemetry: Telemetry) -> Iterator[tuple[int, str, str]]:
 
 
 def stability_panel(telemetry: Telemetry) -> dict[str, Any]:
-    """What the page shows of the telemetry."""
     steps = [int(s) for s in telemetry.steps]
     last = len(steps) - 1
     charts = []

@@ -25,6 +25,3 @@ def settle() -> None:
 def release() -> None:
     """Undo `settle`: a process that trains again must be able to free what the first run made."""
     gc.unfreeze()
-
-
-__all__ = ["SETTLED_AFTER", "release", "settle"]

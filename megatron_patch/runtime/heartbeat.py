@@ -47,7 +47,6 @@ class Pulse:
         self.reset()
 
     def reset(self) -> None:
-        """A new attempt begins."""
         self.now = Beat(0, "start", time.monotonic())
         self.finished = 0
         """Steps that ended in this attempt."""
@@ -129,7 +128,6 @@ class Heartbeat:
         PULSE.stepped()
 
     def close(self) -> None:
-        """No more steps."""
         PULSE.enter("end")
         if self._file is not None:
             os.close(self._file)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.kinds import MEANING
 from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -43,7 +41,6 @@ class CheckpointConfig:
     """File with a secret key: manifests are signed, unsigned or forged ones refused."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         for name in ("interval", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:

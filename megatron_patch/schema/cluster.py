@@ -7,14 +7,12 @@ shell nor Slurm's option parser can read as anything but a name. Values are quot
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.paths import PathOrName, PathText
 from megatron_patch.schema.problem import Problem, at_least
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(,[A-Za-z0-9][A-Za-z0-9._-]*)*")
@@ -62,10 +60,8 @@ def seconds(time_limit: str) -> int | None:
     match = TIME.fullmatch(time_limit)
     if match is None:
         return None
-    days, parts = (
-        match["days"],
-        [int(p) for p in (match["first"], match["second"], match["third"]) if p],
-    )
+    days = match["days"]
+    parts = [int(p) for p in (match["first"], match["second"], match["third"]) if p]
     if days is not None:
         hours, minutes, rest = (parts + [0, 0])[:3]
         return int(days) * 86400 + hours * 3600 + minutes * 60 + rest
@@ -203,7 +199,6 @@ class ClusterConfig:
 
     @property
     def ranks(self) -> int:
-        """Ranks on every node."""
         return self.gpus_per_node if self.ranks_per_node is None else self.ranks_per_node
 
     def variables(self) -> list[EnvironmentVariable]:
@@ -213,7 +208,6 @@ class ClusterConfig:
         return defaults + list(own.values())
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         if self.gpu is not None and self.gpu.lower() not in GPUS:
             yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
         yield from self._texts()
@@ -271,10 +265,8 @@ class ClusterConfig:
                 yield Problem(f"cluster.preflight.{name}", f"{number}: must be 0 or more")
         low, high = TOLERANCE
         if not low <= p.tolerance <= high:
-            yield Problem(
-                "cluster.preflight.tolerance",
-                f"{p.tolerance}: must be from {low} to {high}; it is a share, 0.15 is 15 %",
-            )
+            text = f"{p.tolerance}: must be from {low} to {high}; it is a share, 0.15 is 15 %"
+            yield Problem("cluster.preflight.tolerance", text)
 
     def _environment(self) -> Iterator[Problem]:
         for n, item in enumerate(self.environment):
@@ -302,6 +294,5 @@ class ClusterConfig:
         if not VARIABLE.fullmatch(name):
             yield Problem(path, f"{name[:80]!r} is not a variable name (letters, digits, _)")
         elif name in SHELL_VARIABLES or name in MANAGED or name.startswith(MANAGED_PREFIXES):
-            yield Problem(
-                path, f"{name} is set by Slurm, the shell or the launcher; it cannot be set here"
-            )
+            text = f"{name} is set by Slurm, the shell or the launcher; it cannot be set here"
+            yield Problem(path, text)

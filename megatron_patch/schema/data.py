@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.paths import PathOrName, PathText
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 MAX_WORKERS = 64
 """Readers of one rank. Each holds two batches, and between reads they share one interpreter lock:
@@ -60,9 +57,8 @@ class TokenizerConfig:
             elif self.eod_id < 0:
                 yield Problem(f"{path}.eod_id", f"{self.eod_id} is negative; ids start at 0")
             elif self.vocab_size is not None and self.eod_id >= self.vocab_size:
-                yield Problem(
-                    f"{path}.eod_id", f"{self.eod_id} is not below vocab_size {self.vocab_size}"
-                )
+                text = f"{self.eod_id} is not below vocab_size {self.vocab_size}"
+                yield Problem(f"{path}.eod_id", text)
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -106,7 +102,6 @@ class DataConfig:
     """Restart positions after every end of document (attention still crosses documents)."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         yield from self._blend_problems()
         yield from self._split_problems()
         yield from self.tokenizer.problems()
@@ -123,10 +118,8 @@ class DataConfig:
         if self.tokenizer.kind == "none" and self.tokenizer.eod_id is None:
             for key in ("eod_mask_loss", "reset_position_ids"):
                 if getattr(self, key):
-                    yield Problem(
-                        f"data.{key}",
-                        "needs to know the end-of-document id: set data.tokenizer.eod_id",
-                    )
+                    text = "needs to know the end-of-document id: set data.tokenizer.eod_id"
+                    yield Problem(f"data.{key}", text)
 
     def _blend_problems(self) -> Iterator[Problem]:
         separate = [key for key in ("train", "valid", "test") if getattr(self, key)]
@@ -146,10 +139,8 @@ class DataConfig:
             for i, dataset in enumerate(getattr(self, key)):
                 where = f"data.{key}[{i}]"
                 if dataset.path.endswith((".bin", ".idx", ".manifest.json")):
-                    yield Problem(
-                        f"{where}.path",
-                        f"{dataset.path!r}: leave the file's ending out, the prefix is wanted",
-                    )
+                    text = f"{dataset.path!r}: leave the file's ending out, the prefix is wanted"
+                    yield Problem(f"{where}.path", text)
                 if not (math.isfinite(dataset.weight) and dataset.weight > 0):
                     yield Problem(
                         f"{where}.weight",
@@ -161,15 +152,12 @@ class DataConfig:
         if not self.blend:
             return
         if len(self.split) != 3:
-            yield Problem(
-                "data.split",
-                f"{self.split} has {len(self.split)} entries; give train, valid and test",
-            )
+            text = f"{self.split} has {len(self.split)} entries; give train, valid and test"
+            yield Problem("data.split", text)
         elif not all(math.isfinite(share) and share >= 0 for share in self.split):
             yield Problem("data.split", f"{self.split}: every share must be a number >= 0")
         elif abs(sum(self.split) - 1) > 1e-6:
-            yield Problem(
-                "data.split", f"{self.split} sums to {sum(self.split):g}; the shares must sum to 1"
-            )
+            text = f"{self.split} sums to {sum(self.split):g}; the shares must sum to 1"
+            yield Problem("data.split", text)
         elif self.split[0] == 0:
             yield Problem("data.split", f"{self.split} leaves nothing to train on")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -57,20 +55,17 @@ class FaultsConfig:
     """Loss spikes."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         if self.hang_seconds is not None and not self.hang_seconds >= 1:
             yield Problem("faults.hang_seconds", f"{self.hang_seconds}: at least 1, or null")
         floor = self.hang_seconds or 0
         for name in ("hang_startup_seconds", "hang_pause_seconds"):
             value = getattr(self, name)
             if not value >= max(floor, 1):
-                yield Problem(
-                    f"faults.{name}", f"{value}: must not be below faults.hang_seconds ({floor:g})"
-                )
+                text = f"{value}: must not be below faults.hang_seconds ({floor:g})"
+                yield Problem(f"faults.{name}", text)
         if self.straggler_interval is not None and self.straggler_interval < 1:
-            yield Problem(
-                "faults.straggler_interval", f"{self.straggler_interval}: at least 1, or null"
-            )
+            text = f"{self.straggler_interval}: at least 1, or null"
+            yield Problem("faults.straggler_interval", text)
         if not self.straggler_mads > 0:
             yield Problem("faults.straggler_mads", f"{self.straggler_mads}: must be more than 0")
         if not self.straggler_ratio >= 1:
@@ -86,16 +81,12 @@ class FaultsConfig:
         if not 8 <= s.window <= 100_000:
             yield Problem("faults.spike.window", f"{s.window}: must be between 8 and 100000")
         elif not 4 <= s.min_history <= s.window:
-            yield Problem(
-                "faults.spike.min_history",
-                f"{s.min_history}: must be between 4 and faults.spike.window ({s.window})",
-            )
+            text = f"{s.min_history}: must be between 4 and faults.spike.window ({s.window})"
+            yield Problem("faults.spike.min_history", text)
         for name, least in (("rewind_margin", 0), ("rewind_skip", 1), ("max_rewinds", 1)):
             value = getattr(s, name)
             if value is not None and value < least:
                 yield Problem(f"faults.spike.{name}", f"{value}: must be at least {least}")
         if s.action in ("skip", "rewind") and s.loss_z is None and s.grad_norm_z is None:
-            yield Problem(
-                "faults.spike.action",
-                f"{s.action}, but neither loss_z nor grad_norm_z is judged; set one of them",
-            )
+            text = f"{s.action}, but neither loss_z nor grad_norm_z is judged; set one of them"
+            yield Problem("faults.spike.action", text)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -41,7 +39,6 @@ class LoggingConfig:
     """Dense BF16 peak of one device, for MFU; default: known from the device's name."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         if self.interval < 1:
             yield Problem("logging.interval", f"{self.interval}: must be at least 1")
         if self.peak_tflops is not None and not self.peak_tflops > 0:

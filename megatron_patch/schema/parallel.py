@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.problem import Problem, at_least
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -48,7 +46,6 @@ class ParallelConfig:
     """A collective that waits longer than this fails the run."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         yield from self._sizes()
         yield from self._pipeline()
         yield from self._overlap()
@@ -59,10 +56,8 @@ class ParallelConfig:
                  "expert_model", "expert_tensor")  # fmt: skip
         yield from at_least("parallel", self, {f"{kind}_parallel_size": 1 for kind in kinds})
         if not self.distributed_timeout_minutes > 0:
-            yield Problem(
-                "parallel.distributed_timeout_minutes",
-                f"{self.distributed_timeout_minutes}: must be more than 0",
-            )
+            text = f"{self.distributed_timeout_minutes}: must be more than 0"
+            yield Problem("parallel.distributed_timeout_minutes", text)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
                 "parallel.sequence_parallel",
@@ -118,10 +113,8 @@ class ParallelConfig:
         yield from self._hierarchy()
 
     def _hierarchy(self) -> Iterator[Problem]:
-        sizes, path = (
-            self.hierarchical_context_parallel_sizes,
-            "parallel.hierarchical_context_parallel_sizes",
-        )
+        sizes = self.hierarchical_context_parallel_sizes
+        path = "parallel.hierarchical_context_parallel_sizes"
         used = "a2a+p2p" in self.cp_comm_types
         if sizes is None:
             if used:

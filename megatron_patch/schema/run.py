@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.schema import render
 from megatron_patch.schema.attention import AttentionConfig
@@ -20,9 +21,6 @@ from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Place, Problem
 from megatron_patch.schema.stability import StabilityConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Goes into file names, job names and dashboards: nothing that a shell or a path could read.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.schema.problem import Problem, at_least
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 LARGEST = 1e18
 """Of a rate, a decay or a clip: the product of two fits float32, in which the update is computed,
@@ -71,15 +68,13 @@ class TrainingConfig:
     """Compile norms with the additions before them, bias + activation, and cross entropy."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         least = {"train_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_steps": 1,
                  "eval_interval": 1, "exit_at_step": 1, "seed": 0}  # fmt: skip
         yield from at_least("training", self, least)
         yield from at_least("training.recompute", self.recompute, {"num_layers": 1})
         if self.exit_after_minutes is not None and not self.exit_after_minutes > 0:
-            yield Problem(
-                "training.exit_after_minutes", f"{self.exit_after_minutes}: must be more than 0"
-            )
+            text = f"{self.exit_after_minutes}: must be more than 0"
+            yield Problem("training.exit_after_minutes", text)
         if self.micro_batch_size > 0 and self.global_batch_size % self.micro_batch_size:
             yield Problem(
                 "training.global_batch_size",
@@ -87,13 +82,11 @@ class TrainingConfig:
                 f"({self.micro_batch_size})",
             )
         if self.compile_fusions and self.device == "cpu":
-            yield Problem(
-                "training.compile_fusions", "true: CPU mode runs eagerly; set it to false"
-            )
+            text = "true: CPU mode runs eagerly; set it to false"
+            yield Problem("training.compile_fusions", text)
         if self.recompute.granularity == "selective" and not self.recompute.modules:
-            yield Problem(
-                "training.recompute.modules", "[] recomputes nothing: name at least one module"
-            )
+            text = "[] recomputes nothing: name at least one module"
+            yield Problem("training.recompute.modules", text)
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -130,7 +123,6 @@ class OptimizerConfig:
     """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with these values by themselves."""
         yield from self._rates()
         yield from self._adam()
         yield from at_least("optimizer", self, {"warmup_steps": 0, "decay_steps": 1})
@@ -143,31 +135,23 @@ class OptimizerConfig:
 
     def _rates(self) -> Iterator[Problem]:
         if not 0 < self.lr <= LARGEST:
-            yield Problem(
-                "optimizer.lr", f"{self.lr}: must be more than 0 and at most {LARGEST:g}; {FITS}"
-            )
+            text = f"{self.lr}: must be more than 0 and at most {LARGEST:g}; {FITS}"
+            yield Problem("optimizer.lr", text)
         if not 0 <= self.min_lr <= self.lr:
-            yield Problem(
-                "optimizer.min_lr", f"{self.min_lr}: must be between 0 and optimizer.lr ({self.lr})"
-            )
+            text = f"{self.min_lr}: must be between 0 and optimizer.lr ({self.lr})"
+            yield Problem("optimizer.min_lr", text)
 
     def _adam(self) -> Iterator[Problem]:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value <= LARGEST_BETA:
-                yield Problem(
-                    f"optimizer.{name}",
-                    f"{value}: must be 0 or more, and below 1 in float32: at most {LARGEST_BETA}",
-                )
+                text = f"{value}: must be 0 or more, and below 1 in float32: at most {LARGEST_BETA}"
+                yield Problem(f"optimizer.{name}", text)
         if not SMALLEST_EPS <= self.eps <= LARGEST:
-            yield Problem(
-                "optimizer.eps",
-                f"{self.eps}: must be between {SMALLEST_EPS:g} and {LARGEST:g}; {FITS}",
-            )
+            text = f"{self.eps}: must be between {SMALLEST_EPS:g} and {LARGEST:g}; {FITS}"
+            yield Problem("optimizer.eps", text)
         for name in ("weight_decay", "clip_grad"):
             value = getattr(self, name)
             if not 0 <= value <= LARGEST:
-                yield Problem(
-                    f"optimizer.{name}",
-                    f"{value}: must be between 0 and {LARGEST:g}; {FITS}",
-                )
+                text = f"{value}: must be between 0 and {LARGEST:g}; {FITS}"
+                yield Problem(f"optimizer.{name}", text)

@@ -222,9 +222,7 @@ class Trainer:
             last_maxima=self.stability.last_maxima,
         )
         self.spikes.can_rewind = self.saver.can_rewind
-        stragglers = Stragglers(
-            self.run.faults, layout, run_dir=self.run_dir, log=monitor.say, hosts=hosts
-        )
+        stragglers = Stragglers(self.run.faults, layout, log=monitor.say, hosts=hosts)
         s.watchers = [self.spikes, self.stability, stragglers]
 
     def run_to_end(self) -> None:

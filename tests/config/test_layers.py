@@ -64,18 +64,15 @@ def test_problems_of_a_base_are_reported_there(write: Write, refused: Load) -> N
     assert "run.yaml:2:1: trainig" in second
 
 
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({"run.yaml": "base: run.yaml\n"}, "cannot be its own base"),
-        ({"run.yaml": "base: b.yaml\n", "b.yaml": "base: run.yaml\n"}, "cannot be its own base"),
-        ({"run.yaml": "base: gone.yaml\n"}, "gone.yaml: cannot be read: No such file"),
-        ({"run.yaml": "base: [a, b]\n"}, "names one file"),
-        ({"run.yaml": "base:\n"}, "names one file"),
-        ({"run.yaml": "base: b.yaml\n", "b.yaml": "- a\n"}, "b.yaml:1:1: is not a mapping"),
-        ({"run.yaml": "base: .\n"}, "is a directory"),
-    ],
-)
+@pytest.mark.parametrize(("files", "reason"), [
+    ({"run.yaml": "base: run.yaml\n"}, "cannot be its own base"),
+    ({"run.yaml": "base: b.yaml\n", "b.yaml": "base: run.yaml\n"}, "cannot be its own base"),
+    ({"run.yaml": "base: gone.yaml\n"}, "gone.yaml: cannot be read: No such file"),
+    ({"run.yaml": "base: [a, b]\n"}, "names one file"),
+    ({"run.yaml": "base:\n"}, "names one file"),
+    ({"run.yaml": "base: b.yaml\n", "b.yaml": "- a\n"}, "b.yaml:1:1: is not a mapping"),
+    ({"run.yaml": "base: .\n"}, "is a directory"),
+])  # fmt: skip
 def test_bad_bases(write: Write, refused: Load, files: dict[str, str], reason: str) -> None:
     for name, text in files.items():
         write(text, name)
@@ -97,31 +94,28 @@ def test_long_chains_end(write: Write, refused: Load) -> None:
     assert "more than 16 files in one chain" in str(refused(write("base: 0.yaml\n")))
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "value"),
-    [
-        ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
-        ("training.train_steps=1_000", "training.train_steps", 1000),
-        ("model.num_query_groups=null", "model.num_query_groups", None),
-        ("model.window=[128, -1]", "model.window", [128, -1]),
-        ("name=no", "name", "no"),
-        ("name='quoted'", "name", "quoted"),
-        ("run_dir=runs/a:b #1 [x", "run_dir", "runs/a:b #1 [x"),
-        ("run_dir=*star", "run_dir", "*star"),
-        ("run_dir=null", "run_dir", None),
-        ('run_dir="null"', "run_dir", "null"),
-        ("run_dir=a=b", "run_dir", "a=b"),
-        ("logging.progress=off", "logging.progress", "off"),
-        ("data.blend.0.path=other", "data.blend.0.path", "other"),
-        ("data.blend.0={path: other, weight: 3}", "data.blend.0.weight", 3.0),
-        ("data.blend=[{path: a}, {path: b}]", "data.blend.1.path", "b"),
-        ("model.moe.num_experts=8", "model.moe.num_experts", 8),
-        ("model.moe={num_experts: 8, top_k: 1}", "model.moe.top_k", 1),
-        ("parallel.cp_comm_type=[p2p, a2a]", "parallel.cp_comm_type", ["p2p", "a2a"]),
-        ("training.recompute.modules.0=core_attn", "training.recompute.modules.0", "core_attn"),
-        (" optimizer.lr =1", "optimizer.lr", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("override", "path", "value"), [
+    ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+    ("training.train_steps=1_000", "training.train_steps", 1000),
+    ("model.num_query_groups=null", "model.num_query_groups", None),
+    ("model.window=[128, -1]", "model.window", [128, -1]),
+    ("name=no", "name", "no"),
+    ("name='quoted'", "name", "quoted"),
+    ("run_dir=runs/a:b #1 [x", "run_dir", "runs/a:b #1 [x"),
+    ("run_dir=*star", "run_dir", "*star"),
+    ("run_dir=null", "run_dir", None),
+    ('run_dir="null"', "run_dir", "null"),
+    ("run_dir=a=b", "run_dir", "a=b"),
+    ("logging.progress=off", "logging.progress", "off"),
+    ("data.blend.0.path=other", "data.blend.0.path", "other"),
+    ("data.blend.0={path: other, weight: 3}", "data.blend.0.weight", 3.0),
+    ("data.blend=[{path: a}, {path: b}]", "data.blend.1.path", "b"),
+    ("model.moe.num_experts=8", "model.moe.num_experts", 8),
+    ("model.moe={num_experts: 8, top_k: 1}", "model.moe.top_k", 1),
+    ("parallel.cp_comm_type=[p2p, a2a]", "parallel.cp_comm_type", ["p2p", "a2a"]),
+    ("training.recompute.modules.0=core_attn", "training.recompute.modules.0", "core_attn"),
+    (" optimizer.lr =1", "optimizer.lr", 1.0),
+])  # fmt: skip
 def test_overrides(write: Write, override: str, path: str, value: object) -> None:
     """Read before the checks between keys, which may refuse some of these for this model."""
     from megatron_patch.config import loader, yaml
@@ -158,32 +152,29 @@ def test_the_last_override_of_a_key_wins(minimal: Path) -> None:
     assert loaded.config.optimizer.lr == 2
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("optimizer.lr", "not of the form section.key=value"),
-        ("=3", "not of the form"),
-        ("a..b=3", "not of the form"),
-        ("base=x.yaml", "cannot be overridden"),
-        ("optimizer.learning_rate=3", "unknown key 'learning_rate' in section optimizer"),
-        ("optimizr.lr=3", "unknown key 'optimizr'; did you mean optimizer?"),
-        ("optimizer.lr=1:30", "base 60"),
-        ("optimizer.lr=", "nothing is written"),
-        ("optimizer.lr='1e-4'", "remove the quotes"),
-        ("optimizer=3", "is a value, a section"),
-        ("name.x=3", "cannot be set inside a value"),
-        ("optimizer.lr.0=3", "it has no element 0"),
-        ("data.blend.2.path=x", "2 is out of range (1 appends one)"),
-        ("data.blend.1={weight: 3}", "data.blend.1.path: is required"),
-        ("data.blend.-1.path=x", "not of the form"),
-        ("model.window=[128", "not valid YAML"),
-        ("model.window=[1]]", "not valid YAML"),
-        ("model.window=&a [1]", "anchors"),
-        ("model={num_layers: 1, num_layers: 2}", "written twice"),
-        ("run_dir=a\0b", "cannot stand in a configuration"),
-        ("checkpoint.interval=none", "write null for no value"),
-    ],
-)
+@pytest.mark.parametrize(("override", "reason"), [
+    ("optimizer.lr", "not of the form section.key=value"),
+    ("=3", "not of the form"),
+    ("a..b=3", "not of the form"),
+    ("base=x.yaml", "cannot be overridden"),
+    ("optimizer.learning_rate=3", "unknown key 'learning_rate' in section optimizer"),
+    ("optimizr.lr=3", "unknown key 'optimizr'; did you mean optimizer?"),
+    ("optimizer.lr=1:30", "base 60"),
+    ("optimizer.lr=", "nothing is written"),
+    ("optimizer.lr='1e-4'", "remove the quotes"),
+    ("optimizer=3", "is a value, a section"),
+    ("name.x=3", "cannot be set inside a value"),
+    ("optimizer.lr.0=3", "it has no element 0"),
+    ("data.blend.2.path=x", "2 is out of range (1 appends one)"),
+    ("data.blend.1={weight: 3}", "data.blend.1.path: is required"),
+    ("data.blend.-1.path=x", "not of the form"),
+    ("model.window=[128", "not valid YAML"),
+    ("model.window=[1]]", "not valid YAML"),
+    ("model.window=&a [1]", "anchors"),
+    ("model={num_layers: 1, num_layers: 2}", "written twice"),
+    ("run_dir=a\0b", "cannot stand in a configuration"),
+    ("checkpoint.interval=none", "write null for no value"),
+])  # fmt: skip
 def test_bad_overrides(minimal: Path, refused: Load, override: str, reason: str) -> None:
     error = refused(minimal, (override,))
     assert reason in str(error)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import yaml
+from every_type import Everything, Part
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,60 +17,16 @@ from megatron_patch.config.types import BadValue, Scalar, read_scalar
 from megatron_patch.config.yaml import FORBIDDEN
 from megatron_patch.schema import render
 
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Part:
-    """A section."""
-
-    rate: float = 0.5
-    """A float."""
-    text: str | None = None
-    """A text."""
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Everything:
-    """One key of every type."""
-
-    count: int = 1
-    """An int."""
-    rate: float = 0.1
-    """A float."""
-    flag: bool = False
-    """A bool."""
-    text: str = "x"
-    """A text."""
-    limit: int | None = None
-    """Optional."""
-    mode: Literal["on", "off", "none"] = "on"
-    """A choice."""
-    freq: int | list[int] = 1
-    """A union."""
-    words: list[str] = field(default_factory=list)
-    """A list."""
-    part: Part | None = None
-    """An optional section."""
-    parts: list[Part] = field(default_factory=list)
-    """A list of sections."""
-
-
 texts = st.text(max_size=30).filter(lambda text: not FORBIDDEN.search(text))
 integers = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(allow_nan=False, allow_infinity=False)
-part = st.builds(Part, rate=floats, text=st.none() | texts)
+part = st.builds(Part, depth=integers, rate=floats, text=st.none() | texts)
 everything = st.builds(
-    Everything,
-    count=integers,
-    rate=floats,
-    flag=st.booleans(),
-    text=texts,
-    limit=st.none() | integers,
-    mode=st.sampled_from(["on", "off", "none"]),
-    freq=integers | st.lists(integers, max_size=3),
-    words=st.lists(texts, max_size=3),
-    part=st.none() | part,
-    parts=st.lists(part, max_size=2),
-)
+    Everything, count=integers, rate=floats, flag=st.booleans(), text=texts,
+    limit=st.none() | integers, mode=st.sampled_from(["auto", "on", "off", "none"]),
+    freq=integers | st.lists(integers, max_size=3), many=st.lists(floats, max_size=3),
+    words=st.lists(texts, max_size=3), extra=st.none() | part, parts=st.lists(part, max_size=2),
+)  # fmt: skip
 
 
 def load_text(text: str, overrides: tuple[str, ...] = ()) -> config.Loaded:
@@ -125,45 +80,6 @@ def test_numbers_mean_what_python_says_or_are_refused(text: str) -> None:
             continue
         assert type(value) is tp
         assert value == tp(text)
-
-
-@given(st.text(max_size=60) | st.binary(max_size=60))
-@settings(max_examples=300)
-def test_any_file_loads_or_is_refused_in_words(text: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.yaml"
-        path.write_bytes(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
-        try:
-            config.load(path, root=Everything)
-        except config.ConfigError as error:
-            assert error.problems
-            assert all(char.isprintable() or char == "\n" for char in str(error))
-
-
-YAMLISH = st.lists(
-    st.sampled_from(
-        [
-            *"abc:-[]{},&*!|>'\"%@#?~\n \t.01",
-            "count: ",
-            "part:\n",
-            "  ",
-            "- ",
-            "parts: ",
-            "---\n",
-            "<<",
-        ]
-    ),
-    max_size=25,
-).map("".join)
-
-
-@given(YAMLISH, YAMLISH)
-@settings(max_examples=400)
-def test_yaml_like_noise_loads_or_is_refused_in_words(text: str, override: str) -> None:
-    try:
-        load_text(text, (override, f"part.text={override}", f"parts={override}"))
-    except config.ConfigError as error:
-        assert all(problem.where or "run.yaml" in problem.message for problem in error.problems)
 
 
 @given(st.text(max_size=200))

@@ -6,55 +6,16 @@ Each row: the key, what is written after its colon, and either the value or a pi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import yaml
+from every_type import Everything, Part
 
 from megatron_patch import config
 
 Load = Callable[..., config.ConfigError]
 Write = Callable[..., Path]
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Inner:
-    """A section."""
-
-    depth: int = 1
-    """Depth."""
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Root:
-    """One key of every type."""
-
-    count: int = 0
-    """An int."""
-    rate: float = 0.0
-    """A float."""
-    flag: bool = False
-    """A bool."""
-    text: str = ""
-    """A text."""
-    maybe: str | None = None
-    """An optional text."""
-    limit: int | None = 5
-    """An optional int."""
-    mode: Literal["auto", "on", "off", "none"] = "auto"
-    """A choice."""
-    freq: int | list[int] = 1
-    """An int or a list."""
-    many: list[float] = field(default_factory=list)
-    """A list."""
-    inner: Inner = field(default_factory=Inner)
-    """A section."""
-    extra: Inner | None = None
-    """An optional section."""
-    parts: list[Inner] = field(default_factory=list)
-    """A list of sections."""
 
 
 RIGHT = [
@@ -91,9 +52,9 @@ RIGHT = [
     ("freq", "[1, 0]", [1, 0]),
     ("many", "[1, 2.5, 1e3]", [1.0, 2.5, 1000.0]),
     ("many", "[]", []),
-    ("inner", "{}", Inner()),
+    ("inner", "{}", Part()),
     ("extra", "null", None),
-    ("parts", "[{depth: 2}, {}]", [Inner(depth=2), Inner()]),
+    ("parts", "[{depth: 2}, {}]", [Part(depth=2), Part()]),
 ]
 
 WRONG = [
@@ -170,7 +131,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("key", "written", "value"), RIGHT, ids=[f"{r[0]}={r[1]}" for r in RIGHT])
 def test_right_value(write: Write, key: str, written: str, value: object) -> None:
-    found = getattr(config.load(write(f"{key}: {written}\n"), root=Root).config, key)
+    found = getattr(config.load(write(f"{key}: {written}\n"), root=Everything).config, key)
     assert found == value
     assert type(found) is type(value)
 
@@ -181,7 +142,7 @@ def test_right_value(write: Write, key: str, written: str, value: object) -> Non
 def test_refused_with_place_and_remedy(
     write: Write, refused: Load, key: str, written: str, reason: str
 ) -> None:
-    error = refused(write(f"# line 1\n{key}: {written}\n"), root=Root)
+    error = refused(write(f"# line 1\n{key}: {written}\n"), root=Everything)
     assert reason in str(error)
     assert any(p.where and p.where.line in (0, 2, 3) for p in error.problems), str(error)
     assert "run.yaml" in str(error)
@@ -194,7 +155,7 @@ def test_the_reader_we_build_on_falls_into_the_traps() -> None:
 
 
 def test_duplicate_key_names_both_places(write: Write, refused: Load) -> None:
-    error = refused(write("count: 1\nrate: 2\ncount: 3\n"), root=Root)
+    error = refused(write("count: 1\nrate: 2\ncount: 3\n"), root=Everything)
     (problem,) = error.problems
     assert problem.where is not None
     assert problem.where.line == 3
@@ -202,55 +163,52 @@ def test_duplicate_key_names_both_places(write: Write, refused: Load) -> None:
 
 
 def test_duplicate_key_in_a_nested_flow_section(write: Write, refused: Load) -> None:
-    assert "written twice" in str(refused(write("inner: {depth: 1, depth: 2}\n"), root=Root))
+    assert "written twice" in str(refused(write("inner: {depth: 1, depth: 2}\n"), root=Everything))
 
 
 def test_alias_bomb_is_refused_at_its_first_anchor(write: Write, refused: Load) -> None:
     lines = ["l0: &l0 [x, x]"]
     lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 9)]
-    error = refused(write("\n".join(lines)), root=Root)
+    error = refused(write("\n".join(lines)), root=Everything)
     assert "anchors and aliases are not supported" in str(error)
     assert ":1:" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "is empty"),
-        ("# only a comment\n", "is empty"),
-        ("---\n", "is not a mapping"),
-        ("- a\n- b\n", "is not a mapping"),
-        ("just text\n", "is not a mapping"),
-        ("count: 1\n---\ncount: 2\n", "a second document starts here"),
-        ("? [a, b]\n: 1\n", "a key must be a plain name"),
-        ("<<: {count: 1}\n", "merge keys are not supported"),
-        ("inner: " + "{a: " * 3000, "nested deeper than 16"),
-        ("many: " + "[" * 3000, "nested deeper than 16"),
-        ("%TAG ! tag:x,2000:\n---\ncount: 1\n", "%TAG"),
-        ("count: 1\n\tx: 2\n", "not valid YAML"),
-        (b"text: \xff\n", "line 1: byte 0xff is not UTF-8"),
-        ("count: 1\n".encode("utf-16"), "is not UTF-8"),
-        ("count: 1\n\ntext: a\x00b\n", "cannot stand in a configuration"),
-        ("text: a\u2028b\n", "cannot stand in a configuration"),
-        ("text: a\x85b\n", "cannot stand in a configuration"),
-        ("many: [" + "1," * 100_000 + "]", "more than 10000 keys and values"),
-        ("x: " + "y" * 300_000, "a configuration has at most 262144"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "is empty"),
+    ("# only a comment\n", "is empty"),
+    ("---\n", "is not a mapping"),
+    ("- a\n- b\n", "is not a mapping"),
+    ("just text\n", "is not a mapping"),
+    ("count: 1\n---\ncount: 2\n", "a second document starts here"),
+    ("? [a, b]\n: 1\n", "a key must be a plain name"),
+    ("<<: {count: 1}\n", "merge keys are not supported"),
+    ("inner: " + "{a: " * 3000, "nested deeper than 16"),
+    ("many: " + "[" * 3000, "nested deeper than 16"),
+    ("%TAG ! tag:x,2000:\n---\ncount: 1\n", "%TAG"),
+    ("count: 1\n\tx: 2\n", "not valid YAML"),
+    (b"text: \xff\n", "line 1: byte 0xff is not UTF-8"),
+    ("count: 1\n".encode("utf-16"), "is not UTF-8"),
+    ("count: 1\n\ntext: a\x00b\n", "cannot stand in a configuration"),
+    ("text: a\u2028b\n", "cannot stand in a configuration"),
+    ("text: a\x85b\n", "cannot stand in a configuration"),
+    ("many: [" + "1," * 100_000 + "]", "more than 10000 keys and values"),
+    ("x: " + "y" * 300_000, "a configuration has at most 262144"),
+])  # fmt: skip
 def test_files_that_are_no_configuration(
     write: Write, refused: Load, text: str | bytes, reason: str
 ) -> None:
-    error = refused(write(text), root=Root)
+    error = refused(write(text), root=Everything)
     assert reason in str(error)
     assert "run.yaml" in str(error)
 
 
 def test_byte_order_mark_is_no_part_of_the_first_key(write: Write) -> None:
-    assert config.load(write(b"\xef\xbb\xbfcount: 3\n"), root=Root).config.count == 3
+    assert config.load(write(b"\xef\xbb\xbfcount: 3\n"), root=Everything).config.count == 3
 
 
 def test_explicit_end_and_start_of_the_only_document(write: Write) -> None:
-    assert config.load(write("%YAML 1.2\n---\ncount: 3\n...\n"), root=Root).config.count == 3
+    assert config.load(write("%YAML 1.2\n---\ncount: 3\n...\n"), root=Everything).config.count == 3
 
 
 @pytest.mark.parametrize("what", ["missing.yaml", ".", "/dev/null", "a\0b"])

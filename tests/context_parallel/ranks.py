@@ -86,7 +86,7 @@ def _watch(world: World, victim: int, silence: float) -> list[str]:
     group = world.groups[world.size]
     own = watch.watch(group, watch.Traffic(), timeout=600.0)
     assert own is not None
-    own._say = heard.append
+    own._log = heard.append
     dist.barrier()
     if world.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)

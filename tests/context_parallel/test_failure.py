@@ -11,16 +11,13 @@ from megatron_patch.context_parallel import failure
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize(
-    ("mode", "how"),
-    [
-        ("p2p", "killed"),
-        ("all_gather", "stopped"),
-        pytest.param("all_gather", "killed", marks=pytest.mark.slow),
-        pytest.param("p2p", "stopped", marks=pytest.mark.slow),
-        pytest.param("a2a", "killed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("mode", "how"), [
+    ("p2p", "killed"),
+    ("all_gather", "stopped"),
+    pytest.param("all_gather", "killed", marks=pytest.mark.slow),
+    pytest.param("p2p", "stopped", marks=pytest.mark.slow),
+    pytest.param("a2a", "killed", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_survivors_name_the_lost_rank(mode, how):
     timeout, victim = 15.0, 2  # also what a busy machine may take for the call that connects
     with Ranks(3, timeout=timeout) as ranks:

@@ -156,16 +156,13 @@ def _one_buffer_for_all_keys(patch):
     patch.setattr(torch.Tensor, "new_empty", new_empty)
 
 
-@pytest.mark.parametrize(
-    ("plant", "says"),
-    [
-        (_results_are_read_too_early, "races with batch"),
-        (_a_transfer_starts_before_its_input_is_made, "races with"),
-        (_nothing_keeps_what_is_sent, "memory freed while under way"),
-        (_gradients_are_added_without_waiting, "races with batch"),
-        (_one_buffer_for_all_keys, "races with"),
-    ],
-)
+@pytest.mark.parametrize(("plant", "says"), [
+    (_results_are_read_too_early, "races with batch"),
+    (_a_transfer_starts_before_its_input_is_made, "races with"),
+    (_nothing_keeps_what_is_sent, "memory freed while under way"),
+    (_gradients_are_added_without_waiting, "races with batch"),
+    (_one_buffer_for_all_keys, "races with"),
+])  # fmt: skip
 def test_a_missing_wait_is_found(plant, says, monkeypatch):
     case = Case(size=8, mode="p2p", s=64, causal=False)
     with recorded(monkeypatch) as devices, monkeypatch.context() as patch:

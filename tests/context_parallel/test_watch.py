@@ -34,7 +34,7 @@ class Three:
         self.watches = []
         for rank in range(3):
             own = Watch(
-                store, rank, clock=lambda: self.now, say=lambda text, r=rank: self.hear(r, text)
+                store, rank, clock=lambda: self.now, log=lambda text, r=rank: self.hear(r, text)
             )
             own.add("cp", [0, 1, 2], self.traffic[rank], timeout)
             self.watches.append(own)
@@ -46,7 +46,7 @@ class Three:
         for _ in range(int(seconds / watch.PULSE_SECONDS)):
             self.now += watch.PULSE_SECONDS
             for rank in busy:
-                self.traffic[rank].note("keys and values of p2p step 1 of 2, forward")
+                self.traffic[rank].record("keys and values of p2p step 1 of 2, forward")
             for rank in alive:
                 self.watches[rank].look()
 

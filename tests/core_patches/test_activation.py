@@ -33,20 +33,17 @@ def test_squared_relu_against_float64(compiles, dtype):
 MOE = MoEConfig(num_experts=4)
 
 
-@pytest.mark.parametrize(
-    ("model", "on", "expected"),
-    [
-        ({"activation": "gelu"}, True, F.gelu),
-        ({"activation": "gelu"}, False, F.gelu),
-        ({"activation": "gelu", "add_bias_linear": True}, True, F.gelu),
-        ({"activation": "gelu", "moe": MOE}, True, F.gelu),
-        ({"activation": "squared_relu"}, True, activation.fused_squared_relu),
-        ({"activation": "squared_relu", "moe": MOE}, True, activation.squared_relu),
-        ({"activation": "squared_relu"}, False, activation.squared_relu),
-        ({"activation": "relu"}, True, F.relu),
-        ({"activation": "swiglu"}, True, F.silu),
-    ],
-)
+@pytest.mark.parametrize(("model", "on", "expected"), [
+    ({"activation": "gelu"}, True, F.gelu),
+    ({"activation": "gelu"}, False, F.gelu),
+    ({"activation": "gelu", "add_bias_linear": True}, True, F.gelu),
+    ({"activation": "gelu", "moe": MOE}, True, F.gelu),
+    ({"activation": "squared_relu"}, True, activation.fused_squared_relu),
+    ({"activation": "squared_relu", "moe": MOE}, True, activation.squared_relu),
+    ({"activation": "squared_relu"}, False, activation.squared_relu),
+    ({"activation": "relu"}, True, F.relu),
+    ({"activation": "swiglu"}, True, F.silu),
+])  # fmt: skip
 def test_which_one_a_model_gets(model, on, expected):
     run = tiny_run(model, training={"compile_fusions": on})
     assert activation.activation_function(run) is expected

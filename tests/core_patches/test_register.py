@@ -136,15 +136,12 @@ def row(target: str = "optimizer.Adam", **changes) -> Patch:
     return Patch("x", target, "it lacks x", **changes)
 
 
-@pytest.mark.parametrize(
-    ("patch", "state", "text"),
-    [
-        (row(), State.OK, "it lacks x (optimizer.Adam >=0.19,<0.20)"),
-        (row(versions="<0.19"), State.NOTE, "not known to be right for megatron-core 0.19"),
-        (row("optimizer.Adams"), State.BROKEN, "does not find its place: AttributeError: module"),
-        (row("optimizers.Adam"), State.BROKEN, "does not find its place: AttributeError: module"),
-    ],
-)
+@pytest.mark.parametrize(("patch", "state", "text"), [
+    (row(), State.OK, "it lacks x (optimizer.Adam >=0.19,<0.20)"),
+    (row(versions="<0.19"), State.NOTE, "not known to be right for megatron-core 0.19"),
+    (row("optimizer.Adams"), State.BROKEN, "does not find its place: AttributeError: module"),
+    (row("optimizers.Adam"), State.BROKEN, "does not find its place: AttributeError: module"),
+])  # fmt: skip
 def test_doctor_says_what_applies(patch, state, text, monkeypatch):
     monkeypatch.setattr(register, "PATCHES", (patch,))
     (found,) = doctor.core_patches()

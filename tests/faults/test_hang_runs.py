@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import re
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -86,10 +86,8 @@ def test_a_slow_rank_is_named(
     log = (tmp_path / "runs" / "slow" / "train.log").read_text()
     for step in (4, 8):
         assert f"stragglers up to step {step}, compute a step: rank 1 (" in log
-    with (tmp_path / "runs" / "slow" / "stragglers.csv").open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row["what"] == "compute"]
-    assert [(row["step"], row["slowest_rank"]) for row in rows] == [("4", "1"), ("8", "1")]
     # Four micro-batches of a step, each 250 ms late; the other rank may have lost time, too.
-    assert float(rows[1]["slowest_seconds"]) > 0.99
-    assert float(rows[1]["slowest_seconds"]) > float(rows[1]["median_seconds"])
+    line = r"compute a step: rank 1 \([^)]*\) ([\d.]+) ms; the median is ([\d.]+) ms"
+    times = [(float(slow), float(median)) for slow, median in re.findall(line, log)]
+    assert all(slow > max(990, median) for slow, median in times), times
     assert "stragglers" not in (tmp_path / "runs" / "even" / "train.log").read_text()

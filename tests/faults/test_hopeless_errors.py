@@ -112,16 +112,13 @@ def test_damaged_checkpoints_end_every_attempt_alike(tmp_path: Path, corpus: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "override",
-    [
-        "optimizer.learning_rate=3",  # unknown key
-        "optimizer.lr=-1",  # out of range
-        "parallel.tensor_model_parallel_size=3",  # contradiction
-        "data.blend.0.path=nowhere",
-        "run_dir=/proc/none",  # cannot be made
-    ],
-)
+@pytest.mark.parametrize("override", [
+    "optimizer.learning_rate=3",  # unknown key
+    "optimizer.lr=-1",  # out of range
+    "parallel.tensor_model_parallel_size=3",  # contradiction
+    "data.blend.0.path=nowhere",
+    "run_dir=/proc/none",  # cannot be made
+])  # fmt: skip
 def test_they_end_a_run_within_ten_seconds(
     tmp_path: Path, corpus: Path, override: str, ranks: int
 ) -> None:

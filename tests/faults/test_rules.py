@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
@@ -13,7 +12,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 from full_disk import room_for
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +22,6 @@ from megatron_patch.faults import ledger, skips, straggler
 from megatron_patch.faults.skips import Skips, merged
 from megatron_patch.faults.spike import FILE, Detector, Spike, SpikePolicy, robust_score
 from megatron_patch.runtime.heartbeat import PULSE
-from megatron_patch.runtime.watcher import ResumePoint
 from megatron_patch.schema.faults import FaultsConfig, SpikeConfig
 from megatron_patch.schema.problem import ConfigError
 
@@ -155,54 +152,6 @@ def test_ranks_that_differ_widely_are_no_stragglers() -> None:
 
 def test_less_than_a_millisecond_is_nothing() -> None:
     assert slow([1e-5] * 7 + [5e-4]) == []
-
-
-def rows_told(folder: Path, name: str) -> list[tuple[str, str]]:
-    """(step, what) of a table of stragglers; all of its rows are whole."""
-    with (folder / name).open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    assert all(None not in row and None not in row.values() for row in rows)
-    return [(row["step"], row["what"]) for row in rows]
-
-
-def compared(folder: Path, step: int, *told: int, leave: int | None = None) -> None:
-    """A run that goes on after ``step`` and compares two ranks at the steps ``told``.
-
-    ``leave``: it is told of this comparison only when it goes back.
-    """
-    layout: Any = SimpleNamespace(world_size=2, print_rank=True, device=torch.device("cpu"))
-    watch = straggler.Stragglers(
-        FaultsConfig(straggler_interval=1), layout, run_dir=folder, log=MagicMock(),
-        hosts=["a", "b"],
-    )  # fmt: skip
-
-    def resume(at: int) -> None:
-        watch.load_state(ResumePoint(step=at, switched_at=0, extra={}, has_saved=True))
-
-    resume(step)
-    for number in told:
-        seconds = torch.tensor([[0.01, 1.0], [0.01, 2.0]], dtype=torch.float64)
-        watch._pending = number, MagicMock(), list(seconds)
-        if number != leave:
-            watch._collect(wait=True)
-    resume(told[-1] if leave is None else step)
-    watch.close()
-
-
-def test_a_resumed_table_of_stragglers_counts_attempts(tmp_path: Path) -> None:
-    """A row that a kill tore is cut off; no other is."""
-    both = ("data", "compute")
-    compared(tmp_path, 0, 100, 200)
-    file = tmp_path / straggler.FILE
-    assert rows_told(tmp_path, straggler.FILE) == [(s, w) for s in ("100", "200") for w in both]
-    file.write_bytes(file.read_bytes()[:-6])
-    compared(tmp_path, 150, 200, 300)
-    compared(tmp_path, 300, 400, leave=400)  # a rewind in the meantime
-    lines = (line.split(",") for line in file.read_text().splitlines()[1:])
-    assert [(attempt, step, what) for step, attempt, what, *_ in lines] == [
-        ("1", "100", "data"), ("1", "100", "compute"), ("1", "200", "data"),
-        *(("2", step, what) for step in ("200", "300") for what in both),
-        *(("3", "400", what) for what in both)]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- crash ledger

@@ -103,14 +103,14 @@ def test_killed_ranks_enter_the_ledger_and_the_report_shows_it(shims):
 
 def test_a_fatal_end_is_not_started_again_by_an_agent(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert rank._settled(tmp_path / "exit") is None
+    assert rank._ended_for_good(tmp_path / "exit") is None
     (tmp_path / "exit").mkdir()
     (tmp_path / "exit" / "00000").write_text("6 100.0 hang at step 7\n")
-    assert rank._settled(tmp_path / "exit") is None
+    assert rank._ended_for_good(tmp_path / "exit") is None
     (tmp_path / "exit" / "00001").write_text("2 100.0 data.blend: missing\n")
-    assert rank._settled(tmp_path / "exit") == (2, "data.blend: missing")
+    assert rank._ended_for_good(tmp_path / "exit") == (2, "data.blend: missing")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert rank._settled(tmp_path / "exit") is None
+    assert rank._ended_for_good(tmp_path / "exit") is None
 
 
 def test_shell_and_python_agree_on_what_is_fatal():

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from script_shims import ROOT, ScriptShims
 
 ALL = ["check", "test", "test-slurm"]

@@ -11,11 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from launch_cases import loaded
+from torch.distributed import TCPStore
 
 from megatron_patch.launcher import preflight, verdict
 from megatron_patch.launcher.preflight import SharedDirectoryError
@@ -81,25 +78,22 @@ def change(report: dict, path: str, value) -> dict:
     return report
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("gpus", healthy(2)["gpus"][:7], "7 visible"),
-        ("gpus.3.uncorrected", 2, "uncorrected memory errors: GPU 3: 2"),
-        ("gpus.5.free_gb", 20.0, "in use by somebody else: GPU 5"),
-        ("gpus.1.tflops", 500.0, "GPU 1: 500 TFLOP/s BF16; the median is 704"),
-        ("versions.driver", "2.0", "driver 2.0, others have 1.0"),
-        ("versions.torch", None, "torch None, others have 1.0"),
-        ("clock_skew", 60.0, "s from the median clock"),
-        ("free.local_dir", 0.5, "local_dir: 0.5 GB free"),
-        ("free.run_dir", None, "run_dir: missing or not writable"),
-        (
-            "free.local_dir",
-            None,
-            "make /tmp there, writable for the job's user, or set cluster.loc",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "value", "message"), [
+    ("gpus", healthy(2)["gpus"][:7], "7 visible"),
+    ("gpus.3.uncorrected", 2, "uncorrected memory errors: GPU 3: 2"),
+    ("gpus.5.free_gb", 20.0, "in use by somebody else: GPU 5"),
+    ("gpus.1.tflops", 500.0, "GPU 1: 500 TFLOP/s BF16; the median is 704"),
+    ("versions.driver", "2.0", "driver 2.0, others have 1.0"),
+    ("versions.torch", None, "torch None, others have 1.0"),
+    ("clock_skew", 60.0, "s from the median clock"),
+    ("free.local_dir", 0.5, "local_dir: 0.5 GB free"),
+    ("free.run_dir", None, "run_dir: missing or not writable"),
+    (
+        "free.local_dir",
+        None,
+        "make /tmp there, writable for the job's user, or set cluster.loc",
+    ),
+])  # fmt: skip
 def test_one_bad_node_is_named(tmp_path, path, value, message):
     nodes = [healthy(n) for n in range(4)]
     nodes[2] = change(nodes[2], path, value)

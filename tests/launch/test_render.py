@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from launch_cases import job, loaded
 
 from megatron_patch.config import ConfigError
@@ -181,37 +178,31 @@ def test_time_limits(text, expected):
     assert seconds(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        ("  time_limit: '3'\n", "must be less than cluster.time_limit"),
-        ("  ranks_per_node: 9\n", "every rank needs a GPU"),
-        ("  max_restarts: -1\n", "at least 0"),
-        ("  preflight: {min_free_gb: -0.5}\n", "0 or more"),
-        ("  preflight: {tolerance: -0.5}\n", "-0.5: must be from 0.01 to 0.9"),
-        ("  preflight: {tolerance: 0}\n", "0.0: must be from 0.01 to 0.9"),
-        ("  preflight: {tolerance: 1}\n", "1.0: must be from 0.01 to 0.9"),
-        ("  preflight: {tolerance: 5}\n", "5.0: must be from 0.01 to 0.9"),
-        ("  environment: [{name: MASTER_PORT, value: '1', reason: x}]\n", "cannot be set here"),
-        ("  pass_environment: [LD_PRELOAD]\n", "cannot be set here"),
-    ],
-)
+@pytest.mark.parametrize(("cluster", "message"), [
+    ("  time_limit: '3'\n", "must be less than cluster.time_limit"),
+    ("  ranks_per_node: 9\n", "every rank needs a GPU"),
+    ("  max_restarts: -1\n", "at least 0"),
+    ("  preflight: {min_free_gb: -0.5}\n", "0 or more"),
+    ("  preflight: {tolerance: -0.5}\n", "-0.5: must be from 0.01 to 0.9"),
+    ("  preflight: {tolerance: 0}\n", "0.0: must be from 0.01 to 0.9"),
+    ("  preflight: {tolerance: 1}\n", "1.0: must be from 0.01 to 0.9"),
+    ("  preflight: {tolerance: 5}\n", "5.0: must be from 0.01 to 0.9"),
+    ("  environment: [{name: MASTER_PORT, value: '1', reason: x}]\n", "cannot be set here"),
+    ("  pass_environment: [LD_PRELOAD]\n", "cannot be set here"),
+])  # fmt: skip
 def test_bad_sections_are_refused(cluster, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         loaded(tmp_path, cluster)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "sets", "device", "message"),
-    [
-        (0, (), "cuda", "--nodes 0"),
-        (1, ("cluster.gpus_per_node=0",), "cuda", "is required where cluster.gpus_per_node is 0"),
-        (1, ("cluster.gpus_per_node=0", "cluster.ranks_per_node=2"), "cuda", "ask for GPUs"),
-        (1, (), "cpu", "would stand idle"),
-        (1, ("training.exit_at_step=5",), "cuda", "continuation: none"),
-        (7, (), "cuda", "multiple of micro_batch_size"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "sets", "device", "message"), [
+    (0, (), "cuda", "--nodes 0"),
+    (1, ("cluster.gpus_per_node=0",), "cuda", "is required where cluster.gpus_per_node is 0"),
+    (1, ("cluster.gpus_per_node=0", "cluster.ranks_per_node=2"), "cuda", "ask for GPUs"),
+    (1, (), "cpu", "would stand idle"),
+    (1, ("training.exit_at_step=5",), "cuda", "continuation: none"),
+    (7, (), "cuda", "multiple of micro_batch_size"),
+])  # fmt: skip
 def test_bad_jobs_are_refused(nodes, sets, device, message, tmp_path):
     run = loaded(tmp_path, sets=sets, device=device).config
     with pytest.raises(ConfigError, match=message):

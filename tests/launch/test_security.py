@@ -14,9 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from launch_cases import MODEL
 
 from megatron_patch import config

@@ -61,17 +61,14 @@ def test_csv_keeps_every_bit(tmp_path: Path) -> None:
 LOSS_RENAMED = ("loss,", "lossx,")
 
 
-@pytest.mark.parametrize(
-    ("damage", "line"),
-    [
-        (lambda text: None, "metrics.csv has nothing before step 4, where the run goes on"),
-        (lambda text: "", "metrics.csv has nothing before step 4, where the run goes on"),
-        (lambda text: text.partition("\n3,")[0] + "\n", "metrics.csv ends at step 2"),
-        (lambda text: text.replace("\n3,", "\n3\0"), "it holds zero bytes after step 2"),
-        (lambda text: text.replace(*LOSS_RENAMED, 1), "gets the columns loss, empty up to step 4"),
-        (lambda text: text, None),
-    ],
-)
+@pytest.mark.parametrize(("damage", "line"), [
+    (lambda text: None, "metrics.csv has nothing before step 4, where the run goes on"),
+    (lambda text: "", "metrics.csv has nothing before step 4, where the run goes on"),
+    (lambda text: text.partition("\n3,")[0] + "\n", "metrics.csv ends at step 2"),
+    (lambda text: text.replace("\n3,", "\n3\0"), "it holds zero bytes after step 2"),
+    (lambda text: text.replace(*LOSS_RENAMED, 1), "gets the columns loss, empty up to step 4"),
+    (lambda text: text, None),
+])  # fmt: skip
 def test_what_a_resume_does_not_find_is_told_in_one_line(
     damage: Callable[[str], str | None], line: str | None, tmp_path: Path
 ) -> None:

@@ -294,7 +294,7 @@ def test_a_guard_that_switches_is_planned_for_the_larger_numerics(backend):
 
 
 def test_a_borrowed_backward_is_planned_with_what_stands_in_for_o():
-    from megatron_patch.planner.kernel_memory import score_bytes
+    from megatron_patch.planner.activations import score_bytes
 
     sizes = SimpleNamespace(T=10, q=4, d=64, dv=64, w=2, s=10)
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_patch import config
 from megatron_patch.cli import app
-from megatron_patch.cli.plan import token_budget
+from megatron_patch.cli.cluster import token_budget
 from megatron_patch.planner import hardware, plan, search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,18 +100,15 @@ def test_a_layout_that_does_not_divide_is_refused_with_one_that_does(capsys):
     assert "does not divide the 24 ranks" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--gpu", "h300"], "'h300' is not one of"),
-        (["--nodes", "0"], "0: must be at least 1"),
-        (["--gpus-per-node", "0"], "0: must be at least 1"),
-        (["--tokens", "many"], "not a number of tokens"),
-        (["--vocab-size", "0"], "--vocab-size: 0"),
-        (["--plot", "no/such/folder/x.png"], "--plot: cannot write no/such/folder/x.png"),
-        (["--plot", "x.nonsense"], "--plot: cannot write x.nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--gpu", "h300"], "'h300' is not one of"),
+    (["--nodes", "0"], "0: must be at least 1"),
+    (["--gpus-per-node", "0"], "0: must be at least 1"),
+    (["--tokens", "many"], "not a number of tokens"),
+    (["--vocab-size", "0"], "--vocab-size: 0"),
+    (["--plot", "no/such/folder/x.png"], "--plot: cannot write no/such/folder/x.png"),
+    (["--plot", "x.nonsense"], "--plot: cannot write x.nonsense"),
+])  # fmt: skip
 def test_bad_arguments_end_in_words(capsys, arguments, words):
     path = CONFIGS / "gpt2_124m.yaml"
     code, _, err = run_plan(capsys, "--config", path, *arguments)

@@ -29,16 +29,13 @@ def drawn(image: str) -> bytes:
     return base64.b64decode(data)
 
 
-@pytest.mark.parametrize(
-    ("values", "log", "words"),
-    [
-        ([0.0], False, "x: 0 at step 1, lowest 0 at step 1, highest 0 at step 1, last 0 at step 1"),
-        ([0, -1, 5], True, "x: 5 at step 3, lowest 5"),
-        ([1e-9, 3, 1e9], True, "x: 1.0e-09 at step 1, lowest 1.0e-09 at step 1, highest 1.0e+09"),
-        ([1e308, -1e308, 5], False, "x: 5 at step 3, lowest 5"),
-        ([3, math.nan, 2, math.inf], False, "last 2 at step 3"),
-    ],
-)
+@pytest.mark.parametrize(("values", "log", "words"), [
+    ([0.0], False, "x: 0 at step 1, lowest 0 at step 1, highest 0 at step 1, last 0 at step 1"),
+    ([0, -1, 5], True, "x: 5 at step 3, lowest 5"),
+    ([1e-9, 3, 1e9], True, "x: 1.0e-09 at step 1, lowest 1.0e-09 at step 1, highest 1.0e+09"),
+    ([1e308, -1e308, 5], False, "x: 5 at step 3, lowest 5"),
+    ([3, math.nan, 2, math.inf], False, "last 2 at step 3"),
+])  # fmt: skip
 def test_lines_of_awkward_values(values: list[float], log: bool, words: str) -> None:
     series = [Series("x", range(1, len(values) + 1), values)]
     chart = line_chart(series, title="T", unit="u", log=log)

@@ -29,13 +29,10 @@ def test_a_run_that_goes_on_has_no_record_yet(tmp_path: Path) -> None:
         assert "holds no record yet: one is made every 50 steps" in said(run)
 
 
-@pytest.mark.parametrize(
-    ("enabled", "expected"),
-    [
-        ("true", "though stability.enabled is true: it begins before the first step, and metrics"),
-        ("false", "This run recorded no stability telemetry (stability.enabled)."),
-    ],
-)
+@pytest.mark.parametrize(("enabled", "expected"), [
+    ("true", "though stability.enabled is true: it begins before the first step, and metrics"),
+    ("false", "This run recorded no stability telemetry (stability.enabled)."),
+])  # fmt: skip
 def test_telemetry_that_never_began(tmp_path: Path, enabled: str, expected: str) -> None:
     run = make_run(tmp_path / "run", losses=[])
     (run / "config.yaml").write_text(f"stability:\n  enabled: {enabled}\n")

@@ -66,15 +66,12 @@ def test_the_heads_of_the_first_danger_are_drawn_too(tmp_path: Path) -> None:
     assert f"How much of the largest logit all keys share, step {step}" in first
 
 
-@pytest.mark.parametrize(
-    ("dangers", "watches", "heading"),
-    [
-        ([], [500, 700], "Heads at the first watch, step 500"),
-        ([600], [500, 700], "Heads at the first danger, step 600"),
-        ([1000], [], None),  # the last record itself
-        ([], [], None),
-    ],
-)
+@pytest.mark.parametrize(("dangers", "watches", "heading"), [
+    ([], [500, 700], "Heads at the first watch, step 500"),
+    ([600], [500, 700], "Heads at the first danger, step 600"),
+    ([1000], [], None),  # the last record itself
+    ([], [], None),
+])  # fmt: skip
 def test_whose_heads_are_drawn(
     tmp_path: Path, dangers: list[int], watches: list[int], heading: str | None
 ) -> None:

@@ -126,17 +126,11 @@ def test_events_of_other_rooms(tmp_path: Path) -> None:
     (run / "spikes.jsonl").write_text(json.dumps(spike) + "\n")
     crash = {"utc": "2026-01-02T00:00:00Z", "rank": 3, "exit_code": 6, "trace": "x" * 5000}
     (run / "crashes.jsonl").write_text(json.dumps(crash) + "\n")
-    (run / "stragglers.csv").write_text(
-        "step,what,ranks,median_seconds,slowest_rank,slowest_seconds,stragglers\n"
-        "100,data,8,0.1,5,0.9,5\n200,data,8,0.1,5,0.11,\n"
-    )
     said = collect(run).events
     assert said == [
         ("", "spikes: step 77, loss 9.5"),
         ("2026-01-02T00:00:00Z", "crashes: rank 3, exit_code 6"),
-        ("step 100", "stragglers: what data, stragglers 5, median_seconds 0.1, slowest_rank 5, "
-         "slowest_seconds 0.9"),
-    ]  # fmt: skip
+    ]
 
 
 def test_states(tmp_path: Path) -> None:
@@ -281,22 +275,19 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     assert app.run(["report", str(tmp_path / "nowhere")]) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda meta: [meta], "meta.json: does not describe the records"),
-        (
-            lambda meta: meta | {"rule": {"magic": 1.0}},
-            "rule is of another version (it has magic;",
-        ),
-        (lambda meta: meta | {"rule": None}, "it has a NoneType"),
-        (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
-        (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "it has settle_steps"),
-        (lambda meta: meta | {"scalars": None}, "no loss_mean"),
-        (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
-        (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no wk_norm"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda meta: [meta], "meta.json: does not describe the records"),
+    (
+        lambda meta: meta | {"rule": {"magic": 1.0}},
+        "rule is of another version (it has magic;",
+    ),
+    (lambda meta: meta | {"rule": None}, "it has a NoneType"),
+    (lambda meta: {k: v for k, v in meta.items() if k != "rule"}, "KeyError: 'rule'"),
+    (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "it has settle_steps"),
+    (lambda meta: meta | {"scalars": None}, "no loss_mean"),
+    (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
+    (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no wk_norm"),
+])  # fmt: skip
 def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said: str) -> None:
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
     file = run / "stability" / "meta.json"
@@ -315,14 +306,11 @@ def test_files_that_hold_no_object_are_a_note(tmp_path: Path, name: str, content
     assert app.run(["report", str(run)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("attempts", "note"),
-    [
-        (None, "attempts is no list but a NoneType"),
-        ({}, "attempts is no list but a dict"),
-        ([3, {"torch": "2.13"}], "1 attempt(s) are no objects"),
-    ],
-)
+@pytest.mark.parametrize(("attempts", "note"), [
+    (None, "attempts is no list but a NoneType"),
+    ({}, "attempts is no list but a dict"),
+    ([3, {"torch": "2.13"}], "1 attempt(s) are no objects"),
+])  # fmt: skip
 def test_attempts_that_are_none(tmp_path: Path, attempts: object, note: str) -> None:
     run = make_run(tmp_path / "run", losses=FLAT)
     (run / "environment.json").write_text(json.dumps({"attempts": attempts}))

@@ -35,20 +35,17 @@ def test_pins_come_from_the_project() -> None:
     assert all(any(line.startswith(name) for line in wanted) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "state", "reason"),
-    [
-        ("megatron_core", "0.16.1", State.BROKEN, "CVE-2026-65180"),
-        ("megatron_core", "0.17.0", State.BROKEN, "can execute code below 0.17.1"),
-        ("megatron_core", "0.18.0", State.BROKEN, "outside"),
-        ("megatron_core", "0.19.2", State.OK, "0.19.2"),
-        ("torch", "2.10.0", State.BROKEN, "outside"),
-        ("torch", "2.14.0", State.BROKEN, "outside"),
-        ("torch", "2.11.0", State.OK, "2.11.0"),
-        ("torch", "2.11.0a0+gitabc", State.OK, "2.11.0a0"),
-        ("psutil", None, State.BROKEN, "not installed"),
-    ],
-)
+@pytest.mark.parametrize(("package", "version", "state", "reason"), [
+    ("megatron_core", "0.16.1", State.BROKEN, "CVE-2026-65180"),
+    ("megatron_core", "0.17.0", State.BROKEN, "can execute code below 0.17.1"),
+    ("megatron_core", "0.18.0", State.BROKEN, "outside"),
+    ("megatron_core", "0.19.2", State.OK, "0.19.2"),
+    ("torch", "2.10.0", State.BROKEN, "outside"),
+    ("torch", "2.14.0", State.BROKEN, "outside"),
+    ("torch", "2.11.0", State.OK, "2.11.0"),
+    ("torch", "2.11.0a0+gitabc", State.OK, "2.11.0a0"),
+    ("psutil", None, State.BROKEN, "not installed"),
+])  # fmt: skip
 def test_pins(
     monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, state: State, reason: str
 ) -> None:
@@ -129,14 +126,11 @@ def test_the_device_of_this_machine_works() -> None:
     assert not [finding for finding in findings if finding.state is State.BROKEN]
 
 
-@pytest.mark.parametrize(
-    ("driver", "visible", "state", "reason"),
-    [
-        (None, None, State.NOTE, "no CUDA device"),
-        ("570.1", "", State.NOTE, "hidden by CUDA_VISIBLE_DEVICES"),
-        ("570.1", None, State.BROKEN, "driver 570.1 is here, but torch"),
-    ],
-)
+@pytest.mark.parametrize(("driver", "visible", "state", "reason"), [
+    (None, None, State.NOTE, "no CUDA device"),
+    ("570.1", "", State.NOTE, "hidden by CUDA_VISIBLE_DEVICES"),
+    ("570.1", None, State.BROKEN, "driver 570.1 is here, but torch"),
+])  # fmt: skip
 def test_no_gpu_is_fine_but_an_unusable_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
     driver: str | None,

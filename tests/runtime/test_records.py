@@ -182,22 +182,19 @@ def test_a_torn_row_is_cut_off_and_never_read(torn: bytes, tmp_path: Path) -> No
     assert path.read_bytes().startswith(whole + b"30,2,")
 
 
-@pytest.mark.parametrize(
-    ("line", "steps"),
-    [
-        ("3,1,x\n", "123"),
-        ("\0" * 3 + "3,1,x\n", "123"),  # lost blocks before a whole row
-        ("3,1,x\0\n", "12"),
-        ("3,1\n", "12"),
-        ("3,1,x,y\n", "12"),
-        ('3,1,"x\n', "12"),  # its quotation mark swallows no other row
-        ("x,1,x\n", "12"),
-        ("3.0,1,x\n", "12"),
-        ("3,1," + "x" * 200_000 + "\n", "12"),  # the csv module refuses it
-        ("2,2,x\n", "12"),
-        ("1,2,x\n", "1"),
-    ],
-)
+@pytest.mark.parametrize(("line", "steps"), [
+    ("3,1,x\n", "123"),
+    ("\0" * 3 + "3,1,x\n", "123"),  # lost blocks before a whole row
+    ("3,1,x\0\n", "12"),
+    ("3,1\n", "12"),
+    ("3,1,x,y\n", "12"),
+    ('3,1,"x\n', "12"),  # its quotation mark swallows no other row
+    ("x,1,x\n", "12"),
+    ("3.0,1,x\n", "12"),
+    ("3,1," + "x" * 200_000 + "\n", "12"),  # the csv module refuses it
+    ("2,2,x\n", "12"),
+    ("1,2,x\n", "1"),
+])  # fmt: skip
 def test_which_rows_are_read(line: str, steps: str) -> None:
     found = parse_rows(["step,attempt,value\n", "1,1,a\n", "2,1,b\n", line, "3,1,torn"])
     assert "".join(row["step"] for row in found) == steps
@@ -253,22 +250,19 @@ def test_a_table_is_continued_when_there_is_room(tmp_path: Path) -> None:
 ROWS = b"1,2\n2,3\n"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"step,val\xffe\n" + ROWS,
-        b"%%%,,,\n" + ROWS,
-        b"stepx,value\n" + ROWS,
-        b"step,\n" + ROWS,
-        b"step,value,value\n" + ROWS,
-        b"step,val\rue\n" + ROWS,
-        b"\xef\xbb\xbfstep,value\n" + ROWS,
-        b"\n" + ROWS,
-        ROWS,  # the line is gone
-        b"1,2",
-        b"step\n" + ROWS,  # fewer names than cells
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"step,val\xffe\n" + ROWS,
+    b"%%%,,,\n" + ROWS,
+    b"stepx,value\n" + ROWS,
+    b"step,\n" + ROWS,
+    b"step,value,value\n" + ROWS,
+    b"step,val\rue\n" + ROWS,
+    b"\xef\xbb\xbfstep,value\n" + ROWS,
+    b"\n" + ROWS,
+    ROWS,  # the line is gone
+    b"1,2",
+    b"step\n" + ROWS,  # fewer names than cells
+])  # fmt: skip
 def test_what_is_no_line_of_columns_is_refused(content: bytes, tmp_path: Path) -> None:
     """The table is left as it is: written anew, a column would lose its name and all its values."""
     path = tmp_path / "m.csv"
@@ -287,37 +281,31 @@ def test_killed_before_the_header_was_whole(content: str, tmp_path: Path) -> Non
     assert path.read_text().split() == ["step,attempt,value"]
 
 
-@pytest.mark.parametrize(
-    ("content", "step"),
-    [
-        (b"1,1,2\n2,1,3\n", None),
-        (b"1,1,2\n2,1,3\n3,\0\0\0\n6,1,7\n", 2),
-        (b"1\0,1,2\n", 0),
-        (b"", None),
-    ],
-)
+@pytest.mark.parametrize(("content", "step"), [
+    (b"1,1,2\n2,1,3\n", None),
+    (b"1,1,2\n2,1,3\n3,\0\0\0\n6,1,7\n", 2),
+    (b"1\0,1,2\n", 0),
+    (b"", None),
+])  # fmt: skip
 def test_zeros_in_the_middle_are_found(content: bytes, step: int | None, tmp_path: Path) -> None:
     path = tmp_path / "m.csv"
     path.write_bytes(b"step,attempt,value\n" + content)
     assert attempt(path).zeros_after == step
 
 
-@pytest.mark.parametrize(
-    ("steps", "start", "apart", "end"),
-    [
-        ([1, 2, 3, 4], 4, 1, None),
-        ([1, 2, 3, 4], 3, 1, None),
-        ([1, 2, 3], 7, 1, 3),
-        ([10, 20, 30], 39, 1, None),  # saved between two rows
-        ([10, 20, 30], 45, 1, 30),
-        ([10, 20, 30, 90], 45, 1, 30),
-        ([10, 20, 21], 29, 1, None),  # an evaluation between two rows
-        ([10], 15, 1, None),
-        ([], 5, 1, 0),
-        ([], 90, 100, None),  # perhaps it never came to a row
-        ([1, 2, 3], 90, 100, None),
-    ],
-)
+@pytest.mark.parametrize(("steps", "start", "apart", "end"), [
+    ([1, 2, 3, 4], 4, 1, None),
+    ([1, 2, 3, 4], 3, 1, None),
+    ([1, 2, 3], 7, 1, 3),
+    ([10, 20, 30], 39, 1, None),  # saved between two rows
+    ([10, 20, 30], 45, 1, 30),
+    ([10, 20, 30, 90], 45, 1, 30),
+    ([10, 20, 21], 29, 1, None),  # an evaluation between two rows
+    ([10], 15, 1, None),
+    ([], 5, 1, 0),
+    ([], 90, 100, None),  # perhaps it never came to a row
+    ([1, 2, 3], 90, 100, None),
+])  # fmt: skip
 def test_rows_that_were_lost_are_logged(
     steps: list[int], start: int, apart: int, end: int | None
 ) -> None:

@@ -44,7 +44,7 @@ SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention
          "checkpoint.keep_last=2"]  # fmt: skip
 
 
-FULL_DISK = ["logging.tensorboard=true", "faults.straggler_interval=1"]
+FULL_DISK = ["logging.tensorboard=true"]
 CHANGED = "attention.stabilizer=compensated"
 FAST = ["training.precision=fp32", "attention.backend=reference",
         "attention.stabilizer=compensated"]  # fmt: skip
@@ -348,7 +348,7 @@ def test_a_full_disk_of_the_first_rank_changes_no_bit(two: Any, folder: Path) ->
     assert told.steps.tolist() == [1, 8, 9]
     assert told.scalars["switched"].tolist() == whole.scalars["switched"][[0, 7, 8]].tolist()
     log = (runs / "disk" / "train.log").read_text()
-    for name in ("metrics.csv", "records.bin", "the console", "stragglers.csv"):
+    for name in ("metrics.csv", "records.bin", "the console"):
         assert log.count(f"warning: {name}: written again; records that are missing: ") == 1, name
 
 

@@ -7,18 +7,14 @@ sections, or what another room can serve, stands here with the section whose key
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
 from megatron_patch.schema.effective import decay_steps
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
@@ -144,10 +140,8 @@ def faults_problems(run: RunConfig) -> Iterator[Problem]:
     if spike.action != "rewind":
         return
     if checkpoint.interval is None:
-        yield Problem(
-            "faults.spike.action",
-            "rewind needs checkpoints to go back to; set checkpoint.interval",
-        )
+        text = "rewind needs checkpoints to go back to; set checkpoint.interval"
+        yield Problem("faults.spike.action", text)
     elif checkpoint.keep_last is not None:
         kept = checkpoint.interval * (checkpoint.keep_last - 1)
         if spike.rewind_margin > kept:

@@ -5,17 +5,13 @@ Includes the parts of the layout and of recompute that only the model's shape de
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.schema.model import attention_head_dim, is_moe_layer
 from megatron_patch.schema.problem import Problem, at_least
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -61,10 +57,8 @@ def _ranges(run: RunConfig) -> Iterator[Problem]:
     if not 0.0 < model.rotary_percent <= 1.0:
         yield Problem("model.rotary_percent", f"{model.rotary_percent}: a share in (0, 1]")
     if model.layer_spec == "te" and run.training.device == "cpu":
-        yield Problem(
-            "model.layer_spec",
-            "'te' needs a GPU and training.device is 'cpu'. Use model.layer_spec: local",
-        )
+        text = "'te' needs a GPU and training.device is 'cpu'. Use model.layer_spec: local"
+        yield Problem("model.layer_spec", text)
     if model.mtp is not None and not model.mtp.loss_scaling_factor > 0:
         yield Problem(
             "model.mtp.loss_scaling_factor",
@@ -83,10 +77,8 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
             "out",
         )
     if model.mtp is not None and model.position_embedding == "learned_absolute":
-        yield Problem(
-            "model.position_embedding",
-            "'learned_absolute' is not supported by multi-token prediction (model.mtp): use rope",
-        )
+        text = "'learned_absolute' is not supported by multi-token prediction (model.mtp): use rope"
+        yield Problem("model.position_embedding", text)
     if model.position_embedding != "rope" or model.mla is not None:
         return
     if model.num_attention_heads < 1:
@@ -108,10 +100,8 @@ def _windows(run: RunConfig) -> Iterator[Problem]:
     window, skip = model.window, model.window_skip_freq
     if window is not None:
         if len(window) != 2 or any(side < -1 for side in window):
-            yield Problem(
-                "model.window",
-                f"{window}: two numbers [left, right] of tokens are needed, -1 = unbounded",
-            )
+            text = f"{window}: two numbers [left, right] of tokens are needed, -1 = unbounded"
+            yield Problem("model.window", text)
         elif window[1] > 0:
             yield Problem(
                 "model.window",
@@ -119,9 +109,8 @@ def _windows(run: RunConfig) -> Iterator[Problem]:
                 f"[{window[0]}, 0]",
             )
         elif window[0] == -1:
-            yield Problem(
-                "model.window", f"{window} hides nothing: leave model.window out for full attention"
-            )
+            text = f"{window} hides nothing: leave model.window out for full attention"
+            yield Problem("model.window", text)
     if skip is None:
         return
     path = "model.window_skip_freq"
@@ -171,10 +160,8 @@ def _experts(run: RunConfig) -> Iterator[Problem]:
     if moe is None:
         return
     if moe.top_k > moe.num_experts:
-        yield Problem(
-            "model.moe.top_k",
-            f"{moe.top_k} is more than model.moe.num_experts ({moe.num_experts})",
-        )
+        text = f"{moe.top_k} is more than model.moe.num_experts ({moe.num_experts})"
+        yield Problem("model.moe.top_k", text)
     if moe.aux_loss_coeff < 0:
         yield Problem("model.moe.aux_loss_coeff", f"{moe.aux_loss_coeff}: must not be negative")
     if isinstance(moe.layer_freq, list):
@@ -229,9 +216,8 @@ def _latent(run: RunConfig) -> Iterator[Problem]:
                 "leave it out",
             )
     if model.add_qkv_bias:
-        yield Problem(
-            "model.add_qkv_bias", "true has no effect on multi-latent attention: leave it out"
-        )
+        text = "true has no effect on multi-latent attention: leave it out"
+        yield Problem("model.add_qkv_bias", text)
     if model.position_embedding != "rope":
         yield Problem(
             "model.position_embedding",
@@ -315,30 +301,24 @@ def _divisions(run: RunConfig) -> Iterator[Problem]:
             "model.kv_channels",
         )
     if groups is not None and heads % groups:
-        yield Problem(
-            "model.num_query_groups",
-            f"{groups} does not divide model.num_attention_heads ({heads})",
-        )
+        text = f"{groups} does not divide model.num_attention_heads ({heads})"
+        yield Problem("model.num_query_groups", text)
     path = "parallel.tensor_model_parallel_size"
     if heads % tp:
         yield Problem(path, f"{tp} does not divide model.num_attention_heads ({heads})")
     if groups is not None and groups % tp and tp % groups:
-        yield Problem(
-            path, f"{tp} and model.num_query_groups ({groups}): one must divide the other"
-        )
+        text = f"{tp} and model.num_query_groups ({groups}): one must divide the other"
+        yield Problem(path, text)
     if (model.ffn_hidden_size or 0) % tp:
         yield Problem(path, f"{tp} does not divide model.ffn_hidden_size ({model.ffn_hidden_size})")
     if model.mla is not None and model.layer_spec == "local":
         latent = model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim
         if latent % tp:
-            yield Problem(
-                path,
-                f"{tp} does not divide model.mla.kv_lora_rank + qk_pos_emb_head_dim ({latent})",
-            )
+            text = f"{tp} does not divide model.mla.kv_lora_rank + qk_pos_emb_head_dim ({latent})"
+            yield Problem(path, text)
         if (model.mla.q_lora_rank or 0) % tp:
-            yield Problem(
-                path, f"{tp} does not divide model.mla.q_lora_rank ({model.mla.q_lora_rank})"
-            )
+            text = f"{tp} does not divide model.mla.q_lora_rank ({model.mla.q_lora_rank})"
+            yield Problem(path, text)
     yield from _divisions_of_layers(run)
     yield from _divisions_of_sequence(run)
     yield from _divisions_of_heads(run)
@@ -350,15 +330,11 @@ def _divisions_of_layers(run: RunConfig) -> Iterator[Problem]:
     chunks = run.parallel.virtual_pipeline_model_parallel_size
     layers = run.model.num_layers
     if layers % stages:
-        yield Problem(
-            "parallel.pipeline_model_parallel_size",
-            f"{stages} does not divide model.num_layers ({layers})",
-        )
+        text = f"{stages} does not divide model.num_layers ({layers})"
+        yield Problem("parallel.pipeline_model_parallel_size", text)
     elif chunks is not None and chunks > 0 and (layers // stages) % chunks:
-        yield Problem(
-            "parallel.virtual_pipeline_model_parallel_size",
-            f"{chunks} does not divide the {layers // stages} layers of a pipeline stage",
-        )
+        text = f"{chunks} does not divide the {layers // stages} layers of a pipeline stage"
+        yield Problem("parallel.virtual_pipeline_model_parallel_size", text)
 
 
 def _divisions_of_sequence(run: RunConfig) -> Iterator[Problem]:
@@ -372,10 +348,8 @@ def _divisions_of_sequence(run: RunConfig) -> Iterator[Problem]:
         who.append(f"parallel.tensor_model_parallel_size ({tp})")
     if length % parts:
         near = [str(n) for n in (length - length % parts, length + -length % parts) if n]
-        yield Problem(
-            "model.seq_length",
-            f"{length} is not a multiple of {' x '.join(who)} = {parts}; use {' or '.join(near)}",
-        )
+        text = f"{length} is not a multiple of {' x '.join(who)} = {parts}; use {' or '.join(near)}"
+        yield Problem("model.seq_length", text)
 
 
 def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
@@ -410,16 +384,12 @@ def _divisions_of_experts(run: RunConfig) -> Iterator[Problem]:
         return
     ep = max(1, parallel.expert_model_parallel_size)
     if moe.num_experts % ep:
-        yield Problem(
-            "parallel.expert_model_parallel_size",
-            f"{ep} does not divide model.moe.num_experts ({moe.num_experts})",
-        )
+        text = f"{ep} does not divide model.moe.num_experts ({moe.num_experts})"
+        yield Problem("parallel.expert_model_parallel_size", text)
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
     for name, ranks in (("ffn_hidden_size", etp), ("shared_expert_ffn_hidden_size", tp)):
         value = getattr(moe, name)
         if value is not None and value % max(1, ranks):
-            yield Problem(
-                f"model.moe.{name}",
-                f"{value} is not a multiple of the {ranks} ranks it is split over",
-            )
+            text = f"{value} is not a multiple of the {ranks} ranks it is split over"
+            yield Problem(f"model.moe.{name}", text)
