@@ -18,6 +18,7 @@ import torch
 from stable_attention import configs
 from stable_attention.hopper import launch as hopper
 from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem, choose
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
 from stable_attention.triton.preprocess import preprocess
@@ -25,9 +26,11 @@ from stable_attention.triton.preprocess import preprocess
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+PROJECTING = tuple(name for name, kind in KNOWN.items() if kind.projection)
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
+    *PROJECTING,
     "deterministic", "chunks", "causal, sq != sk",
 )  # fmt: skip
 
@@ -78,6 +81,7 @@ KERNEL_SETS = (
             "paper_bf16",
             "chunks",
             "causal, sq != sk",
+            *PROJECTING,
         },
         head_dims=(64, 128),
         forward=forward,
