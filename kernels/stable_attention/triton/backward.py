@@ -12,6 +12,7 @@ seven.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -477,6 +478,9 @@ def backward(
         tile = configs.lookup(which, problem, q.device)
         if which == "dkdv":
             launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
-        else:
-            launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
+            continue
+        if KNOWN[problem.stabilizer].projection == "mean":
+            # P K takes as many registers as dQ.
+            tile = replace(tile, bm=max(tile.bm // 2, min(tile.bm, 64)))
+        launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
     return dq, dk, dv
