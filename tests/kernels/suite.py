@@ -77,6 +77,25 @@ FEATURES = [
     "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned path=early-late",
     "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=early-reverse",
     "sq=40 sk=130 left=90 right=50 stabilizer=none path=early",
+    # Rows of dS that sum to what they should (triton/projection.py).
+    "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16 stabilizer=compensated_projected",
+    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=compensated_projected",
+    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=projected",
+    "sq=66 sk=34 dropout=0.3 b=2 hq=4 stabilizer=compensated_projected",
+    "sq=40 sk=70 dropout=0.17 causal=1 left=20 dtype=fp16 stabilizer=projected",
+    "sq=90 sk=40 left=11 right=5 stabilizer=compensated_projected",
+    "sq=70 sk=45 causal=1 layout=bhsd stabilizer=projected",
+    "sq=40 sk=70 causal=1 d=192 dv=128 stabilizer=projected",
+    "sq=45 sk=70 causal=1 d=96 hq=2 hk=1 residual=int8 stabilizer=compensated_projected",
+    "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1 "
+    "stabilizer=compensated_projected",
+    "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused stabilizer=projected",
+    "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma "
+    "stabilizer=compensated_projected",
+    "layout=thd lens_q=9,37 lens_k=9,37 causal=1 d=72 dv=160 path=tma stabilizer=projected",
+    "sq=60 sk=20 causal=1 stabilizer=compensated_projected",
+    "sq=33 sk=200 hq=4 hk=2 values=repeat stabilizer=compensated_projected",
+    "sq=40 sk=64 values=outlier stabilizer=projected",
 ]
 
 FAULTS = {
