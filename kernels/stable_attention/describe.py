@@ -24,7 +24,6 @@ from stable_attention.layouts import (
     reached,
     strides,
 )
-from stable_attention.stabilizers import KNOWN
 from stable_attention.problem import (
     LARGEST,
     SMALLEST,
@@ -41,6 +40,7 @@ from stable_attention.problem import (
     show,
     sure,
 )
+from stable_attention.stabilizers import KNOWN
 
 OFF_BY_ONE = "off-by-one"
 DTYPES = (torch.bfloat16, torch.float16)

@@ -41,6 +41,9 @@ SCALARS = {
 COMPENSATED = "stable_flash/compensated"
 """Backend and stabilizer, as meta.json names them, that the guard switches to."""
 
+EXACT_DELTA = (COMPENSATED, "stable_flash/compensated_projected")
+"""Those with the low-order part of O in delta: the guard has nothing to switch to."""
+
 LEVELS = ("ok", "watch", "danger")
 
 

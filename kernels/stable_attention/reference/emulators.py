@@ -194,7 +194,9 @@ def emulate(
             target = target + torch.exp(sink.view(1, -1, 1) - row_lse) * less
         excess = torch.where(lse == -math.inf, 0.0, ds.sum(-1) - target)
         if rounding.projection == "key":
-            carrier = k.gather(-2, p_back.argmax(-1)[..., None].expand(*p_back.shape[:-1], k.shape[-1]))
+            carrier = k.gather(
+                -2, p_back.argmax(-1)[..., None].expand(*p_back.shape[:-1], k.shape[-1])
+            )
         else:
             weights = maybe(p_back, rounding.probabilities)
             whole = weights.sum(-1, keepdim=True)

@@ -18,7 +18,6 @@ import triton.language as tl
 from stable_attention.layouts import strides
 from stable_attention.numerics import LOG2E, residual_decode, row_delta
 from stable_attention.problem import Extras, Problem
-from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.geometry import locate
 from stable_attention.triton.launches import launch
 from stable_attention.triton.memory import load_tile, tile_offsets
