@@ -344,7 +344,7 @@ class Problem(Options):
 
     @property
     def planes(self) -> int:
-        """Float32 numbers of the LSE from which the backward makes P; chunks have the public one."""
+        """Float32 planes of the LSE that the backward makes P of; chunks have the public LSE."""
         return 1 if self.chunked else KNOWN[self.stabilizer].planes
 
     @property

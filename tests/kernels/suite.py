@@ -230,7 +230,7 @@ def rows_that_sum_to_zero(stabilizer: str, regime: str) -> list[str]:
     q, k, v, dout = (x[None].to(DEVICE) for x in make_regime(regime, heads=2, n=n))
     q = torch.cat([q, q.roll(1, 2)], 2).unflatten(2, (group, n)).flatten(1, 2)
     dout = torch.cat([dout, dout.roll(7, 2)], 2).unflatten(2, (group, n)).flatten(1, 2)
-    k, v = (x.roll(70, 2) for x in (k, v))
+    k, v = (x.roll(40, 2) for x in (k, v))
     found = []
     for run, kind in ((stable_attention, torch.bfloat16), (oracle_attention, torch.float64)):
         leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
@@ -248,13 +248,17 @@ def rows_that_sum_to_zero(stabilizer: str, regime: str) -> list[str]:
 
 
 def large_logits(stabilizer: str, size: float = 1e6) -> list[str]:
-    """Every float32 score is exact here, and weights of four keys differ: P must be right."""
+    """Every float32 score is exact here, and weights of four keys differ: P must be right.
+
+    In log2 units the scale is a power of two: a GPU's multiply-add rounds the scaled score together
+    with its shift, the interpreter before.
+    """
     from oracle import gradients, oracle_attention
 
     from stable_attention import stable_attention
 
     gen = torch.Generator().manual_seed(0)
-    n, d = 64, 64
+    n, d, scale = 64, 64, math.log(2) / 8
     # Scores are integers of at most 23 bits: one large product, and small integers beside it.
     q, k = (torch.randint(-1, 2, (1, 1, n, d), generator=gen).float() for _ in range(2))
     root = 2.0 ** round(math.log2((size * 8) ** 0.5))
@@ -267,9 +271,11 @@ def large_logits(stabilizer: str, size: float = 1e6) -> list[str]:
     leaves = [x.requires_grad_() for x in tensors]
     exact = [x.detach().double().requires_grad_() for x in tensors]
     ours = gradients(
-        (stable_attention(*leaves, layout="bhsd", stabilizer=stabilizer),), leaves, (dout,)
+        (stable_attention(*leaves, layout="bhsd", scale=scale, stabilizer=stabilizer),),
+        leaves,
+        (dout,),
     )
-    truth = oracle_attention(*exact, layout="bhsd", compute=torch.float64).out
+    truth = oracle_attention(*exact, layout="bhsd", scale=scale, compute=torch.float64).out
     problems = []
     pairs = zip(ours, gradients((truth,), exact, (dout.double(),)), strict=True)
     for name, (mine, want) in zip(("dQ", "dK", "dV"), pairs, strict=True):
