@@ -65,8 +65,8 @@ def test_gradients_of_the_regimes(regime: str, n: int, stabilizer: str) -> None:
 
 
 @pytest.mark.parametrize("stabilizer", EVERY)
-def test_one_saturated_sink(stabilizer: str) -> None:
-    """Every projection repairs dQ and dK there; equal sinks need the right key of the right group."""
+def test_sinks(stabilizer: str) -> None:
+    """Every projection repairs dQ and dK there; equal sinks need their own key."""
     assert rows_that_sum_to_zero(stabilizer, "one") == []
     assert rows_that_sum_to_zero(stabilizer, "tie3") == []
 
