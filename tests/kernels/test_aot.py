@@ -59,7 +59,7 @@ MAX_SPILLS = {
 }
 ELSEWHERE = 1000
 # Of the persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it,
-# and of the row sums of dS, without harm: that it lets one product start where another may still run.
+# and of row sums of dS, without harm: that it lets one product start where another may still run.
 PERSISTENT, HARMLESS = 400, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
