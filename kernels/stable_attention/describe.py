@@ -40,6 +40,7 @@ from stable_attention.problem import (
     show,
     sure,
 )
+from stable_attention.stabilizers import KNOWN
 
 OFF_BY_ONE = "off-by-one"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -192,6 +193,8 @@ def _validated(
         ratio = scale / options.softcap
         allowed, remedy = "2**-126..2**127", "Choose a softcap of the size of the logits."
         require(SMALLEST <= ratio <= LARGEST, "scale / softcap", ratio, allowed, remedy)
+    if KNOWN[options.stabilizer].projection:
+        _check_projection(options, places)
     left, right = _bounds_that_hide(
         options.window_left, options.window_right, sq=sq, sk=sk, buffers=(lq, lk), places=places
     )
@@ -205,6 +208,26 @@ def _validated(
                     raise AttentionArgumentError(f"{name}_position", place, allowed, _GLOBAL)
                 found[f"pos_{name}"] = place
     return build(options, dtype, q, k, v, sequences, sq, sk, has_sinks, **found)
+
+
+def _check_projection(options: Options, places: object) -> None:
+    """`AttentionArgumentError` for what leaves rows of dS that need not sum to zero."""
+    plain = "compensated" if KNOWN[options.stabilizer].keeps_residual else "none"
+    with_ = f"with stabilizer={options.stabilizer!r}"
+    require(
+        options.softcap == 0,
+        "softcap",
+        options.softcap,
+        f"0 {with_}: the derivative of tanh comes after the sum that is known",
+        f"Use stabilizer={plain!r} with a softcap.",
+    )
+    require(
+        places is None,
+        "stabilizer",
+        repr(options.stabilizer),
+        "one that does not project, for chunks: a row's sum is known after its last chunk",
+        f"Use stabilizer={plain!r} for chunks.",
+    )
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, layout: str) -> None:

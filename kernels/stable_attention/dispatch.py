@@ -26,9 +26,11 @@ from stable_attention.triton.preprocess import preprocess
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+PROJECTING = tuple(name for name, kind in KNOWN.items() if kind.projection)
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
+    *PROJECTING,
     "deterministic", "chunks", "causal, sq != sk", "o_lo in int8 or fp32",
 )  # fmt: skip
 
@@ -68,7 +70,7 @@ class KernelSet:
 _NOT_ON_HOPPER = frozenset(
     {
         "window", "softcap", "dropout", "varlen", "different v head dim", "paper_bf16", "chunks",
-        "causal, sq != sk",
+        "causal, sq != sk", *PROJECTING,
     }
 )  # fmt: skip
 KERNEL_SETS = (

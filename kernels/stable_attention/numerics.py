@@ -217,6 +217,18 @@ def log_sum_exp(m, l):
 
 
 @triton.jit
+def log_sum_exp_planes(m, l):
+    """LSE in log2 units as two float32 numbers, whose sum is m + log2 l without rounding; (-inf, 0)
+    for rows without any key. One number is off by 3 % of P where logits reach 1e6."""
+    log = tl.log2(tl.where(l > 0, l, 1.0))
+    base = tl.where(l > 0, m, 0.0)
+    hi = base + log
+    back = hi - base
+    lo = (base - (hi - back)) + (log - back)
+    return tl.where(l > 0, hi, -float("inf")), lo
+
+
+@triton.jit
 def widen(x):
     """16-bit to float32, exact. For BF16 by its bits: a cast next to the rounding that made x keeps
     the compiler from packing two roundings into one instruction."""
@@ -321,6 +333,42 @@ def row_delta(do, o):
 def lse_to_shift(lse):
     """LSE (natural log) to the backward's shift in log2 units; rows without keys: +inf, P = 0."""
     return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def lse_planes_to_shift(hi):
+    """The first plane of `log_sum_exp_planes` as the backward's shift; as `lse_to_shift`."""
+    return tl.where(hi == -float("inf"), float("inf"), hi)
+
+
+@triton.jit
+def largest_start(BM: tl.constexpr):
+    """(rank, first key of its tile) [BM, 4] of a row's largest P so far: none."""
+    return tl.zeros([BM, 4], tl.int32), tl.zeros([BM, 4], tl.int32)
+
+
+@triton.jit
+def follow_largest(rank, tile, p, n):
+    """`largest_start` after a tile p [BM, BN] of P whose first key is n.
+
+    A rank is the bits of P, which order as P does, the last ones of which are the key's place in
+    the tile: one integer maximum finds both. P that agree to 2^-16 count as equal.
+    """
+    BM: tl.constexpr = p.shape[0]
+    BN: tl.constexpr = p.shape[1]
+    bits = p.to(tl.int32, bitcast=True)
+    # A P that is 0 has rank 0, of no key.
+    bits = tl.where(bits >= BN, (bits & -BN) | tl.arange(0, BN)[None, :], 0)
+    new = tl.max(tl.max(tl.reshape(bits, [BM, BN // 8, 4, 2]), 3), 1)
+    return tl.maximum(rank, new), tl.where(new > rank, n, tile)
+
+
+@triton.jit
+def largest_key(rank, tile, BN: tl.constexpr):
+    """(a row's key of the largest P [BM], whether it has one)."""
+    top = tl.max(rank, 1)
+    first = tl.max(tl.where(rank == top[:, None], tile, 0), 1)
+    return first + (top & (BN - 1)), top > 0
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from stable_attention.layouts import readable
 from stable_attention.pieces import joined
 from stable_attention.problem import Extras, Problem, options_of
 from stable_attention.triton.forward import allocate, forward_kernel
+from stable_attention.triton.preprocess import sink_gradient
 from stable_attention.triton.results import new_gradients
 
 # Decided when the kernels are decorated, that is at import.
@@ -120,6 +121,8 @@ def _backward(
         dq, dk, dv = kernels.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=gradients
         )
+    if sinks is not None and problem.planes > 1:
+        dsinks = sink_gradient(problem, delta)
     if whole is not None:
         dq, dk, dv = whole, q.new_empty(0), q.new_empty(0)
     if sinks is None or dsinks is None:

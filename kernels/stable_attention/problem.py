@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from stable_attention.layouts import LAYOUTS, extents
-from stable_attention.stabilizers import KNOWN, RESIDUALS
+from stable_attention.stabilizers import KNOWN, RESIDUALS, STABILIZERS
 
 UNLIMITED = -1
 # Kernels take scalars as float32, and flush or lose digits of what is not normal there.
@@ -293,7 +293,7 @@ class Options:
             raise AttentionArgumentError(
                 "stabilizer",
                 "'paper_bf16'",
-                "'compensated', 'dynamic_max', 'none'",
+                ", ".join(repr(name) for name, kind in STABILIZERS.items() if not kind.paper),
                 "It reproduces a numerical failure on purpose; pass allow_broken=True if you want "
                 "it.",
             )
@@ -348,6 +348,11 @@ class Problem(Options):
     @property
     def varlen(self) -> bool:
         return self.layout == "thd"
+
+    @property
+    def planes(self) -> int:
+        """Float32 planes of the LSE that the backward makes P of; chunks have the public LSE."""
+        return 1 if self.chunked else KNOWN[self.stabilizer].planes
 
     @property
     def group(self) -> int:

@@ -27,13 +27,21 @@ class Stabilizer:
     """The low-order part of O is saved, and delta is built from the high and the low part."""
     dynamic: bool = False
     """The row shift moves where a row's maximum repeats (the paper's dynamic maximum)."""
+    projection: str = ""
+    """The row sum of the rounded dS is taken out of dQ along the "key" with the row's largest P, or
+    along the "mean" P K; and out of delta before dK. The backward's LSE then has two planes."""
     paper: bool = False
     """S, the unnormalised O and l are rounded to BF16: the failing emulation, on purpose."""
 
     def saved_bytes(self, dv: int, residual: str = "bf16") -> int:
         """Bytes per token and query head the backward needs: O, LSE and the residual."""
         low = LOW_DTYPES[residual].itemsize * dv if self.keeps_residual else 0
-        return 2 * dv + 4 + low
+        return 2 * dv + 4 * self.planes + low
+
+    @property
+    def planes(self) -> int:
+        """Float32 numbers that LSE is kept in for the backward."""
+        return 2 if self.projection else 1
 
 
 STABILIZERS = {
@@ -45,16 +53,35 @@ STABILIZERS = {
         ),
         Stabilizer(name="none", rounded_normalizer=False, keeps_residual=False),
         Stabilizer(name="paper_bf16", rounded_normalizer=False, keeps_residual=False, paper=True),
+        Stabilizer(
+            name="projected", rounded_normalizer=False, keeps_residual=False, projection="mean"
+        ),
+        Stabilizer(
+            name="compensated_projected",
+            rounded_normalizer=True,
+            keeps_residual=True,
+            projection="key",
+        ),
     )
 }
 
 # Halves of "compensated", for experiments that ask which of them carries the effect
-# (research/variants.py). "consistent_sum" also accumulates in segments, as "compensated" does.
+# (research/variants.py), and the projections in exchanged places. "consistent_sum" also accumulates
+# in segments, as "compensated" does.
 ABLATIONS = {
     s.name: s
     for s in (
         Stabilizer(name="low_order_o", rounded_normalizer=False, keeps_residual=True),
         Stabilizer(name="consistent_sum", rounded_normalizer=True, keeps_residual=False),
+        Stabilizer(
+            name="projected_key", rounded_normalizer=False, keeps_residual=False, projection="key"
+        ),
+        Stabilizer(
+            name="compensated_projected_mean",
+            rounded_normalizer=True,
+            keeps_residual=True,
+            projection="mean",
+        ),
     )
 }
 

@@ -36,6 +36,9 @@ NOT_COMPENSATED = {
     "dynamic_max": "stabilizer dynamic_max: plain numerics with the paper's dynamic maximum",
     "none": "stabilizer none: plain FlashAttention-2 numerics",
     "paper_bf16": "stabilizer paper_bf16: the paper's failing emulation",
+    "projected": "stabilizer projected: rows of dS sum to zero, along P K",
+    "compensated_projected": "stabilizer compensated_projected: rows of dS sum to zero, along the "
+    "key of the largest P",
 }
 """What the start-up line says instead of ``Capability.why`` when the default is switched off."""
 

@@ -16,7 +16,9 @@ class AttentionConfig:
 
     backend: BackendName = "stable_flash"
     """Kernel that serves core attention; see ``megatron-patch doctor``."""
-    stabilizer: Literal["compensated", "dynamic_max", "none", "paper_bf16"] = "compensated"
+    stabilizer: Literal[
+        "compensated", "compensated_projected", "projected", "dynamic_max", "none", "paper_bf16"
+    ] = "compensated"
     """Numerics of ``stable_flash``; ``fa4`` has ``compensated`` and ``none``; other backends accept
     only their own (leave the default)."""
     backward: Literal["auto", "own", "sdpa_cudnn", "sdpa_flash", "fa4"] = "auto"
@@ -24,7 +26,8 @@ class AttentionConfig:
     PyTorch) or FlashAttention-4, given the same delta. ``auto`` is the fastest of those measured on
     the GPU's architecture, else ``own``."""
     residual: Literal["default", "bf16", "int8"] = "default"
-    """Format in which ``compensated`` keeps the low-order part of O for the backward."""
+    """Format in which ``compensated`` and ``compensated_projected`` keep the low-order part of O
+    for the backward."""
     dynamic_max_beta: float = 2.0
     """``dynamic_max``: factor applied to a repeated positive row maximum."""
     dynamic_max_eps: float = 1e-3

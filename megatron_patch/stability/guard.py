@@ -15,6 +15,7 @@ import torch
 
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.stability.names import EXACT_DELTA
 
 if TYPE_CHECKING:
     # It imports Megatron-Core, which must come after `core_patches.cpu_mode`.
@@ -58,7 +59,7 @@ def switch(sites: Sequence[Site]) -> int:
     """
     changed = 0
     for site in sites:
-        if site.stabilizer == "compensated":
+        if f"{site.backend}/{site.stabilizer}".startswith(EXACT_DELTA):
             continue
         module: Any = site.module
         name, options = TARGET

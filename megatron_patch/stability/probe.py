@@ -167,6 +167,8 @@ NO_DELTA = ("sdpa_math",)
 STABILIZERS = {
     "compensated": ("compensated",),
     "compensated, int8": ("compensated", "int8"),
+    "compensated_projected": ("compensated_projected",),
+    "projected": ("projected",),
     "none": ("none",),
     "low_order_o": ("low_order_o",),
     "consistent_sum": ("consistent_sum",),
@@ -176,6 +178,8 @@ STABILIZERS = {
 }
 ROUNDINGS = {
     "compensated": emulators.COMPENSATED,
+    "compensated_projected": emulators.COMPENSATED_PROJECTED,
+    "projected": emulators.PROJECTED,
     "none": emulators.FLASH2,
     "low_order_o": dataclasses.replace(emulators.FLASH2, residual="bf16"),
     "consistent_sum": dataclasses.replace(emulators.COMPENSATED, residual=None),

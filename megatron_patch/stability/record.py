@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron_patch.stability.names import (
-    COMPENSATED,
+    EXACT_DELTA,
     HEAD_METRICS,
     LAYER_METRICS,
     LEVELS,
@@ -292,7 +292,7 @@ class Telemetry:
     def _stretch(self, rule: Rule, step: int, *, switched: bool = False) -> History:
         """Of records from ``step`` on."""
         configured = attention_at(self.meta, step)
-        return History(rule, compensated=switched or configured.startswith(COMPENSATED))
+        return History(rule, compensated=switched or configured.startswith(EXACT_DELTA))
 
 
 class History:

@@ -158,9 +158,11 @@ class HeadSums:
             geometry=geometry,
             clean=clean,
             exact=exact,
-            # Where a low-order part exists that was not handed out (context parallelism), delta is
-            # better than O alone; a backend that is exact has not used such an O.
-            better=exact or (numerics is not None and numerics.keeps_residual),
+            # Where a low-order part exists that was not handed out (context parallelism), or the
+            # backward corrects delta, it is better than O alone; a backend that is exact has not
+            # used such an O.
+            better=exact
+            or (numerics is not None and (numerics.keeps_residual or bool(numerics.projection))),
         )
         top = seen.max_logits
         if top is None and geometry.size == 1:

@@ -27,7 +27,7 @@ from megatron_patch.stability import guard, record
 from megatron_patch.stability.capture import Capturer, Wanted, triggers_in, worst
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.history_from_parent import history_from_parent
-from megatron_patch.stability.names import COMPENSATED, LEVELS, level_name
+from megatron_patch.stability.names import EXACT_DELTA, LEVELS, level_name
 from megatron_patch.stability.observe import Observer, Request, find_sites
 from megatron_patch.stability.step_window import StepWindow
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
@@ -248,7 +248,7 @@ class Stability(Watcher):
     @property
     def _compensated(self) -> bool:
         """Whether the run computes with what the guard switches to."""
-        return self._in_force > 0 or self._attention.startswith(COMPENSATED)
+        return self._in_force > 0 or self._attention.startswith(EXACT_DELTA)
 
     @property
     def _reach(self) -> int:

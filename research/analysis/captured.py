@@ -20,8 +20,8 @@ centered    K minus its mean over tokens, V minus the mean of O. share |mean K|^
             what rounding the centered K to 16 bits moves a row's logits by
 exponent    exp2(s c - m c) as one multiply-add is not 1 at the maximum: relative RMS errors of
             delta by exponent and by the sum that divides O, all else exact
-sizes       Frobenius norms of dQ and dK, and of their errors by plain numerics, `compensated` and
-            attention in float32
+sizes       Frobenius norms of dQ and dK, and of their errors by plain numerics, `compensated`,
+            `projected`, `compensated_projected` and attention in float32
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ import torch
 
 from megatron_patch.stability.capture import CaptureFile
 from stable_attention.reference import reference_attention
-from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
+from stable_attention.reference.emulators import (
+    COMPENSATED,
+    COMPENSATED_PROJECTED,
+    FLASH2,
+    PROJECTED,
+    Rounding,
+    emulate,
+)
 
 TESTS = shared.RESULTS.parents[1] / "tests"
 SKIPPED = 64
@@ -202,8 +209,10 @@ def sizes(one: Head) -> dict[str, Any]:
     out = reference_attention(q, k, v, layout="bhsd", causal=True, scale=one.scale)
     grads = torch.autograd.grad(out, (q, k), one.dout.float()[None, None])
     found = {"float32": [x.bfloat16() for x in grads]}  # as a trainer rounds them
-    for name in ("none", "compensated"):
-        emulated = one.emulated(KINDS[name])
+    kinds = {name: KINDS[name] for name in ("none", "compensated")}
+    kinds |= {"projected": PROJECTED, "compensated_projected": COMPENSATED_PROJECTED}
+    for name, rounding in kinds.items():
+        emulated = one.emulated(rounding)
         found[name] = [emulated.dq, emulated.dk]
     return {
         "largest_logit": float(one.scores().max() * one.scale),

@@ -109,13 +109,18 @@ def run_oracle(case: Case, given: Inputs, compute: torch.dtype) -> Results:
 
 def run_specified(case: Case, given: Inputs) -> Results | None:
     """What the stabilizer is specified to compute; None for those without an error gate."""
-    from stable_attention.reference.emulators import COMPENSATED, FLASH2
+    from stable_attention.reference import emulators
     from stable_attention.reference.geometry import from_bhsd, sequences, to_bhsd
 
-    base = {"compensated": COMPENSATED, "none": FLASH2}.get(case.stabilizer)
+    base = {
+        "compensated": emulators.COMPENSATED,
+        "none": emulators.FLASH2,
+        "projected": emulators.PROJECTED,
+        "compensated_projected": emulators.COMPENSATED_PROJECTED,
+    }.get(case.stabilizer)
     if base is None:
         return None
-    residual = case.residual if case.stabilizer == "compensated" else None
+    residual = case.residual if base.residual else None
     rounding = dataclasses.replace(base, dtype=given.q.dtype, residual=residual)
     q, k, v, dout = (to_bhsd(x, case.layout) for x in (given.q, given.k, given.v, given.dout))
     group = case.hq // case.hk

@@ -28,6 +28,7 @@ PACKAGE = HERE.parent.parent / "kernels" / "stable_attention"
 FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
 MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
+PROJECTION = "triton/projection.py"
 PHILOX, OPTIONS = "philox.py", "triton/options.py"
 DESCRIPTORS = "triton/descriptors.py"
 TIMEOUT = 180.0
@@ -95,6 +96,8 @@ SPLIT_NARROW = "sq=20 sk=36 left=13 d=136 dv=72 memory=strided"
 MLA = "sq=20 sk=40 causal=1 d=192 dv=128"
 GROUPED = "ffpa-301 grouped dK and dV accumulate in float32"
 TALL = "sq=33 sk=130 d=32 hq=1 hk=1 values=tall"
+SINK_SUM = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=compensated_projected"
+ALONG_KEY, ALONG_MEAN = "projected along a key", "projected, equal sinks"
 EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
 BELOW = "FA-1947 P of masked positions not zeroed"
 
@@ -344,6 +347,33 @@ BUGS = (
         "steps = [step_b, step_h, step_s, 1]", "steps = [step_b, step_s, step_h, 1]", TMA),
     Bug("second part read from the wrong column", PARTS, "WIDTH - C1, RAGGED, TMA, C1",
         "WIDTH - C1, RAGGED, TMA, C1 // 2", SPLIT_TMA),
+    # --- rows of dS that sum to what they should
+    Bug("row sums of dS to zero in spite of a sink", PREPROCESS, "target += p_sink * delta",
+        "target += 0.0", SINK_SUM),
+    Bug("row sums of dS to zero in spite of dLSE", PREPROCESS,
+        "target += tl.load(dlse_ptr + row + rows, mask=ok, other=0.0)", "target += 0.0", SINK_SUM),
+    Bug("row sum of the unrounded dS", BACKWARD, "projection.follow(state, ds, p, k, n, PROJECT)",
+        "projection.follow(state, p * (dp - delta[:, None]), p, k, n, PROJECT)", ALONG_KEY),
+    Bug("row sum of P dP alone", BACKWARD, "projection.follow(state, ds, p, k, n, PROJECT)",
+        "projection.follow(state, (p * dp).to(ds.dtype), p, k, n, PROJECT)", ALONG_KEY),
+    Bug("largest key of another group", BACKWARD,
+        "source(key_ptr, b, hk, start_k", "source(key_ptr, b, h * 0, start_k", ALONG_KEY),
+    Bug("largest key without its tile", NUMERICS, "tl.where(new > rank, n, tile)",
+        "tl.where(new > rank, 0, tile)", ALONG_KEY),
+    Bug("largest key of the last tile", NUMERICS,
+        "tl.maximum(rank, new), tl.where(new > rank, n, tile)", "new, tile * 0 + n", ALONG_KEY),
+    Bug("row sum of the last tile alone", PROJECTION, "excess = tl.dot(ds, ones, state[0])",
+        "excess = tl.dot(ds, ones)", ALONG_KEY),
+    Bug("P K not divided by its weights", PROJECTION, "weight / tl.where(whole > 0, whole, 1.0)",
+        "weight", ALONG_MEAN),
+    Bug("dK from the delta of a 16-bit O", PROJECTION, "delta + excess, mask", "delta, mask",
+        "projected, saturated sink"),
+    Bug("dQ without the second plane of LSE", PROJECTION, "weight = tl.exp2(-rest)",
+        "weight = tl.exp2(rest * 0.0)", "large logits, projected along a key"),
+    Bug("dK, dV without the second plane of LSE", BACKWARD, "- rest[None, :])", "+ 0.0)",
+        "large logits, projected"),
+    Bug("second plane rounded away", NUMERICS, "lo = (base - (hi - back)) + (log - back)",
+        "lo = log * 0.0", "large logits, projected"),
 )  # fmt: skip
 
 

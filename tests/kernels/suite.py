@@ -8,6 +8,7 @@ stable_attention is imported inside the functions, so that planted_bugs.py decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -77,6 +78,25 @@ FEATURES = [
     "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned path=early-late",
     "sq=40 sk=170 causal=1 dropout=0.2 sinks=learned dtype=fp16 path=early-reverse",
     "sq=40 sk=130 left=90 right=50 stabilizer=none path=early",
+    # Rows of dS that sum to what they should (triton/projection.py).
+    "sq=65 sk=65 causal=1 hq=4 hk=1 dtype=fp16 stabilizer=compensated_projected",
+    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=compensated_projected",
+    "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=projected",
+    "sq=66 sk=34 dropout=0.3 b=2 hq=4 stabilizer=compensated_projected",
+    "sq=40 sk=70 dropout=0.17 causal=1 left=20 dtype=fp16 stabilizer=projected",
+    "sq=90 sk=40 left=11 right=5 stabilizer=compensated_projected",
+    "sq=70 sk=45 causal=1 layout=bhsd stabilizer=projected",
+    "sq=40 sk=70 causal=1 d=192 dv=128 stabilizer=projected",
+    "sq=45 sk=70 causal=1 d=96 hq=2 hk=1 residual=int8 stabilizer=compensated_projected",
+    "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1 "
+    "stabilizer=compensated_projected",
+    "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 stabilizer=projected",
+    "layout=sbhd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 sinks=learned d=40 dv=24 path=tma "
+    "stabilizer=compensated_projected",
+    "layout=thd lens_q=9,37 lens_k=9,37 causal=1 d=72 dv=160 path=tma stabilizer=projected",
+    "sq=60 sk=20 causal=1 stabilizer=compensated_projected",
+    "sq=33 sk=200 hq=4 hk=2 values=repeat stabilizer=compensated_projected",
+    "sq=40 sk=64 values=outlier stabilizer=projected",
 ]
 
 FAULTS = {
@@ -196,6 +216,77 @@ def equal_sinks() -> list[str]:
     return [f"delta error {report.rms:.2e} in regime tie2s"] if report.rms > 2e-6 else []
 
 
+def rows_that_sum_to_zero(stabilizer: str, regime: str) -> list[str]:
+    """dQ and dK of four query heads on two key heads, whose sinks lie past the first tile of keys.
+
+    What a rounded row of dS sums to is all that is wrong with dQ here: 0.3 to 40 times its size.
+    """
+    from oracle import gradients, oracle_attention
+    from regimes import make_regime
+
+    from stable_attention import stable_attention
+
+    n, group = 96, 2
+    q, k, v, dout = (x[None].to(DEVICE) for x in make_regime(regime, heads=2, n=n))
+    q = torch.cat([q, q.roll(1, 2)], 2).unflatten(2, (group, n)).flatten(1, 2)
+    dout = torch.cat([dout, dout.roll(7, 2)], 2).unflatten(2, (group, n)).flatten(1, 2)
+    k, v = (x.roll(40, 2) for x in (k, v))
+    found = []
+    for run, kind in ((stable_attention, torch.bfloat16), (oracle_attention, torch.float64)):
+        leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
+        if run is stable_attention:
+            out = stable_attention(*leaves, layout="bhsd", stabilizer=stabilizer)
+        else:
+            out = oracle_attention(*leaves, layout="bhsd", compute=kind).out
+        found.append(gradients((out,), leaves, (dout.to(kind),)))
+    problems = []
+    for name, ours, truth in zip(("dQ", "dK", "dV"), *found, strict=True):
+        error = float((ours.double() - truth).norm() / truth.norm())
+        if not error < 0.01:
+            problems.append(f"{name} error {error:.3f} in regime {regime}")
+    return problems
+
+
+def large_logits(stabilizer: str, size: float = 1e6) -> list[str]:
+    """Every float32 score is exact here, and weights of four keys differ: P must be right.
+
+    In log2 units the scale is a power of two: a GPU's multiply-add rounds the scaled score together
+    with its shift, the interpreter before.
+    """
+    from oracle import gradients, oracle_attention
+
+    from stable_attention import stable_attention
+
+    gen = torch.Generator().manual_seed(0)
+    n, d, scale = 64, 64, math.log(2) / 8
+    # Scores are integers of at most 23 bits: one large product, and small integers beside it.
+    q, k = (torch.randint(-1, 2, (1, 1, n, d), generator=gen).float() for _ in range(2))
+    root = 2.0 ** round(math.log2((size * 8) ** 0.5))
+    q[..., 0], k[..., 0] = root, 0.0
+    k[..., 5:9, 0] = root
+    k[..., 5:9, 1:] *= torch.rand(d - 1, generator=gen) < 0.5
+    v, dout = (torch.randn(1, 1, n, d, generator=gen) for _ in range(2))
+    tensors = [x.to(DEVICE).bfloat16() for x in (q, k, v)]
+    dout = dout.to(DEVICE).bfloat16()
+    leaves = [x.requires_grad_() for x in tensors]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    ours = gradients(
+        (stable_attention(*leaves, layout="bhsd", scale=scale, stabilizer=stabilizer),),
+        leaves,
+        (dout,),
+    )
+    truth = oracle_attention(*exact, layout="bhsd", scale=scale, compute=torch.float64).out
+    problems = []
+    pairs = zip(ours, gradients((truth,), exact, (dout.double(),)), strict=True)
+    for name, (mine, want) in zip(("dQ", "dK", "dV"), pairs, strict=True):
+        # dQ and dK along the large feature: a difference of nearly equal numbers, times 1e3.
+        mine, want = (x.double()[..., 1:] if name != "dV" else x.double() for x in (mine, want))
+        error = float((mine - want).norm() / want.norm())
+        if not error < 4e-3:
+            problems.append(f"{name} error {error:.4f} at logits of {size:g}")
+    return problems
+
+
 def own_shift(stabilizer: str = "compensated", path: str = "") -> list[str]:
     """O is closer than with one running maximum: every tile has a P of exactly 1."""
     case = Case(sq=64, sk=512, d=32, hq=1, hk=1, stabilizer=stabilizer, path=path, seed=3)
@@ -262,6 +353,11 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "a shift of its own, plain numerics": lambda: own_shift("none"),
     "a shift of its own, segments": lambda: own_shift(path="segments"),
     "window bounds": window_bounds,
+    "projected, equal sinks": lambda: rows_that_sum_to_zero("projected", "tie3"),
+    "projected, saturated sink": lambda: rows_that_sum_to_zero("projected", "one"),
+    "projected along a key": lambda: rows_that_sum_to_zero("compensated_projected", "tie3"),
+    "large logits, projected": lambda: large_logits("projected"),
+    "large logits, projected along a key": lambda: large_logits("compensated_projected"),
 }
 
 

@@ -97,6 +97,7 @@ def test_float32_residual_restores_the_float32_output() -> None:
 
 def test_what_ablations_keep_and_that_they_are_not_offered_as_stabilizers() -> None:
     assert not set(ABLATIONS) & set(STABILIZERS) and set(KNOWN) == {*ABLATIONS, *STABILIZERS}
+    assert ABLATIONS["projected_key"].saved_bytes(64) == 2 * 64 + 8
     assert ABLATIONS["consistent_sum"].saved_bytes(64) == 2 * 64 + 4
     assert ABLATIONS["low_order_o"].saved_bytes(64) == 4 * 64 + 4
     assert ABLATIONS["low_order_o"].saved_bytes(64, "fp32") == 6 * 64 + 4

@@ -28,6 +28,7 @@ tiles = (
     (64, 64, -1, "compensated", 0.0), (128, 128, 0, "compensated", 0.0), (256, 256, 0, "none", 0.0),
     (96, 96, 0, "compensated", 0.0), (192, 128, 0, "compensated", 0.0),
     (160, 160, -1, "compensated", 0.0), (256, 256, 0, "compensated", 0.1),
+    (64, 64, -1, "projected", 0.0), (128, 128, 0, "compensated_projected", 0.0),
 )
 for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
     p = Problem(layout="bshd", dtype=torch.bfloat16, batch=2, sq=4096, sk=4096, heads=8,
@@ -41,7 +42,7 @@ for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
         delta, _ = preprocess(p, g, r.out, low=r.low, lse=lse, dlse=None, extras=extras)
         carrier(g, delta, layout="bshd", into=r.out, sk=p.sk)
         backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
-        if arch == "sm90" and d == dv and d in (64, 128):
+        if arch == "sm90" and d == dv and d in (64, 128) and stabilizer == "compensated":
             hopper.forward(p, q, k, v, extras=extras, with_lse=False)
             hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
     for launch in launches:
@@ -60,8 +61,8 @@ MAX_SPILLS = {
     "sm100": {},
 }
 ELSEWHERE = 1000
-# Of the persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it
-# without harm: that it lets one product start where another may still run.
+# Of the persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it,
+# and of row sums of dS, without harm: that it lets one product start where another may still run.
 PERSISTENT, HARMLESS = 400, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
@@ -85,13 +86,13 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == (12 if which == "few" else 36 if arch == "sm90" else 28)
+    assert len(rows) == (12 if which == "few" else 44 if arch == "sm90" else 36)
     for row in rows:
         assert row["shared"] <= row["limit"], row
         spills = MAX_SPILLS[arch].get(row["d"], ELSEWHERE)
         if row["kernel"] == "backward_kernel":
             spills = PERSISTENT
-            row["warnings"] = [x for x in row["warnings"] if HARMLESS not in x]
+        row["warnings"] = [x for x in row["warnings"] if HARMLESS not in x]
         assert row["spills"] <= (WITH_DROPOUT if row["dropout"] else spills), row
         if arch == "sm90" and row["d"] < 256:
             assert not row["warnings"], row

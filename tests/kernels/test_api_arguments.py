@@ -13,6 +13,7 @@ import torch
 
 from stable_attention import AttentionArgumentError, stable_attention
 from stable_attention import flash_compat as fa
+from stable_attention.chunks import chunk_forward
 from stable_attention.layouts import dims, shape, strides
 from stable_attention.problem import window_bounds
 from stable_attention.stabilizers import STABILIZERS
@@ -215,6 +216,8 @@ def test_saved_bytes_per_token_and_head():
     assert STABILIZERS["none"].saved_bytes(128) == 2 * 128 + 4
     assert STABILIZERS["compensated"].saved_bytes(128, "bf16") == 4 * 128 + 4
     assert STABILIZERS["compensated"].saved_bytes(128, "int8") == 3 * 128 + 4
+    assert STABILIZERS["projected"].saved_bytes(128) == 2 * 128 + 8
+    assert STABILIZERS["compensated_projected"].saved_bytes(128, "int8") == 3 * 128 + 8
 
 
 def flash(name, **options):
@@ -278,3 +281,13 @@ def test_wrong_arguments_of_flash_attention_are_named(function, name, values):
 def test_what_flash_attention_has_and_we_have_not_raises(call):
     with pytest.raises(AttentionArgumentError):
         call(zeros(1, 8, 4, 16))
+
+
+@pytest.mark.parametrize("name", ["projected", "compensated_projected"])
+def test_a_projection_needs_rows_whose_sum_is_known(name):
+    """A softcap bends dS after the sum, a chunk holds a part of a row: refused with a remedy."""
+    instead = "compensated" if name == "compensated_projected" else "none"
+    with pytest.raises(AttentionArgumentError, match=f"softcap.*Use stabilizer='{instead}'"):
+        stable_attention(**qkv(), softcap=20.0, stabilizer=name)
+    with pytest.raises(AttentionArgumentError, match=f"chunk.*Use stabilizer='{instead}'"):
+        chunk_forward(**qkv(), stabilizer=name)

@@ -109,6 +109,7 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
         ({"causal": True, "keys": 24}, "triton"),
         ({"d": 96}, "triton"),
+        ({"stabilizer": "projected"}, "triton"),
     ],
 )
 def test_hopper_serves_what_its_row_says(

@@ -35,7 +35,7 @@ ROWS, SKIPPED = 256, 64  # rows that see few keys round little
 PLAIN_ROW_SUM, COMPENSATED_ROW_SUM = 1e-4, 1e-5
 # Of |dQ|. Above 10, 99% of the square of what goes into W_Q's gradient is error; below 1, dQ is
 # still mostly itself. These heads' kappa is in the hundreds: dQ is what is left of large terms.
-PLAIN_DQ, COMPENSATED_DQ = 10.0, 1.0
+PLAIN_DQ, COMPENSATED_DQ, PROJECTED_DQ = 10.0, 1.0, 0.01
 # A kernel whose delta is right is about as wrong as float64 with dS rounded to BF16: other elements
 # round the other way, sums are of float32 (seen: 1.1 times in the interpreter, 1.25 compiled, on an
 # H100). Either half of the compensation alone is 29 to 99 times as wrong (interpreter).
@@ -131,3 +131,10 @@ def test_compensated_kernels_do_none_on_a_captured_head(head: Head) -> None:
     row_sum, dq = errors(head, "compensated")
     assert row_sum < COMPENSATED_ROW_SUM and dq < COMPENSATED_DQ
     assert row_sum < NEAR_FLOOR * head.floor_row_sum and dq < NEAR_FLOOR * head.floor_dq
+
+
+@pytest.mark.parametrize("stabilizer", ["projected", "compensated_projected"])
+def test_projecting_kernels_lose_the_rounding_of_ds_too(head: Head, stabilizer: str) -> None:
+    """And the error of a 16-bit O, where P K takes it out."""
+    wrong = kernel_dq(head, head.q, head.k, stabilizer) - head.dq
+    assert rms(wrong) / rms(head.dq) < PROJECTED_DQ < head.floor_dq

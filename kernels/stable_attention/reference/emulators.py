@@ -10,6 +10,7 @@ Float32 everywhere except where a named implementation rounds. Whole score matri
 - ``DYNAMIC_MAX``: the remedy as ``stabilizer="dynamic_max"`` has it, its shift bounded;
   ``DYNAMIC_MAX_PUBLISHED``: not bounded, so that a row with a large repeated maximum is lost.
 - ``COMPENSATED``: what ``stabilizer="compensated"`` is specified to do.
+- ``PROJECTED``, ``COMPENSATED_PROJECTED``: what the stabilizers of these names are specified to do.
 
 Shapes: q [b, h, sq, d], k [b, h, sk, d], v [b, h, sk, dv] (query heads everywhere).
 """
@@ -17,7 +18,7 @@ Shapes: q [b, h, sq, d], k [b, h, sk, d], v [b, h, sk, dv] (query heads everywhe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +54,9 @@ class Rounding:
     clamp: float = 0.0
     dscores: bool = True
     """dS to ``dtype`` for its two products."""
+    projection: str | None = None
+    """What takes the row sum of the rounded dS out of dQ, and out of delta for dK: None, "key" (the
+    key of the row's largest P) or "mean" (the rounded P times K)."""
 
 
 FLASH2 = Rounding()
@@ -62,6 +66,8 @@ PAPER_DYNAMIC_MAX = Rounding(scores=True, accumulator=True, shift="dynamic", cla
 DYNAMIC_MAX = Rounding(shift="dynamic", bounded=True)
 DYNAMIC_MAX_PUBLISHED = Rounding(shift="dynamic")
 COMPENSATED = Rounding(normalizer="rounded", weights="rounded", residual="bf16")
+PROJECTED = replace(FLASH2, projection="mean")
+COMPENSATED_PROJECTED = replace(COMPENSATED, projection="key")
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,25 @@ def emulate(
     exact_ds = p_back * (dp - less[..., None]) * slope
     ds = maybe(exact_ds, rounding.dscores)
     final = torch.float32 if wide_gradients else rounding.dtype
-    dq, dk = torch.matmul(ds, k) * scale, torch.matmul(ds.mT, q) * scale
+    dq = torch.matmul(ds, k) * scale
+    if rounding.projection:
+        # With a sink and dLSE the exact sum is dLSE less the sink's own dS, -P_sink D'.
+        target = torch.zeros_like(less) if dlse is None else dlse
+        if sink is not None:
+            target = target + torch.exp(sink.view(1, -1, 1) - row_lse) * less
+        excess = torch.where(lse == -math.inf, 0.0, ds.sum(-1) - target)
+        if rounding.projection == "key":
+            carrier = k.gather(
+                -2, p_back.argmax(-1)[..., None].expand(*p_back.shape[:-1], k.shape[-1])
+            )
+        else:
+            weights = maybe(p_back, rounding.probabilities)
+            whole = weights.sum(-1, keepdim=True)
+            if sink is not None:
+                whole = whole + torch.exp(sink.view(1, -1, 1) - row_lse)[..., None]
+            carrier = torch.matmul(weights, k) / whole.masked_fill(whole == 0, 1.0)
+        dq = dq - excess[..., None] * carrier * scale
+        ds = maybe(p_back * (dp - (less + excess)[..., None]) * slope, rounding.dscores)
+    dk = torch.matmul(ds.mT, q) * scale
     dv = torch.matmul(maybe(used, rounding.probabilities).mT, dout) * gain
     return Emulation(out, low, lse, delta, exact_ds, dq.to(final), dk.to(final), dv.to(final))

@@ -12,6 +12,7 @@ seven.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,10 +20,17 @@ import triton.language as tl
 
 from stable_attention import configs
 from stable_attention.layouts import strides
-from stable_attention.numerics import lse_to_shift, round_scores, score_slope, soften
+from stable_attention.numerics import (
+    lse_planes_to_shift,
+    lse_to_shift,
+    round_scores,
+    score_slope,
+    soften,
+)
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
+from stable_attention.triton import projection
 from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
     align,
@@ -58,13 +66,14 @@ from stable_attention.triton.results import new_gradients
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, off_q, off_do,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, plane, off_q, off_do,
     stride_qs, stride_gs, m0, n0, sq, shift, left, right,
     unit, capped_scale, seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
     """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM]."""
     rows = m0 + tl.arange(0, BM)
@@ -77,7 +86,14 @@ def _dkdv_step(
     else:
         lse = tl.load(lse_ptr + rows)
     s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
-    p = tl.exp2(s * unit - lse_to_shift(lse)[None, :])
+    if PLANES:
+        if MASKED:
+            rest = tl.load(lse_ptr + plane + rows, mask=rows < sq, other=0.0)
+        else:
+            rest = tl.load(lse_ptr + plane + rows)
+        p = tl.exp2((s * unit - lse_planes_to_shift(lse)[None, :]) - rest[None, :])
+    else:
+        p = tl.exp2(s * unit - lse_to_shift(lse)[None, :])
     if MASKED:
         cols = n0 + tl.arange(0, BN)
         ok = visible_transposed(
@@ -122,6 +138,7 @@ def dkdv_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
     ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first key tiles see the most queries, so the order is natural.
     tile, hk = tile_and_head(tl.program_id(0), tiles, heads // GROUP, HEAD_BLOCK, False)
@@ -143,6 +160,7 @@ def dkdv_kernel(
     dk = zero_parts(BN, BD)
     dv = zero_parts(BN, BDV)
     seed = tl.load(seed_ptr) if DROPOUT else 0
+    plane = heads.to(tl.int64) * tq if PLANES else 0
     lo, full_lo, full_hi, hi = query_range(
         n0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
     )
@@ -160,22 +178,22 @@ def dkdv_kernel(
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
                 m0 = edge_tile(t, lo, full_lo, full_hi, BM)
                 dk, dv = _dkdv_step(
-                    dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row,
+                    dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row, plane,
                     off_q, off_do, stride_qs, stride_gs,
                     m0, n0, sq, shift, left, right, unit, capped_scale,
                     seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                     BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, PAPER, TMA,
+                    CHUNKED, PAPER, TMA, PLANES,
                 )  # fmt: skip
         for t in range(0, (full_hi - full_lo) // BM):
             m0 = full_lo + t * BM
             dk, dv = _dkdv_step(
-                dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row,
+                dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row, plane,
                 off_q, off_do, stride_qs, stride_gs,
                 m0, n0, sq, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER, TMA,
+                CHUNKED, PAPER, TMA, PLANES,
             )  # fmt: skip
     # What is added to is read first, through pointers.
     OUT: tl.constexpr = POINTERS if ADD else TMA
@@ -220,15 +238,17 @@ def _store_part(
 
 @triton.jit
 def _dq_step(
-    dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+    dq, state, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
     n, m0, sk, shift, left, right, unit, capped_scale,
     seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
+    PROJECT: tl.constexpr,
 ):  # fmt: skip
-    """Add the key tile that starts at n to dq. lse is already a shift in log2 units."""
+    """Add the key tile that starts at n to (dq, what the projection follows). lse is already a
+    shift in log2 units."""
     k = load_parts(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
     v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
@@ -249,12 +269,13 @@ def _dq_step(
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = score_slope(p * (dp - delta[:, None]), s, CAPPED).to(k[0].dtype)
     # [BM, BN] @ [BN, BD] -> [BM, BD]
-    return add_dot_parts(ds, k, dq)
+    return add_dot_parts(ds, k, dq), projection.follow(state, ds, p, k, n, PROJECT)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dq_kernel(
-    q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, dq_tail, lse_ptr, delta_ptr, seed_ptr,
+    q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, dq_tail, key_ptr,
+    lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -266,6 +287,7 @@ def dq_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
     ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    PLANES: tl.constexpr, PROJECT: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -293,9 +315,11 @@ def dq_kernel(
     q = read_parts(q_ptr, m0, stride_qs, sq, BM, BD, D)
     do = read_parts(do_ptr, m0, stride_gs, sq, BM, BDV, DV)
     rows = m0 + tl.arange(0, BM)
-    lse = lse_to_shift(tl.load(lse_ptr + row + rows, mask=rows < sq, other=float("inf")))
+    lse = tl.load(lse_ptr + row + rows, mask=rows < sq, other=float("inf"))
+    lse = lse_planes_to_shift(lse) if PLANES else lse_to_shift(lse)
     delta = tl.load(delta_ptr + row + rows, mask=rows < sq, other=0.0)
     dq = zero_parts(BM, BD)
+    state = projection.start(BM, BD, PROJECT)
     seed = tl.load(seed_ptr) if DROPOUT else 0
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
@@ -303,21 +327,30 @@ def dq_kernel(
     if HAS_LEFT or HAS_RIGHT or not EVEN:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             n = edge_tile(t, lo, full_lo, full_hi, BN)
-            dq = _dq_step(
-                dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+            dq, state = _dq_step(
+                dq, state, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
                 n, m0, sk, shift, left, right, unit, capped_scale,
                 seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
                 BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER, TMA,
+                CHUNKED, PAPER, TMA, PROJECT,
             )  # fmt: skip
     for t in range(0, (full_hi - full_lo) // BN):
         n = full_lo + t * BN
-        dq = _dq_step(
-            dq, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
+        dq, state = _dq_step(
+            dq, state, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
             n, m0, sk, shift, left, right, unit, capped_scale,
             seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
             BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-            CHUNKED, PAPER, TMA,
+            CHUNKED, PAPER, TMA, PROJECT,
+        )  # fmt: skip
+    if PROJECT:
+        plane = heads.to(tl.int64) * tq
+        row_ok = rows < sq
+        rest = tl.load(lse_ptr + plane + row + rows, mask=row_ok, other=0.0)
+        dq = projection.finish(
+            dq, state, rest, delta_ptr + row, plane, rows, row_ok,
+            source(key_ptr, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, POINTERS),
+            stride_ks, BN, BD, D, PROJECT, TARGET,
         )  # fmt: skip
     OUT: tl.constexpr = POINTERS if ADD else TMA
     dq_ptr = part_sources(
@@ -378,8 +411,9 @@ def _dq_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dq, *sm
     tiles = triton.cdiv(problem.sq, tile.bm)
     keys = ((k, tile.bn), (v, tile.bn))
     tma, reads, writes = _descriptors(problem, tile, keys, ((dq, tile.bm),), add)
+    project = projection.KINDS[KNOWN[problem.stabilizer].projection]
     positional = (
-        q, dout, *reads, *writes, lse, delta, *small,
+        q, dout, *reads, *writes, k if project else None, lse, delta, *small,
         *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
     )  # fmt: skip
@@ -387,12 +421,15 @@ def _dq_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dq, *sm
         "tiles": tiles, "ADD": add, "TMA": tma,
         "EVEN": not problem.varlen and problem.sk % tile.bn == 0,
         "HEAD_BLOCK": configs.head_block(problem, tiles * problem.group),
+        "PROJECT": project, "TARGET": delta.dim() == lse.dim(),
     }  # fmt: skip
     return (tiles * problem.heads, problem.batch), positional, named
 
 
 def _row_strides(problem: Problem, lse: torch.Tensor) -> tuple[int, int]:
-    return (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
+    """Batch and head strides of a plane of LSE, of which a projecting stabilizer has two."""
+    steps = lse.stride()[problem.planes > 1 :]
+    return (0, steps[0]) if problem.varlen else (steps[0], steps[1])
 
 
 def _backward_arguments(problem: Problem, extras: Extras, tile: configs.Tile) -> dict[str, object]:
@@ -400,6 +437,7 @@ def _backward_arguments(problem: Problem, extras: Extras, tile: configs.Tile) ->
         "keep_scale": 1.0 / (1.0 - problem.dropout_p),
         "scale": problem.scale,
         "PAPER": KNOWN[problem.stabilizer].paper,
+        "PLANES": problem.planes > 1,
         "BM": tile.bm,
         "BN": tile.bn,
         "num_warps": tile.warps,
@@ -423,7 +461,8 @@ def backward(
     """(dQ, dK, dV), with the shapes of q, k, v and in their layout, in q's dtype.
 
     Args:
-        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE.
+        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE. Of a projecting
+            stabilizer what `results` and `preprocess` say; its delta is corrected in place.
         accumulators: float32 (dQ, dK, dV) to add to and return instead of new tensors.
         gradients: what to write to and return, from `results.new_gradients`; None makes them.
     """
@@ -432,10 +471,16 @@ def backward(
     if problem.batch == 0:
         return dq, dk, dv
     tensors = (q, k, v, dout, lse, delta)
-    if k.numel() and problem.heads:
-        tile = configs.lookup("dkdv", problem, q.device)
-        launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
-    if q.numel():
-        tile = configs.lookup("dq", problem, q.device)
+    passes = ["dkdv"] * bool(k.numel() and problem.heads) + ["dq"] * bool(q.numel())
+    if KNOWN[problem.stabilizer].projection:
+        passes.reverse()  # dQ corrects the delta that dK is made with
+    for which in passes:
+        tile = configs.lookup(which, problem, q.device)
+        if which == "dkdv":
+            launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
+            continue
+        if KNOWN[problem.stabilizer].projection == "mean":
+            # P K takes as many registers as dQ.
+            tile = replace(tile, bm=max(tile.bm // 2, min(tile.bm, 64)))
         launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
     return dq, dk, dv

@@ -30,6 +30,7 @@ from stable_attention.numerics import (
     add_sink,
     inverse,
     log_sum_exp,
+    log_sum_exp_planes,
     one_a_lane,
     pinned,
     residual_encode,
@@ -234,7 +235,7 @@ def forward_kernel(
     SEGMENT: tl.constexpr, ONES: tl.constexpr, EARLY: tl.constexpr,
     DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr, Q_TMA: tl.constexpr,
-    REVERSE: tl.constexpr,
+    REVERSE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -357,7 +358,12 @@ def forward_kernel(
     if SUM:
         tl.store(lse_ptr + row + rows, log_sum_exp(m, l), mask=row_ok)
     if HAS_ROW:
-        tl.store(row_ptr + row + rows, log_sum_exp(m, l_rounded), mask=row_ok)
+        if PLANES:
+            hi, lo = log_sum_exp_planes(m, l_rounded)
+            tl.store(row_ptr + row + rows, hi, mask=row_ok)
+            tl.store(row_ptr + heads.to(tl.int64) * tq + row + rows, lo, mask=row_ok)
+        else:
+            tl.store(row_ptr + row + rows, log_sum_exp(m, l_rounded), mask=row_ok)
     acc = scale_parts(acc, inverse(l_rounded) * keep_scale)
     o_ptr = part_sources(
         o_ptr, o_tail, b, h, start_q, sq, stride_ob, stride_os, stride_oh, BDV, TMA
@@ -421,7 +427,7 @@ def _arguments(
         "HAS_MAX": max_logits is not None,
         "SUM": lse is not None,
         "ROUNDED": stabilizer.rounded_normalizer,
-        "HAS_ROW": row is not None,
+        "HAS_ROW": row is not None, "PLANES": stabilizer.planes > 1,
         "SEGMENT": _segment(stabilizer, tile),
         # The failing emulation has one order of summation.
         "ONES": 8 if stabilizer.paper else tile.ones,

@@ -33,6 +33,7 @@ def preprocess_kernel(
     sq, tq, heads, tiles,
     DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LOW: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINK: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     h = tl.program_id(1)
@@ -66,7 +67,21 @@ def preprocess_kernel(
         # Without keys P is 0, but 0 times the infinite dLSE of an infinite LSE is not.
         delta = tl.where(empty, 0.0, delta)
     tl.store(delta_ptr + row + rows, delta, mask=ok)
-    if HAS_SINK:
+    if PLANES and (HAS_DLSE or HAS_SINK):
+        # What the rows of dS sum to, and the sink's P: see `preprocess`.
+        plane = heads.to(tl.int64) * tq
+        target = tl.zeros([BM], tl.float32)
+        p_sink = tl.zeros([BM], tl.float32)
+        if HAS_DLSE:
+            target += tl.load(dlse_ptr + row + rows, mask=ok, other=0.0)
+        if HAS_SINK:
+            rest = tl.load(lse_ptr + plane + row + rows, mask=ok, other=0.0)
+            p_sink = tl.exp2(tl.load(sink_ptr + h).to(tl.float32) * LOG2E - lse - rest)
+            p_sink = tl.where(empty, 0.0, p_sink)
+            target += p_sink * delta
+        tl.store(delta_ptr + plane + row + rows, tl.where(empty, 0.0, target), mask=ok)
+        tl.store(delta_ptr + 2 * plane + row + rows, p_sink, mask=ok)
+    elif HAS_SINK:
         # Without keys a sink of -inf has an LSE of -inf: no weight, instead of -inf - -inf.
         lse = tl.where(empty, float("inf"), lse)
         p_sink = tl.exp2((tl.load(sink_ptr + h) - lse) * LOG2E)
@@ -76,16 +91,18 @@ def preprocess_kernel(
 
 def _arguments(problem, out, low, dout, lse, dlse, delta, sinks, parts, cu_q, starts):
     tiles = triton.cdiv(problem.sq, BLOCK_M)
+    planes = problem.planes > 1
+    steps = lse.stride()[planes:]
     positional = (
         out, low, dout, lse, dlse, delta, sinks, parts, cu_q, starts,
         *strides(out, problem.layout), *strides(dout, problem.layout),
-        *((0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))),
+        *((0, steps[0]) if problem.varlen else steps[:2]),
         problem.sq, problem.tq, problem.heads, tiles,
     )  # fmt: skip
     named = {
         "DV": problem.dv, "BDV": padded(problem.dv), "BM": BLOCK_M, "VARLEN": problem.varlen,
         "HAS_LOW": low is not None, "HAS_DLSE": dlse is not None, "HAS_SINK": sinks is not None,
-        "num_warps": 4,
+        "PLANES": planes, "num_warps": 4,
     }  # fmt: skip
     return (tiles, problem.heads, problem.batch), positional, named
 
@@ -102,16 +119,24 @@ def preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(D' = delta - dLSE like ``lse``, dSink [h] float32 or None).
 
+    Under a projecting stabilizer D' has the shape of one plane of ``lse``. With sinks or dLSE there
+    are three planes: D', what a row of dS sums to over the keys, dLSE + P_sink D', and P_sink; no
+    dSink, which `sink_gradient` makes of them once the backward has corrected D'.
+
     Args:
         dout, out: in the problem's layout; dout of any strides with a contiguous last dimension.
         low: O's low-order part (None or empty: delta from ``out`` alone).
         dlse: gradient of LSE, laid out like ``lse``, or None.
     """
-    delta = torch.empty_like(lse)
     tiles = triton.cdiv(problem.sq, BLOCK_M)
     sinks = extras.sinks if problem.has_sinks else None
     parts = None
-    if sinks is not None:
+    planes = problem.planes > 1
+    if planes and (sinks is not None or dlse is not None):
+        delta = lse.new_zeros((3, *lse.shape[1:]))
+    else:
+        delta = torch.empty_like(lse[0] if planes else lse)
+    if sinks is not None and not planes:
         # Zeros, because tiles past a packed sequence's end write nothing.
         parts = torch.zeros(
             (problem.batch * tiles, problem.heads), dtype=torch.float32, device=out.device
@@ -126,3 +151,9 @@ def preprocess(
             functools.partial(_arguments, problem),
         )
     return delta, None if parts is None else parts.sum(0)
+
+
+def sink_gradient(problem: Problem, delta: torch.Tensor) -> torch.Tensor:
+    """dSink [h] float32 from the three planes that `preprocess` left, D' corrected by now."""
+    rows = -delta[2] * delta[0]
+    return rows.sum(-1) if problem.varlen else rows.sum((0, 2))

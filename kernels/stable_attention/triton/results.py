@@ -23,6 +23,7 @@ class ForwardResult:
     """From the sum of the unrounded P; empty where nobody asked for it or needs it."""
     row_lse: torch.Tensor
     """From the sum of the rounded P where O is divided by that, for P of the backward; else empty.
+    Of a projecting stabilizer [2, ...], `numerics.log_sum_exp_planes` of the sum that divides O.
     """
     low: torch.Tensor
     max_logits: torch.Tensor
@@ -54,7 +55,9 @@ def allocate(
     max_logits = torch.empty(0, dtype=torch.float32, device=device)
     if with_max_logits:
         max_logits = torch.full((problem.heads,), -torch.inf, dtype=torch.float32, device=device)
-    own_rows = stabilizer.rounded_normalizer and out_dtype != torch.float32
+    whole = out_dtype != torch.float32
+    rounded = stabilizer.rounded_normalizer and whole
+    own_rows = (rounded or stabilizer.planes > 1) and whole
     rows = (problem.heads, problem.tq)
     if not problem.varlen:
         rows = (problem.batch, problem.heads, problem.sq)  # type: ignore[assignment]
@@ -64,13 +67,14 @@ def allocate(
             return torch.full(size, value, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
 
-    def lse(wanted: bool) -> torch.Tensor:
-        return prefilled(rows if wanted else (0,), -torch.inf, torch.float32)
+    def lse(wanted: bool, planes: int = 1) -> torch.Tensor:
+        size = rows if planes == 1 else (planes, *rows)
+        return prefilled(size if wanted else (0,), -torch.inf, torch.float32)
 
     return ForwardResult(
         prefilled(full, 0, out_dtype),
-        lse(with_lse or not own_rows),
-        lse(own_rows),
+        lse(with_lse or not rounded),
+        lse(own_rows, stabilizer.planes),
         prefilled(low_shape, 0, low_dtype),
         max_logits,
     )

@@ -33,6 +33,10 @@ def problems(run: RunConfig) -> Iterator[Problem]:
                 yield Problem("attention.backend", f"{run.attention.backend!r}: {complaint}")
 
 
+KEEP_RESIDUAL = ("compensated", "compensated_projected")
+PROJECTING = ("projected", "compensated_projected")
+
+
 def _stabilizer(run: RunConfig) -> Iterator[Problem]:
     attention = run.attention
     name = attention.stabilizer
@@ -47,13 +51,21 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
             "attention.allow_broken",
             f"true has no effect with attention.stabilizer {name!r}: leave it out",
         )
+    if name in PROJECTING and run.parallel.context_parallel_size > 1:
+        plain = "compensated" if name in KEEP_RESIDUAL else "none"
+        yield Problem(
+            "attention.stabilizer",
+            f"{name!r} needs whole rows of keys, and context parallelism cuts them "
+            f"(parallel.context_parallel_size {run.parallel.context_parallel_size}): use {plain}, "
+            "or context_parallel_size: 1",
+        )
     if attention.residual != "default" and (
-        name != "compensated" or not BACKENDS[attention.backend].stabilizers
+        name not in KEEP_RESIDUAL or not BACKENDS[attention.backend].stabilizers
     ):
         yield Problem(
             "attention.residual",
             f"{attention.residual!r} has no effect: only backends stable_flash and fa4 with "
-            "stabilizer compensated keep a low-order part; leave it out",
+            f"stabilizer {' or '.join(KEEP_RESIDUAL)} keep a low-order part; leave it out",
         )
     if name == "dynamic_max":
         if not attention.dynamic_max_beta > 1:

@@ -9,6 +9,7 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.model import attention_head_dim
 from megatron_patch.schema.problem import Problem
+from megatron_patch.stability.names import EXACT_DELTA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +33,11 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
             f"switch has nothing to switch to with attention.backend {attention.backend!r} "
             f"(it can with {', '.join(switchable)}); use guard: warn or stop",
         )
-    elif BACKENDS[attention.backend].stabilizers and attention.stabilizer == "compensated":
+    elif f"{attention.backend}/{attention.stabilizer}".startswith(EXACT_DELTA):
         yield Problem(
             "stability.guard",
-            "switch has nothing to switch to: attention.stabilizer is compensated already; "
-            "use guard: warn or stop",
+            f"switch has nothing to switch to: attention.stabilizer is {attention.stabilizer} "
+            "already; use guard: warn or stop",
         )
     elif attention.backend != "stable_flash":
         for facts in registry.layer_kinds(run):

@@ -1,0 +1,105 @@
+"""Rows of dS that sum to what they should, in the pass that makes dQ.
+
+dS is rounded where it multiplies K, so that its row sum is off by an excess r_i, the error of delta
+included; it shows in dQ_i as r_i times a mean of the keys (docs/numerics.md). What is followed over
+the key tiles beside dQ takes it out again at the end of a row, along the key of the row's largest P
+(KEY) or along P K (MEAN), and out of delta before the pass that makes dK.
+
+Shape legend: BM query rows, BN key columns of a tile, BD padded head dim; the sums [BM, ONES] have
+equal columns.
+"""
+
+import triton
+import triton.language as tl
+
+from stable_attention.numerics import follow_largest, largest_key, largest_start
+from stable_attention.triton.parts import add_dot_parts, first_part, scale_parts, zero_parts
+
+# What a kernel's PROJECT argument says.
+NONE, KEY, MEAN = (tl.constexpr(i) for i in range(3))
+KINDS = {"": NONE.value, "key": KEY.value, "mean": MEAN.value}
+ONES = tl.constexpr(8)
+
+
+@triton.jit
+def start(BM: tl.constexpr, BD: tl.constexpr, PROJECT: tl.constexpr):
+    """What `follow` needs of the tiles before the first."""
+    if PROJECT == KEY:
+        rank, tile = largest_start(BM)
+        return tl.zeros([BM, ONES], tl.float32), rank, tile
+    elif PROJECT == MEAN:
+        return (
+            tl.zeros([BM, ONES], tl.float32),
+            tl.zeros([BM, ONES], tl.float32),
+            zero_parts(BM, BD),
+        )
+    else:
+        return 0, 0, 0
+
+
+@triton.jit
+def follow(state, ds, p, k, n, PROJECT: tl.constexpr):
+    """`start` after a key tile from n on: ds [BM, BN] as it multiplies k, p float32."""
+    if PROJECT == NONE:
+        return state
+    else:
+        # The sum of the very numbers that multiply K, and truncated as that product is.
+        ones = tl.full([p.shape[1], ONES], 1.0, tl.float32).to(ds.dtype)
+        excess = tl.dot(ds, ones, state[0])
+        if PROJECT == KEY:
+            rank, tile = follow_largest(state[1], state[2], p, n)
+            return excess, rank, tile
+        else:
+            p = p.to(ds.dtype)
+            return excess, tl.dot(p, ones, state[1]), add_dot_parts(p, k, state[2])
+
+
+@triton.jit
+def _key_rows(ptr, stride, key, found, BD: tl.constexpr, D: tl.constexpr):
+    """Row key[i] of K for each i, in parts and float32; zeros where none is found."""
+    C1: tl.constexpr = first_part(BD)
+    first = ptr + key.to(tl.int64)[:, None] * stride
+    cols = tl.arange(0, C1)[None, :]
+    head = tl.load(first + cols, mask=found[:, None] & (cols < D), other=0.0).to(tl.float32)
+    if BD == C1:
+        return (head,)
+    else:
+        cols = C1 + tl.arange(0, BD - C1)[None, :]
+        tail = tl.load(first + cols, mask=found[:, None] & (cols < D), other=0.0).to(tl.float32)
+        return head, tail
+
+
+@triton.jit
+def finish(
+    dq, state, rest, delta_ptr, plane, rows, row_ok, key_ptr, stride_ks,
+    BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr,
+    PROJECT: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """dq [BM, BD] without the excess; D' [BM] in memory is corrected by it.
+
+    Args:
+        rest: second plane of LSE: P is 2^-rest times what the tiles had.
+        delta_ptr: D' of row 0, and with TARGET at ``plane`` and twice that what the row sums to and
+            the sink's P.
+        key_ptr: key 0 of the sequence, for KEY.
+    """
+    weight = tl.exp2(-rest)
+    excess = tl.max(state[0], 1) * weight
+    if TARGET:
+        excess -= tl.load(delta_ptr + plane + rows, mask=row_ok, other=0.0)
+    dq = scale_parts(dq, weight)
+    if PROJECT == KEY:
+        key, found = largest_key(state[1], state[2], BN)
+        carrier = scale_parts(_key_rows(key_ptr, stride_ks, key, found, BD, D), excess)
+    else:
+        whole = tl.max(state[1], 1) * weight
+        if TARGET:
+            whole += tl.load(delta_ptr + 2 * plane + rows, mask=row_ok, other=0.0)
+        share = tl.where(whole > 0, weight / tl.where(whole > 0, whole, 1.0), 0.0)
+        carrier = scale_parts(state[2], excess * share)
+    delta = tl.load(delta_ptr + rows, mask=row_ok, other=0.0)
+    tl.store(delta_ptr + rows, delta + excess, mask=row_ok)
+    if len(dq) == 1:
+        return (dq[0] - carrier[0],)
+    else:
+        return dq[0] - carrier[0], dq[1] - carrier[1]
