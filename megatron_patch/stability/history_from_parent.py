@@ -40,7 +40,24 @@ def history_from_parent(
     records = records[: record.up_to(records, step)]
     if not len(records):
         raise FileNotFoundError(f"no telemetry of the steps up to {step:,}")
-    return found, records
+    return found, _in_order_of(meta, records, other.meta)
+
+
+def _in_order_of(
+    meta: Mapping[str, Any], records: np.ndarray, theirs: Mapping[str, Any]
+) -> np.ndarray:
+    """The records with the columns of this run; one that they lack is NaN."""
+    found = np.zeros(len(records), record.record_dtype(meta))
+    found["step"] = records["step"]
+    for part, key in (
+        ("scalars", "scalars"),
+        ("layers", "layer_metrics"),
+        ("heads", "head_metrics"),
+    ):
+        for i, name in enumerate(meta[key]):
+            known = name in theirs[key]
+            found[part][:, i] = records[part][:, theirs[key].index(name)] if known else np.nan
+    return found
 
 
 def directory_of(source: Path) -> Path:
