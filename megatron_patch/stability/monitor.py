@@ -326,7 +326,8 @@ class AttentionMonitor:
 
     def _add(self, seen: Seen, dout: torch.Tensor) -> None:
         self.keys.add_output(seen, dout)
-        self.heads.add(seen, dout)
+        if not seen.softcap:  # the sampled rows are computed without one
+            self.heads.add(seen, dout)
 
     def grads_reduced(self) -> None:
         """Gradients are reduced over all ranks, and not clipped yet. Local."""

@@ -47,6 +47,8 @@ class Site:
     """Of the output's axes, of which the last two may be one."""
     inputs_order: str = "sbhd"
     """Of those of k and v."""
+    hooked: bool = True
+    """Whether hooks on the module see its calls; else somebody tells `Observer.called` of them."""
 
     @property
     def backend(self) -> str:
@@ -209,6 +211,8 @@ class Observer:
         self.disarm()
         self._requests, self._calls = list(requests), {}
         for site in self.sites if requests else []:
+            if not site.hooked:
+                continue
             self._handles.append(
                 site.module.register_forward_pre_hook(self._before(site), with_kwargs=True)
             )
@@ -240,19 +244,21 @@ class Observer:
 
     def _after(self, site: Site) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            wanted = self._wanted(site)
-            self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
-            output = output[0] if isinstance(output, tuple) else output
-            if not wanted or not output.requires_grad:
-                return
-            read = site.read or self._core_call
-            seen = read(site, args, kwargs, output)
-            if seen is not None:
-                _add_hooks(wanted, seen, output)
+            self.called(site, args, kwargs, output[0] if isinstance(output, tuple) else output)
 
         return hook
+
+    def called(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """The site's attention was called and returned ``output``; nothing without gradients."""
+        if not self._requests or not torch.is_grad_enabled():
+            return
+        wanted = self._wanted(site)
+        self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
+        if not wanted or not output.requires_grad:
+            return
+        seen = (site.read or self._core_call)(site, args, kwargs, output)
+        if seen is not None:
+            _add_hooks(wanted, seen, output)
 
     def _core_call(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen | None:
         """A call as Megatron-Core makes it; None: packed sequences."""
