@@ -26,6 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_patch.parallel.buffers import own_values
 from megatron_patch.stability.observe import layer_of
 
 
@@ -70,7 +71,7 @@ class LayerNorms:
                         slots.append(slot_of[id(parameter)])
                 continue
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                for parameter, begin, end in _own_values(buffer):
+                for parameter, begin, end in own_values(buffer):
                     if counts_here(parameter):
                         self._pieces.append((buffer, begin, end))
                         slots.append(slot_of[id(parameter)])
@@ -103,28 +104,6 @@ class _Gradient:
         if found is None:
             return self.parameter.new_zeros(0)
         return found.flatten()
-
-
-def _own_values(buffer: Any) -> list[tuple[torch.nn.Parameter, int, int]]:
-    """(parameter, first, last) of the values whose reduced gradient this rank counts."""
-    group = buffer.data_parallel_group
-    rank, size = group.rank(), group.size()
-    if not buffer.ddp_config.use_distributed_optimizer:
-        if rank != 0:
-            return []
-        return [(p, *buffer.param_index_map[p][:2]) for p in buffer.params]
-    shards = []
-    for bucket in buffer.buckets:
-        length = bucket.grad_data.numel() // size
-        first = bucket.offset + rank * length
-        shards.append((first, first + length))
-    found = []
-    for parameter in buffer.params:
-        begin, end, bucket = buffer.param_index_map[parameter]
-        low, high = max(begin, shards[bucket][0]), min(end, shards[bucket][1])
-        if low < high:
-            found.append((parameter, low, high))
-    return found
 
 
 def counts_here(parameter: torch.nn.Parameter) -> bool:

@@ -8,7 +8,8 @@ sum to zero, so for K as attention receives it (after norm and RoPE)
 
 An error e_i of delta leaves -scale sum_i e_i q_i of the first, an l that is not the sum of the P
 in use leaves sum_i (sum_j P_ij - 1) dO_i of the second. Each is divided by the rounding that
-storing dK (dV) leaves in the sum: about 1 for exact arithmetic, stored once.
+storing dK (dV) leaves in the sum: about 1 for exact arithmetic whose results are stored in 16 bits.
+Gradients in float32 show the rounding of their own arithmetic.
 
 masks       hold as they are: hidden keys have P = dS = 0. A row without a key has P = 0; only a
             window that is not causal has such rows, and there the second is left out

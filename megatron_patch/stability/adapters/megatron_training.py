@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
 from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.monitor import AttentionMonitor
@@ -60,10 +61,11 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
                 result[4] = getattr(getattr(action, "error", None), "exit_code", result[4])
         return tuple(result)
 
-    training.train_step = train_step
+    training.train_step, core_clip = train_step, training.clip_qk
+    training.clip_qk = clip_qk  # hybrids, the distributed optimizer
     try:
         yield found
     finally:
-        training.train_step = original
+        training.train_step, training.clip_qk = original, core_clip
         for monitor in found:
             monitor.close()
