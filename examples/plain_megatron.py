@@ -1,7 +1,8 @@
 """A plain Megatron-Core training script, with our attention put into its layer spec.
 
 Nothing here comes from the trainer of this repository; the three lines marked below are all that a
-Megatron-Core program needs, and those marked m watch its attention (``--monitor DIR``). Train a small GPT on a repeating sequence, which it learns by heart:
+Megatron-Core program needs, and those marked m watch its attention (``--monitor DIR``). Train a
+small GPT on a repeating sequence, which it learns by heart:
 
     python examples/plain_megatron.py --cpu                        # one process, no GPU
     torchrun --nproc-per-node 2 examples/plain_megatron.py --tp 2 --backend sdpa_flash

@@ -40,8 +40,8 @@ from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.groups import Groups, from_first
 from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.history import History
-from megatron_patch.stability.history_from_parent import history_from_parent
 from megatron_patch.stability.key_sums import KeySums, key_metrics
+from megatron_patch.stability.look_back import LookBack
 from megatron_patch.stability.names import COMPENSATED
 from megatron_patch.stability.observe import Observer, Request, Seen, Watched, watched_chunks
 from megatron_patch.stability.reduction import Arrived, Reduction
@@ -112,7 +112,7 @@ class AttentionMonitor:
             weight = next(self.watched.roots[0].parameters())
             groups = Groups.find(weight.device)
         self.groups, self._optimizer = groups, optimizer
-        self._log = log if groups.rank == 0 else _nothing
+        self._log = log if groups.rank == 0 else str
         self.directory = Path(directory)
         self.name = self.directory.resolve().name if name is None else name
         self.rule = Rule.of(self.options, warmup_steps=warmup_steps)
@@ -137,12 +137,8 @@ class AttentionMonitor:
         """Nothing was observed, judged or captured yet."""
         watched, groups, options = self.watched, self.groups, self.options
         first_head = groups.tp_rank * (watched.heads // groups.tp_size)
-        shape: dict[str, Any] = {
-            "layers": watched.layers,
-            "heads": watched.heads,
-            "first_head": first_head,
-            "device": groups.device,
-        }
+        shape: dict[str, Any] = {"layers": watched.layers, "heads": watched.heads}
+        shape |= {"first_head": first_head, "device": groups.device}
         self.observer = Observer(watched.sites, cp_group=groups.cp)
         self.capturer = Capturer(
             options,
@@ -250,55 +246,30 @@ class AttentionMonitor:
         self._writer = Writer(self.directory, meta, start_step=step)
         for line in self._writer.messages(own=own):
             self._log(line)
-        try:
-            return self._history(step, parent=None if own else parent)
-        except (OSError, ValueError, KeyError) as error:
-            if self._writer.begun:
-                raise
-            self._log(f"early warning: begins anew at step {step:,} ({error})")
-            return History(self.rule, compensated=self.compensated)
+        past = LookBack(
+            directory=self.directory,
+            writer=self._writer,
+            rule=self.rule,
+            step=step,
+            reach=self._reach,
+            compensated=self._compensated_after,
+            log=self._log,
+        )
+        history, self.switched_at, last = past.history(
+            self.switched_at, parent=None if own or parent is None else Path(parent)
+        )
+        self.max_logits = last or self.max_logits
+        return history
 
-    def _history(self, step: int, *, parent: Path | str | None) -> History:
-        """What the files say up to ``step``; they say more where an attempt could not begin."""
-        # What lies further back the rule does not look at, and weeks of it are gigabytes.
-        start = max(0, step - self._reach)
-        found = record.read(self.directory, after=start).until(step)
-        if step and parent is not None and self._from_parent(Path(parent), step, found.meta):
-            found = record.read(self.directory, after=start).until(step)
-        if len(found.records):
-            self.max_logits = int(found.steps[-1]), found.heads["max_logit"][-1]
-        if found.switched_at and found.switched_at > step and not self.switched_at:
-            # A checkpoint of the very step whose record made the guard switch, one step later.
-            self.switched_at = found.switched_at
-        after = max(self.switched_at, start)
-        history = found.since(after).history(self.rule, after=after)
-        # Another guard setting has just taken its switch back: nothing is known of these numerics.
-        same = history.compensated == self.compensated
-        return history if same else History(self.rule, compensated=self.compensated)
-
-    def _from_parent(self, source: Path, step: int, meta: dict[str, Any]) -> bool:
-        """At the first start from another run's checkpoint: whether its records are here now."""
-        writer, parent = self._writer, {"run": str(source), "step": step}
-        if writer is None or meta.get("parent") == parent:
-            return False
-        try:
-            found, records = history_from_parent(source, writer.meta, step=step, steps=self._reach)
-            writer.begin_with(records, parent=parent)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._log(f"early warning: begins anew at step {step:,} ({source}: {error})")
-            return False
-        self._log(f"early warning: looks back on {found} before step {step:,}")
-        return True
-
-    @property
-    def _in_force(self) -> int:
-        """The step after which the guard switched; 0 if it did not, or that was taken back."""
-        return self.switched_at if self.options.guard == "switch" else 0
+    def _compensated_after(self, switched_at: int) -> bool:
+        """Whether the run computes with what the guard switches to; 0: it has not switched."""
+        in_force = switched_at > 0 and self.options.guard == "switch"
+        return in_force or self._attention == COMPENSATED
 
     @property
     def compensated(self) -> bool:
-        """Whether the run computes with what the guard switches to."""
-        return self._in_force > 0 or self._attention == COMPENSATED
+        """Whether it does so now."""
+        return self._compensated_after(self.switched_at)
 
     @property
     def _reach(self) -> int:
@@ -397,10 +368,8 @@ class AttentionMonitor:
             BackendError: a layer that stable_flash cannot serve.
         """
         guard.switch(self.observer.sites)
-        self._log(
-            f"stability guard: switched attention to stable_flash, stabilizer compensated, after "
-            f"step {action.step:,}"
-        )
+        how = "switched attention to stable_flash, stabilizer compensated, after step"
+        self._log(f"stability guard: {how} {action.step:,}")
 
     # ------------------------------------------------------------------- save
 
@@ -458,7 +427,9 @@ class AttentionMonitor:
             line = self.capturer.see(self.verdict, by_head)
             if line is not None:
                 self._log(line)
-        scalars["level"], scalars["switched"] = float(self.verdict.code), float(self._in_force)
+        # 0 where another guard setting has taken the switch back.
+        in_force = self.switched_at if self.options.guard == "switch" else 0
+        scalars["level"], scalars["switched"] = float(self.verdict.code), float(in_force)
         shown: dict[str, float] = {}
         if self._writer is not None:
             self._writer.write(arrived.step, scalars=scalars, layers=by_layer, heads=by_head)
@@ -510,10 +481,6 @@ class AttentionMonitor:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _nothing(line: str) -> None:
-    """What other ranks than the first log."""
 
 
 def _shown(

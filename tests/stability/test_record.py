@@ -10,7 +10,7 @@ import pytest
 from telemetry_records import EVERY, H, L, meta, write
 
 from megatron_patch.stability import history, names, record
-from megatron_patch.stability.history_from_parent import history_from_parent
+from megatron_patch.stability.look_back import history_from_parent
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import NOWHERE, Rule, Spot, judge
 from megatron_patch.stability.writer import Writer

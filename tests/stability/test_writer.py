@@ -15,7 +15,7 @@ from full_disk import KINDS, disk
 from telemetry_records import EVERY, H, L, add, meta, write
 
 from megatron_patch.stability import record
-from megatron_patch.stability.history_from_parent import history_from_parent
+from megatron_patch.stability.look_back import history_from_parent
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer

@@ -2,8 +2,8 @@
 
 Triton's interpreter computes BF16 as the hardware does. ``{"sick": 6}`` in the plan lets the error
 of the first head be as large as its signal from the record of that step on, for as long as the
-numerics are not `compensated`, as an explosion does. ``{"full": [first, last]}`` lets no file of the
-first rank grow during these steps.
+numerics are not `compensated`, as an explosion does. ``{"full": [first, last]}`` lets no file of
+the first rank grow during these steps.
 """
 
 from __future__ import annotations
