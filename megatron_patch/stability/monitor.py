@@ -112,7 +112,7 @@ class AttentionMonitor:
             weight = next(self.watched.roots[0].parameters())
             groups = Groups.find(weight.device)
         self.groups, self._optimizer = groups, optimizer
-        self._log = log if groups.rank == 0 else str
+        self._log = log if groups.rank == 0 else (lambda line: None)
         self.directory = Path(directory)
         self.name = self.directory.resolve().name if name is None else name
         self.rule = Rule.of(self.options, warmup_steps=warmup_steps)
