@@ -70,9 +70,9 @@ def _measured(chunk: Any) -> list[Any]:
 def _clip(chunk: Any, attention: Any) -> None:
     """Core's clip of the weights, and the same of the shards that the optimizer updates."""
     above = attention.core_attention.current_max_attn_logits > attention.config.qk_clip_threshold
-    sharded: list[tuple[torch.nn.Parameter, Callable[..., Any], Any]] = []
+    sharded: list[tuple[Any, Callable[..., Any], Any]] = []
     for name, method in _CLIPPED.items():
-        weight = getattr(getattr(attention, name, None), "weight", None)
+        weight: Any = getattr(getattr(attention, name, None), "weight", None)
         if weight is not None and getattr(weight, "main_param_sharded", False):
             sharded.append((weight, getattr(attention, method), weight.main_param))
             del weight.main_param  # core would take it for the whole weight

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron_cpu import single_rank
@@ -182,3 +186,25 @@ def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
     assert (told.layers["grad_norm"] > 0).all() and (told.heads["kappa"] > 0).all()
     model(input_ids=ids, labels=ids, use_cache=False)  # nothing is left behind
     assert not model._forward_hooks
+
+
+@pytest.mark.slow
+def test_pretrain_of_the_wheel(tmp_path: Path) -> None:
+    """megatron.training as its own program: records, a verdict line, and the largest logit."""
+    worker = Path(__file__).parent / "pretrain_worker.py"
+    done = subprocess.run(
+        [sys.executable, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attention: ok (no head shows anything)" in done.stdout
+    told = record.read(tmp_path)
+    logged = [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
+    assert told.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(told.scalars["loss_mean"], logged, rtol=1e-6)
+    norms = [float(x) for x in re.findall(r"grad norm: (\S+)", done.stdout)]
+    np.testing.assert_allclose(told.scalars["grad_norm_mean"], norms, atol=1e-3)
+    whole = (told.layers["grad_norm"].astype(float) ** 2).sum(1) + told.scalars[
+        "grad_norm_rest"
+    ] ** 2
+    np.testing.assert_allclose(whole**0.5, told.scalars["grad_norm_mean"], rtol=1e-3)
+    assert (told.heads["max_logit"] > 0).all() and (told.scalars["lr"] == 1e-3).all()

@@ -412,15 +412,16 @@ def test_another_guard_setting_takes_the_switch_back(two: Any, folder: Path) -> 
     assert switched == [0.0] * (SWITCHED - 2) + [SWITCHED] * (10 - SWITCHED) + [0.0] * 2
     assert [p.step for p in told.points() if p.compensated] == list(range(SWITCHED, 9))
     assert [p.step for p in told.history().points] == [9, 10]
-    assert [v.level for _, v in told.verdicts()][-2:] == ["ok", "ok"]
-    assert told.scalars["level"].tolist()[-2:] == [0.0, 0.0]
+    # The head is sick again, as it is with these numerics: one record does not confirm it.
+    assert [v.level for _, v in told.verdicts()][-2:] == ["watch", "danger"]
+    assert told.scalars["level"].tolist()[-2:] == [1.0, 2.0]
     log = (folder / "runs" / "back" / "train.log").read_text()
     assert "stability.guard is warn now: attention is as configured" in log
 
 
 def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
     assert [(r["code"], r["step"]) for r in two["stop"]] == [(5, SWITCHED)] * 2
-    assert "gradient norm" in two["stop"][0]["error"]
+    assert "layer 0 head 0: error of delta 1x" in two["stop"][0]["error"]
     saved = folder / "runs" / "stop" / "checkpoints"
     assert [p.name[:13] for p in saved.glob("step_*")] == [f"step_{SWITCHED:08d}"]
     assert not (folder / "runs" / "stop" / "FINISHED").exists()

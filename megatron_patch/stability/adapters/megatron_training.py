@@ -35,8 +35,8 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
         args, update = get_args(), optimizer.step
         step = args.curr_iteration + 1
         if not found:
-            warmup = getattr(args, "lr_warmup_iters", 0) or 0
-            found.append(AttentionMonitor(model, optimizer, **{"warmup_steps": warmup} | options))
+            options.setdefault("warmup_steps", getattr(args, "lr_warmup_iters", 0) or 0)
+            found.append(AttentionMonitor(model, optimizer, **options))
             found[0].resume(step - 1)
         monitor = found[0]
         monitor.before_step(step)
@@ -65,6 +65,8 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
     training.clip_qk = clip_qk  # hybrids, the distributed optimizer
     try:
         yield found
+        for monitor in found:
+            monitor.finish(get_args().curr_iteration + 1)
     finally:
         training.train_step, training.clip_qk = original, core_clip
         for monitor in found:
