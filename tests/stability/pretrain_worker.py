@@ -22,7 +22,7 @@ ARGUMENTS = """
 --no-gradient-accumulation-fusion --no-persist-layer-norm --no-bias-swiglu-fusion
 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-rope-fusion
 --distributed-backend gloo --use-cpu-initialization --eval-iters 0 --eval-interval 1000
---log-interval 1 --attention-dropout 0 --hidden-dropout 0 --log-max-attention-logit
+--log-interval 1 --attention-dropout 0 --hidden-dropout 0
 --spec megatron_patch.attention.specs reference_local_layernorm
 --no-create-attention-mask-in-dataloader
 """

@@ -190,7 +190,7 @@ def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
 
 @pytest.mark.slow
 def test_pretrain_of_the_wheel(tmp_path: Path) -> None:
-    """megatron.training as its own program: records, a verdict line, and the largest logit."""
+    """megatron.training as its own program: records and a verdict line."""
     worker = Path(__file__).parent / "pretrain_worker.py"
     done = subprocess.run(
         [sys.executable, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=500
