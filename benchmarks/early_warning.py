@@ -17,8 +17,9 @@ it was cut within `SHORT` steps.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,18 @@ from typing import Any
 import machine
 
 from megatron_patch.stability import record
-from megatron_patch.stability.warning import SMOOTH, Point, Rule, Verdict, smoothed
+from megatron_patch.stability.warning import Point, Rule, Verdict
 
 MOVE = 0.1  # nats
+SMOOTH = 5  # records
 HIGH = 4.5  # nats: the run is lost
 SHORT = 1000  # steps: a run that ends sooner after its alarm shows nothing about it
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Medians over the last `SMOOTH` values, one for every value from the `SMOOTH`-th on."""
+    n = len(values)
+    return [statistics.median(values[i - SMOOTH + 1 : i + 1]) for i in range(SMOOTH - 1, n)]
 
 
 def first_move(points: list[Point], warm_up: int) -> int | None:

@@ -1,7 +1,8 @@
 """A plain Megatron-Core training script, with our attention put into its layer spec.
 
 Nothing here comes from the trainer of this repository; the three lines marked below are all that a
-Megatron-Core program needs. Train a small GPT on a repeating sequence, which it learns by heart:
+Megatron-Core program needs, and those marked m watch its attention (``--monitor DIR``). Train a
+small GPT on a repeating sequence, which it learns by heart:
 
     python examples/plain_megatron.py --cpu                        # one process, no GPU
     torchrun --nproc-per-node 2 examples/plain_megatron.py --tp 2 --backend sdpa_flash
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,11 +68,20 @@ def train(args: argparse.Namespace) -> list[float]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_patch.stability import AttentionMonitor, MonitorOptions  # m
+
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     config, model = build_model(args)
-    config.finalize_model_grads_func = finalize_model_grads
+    monitor: Any = None  # what docs/integrations.md calls the monitor
+
+    def finalize(*parts: Any, **named: Any) -> None:
+        finalize_model_grads(*parts, **named)
+        if monitor is not None:
+            monitor.grads_reduced()  # m
+
+    config.finalize_model_grads_func = finalize
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     settings = OptimizerConfig(
         optimizer="adam",
@@ -81,6 +92,9 @@ def train(args: argparse.Namespace) -> list[float]:
     )
     optimizer = get_megatron_optimizer(settings, [model])
 
+    if args.monitor:
+        options = MonitorOptions(interval=2)
+        monitor = AttentionMonitor([model], optimizer, directory=args.monitor, options=options)  # m
     device = "cpu" if args.cpu else torch.cuda.current_device()
     tokens = (torch.arange(SEQ + 1, device=device) * 7 % 50).repeat(BATCH, 1)
     positions = torch.arange(SEQ, device=device).repeat(BATCH, 1)
@@ -92,6 +106,8 @@ def train(args: argparse.Namespace) -> list[float]:
     step = get_forward_backward_func()
     history = []
     for number in range(1, args.steps + 1):
+        if monitor is not None:
+            monitor.before_step(number)  # m
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = step(
@@ -103,10 +119,17 @@ def train(args: argparse.Namespace) -> list[float]:
             micro_batch_size=BATCH,
             forward_only=False,
         )
-        optimizer.step()
+        _, norm, _ = optimizer.step()
         history.append(reports[0]["loss"])
+        if monitor is not None:
+            found = monitor.after_step(number, loss=history[-1], grad_norm=norm)  # m
+            for action in found.actions if found else ():
+                print(f"step {number}: {action}")  # a loop of one's own would carry it out
         if dist.get_rank() == 0:
             print(f"step {number}: loss {history[-1]:.4f}", flush=True)
+    if monitor is not None:
+        monitor.finish(args.steps)
+        monitor.close()
     return history
 
 
@@ -115,6 +138,7 @@ def main() -> None:
     parser.add_argument("--backend", default="reference", help="see: megatron-patch doctor")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--monitor", metavar="DIR", help="watch attention, records go there")
     parser.add_argument("--cpu", action="store_true", help="run without a GPU")
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():

@@ -106,6 +106,10 @@ class _Reader:
         return section(**values) if complete else None
 
     def unknown(self, key: str, section: type, path: str, place: Place) -> None:
+        removed: str | None = getattr(section, "REMOVED", {}).get(key)
+        if removed is not None:
+            self.refuse(path, f"is no key any more: {removed}", place)
+            return
         self.suggestions += 1
         hint = ""
         if self.suggestions <= MAX_SUGGESTIONS:

@@ -107,7 +107,6 @@ def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
                 f"{p.pipeline_model_parallel_size} micro-batches a step (pipeline stages), and "
                 f"{t.global_batch_size} / ({t.micro_batch_size} x {dp}) = {micro}",
             )
-    yield from _capture_problems(run, dp)
     expert_tp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
     expert_block = expert_tp * p.expert_model_parallel_size * p.pipeline_model_parallel_size
     if world_size % expert_block:
@@ -115,18 +114,6 @@ def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
             "parallel.expert_model_parallel_size",
             f"expert tensor x expert x pipeline parallel = {expert_block} does not divide the "
             f"{world_size} ranks started",
-        )
-
-
-def _capture_problems(run: RunConfig, dp: int) -> Iterator[Problem]:
-    """A capture of a micro-batch that no rank has would be taken nowhere, and nobody told."""
-    s, t = run.stability, run.training
-    micro = t.global_batch_size // (t.micro_batch_size * dp)
-    if (s.capture_steps or s.triggered) and micro and s.capture_micro_batch >= micro:
-        yield Problem(
-            "stability.capture_micro_batch",
-            f"{s.capture_micro_batch}: must be in 0..{micro - 1}, with {dp} data-parallel ranks a "
-            f"step of each has {micro} micro-batches",
         )
 
 

@@ -107,7 +107,9 @@ def collect(run_dir: Path) -> RunFacts:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / n).exists() for n in ("config.yaml", "metrics.csv", "train.log"))
+    """Of the trainer, or of another loop that a monitor has watched."""
+    names = ("config.yaml", "metrics.csv", "train.log", "stability/meta.json")
+    return any((folder / name).exists() for name in names)
 
 
 def _runs_below(folder: Path) -> str:

@@ -428,7 +428,7 @@ def head_maps(telemetry: Telemetry, index: int, *, every: bool = True) -> list[H
 
 def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
     """[layers, heads] of one record; None where the run has no such metric."""
-    from megatron_patch.stability import record
+    from megatron_patch.stability import names
 
     needs = {
         "common_share": ("common_logit", "max_logit"),
@@ -440,7 +440,7 @@ def _metric(telemetry: Telemetry, name: str, index: int) -> np.ndarray | None:
     if any(n not in heads for n in needs):
         return None
     values = [heads[n][index] for n in needs]
-    return getattr(record, name)(*values) if len(values) > 1 else values[0]
+    return getattr(names, name)(*values) if len(values) > 1 else values[0]
 
 
 def spreads(values: Sequence[float]) -> bool:

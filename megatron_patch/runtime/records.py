@@ -93,7 +93,7 @@ class AppendOnlyFile:
         report: Callable[[str], None] = log.warning,
     ) -> None:
         self.path, self.best_effort = path, BestEffort(path.name, report=report)
-        self._header, self._size, self._begin = header, size, begin
+        self._header, self.size, self._begin = header, size, begin
         self._handle: int | None = None
         self._end: int | None = None
         """Where the last whole record ends, as far as this process knows."""
@@ -145,11 +145,11 @@ class AppendOnlyFile:
                 there = os.fstat(handle).st_size
                 # A server that lost what it had taken leaves less than was written.
                 end = there if self._end is None else min(self._end, there)
-                end -= end % (self._size or 1)
+                end -= end % (self.size or 1)
                 if end < there:
                     os.ftruncate(handle, end)
                 head = self._header if end == 0 else b""
-                if end and self._size is None and os.pread(handle, 1, end - 1) not in (b"\n", b""):
+                if end and self.size is None and os.pread(handle, 1, end - 1) not in (b"\n", b""):
                     head = b"\n"
                 write_all(handle, head)
             except OSError:

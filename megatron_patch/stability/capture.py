@@ -4,7 +4,7 @@ One file per step, layer and tensor-parallel rank, written by the first data-par
 ``<run_dir>/captures/step_00001234.layer_005.tp_0.pt`` (``.danger.pt`` where the verdict asked for
 it), readable with torch.load(weights_only=True). Under context parallelism the sequence is put
 together first. Saving waits for the device; it happens at the steps that were asked for, and once
-each at the first signs that ``capture_at`` and ``capture_at_grad_norm`` name. A file that cannot be
+each at the first signs that ``capture_at`` names. A file that cannot be
 written is logged and left out: its sign starts a capture again after a resume, and none before.
 
 Shape legend: s tokens of the whole sequence, b sequences, h query heads, kv key/value heads saved
@@ -27,14 +27,15 @@ import torch
 from megatron_patch.context_parallel import layout
 from megatron_patch.runtime.files import replacing
 from megatron_patch.runtime.records import BestEffort
-from megatron_patch.schema.model import query_groups
+from megatron_patch.stability.names import LEVELS, error_to_signal
 from megatron_patch.stability.observe import Request, Seen
 from megatron_patch.stability.sampling import gather
 from megatron_patch.stability.weights import exact_norms
 
 if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
+    from megatron_patch.schema.stability import StabilityConfig
+    from megatron_patch.stability.groups import Groups
+    from megatron_patch.stability.warning import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,12 @@ BEFORE: dict[int, dict[str, Any]] = {
 }
 """Read too: what such a file does not hold. The spectral norms of format 2 are lower bounds;
 neither names variants."""
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+WORST_LAYERS, WORST_HEADS = 2, 4
+"""Saved at a sign: the layers, and of each the heads, with the largest error of delta over its
+signal."""
+SEQUENCES = 1
+"""Of the first micro-batch that are saved."""
 ZIP = b"PK\x03\x04"
 """What a file that torch saved begins with."""
 
@@ -254,14 +261,29 @@ class Capturer:
     """Saves what ``stability.capture_*`` names.
 
     Args:
-        run: configuration.
-        where: coordinates of this rank.
+        options: of the monitor.
+        groups: coordinates of this rank.
         folder: ``<run_dir>/captures``.
+        name: of the run.
+        per_kv_head: query heads to a key/value head. Ranks of a tensor-parallel group larger than
+            the number of key/value heads hold copies of them, so their numbers follow from the
+            query heads'.
     """
 
-    def __init__(self, run: RunConfig, where: Layout, folder: Path) -> None:
-        self._run, self._where, self._folder = run, where, folder
+    def __init__(
+        self,
+        options: StabilityConfig,
+        groups: Groups,
+        folder: Path,
+        *,
+        name: str,
+        per_kv_head: int,
+    ) -> None:
+        self._options, self._groups, self._folder = options, groups, folder
+        self._name, self._per_kv_head = name, per_kv_head
         self.saved: list[Path] = []
+        self.triggered: set[str] = set()
+        """Signs that have started a capture: a resumed run does not take them again."""
         # Logged by this rank itself: of other ranks than the first only errors are shown.
         self._best_effort = BestEffort(folder.name, report=log.error)
         self._next: Wanted | None = None
@@ -270,13 +292,30 @@ class Capturer:
         """No capture follows: log how many are missing."""
         self._best_effort.close()
 
-    def soon(self, wanted: Wanted) -> None:
-        """Save this of the next step; the same call on all ranks."""
-        self._next = wanted
+    def see(self, verdict: Verdict, by_head: Mapping[str, np.ndarray]) -> str | None:
+        """Capture the next step at the first sign of each kind; the same call on all ranks.
+
+        Returns:
+            A line for people, where there is nothing to capture.
+        """
+        # Danger without a watch before it is the first sign of both.
+        signs = [sign for sign in LEVELS[1 : verdict.code + 1] if sign in self._options.capture_at]
+        new = [sign for sign in signs if sign not in self.triggered]
+        if not new:
+            return None
+        self.triggered |= set(new)
+        kinds = ("used_error_rms", "delta_error_rms")
+        signals = [error_to_signal(by_head[name], by_head["kappa"]) for name in kinds]
+        signal = next((x for x in signals if np.isfinite(x).any()), signals[0])
+        heads = worst(signal, layers=WORST_LAYERS, heads=WORST_HEADS)
+        if not heads:
+            return f"no capture at {'-'.join(new)}: no head of the model was measured"
+        self._next = Wanted(trigger="-".join(new), heads=heads)
+        return None
 
     def request(self, step: int) -> Request | None:
         """What to look at in ``step``; None if nothing is captured there by this rank."""
-        options = self._run.stability
+        options = self._options
         wanted, self._next = self._next, None
         if step in options.capture_steps:
             named = dict.fromkeys(options.capture_layers, tuple(options.capture_heads))
@@ -285,10 +324,10 @@ class Capturer:
                 trigger="step" if wanted is None else wanted.trigger,
                 heads=(wanted.heads if wanted is not None else {}) | named,
             )
-        if wanted is None or not wanted.heads or self._where.dp_rank != 0:
+        if wanted is None or not wanted.heads or self._groups.dp_rank != 0:
             return None
         return Request(
-            micro_batch=options.capture_micro_batch,
+            micro_batch=0,
             layers=frozenset(wanted.heads),
             callback=lambda seen, dout: self._take(step, wanted, seen, dout),
         )
@@ -296,9 +335,9 @@ class Capturer:
     def _take(self, step: int, wanted: Wanted, seen: Seen, dout: torch.Tensor) -> None:
         """Collective over the context-parallel group, whose first rank writes, and of those first
         ranks over the tensor-parallel group."""
-        b = min(self._run.stability.capture_sequences, seen.q.shape[1])
+        b = min(SEQUENCES, seen.q.shape[1])
         h, kv = seen.q.shape[2], seen.k.shape[2]
-        first = self._where.tp_rank * h
+        first = self._groups.tp_rank * h
         # Before anybody leaves: ranks that save nothing may hold rows of another rank's heads.
         norms = exact_norms(seen.site) if seen.geometry.rank == 0 else None
         asked = wanted.heads[seen.site.layer]
@@ -321,15 +360,15 @@ class Capturer:
             return None if x is None else x.detach().float().cpu()[heads].clone()
 
         window = seen.geometry.window
-        path = self._folder / file_name(step, seen.site.layer, self._where.tp_rank, wanted.trigger)
+        path = self._folder / file_name(step, seen.site.layer, self._groups.tp_rank, wanted.trigger)
         found = CaptureFile(
             step=step,
             layer=seen.site.layer,
             layer_name=seen.site.name,
-            micro_batch=self._run.stability.capture_micro_batch,
-            dp_rank=self._where.dp_rank,
+            micro_batch=0,
+            dp_rank=self._groups.dp_rank,
             heads=[first + i for i in heads],
-            kv_heads=[(first + i * (h // kv)) // self._per_kv_head() for i in kept],
+            kv_heads=[(first + i * (h // kv)) // self._per_kv_head for i in kept],
             head_to_kv=[kept.index(i // (h // kv)) for i in heads],
             sinks=of_heads(seen.sinks),
             wq_norm=of_heads(None if norms is None else norms[0]),
@@ -342,8 +381,8 @@ class Capturer:
             backend=seen.site.backend,
             stabilizer=seen.site.stabilizer,
             variant=seen.site.variant,
-            precision=self._run.training.precision,
-            run_name=self._run.name,
+            precision=PRECISIONS.get(seen.q.dtype, str(seen.q.dtype)),
+            run_name=self._name,
             trigger=wanted.trigger,
             q=q,
             k=k,
@@ -354,12 +393,6 @@ class Capturer:
         # Inside the backward pass of one rank: the others would wait for it for ever.
         if self._best_effort.attempt(lambda: found.save(path)):
             self.saved.append(path)
-
-    def _per_kv_head(self) -> int:
-        """Query heads to a key/value head. Ranks of a tensor-parallel group larger than the number
-        of key/value heads hold copies of them, so the number follows from the query head's."""
-        heads = self._run.model.num_attention_heads
-        return heads // query_groups(self._run.model)
 
 
 def triggers_in(folder: Path) -> set[str]:

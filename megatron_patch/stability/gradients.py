@@ -1,7 +1,9 @@
-"""Gradient norm of every layer, from the reduced FP32 main gradients, before they are clipped.
+"""Gradient norm of every layer, from the reduced gradients, before they are clipped.
 
-Core's data-parallel buffers hold them after the reduction. Each value must count once over all
-ranks, so that one SUM over the world is right:
+A model that is not in Megatron's DistributedDataParallel has them in ``main_grad`` or ``grad``, the
+same on all data-parallel ranks, of which the first counts. Else core's data-parallel buffers hold
+them after the reduction. Each value must count once over all ranks, so that one SUM over the world
+is right:
 
 - with the distributed optimizer a rank holds the reduced gradients of its shard of every bucket
   only; the rest of its buffer is unreduced and does not count;
@@ -14,7 +16,9 @@ Shape legend: L layers of the whole model; one more slot holds what is outside t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_patch.parallel.buffers import own_values
 from megatron_patch.stability.observe import layer_of
 
 
@@ -29,11 +34,13 @@ class LayerNorms:
     """Sums of squares by layer.
 
     Args:
-        chunks: Megatron's DistributedDataParallel modules.
-        roots: the GPTModels inside, in the same order.
+        chunks: Megatron's DistributedDataParallel modules, or models of any kind.
+        roots: the models inside, in the same order.
         decoder_layers: of the whole model.
         layers: slots before the last one (decoder and multi-token-prediction layers).
         device: where the sums live.
+        find: layer of a parameter by root and name; default: of a GPTModel.
+        first: whether this rank counts what all data-parallel ranks have.
     """
 
     def __init__(
@@ -44,17 +51,27 @@ class LayerNorms:
         decoder_layers: int,
         layers: int,
         device: torch.device,
+        find: Callable[[torch.nn.Module, str], int | None] | None = None,
+        first: bool = True,
     ) -> None:
+        find = find or functools.partial(layer_of, decoder_layers=decoder_layers)
         self.squares = torch.zeros(layers + 1, dtype=torch.float64, device=device)
         self._pieces: list[tuple[Any, int, int]] = []  # buffer, first and last value
         slots: list[int] = []
         for chunk, root in zip(chunks, roots, strict=True):
             slot_of = {}
             for name, parameter in root.named_parameters():
-                layer = layer_of(root, name, decoder_layers=decoder_layers)
+                layer = find(root, name)
                 slot_of[id(parameter)] = layers if layer is None else layer
+            if not hasattr(chunk, "expert_parallel_buffers"):
+                sharded = parallel_state.model_parallel_is_initialized()
+                for parameter in root.parameters() if first else ():
+                    if parameter.requires_grad and (not sharded or counts_here(parameter)):
+                        self._pieces.append((_Gradient(parameter), 0, parameter.numel()))
+                        slots.append(slot_of[id(parameter)])
+                continue
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                for parameter, begin, end in _own_values(buffer):
+                for parameter, begin, end in own_values(buffer):
                     if counts_here(parameter):
                         self._pieces.append((buffer, begin, end))
                         slots.append(slot_of[id(parameter)])
@@ -74,26 +91,19 @@ class LayerNorms:
         self.squares.index_add_(0, self._slots, norms.double().pow(2))
 
 
-def _own_values(buffer: Any) -> list[tuple[torch.nn.Parameter, int, int]]:
-    """(parameter, first, last) of the values whose reduced gradient this rank counts."""
-    group = buffer.data_parallel_group
-    rank, size = group.rank(), group.size()
-    if not buffer.ddp_config.use_distributed_optimizer:
-        if rank != 0:
-            return []
-        return [(p, *buffer.param_index_map[p][:2]) for p in buffer.params]
-    shards = []
-    for bucket in buffer.buckets:
-        length = bucket.grad_data.numel() // size
-        first = bucket.offset + rank * length
-        shards.append((first, first + length))
-    found = []
-    for parameter in buffer.params:
-        begin, end, bucket = buffer.param_index_map[parameter]
-        low, high = max(begin, shards[bucket][0]), min(end, shards[bucket][1])
-        if low < high:
-            found.append((parameter, low, high))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """The gradient of one parameter, as a buffer; empty where there is none."""
+
+    parameter: torch.nn.Parameter
+
+    @property
+    def grad_data(self) -> torch.Tensor:
+        found = getattr(self.parameter, "main_grad", None)
+        found = self.parameter.grad if found is None else found
+        if found is None:
+            return self.parameter.new_zeros(0)
+        return found.flatten()
 
 
 def counts_here(parameter: torch.nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""What the verdict may do to the run: exchange the attention numerics, or save and stop.
+"""What the verdict asks a loop for: exchange the attention numerics, or save and stop.
 
 Checkpoints tell of a switch. One that a rewind goes back to may be from before it: from then on
 ``<run_dir>/switched.json`` tells of the switch as well, ``{"switched_at": 40}``.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
@@ -20,6 +19,14 @@ from megatron_patch.stability.names import EXACT_DELTA
 if TYPE_CHECKING:
     # It imports Megatron-Core, which must come after `core_patches.cpu_mode`.
     from megatron_patch.stability.observe import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Compute with `TARGET` from the next step on: `AttentionMonitor.switch` does it."""
+
+    step: int
+    """The steps done."""
 
 
 class StabilityStop(RuntimeError):
@@ -109,6 +116,8 @@ def told(run_dir: Path, step: int, *, first: bool, say: Callable[[str], None]) -
     Raises:
         ConfigError: as `recall`, on all ranks.
     """
+    from megatron_patch.stability.groups import from_first
+
     found: list[Any] = [0, None]
     if first:
         try:
@@ -119,7 +128,7 @@ def told(run_dir: Path, step: int, *, first: bool, say: Callable[[str], None]) -
                 say(f"stability guard: begins anew at step 0, without {FILE}")
         except ConfigError as error:
             found[1] = error
-    torch.distributed.broadcast_object_list(found, src=0)
+    found = from_first(found)
     if found[1] is not None:
         raise found[1]
     return int(found[0])

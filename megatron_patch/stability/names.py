@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 HEAD_METRICS = {
     "max_logit": "largest scaled, masked logit of the observed micro-batches",
     "delta_error_mean": "mean of e over RMS(delta); e: what a plain 16-bit O gets wrong in delta",
@@ -20,8 +22,12 @@ HEAD_METRICS = {
     "delta_rms": "RMS(delta), absolute: the unit of the errors",
     "wq_norm": "spectral norm of the head's slice of W_Q",
     "wk_norm": "spectral norm of the slice of W_K the head attends with",
+    "dk_sum": "size of the sum of dK over the keys, exactly zero, over the rounding of dK: how far "
+    "the run's own gradients are from exact ones",
+    "dv_sum": "size of the sum of dV less that of dO, likewise over the rounding of dV",
 }
-"""Per layer and query head. NaN where not measured."""
+"""Per layer and query head. NaN where not measured. New ones stand at the end: records of versions
+before them are read, and continued without them."""
 
 LAYER_METRICS = {"grad_norm": "norm of the gradients of the layer's parameters, before clipping"}
 
@@ -48,3 +54,53 @@ LEVELS = ("ok", "watch", "danger")
 def level_name(code: float) -> str:
     """ok, watch or danger."""
     return LEVELS[int(code)]
+
+
+def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
+    """|mean| / RMS of the error: 1 when all rows of a head err alike, 1 / sqrt(rows) if they do
+    not know of each other."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(rms > 0, np.abs(mean) / rms, np.nan)
+
+
+def common_share(common: np.ndarray, largest_logit: np.ndarray) -> np.ndarray:
+    """How much of a head's largest logit all keys share, -1 to 1; NaN where there are no logits.
+
+    A common part that is larger than the largest logit (which then is what is left of it) is all.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(common / np.maximum(np.abs(largest_logit), np.abs(common)))
+
+
+def bias_to_signal(mean: np.ndarray, kappa: np.ndarray) -> np.ndarray:
+    """|mean| x kappa: the coherent error of delta over RMS_P(dP - delta), which it disturbs."""
+    return np.asarray(np.abs(mean) * kappa)
+
+
+def error_to_signal(rms: np.ndarray, kappa: np.ndarray) -> np.ndarray:
+    """RMS x kappa: the whole error of delta, coherent or not, over the same signal."""
+    return np.asarray(rms * kappa)
+
+
+# Of these the smallest head is the one to look at; of the others the largest (by size).
+SMALLEST = ("entropy",)
+
+
+def largest(values: np.ndarray) -> np.ndarray:
+    """Of [layers, heads], the head with the largest value in each layer; 0 where all are NaN."""
+    return np.asarray(np.where(np.isnan(values), -np.inf, values).argmax(axis=1))
+
+
+def worst(name: str, values: np.ndarray) -> np.ndarray:
+    """Of a head metric [layers, heads], the head to look at in each layer: [layers], NaN if none.
+
+    The smallest entropy, the error mean that is largest in size (with its sign), else the largest.
+    """
+    if name in SMALLEST:
+        size = -values
+    else:
+        signed = (values < 0).any(axis=1, keepdims=True)
+        size = np.where(signed, np.abs(values), values)
+    heads = largest(size)
+    found = np.take_along_axis(values, heads[:, None], axis=1)[:, 0].astype(np.float32)
+    return np.where(np.isfinite(values).any(axis=1), found, np.float32(np.nan))

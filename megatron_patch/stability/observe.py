@@ -2,8 +2,12 @@
 
 Hooks stand on the core-attention modules during observed steps only; other steps run without
 them. A module's n-th call *with gradients* belongs to micro-batch n: activation recompute runs its
-first pass without gradients, and evaluation has none. The gradient arrives through a hook on the
-node that made the module's output, whichever backend computes it.
+first pass without gradients, and evaluation has none. dO arrives through a hook on the node that
+made the module's output, dK and dV through hooks on the tensors that attention received, whichever
+backend computes them.
+
+`Watched` says what of a model is observed: `watched_chunks` finds it in Megatron-Core's models, the
+adapters in others.
 
 Shape legend: s tokens of this rank, b micro-batch, h query heads and kv key/value heads of this
 tensor-parallel rank, d, dv head dims.
@@ -11,8 +15,9 @@ tensor-parallel rank, d, dv head dims.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +25,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.capabilities import OURS
 from megatron_patch.stability.sampling import Geometry
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
 _CORE_NAMES = {row.module[1]: row.name for row in BACKENDS.values() if row.module}
+
+
+def attention_name(backend: str, stabilizer: str, backward: str) -> str:
+    """Backend, stabilizer and a borrowed backward, as meta.json names attention."""
+    return "/".join([backend, stabilizer] + [backward] * (backward not in OURS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,14 @@ class Site:
     name: str
     attention: torch.nn.Module
     """The module around it, which holds the projections."""
+    read: Callable[[Site, Any, Any, torch.Tensor], Seen | None] | None = None
+    """Makes a `Seen` of (site, args, kwargs, output) of a call; None: as Megatron-Core calls."""
+    order: str = "sbhd"
+    """Of the output's axes, of which the last two may be one."""
+    inputs_order: str = "sbhd"
+    """Of those of k and v."""
+    hooked: bool = True
+    """Whether hooks on the module see its calls; else somebody tells `Observer.called` of them."""
 
     @property
     def backend(self) -> str:
@@ -51,6 +70,12 @@ class Site:
             return ""
         module: Any = self.module
         return str(module.options.get("stabilizer", "compensated"))
+
+    @property
+    def name(self) -> str:
+        """All of that, as meta.json has it."""
+        options = getattr(self.module, "options", {})
+        return attention_name(self.backend, self.stabilizer, options.get("backward", "own"))
 
     @property
     def exact_delta(self) -> bool:
@@ -80,10 +105,16 @@ class Seen:
     sinks: torch.Tensor | None
     geometry: Geometry
     dropout_p: float
+    softcap: bool = False
+    """Whether logits go through a tanh."""
+    inputs: Any = None
+    """(k, v) of the graph, on which hooks can stand, while the call returns; None afterwards."""
 
 
 Callback = Callable[[Seen, torch.Tensor], None]
 """Called in the backward pass with dO [s, b, h, dv]."""
+InputCallback = Callable[[Seen, str, torch.Tensor], None]
+"""Called there with ``k`` or ``v`` and its gradient, [s, b, kv, d or dv]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +125,7 @@ class Request:
     layers: frozenset[int] | None
     """None: all."""
     callback: Callback
+    inputs: InputCallback | None = None
 
     def wants(self, site: Site, call: int) -> bool:
         """Whether this is the call."""
@@ -127,6 +159,50 @@ def find_sites(roots: Sequence[torch.nn.Module], *, decoder_layers: int) -> list
     return sites
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """What of a model is observed."""
+
+    sites: list[Site]
+    layers: int
+    """Of the whole model, those without attention included."""
+    heads: int
+    """Query heads of the whole model."""
+    kv_heads: int
+    layer_of: Callable[[torch.nn.Module, str], int | None]
+    """Layer of a parameter, by its module and name; None outside the layers."""
+    chunks: Sequence[Any]
+    """Wrapped model chunks, whose gradients are measured; roots: the models inside, in order."""
+    roots: Sequence[torch.nn.Module]
+
+
+def watched_chunks(chunks: Sequence[Any]) -> Watched:
+    """Of Megatron-Core's model chunks, wrapped or not.
+
+    Raises:
+        ValueError: no core attention is in them, on any rank of this process.
+    """
+    roots = [unwrapped(chunk) for chunk in chunks]
+    config: Any = roots[0].config
+    layers = int(config.num_layers)
+    return Watched(
+        sites=find_sites(roots, decoder_layers=layers),
+        layers=layers + int(getattr(config, "mtp_num_layers", None) or 0),
+        heads=int(config.num_attention_heads),
+        kv_heads=int(config.num_query_groups or config.num_attention_heads),
+        layer_of=functools.partial(layer_of, decoder_layers=layers),
+        chunks=list(chunks),
+        roots=roots,
+    )
+
+
+def unwrapped(module: Any) -> torch.nn.Module:
+    """The model inside its wrappers, each of which holds it as ``module``."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module  # type: ignore[no-any-return]
+
+
 class Observer:
     """Hooks on the sites for one step at a time.
 
@@ -147,6 +223,8 @@ class Observer:
         self.disarm()
         self._requests, self._calls = list(requests), {}
         for site in self.sites if requests else []:
+            if not site.hooked:
+                continue
             self._handles.append(
                 site.module.register_forward_pre_hook(self._before(site), with_kwargs=True)
             )
@@ -177,27 +255,30 @@ class Observer:
         return hook
 
     def _after(self, site: Site) -> Callable[..., None]:
-        def hook(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
-            if not torch.is_grad_enabled():
-                return
-            wanted = self._wanted(site)
-            self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
-            if not wanted or not output.requires_grad or _packed(args, kwargs):
-                return
-            seen = self._seen(site, args, kwargs, output)
-            for request in wanted:
-                # Of the node, not of the tensor: these run after those of the tensor, one of which
-                # brings back q, k and v where the up-projections of multi-latent attention are
-                # recomputed (mla_up_proj). Until then their storage is empty.
-                hook = _on_gradient(request.callback, seen, output.output_nr)
-                output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            self.called(site, args, kwargs, output[0] if isinstance(output, tuple) else output)
 
         return hook
 
-    def _seen(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen:
+    def called(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """The site's attention was called and returned ``output``; nothing without gradients."""
+        if not self._requests or not torch.is_grad_enabled():
+            return
+        wanted = self._wanted(site)
+        self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
+        if not wanted or not output.requires_grad:
+            return
+        seen = (site.read or self._core_call)(site, args, kwargs, output)
+        if seen is not None:
+            _add_hooks(wanted, seen, output)
+
+    def _core_call(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen | None:
+        """A call as Megatron-Core makes it; None: packed sequences."""
         module: Any = site.module
+        if _packed(args, kwargs):
+            return None
         q, k, v = (
-            (args[i] if len(args) > i else kwargs[name]).detach()
+            args[i] if len(args) > i else kwargs[name]
             for i, name in enumerate(("query", "key", "value"))
         )
         observed = getattr(module, "observed", None) or {}
@@ -205,14 +286,13 @@ class Observer:
             module.observed = None
         mask = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
         sinks = getattr(module, "softmax_offset", None)
-        # Detached: a hook that held the very tensor it stands on would never be freed.
-        out = output.detach().reshape(*q.shape[:3], v.shape[-1])
         return Seen(
             site=site,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
+            q=q.detach(),
+            k=k.detach(),
+            v=v.detach(),
+            # Detached: a hook that held the very tensor it stands on would never be freed.
+            out=output.detach().reshape(*q.shape[:3], v.shape[-1]),
             low=observed.get("low"),
             max_logits=observed.get("max_logits"),
             sinks=None if sinks is None else sinks.detach(),
@@ -223,7 +303,42 @@ class Observer:
                 group=self._cp_group,
             ),
             dropout_p=_dropout(module),
+            inputs=(k, v),
         )
+
+
+def to_sbhd(x: torch.Tensor, order: str, shape: Sequence[int]) -> torch.Tensor:
+    """``x`` with axes in ``order``, heads and head dim apart or flat, as ``shape`` [s, b, h, d]."""
+    size = dict(zip("sbhd", shape, strict=True))
+    return x.reshape([size[axis] for axis in order]).permute([order.index(axis) for axis in "sbhd"])
+
+
+def _add_hooks(wanted: Sequence[Request], seen: Seen, output: torch.Tensor) -> None:
+    """Let the gradients of this call reach those who asked."""
+    k, v = seen.inputs
+    seen = replace(seen, inputs=None)
+    for request in wanted:
+        # Of the node, not of the tensor: these run after those of the tensor, one of which
+        # brings back q, k and v where the up-projections of multi-latent attention are
+        # recomputed (mla_up_proj). Until then their storage is empty.
+        hook = _on_gradient(request.callback, seen, output.output_nr)
+        output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
+        for name, x in (("k", k), ("v", v)):
+            if request.inputs is not None and x.requires_grad:
+                x.register_hook(_on_input_gradient(request.inputs, seen, name))
+
+
+def _on_input_gradient(
+    callback: InputCallback, seen: Seen, name: str
+) -> Callable[[torch.Tensor], None]:
+    """Calls back with the gradient of k or v."""
+    shape = getattr(seen, name).shape
+
+    def hook(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            callback(seen, name, to_sbhd(gradient.detach(), seen.site.inputs_order, shape))
+
+    return hook
 
 
 def _on_gradient(
@@ -236,7 +351,7 @@ def _on_gradient(
         if gradient is None:  # another output of the node alone was used
             return
         with torch.no_grad():
-            callback(seen, gradient.detach().reshape(seen.out.shape))
+            callback(seen, to_sbhd(gradient.detach(), seen.site.order, seen.out.shape))
 
     return hook
 

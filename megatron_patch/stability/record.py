@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_patch.stability.history import READ, History
 from megatron_patch.stability.names import (
     EXACT_DELTA,
     HEAD_METRICS,
@@ -33,7 +33,7 @@ from megatron_patch.stability.names import (
     LEVELS,
     SCALARS,
 )
-from megatron_patch.stability.warning import NOWHERE, Point, Rule, Spot, Verdict, verdicts
+from megatron_patch.stability.warning import FLICKER, Point, Rule, Verdict, verdicts
 
 FORMAT = 2
 READABLE = (1, FORMAT)
@@ -44,10 +44,12 @@ LAYOUT = ("layers", "heads")
 NAMES = {"scalars": list(SCALARS), "layer_metrics": list(LAYER_METRICS),
          "head_metrics": list(HEAD_METRICS)}  # fmt: skip
 """What a record of this version holds, in order."""
+OLDER = {"head_metrics": [n for n in HEAD_METRICS if n not in ("dk_sum", "dv_sum")]}
+"""The same of the version before, whose records are read, and continued as they are."""
+OLDER_RULE = ("watch_growth", "danger_growth", "norm_needs_head", "reference_steps", "smooth_steps")
+"""Thresholds of the version before, which judged the growth of the gradient norm, too."""
 FIRST_ATTEMPT = (0, 0)
 """Of `story`, where meta.json names none."""
-# Of these the smallest head is the one to look at; of the others the largest (by size).
-SMALLEST = ("entropy",)
 
 
 def record_dtype(meta: Mapping[str, Any]) -> np.dtype[Any]:
@@ -168,7 +170,7 @@ class Telemetry:
         """Step of the first record of the stretch at `watch` or worse that led to this danger.
 
         What the run said at the time counts, so it is the same after a restart. Signs flicker: a
-        stretch goes on over records at `ok` that span no more than the rule's `smooth_steps`.
+        stretch goes on over records at `ok` that span no more than `FLICKER` steps.
 
         Args:
             danger: step of the record at danger, which need not be written yet.
@@ -182,7 +184,7 @@ class Telemetry:
             step = int(record["step"])
             if record["scalars"][level] >= LEVELS.index("watch"):
                 began = step
-            elif began - step > self.rule.smooth_steps:
+            elif began - step > FLICKER:
                 break
             if step <= until:
                 break
@@ -190,12 +192,14 @@ class Telemetry:
 
     @property
     def rule(self) -> Rule:
-        """The run's own.
+        """The run's own, less what the version before knew of the gradient norm.
 
         Raises:
             ValueError: its thresholds are not those of this version.
         """
         found = self.meta["rule"]
+        if isinstance(found, dict):
+            found = {n: v for n, v in found.items() if n not in OLDER_RULE}
         known = set(Rule.__dataclass_fields__)
         if not isinstance(found, dict) or set(found) != known:
             given = ", ".join(found) if isinstance(found, dict) else f"a {type(found).__name__}"
@@ -295,116 +299,6 @@ class Telemetry:
         return History(rule, compensated=switched or configured.startswith(EXACT_DELTA))
 
 
-class History:
-    """Records as the warning rule reads them; what it compares a new one with.
-
-    Args:
-        rule: of the run.
-        compensated: whether that is what the run computes with, at all of these records.
-    """
-
-    def __init__(self, rule: Rule, *, compensated: bool = False) -> None:
-        self.rule, self.compensated = rule, compensated
-        self.points: list[Point] = []
-        self._norms: list[tuple[int, dict[str, np.ndarray]]] = []
-
-    def add(
-        self, *, step: int, scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]
-    ) -> Point:
-        """Take in a record; ``heads``: of those `READ` names, [layers, heads]."""
-        kappa = heads["kappa"]
-        point = Point(
-            step=step,
-            loss=scalars["loss_mean"],
-            grad_norm=scalars["grad_norm_mean"],
-            grad_norm_max=scalars["grad_norm_max"],
-            bias=_largest(bias_to_signal(heads["used_error_mean"], kappa)),
-            error=_largest(error_to_signal(heads["used_error_rms"], kappa)),
-            logit=_largest(np.asarray(heads["max_logit"])),
-            growth=self._growth(step, heads),
-            compensated=self.compensated,
-        )
-        self.points.append(point)
-        return point
-
-    def forget(self, before: int) -> None:
-        """Drop points of steps before this one: the rule does not look back that far."""
-        self.points = [p for p in self.points if p.step >= before]
-
-    def _growth(self, step: int, heads: Mapping[str, np.ndarray]) -> Spot:
-        """Head growth of a new record."""
-        if step <= self.rule.settle_steps:
-            return NOWHERE
-        now = {name: np.array(heads[name], np.float64) for name in NORMS if name in heads}
-        old = [entry for entry in self._norms if entry[0] <= step - self.rule.head_steps]
-        # Only the latest of the old ones is needed, now and later.
-        self._norms = [*self._norms[max(0, len(old) - 1) :], (step, now)]
-        if not old:
-            return NOWHERE
-        small = np.array(heads["max_logit"]) < self.rule.head_logit
-        return head_growth(now, old[-1][1], without=small)
-
-
-NORMS = ("wq_norm", "wk_norm")
-READ = ("used_error_mean", "used_error_rms", "kappa", "max_logit", *NORMS)
-
-
-def head_growth(
-    now: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], *, without: np.ndarray
-) -> Spot:
-    """The head whose W_Q or W_K grew most against the median head.
-
-    ``without``, bool [layers, heads]: heads that do not count, though they do for the median.
-    `NOWHERE` where nothing was measured (layers without a fused QKV projection) or nothing counts.
-    """
-    worst = NOWHERE
-    for name in now:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = now[name] / before[name]
-            ratio[~np.isfinite(ratio)] = np.nan
-            if np.isnan(ratio).all():
-                continue
-            found = _largest(np.where(without, np.nan, ratio / np.nanmedian(ratio)))
-        # `not >=`: also where there is none yet, and that is NaN.
-        if math.isfinite(found.value) and not worst.value >= found.value:
-            worst = found
-    return worst
-
-
-def _largest(values: np.ndarray) -> Spot:
-    """Of [layers, heads]."""
-    if not np.isfinite(values).any():
-        return NOWHERE
-    layer, head = (int(i) for i in np.unravel_index(np.nanargmax(values), values.shape))
-    return Spot(float(values[layer, head]), layer, head)
-
-
-def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
-    """|mean| / RMS of the error: 1 when all rows of a head err alike, 1 / sqrt(rows) if they do
-    not know of each other."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(rms > 0, np.abs(mean) / rms, np.nan)
-
-
-def common_share(common: np.ndarray, largest_logit: np.ndarray) -> np.ndarray:
-    """How much of a head's largest logit all keys share, -1 to 1; NaN where there are no logits.
-
-    A common part that is larger than the largest logit (which then is what is left of it) is all.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(common / np.maximum(np.abs(largest_logit), np.abs(common)))
-
-
-def bias_to_signal(mean: np.ndarray, kappa: np.ndarray) -> np.ndarray:
-    """|mean| x kappa: the coherent error of delta over RMS_P(dP - delta), which it disturbs."""
-    return np.asarray(np.abs(mean) * kappa)
-
-
-def error_to_signal(rms: np.ndarray, kappa: np.ndarray) -> np.ndarray:
-    """RMS x kappa: the whole error of delta, coherent or not, over the same signal."""
-    return np.asarray(rms * kappa)
-
-
 class RecordsError(ValueError):
     """Records that this version neither reads nor continues; the text says what to do."""
 
@@ -431,7 +325,7 @@ def meta_of(folder: Path) -> dict[str, Any]:
     odd = [] if meta.get("format") in READABLE else [f"format {meta.get('format')!r}"]
     for key, names in NAMES.items():
         found = meta.get(key)
-        if found != names:
+        if found not in (names, OLDER.get(key, names)):
             there = found if isinstance(found, list) else []
             odd += [f"no {name}" for name in names if name not in there]
             odd += [f"an unknown {name!r:.40}" for name in there if name not in names]
@@ -480,23 +374,3 @@ def records_of(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
     if count == 0:
         return np.zeros(0, dtype)
     return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
-
-
-def largest(values: np.ndarray) -> np.ndarray:
-    """Of [layers, heads], the head with the largest value in each layer; 0 where all are NaN."""
-    return np.asarray(np.where(np.isnan(values), -np.inf, values).argmax(axis=1))
-
-
-def worst(name: str, values: np.ndarray) -> np.ndarray:
-    """Of a head metric [layers, heads], the head to look at in each layer: [layers], NaN if none.
-
-    The smallest entropy, the error mean that is largest in size (with its sign), else the largest.
-    """
-    if name in SMALLEST:
-        size = -values
-    else:
-        signed = (values < 0).any(axis=1, keepdims=True)
-        size = np.where(signed, np.abs(values), values)
-    heads = largest(size)
-    found = np.take_along_axis(values, heads[:, None], axis=1)[:, 0].astype(np.float32)
-    return np.where(np.isfinite(values).any(axis=1), found, np.float32(np.nan))

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.stability.groups import add_up
+
 if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.runtime.watcher import StepResult
+    from megatron_patch.stability.groups import Groups
 
 
 class StepWindow:
@@ -20,26 +21,36 @@ class StepWindow:
 
     Args:
         interval: steps between two records.
-        layout: coordinates of this rank.
+        groups: coordinates of this rank.
     """
 
-    def __init__(self, interval: int, layout: Layout) -> None:
-        self._interval, self._layout = interval, layout
-        self._before = torch.zeros(0, 2, dtype=torch.float64, device=layout.device)
+    def __init__(self, interval: int, groups: Groups) -> None:
+        self._interval, self._groups = interval, groups
+        self._before = torch.zeros(0, 2, dtype=torch.float64, device=groups.device)
         """[n, 2] of the steps that `restore` knows: sum of token losses, tokens."""
         self._reports: list[torch.Tensor] = []
         """The same of every step after them, each its own tensor as the step made it: nothing is
         launched between two records, when the device waits for the next step."""
-        self._norms: list[float] = []
-        """Gradient norms: they are on the host already, and a copy of a single one to the device
-        would wait for the update."""
+        self._norms: list[float | torch.Tensor] = []
+        """Gradient norms, where the loop has them: a copy of a single one to the device would wait
+        for the update, and so would the value of a tensor."""
         self._synchronized: list[list[float]] = []
 
-    def observe(self, result: StepResult) -> None:
-        """Loss of one step, which stays on the device, and its gradient norm."""
-        if result.report is not None and self._layout.reports_loss:
-            self._reports.append(result.report)
-        self._norms.append(result.grad_norm)
+    def observe(self, report: torch.Tensor | float | None, grad_norm: torch.Tensor | float) -> None:
+        """Of one step, on whichever side of the bus it is.
+
+        Args:
+            report: [sum of token losses, tokens] of this rank, or a mean loss, which counts as one
+                token; None: this rank has none.
+            grad_norm: over all ranks, before clipping.
+        """
+        if report is not None and self._groups.reports_loss:
+            if not isinstance(report, torch.Tensor):  # a fill, not a copy
+                report = torch.full((), report, dtype=torch.float64, device=self._groups.device)
+            if not report.dim():
+                report = torch.stack([report.detach().double(), report.new_ones(()).double()])
+            self._reports.append(report)
+        self._norms.append(grad_norm)
 
     def _losses(self) -> torch.Tensor:
         """[n, 2] of this rank; zeros on one that reports no loss."""
@@ -52,9 +63,13 @@ class StepWindow:
         """[n, 3] of this rank, to be added up over all of them; the next step is the first."""
         losses = self._losses()
         norms = losses.new_zeros(len(losses), 1)
-        if self._layout.rank == 0:
-            known = torch.tensor(self._norms, dtype=torch.float64)[:, None]
-            norms.copy_(known, non_blocking=True)
+        if self._groups.rank == 0:
+            if any(isinstance(norm, torch.Tensor) for norm in self._norms):
+                every = [torch.as_tensor(norm, device=losses.device) for norm in self._norms]
+                norms = torch.stack([norm.double() for norm in every])[:, None]
+            else:
+                known = torch.tensor(self._norms, dtype=torch.float64)[:, None]
+                norms.copy_(known, non_blocking=True)
         self._before, self._reports, self._norms = self._before[:0], [], []
         return torch.cat([losses, norms], dim=1)
 
@@ -62,12 +77,12 @@ class StepWindow:
         """Before a save: add up what `state` returns. Collective; waits for the device."""
         sums = self._losses()
         if len(sums):
-            torch.distributed.all_reduce(sums)
+            add_up(sums)
         self._synchronized = sums.tolist()
 
     def state(self) -> dict[str, Any]:
         """Of all ranks, as of `synchronize`: plain data, the same on every rank, for any layout."""
-        return {"losses": self._synchronized, "grad_norms": list(self._norms)}
+        return {"losses": self._synchronized, "grad_norms": [float(norm) for norm in self._norms]}
 
     def restore(self, saved: dict[str, Any] | None, step: int) -> None:
         """Go on after ``step`` with what its checkpoint has; None: an older version's has nothing.
@@ -79,6 +94,6 @@ class StepWindow:
             return
         self._norms = [float(norm) for norm in saved["grad_norms"][-count:]]
         self._before = self._before.new_zeros(count, 2)
-        if self._layout.rank == 0:  # the others add nothing to them
+        if self._groups.rank == 0:  # the others add nothing to them
             losses = torch.tensor(saved["losses"][-count:], dtype=torch.float64)
-            self._before = losses.to(self._layout.device)
+            self._before = losses.to(self._groups.device)

@@ -1,44 +1,39 @@
 """The early warning: one pure function over the telemetry's history. No torch.
 
-Three things have announced the explosions that this project recorded, hundreds of steps before the
+Two things have announced the explosions that this project recorded, hundreds of steps before the
 loss moved (research/report.md has the figures), and no run that stayed stable has shown them:
 
-    growth = smoothed gradient norm / its minimum over the last `reference_steps` steps
     head growth = spectral norm of one head's W_Q or W_K / what it was `head_steps` steps ago,
                   over the median of the same ratio over all heads
     error = what the run's own numerics get wrong in one head's delta / the signal it disturbs
 
-smoothed: the median of the last `SMOOTH` records, each the mean of its steps, so that single
-spikes, which stable runs have too, do not count; of more where those span less than
-`Rule.smooth_steps`, so that a short `stability.interval` is not judged by its noise, and danger is
-likewise confirmed over `Rule.confirm_steps`. The minimum is looked for after the warm-up and in
-a window, because norms also drift over tens of thousands of steps. Weights grow in every run, early
-and fast; one head that leaves all others behind, with large logits, is what an explosion looks like
-from inside, even while the gradient norm stands still. The error looks back on nothing, so it also
-speaks of weights that were sick before the run began. Where the numerics are `compensated` already
-it is no danger but something to watch: heads saturated beyond what float32 scores resolve, which no
-switch cures. Nor is the growth of the norm there, and with any numerics where that error is
-measured and no head shows anything: such a rise is none of attention's. What else the heads show
-(how coherent the error is, how large the logits are) names a place and raises `ok` to `watch`.
+Danger is confirmed by `CONFIRM` records that span `confirm_steps`, so that a short
+``stability.interval`` is not judged by its noise. Weights grow in every run, early and fast; one
+head that leaves all others behind, with large logits, is what an explosion looks like from inside.
+The error looks back on nothing, so it also speaks of weights that were sick before the run began.
+Where the numerics are `compensated` already it is no danger but something to watch: heads saturated
+beyond what float32 scores resolve, which no switch cures. What else the heads show (how coherent
+the error is, how large the logits are) names a place and raises `ok` to `watch`.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from megatron_patch.schema.stability import RuleConfig
 from megatron_patch.stability.names import LEVELS
 
 if TYPE_CHECKING:
     from megatron_patch.schema.stability import StabilityConfig
 
-SMOOTH = 5  # records the gradient norm is smoothed over, at least
+SMOOTH = 5  # records that a spike is compared with, at least
 CONFIRM = 2  # records in a row that must agree on danger, at least
+FLICKER = 200
+"""Steps at `ok` over which a stretch of signs goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,42 +73,29 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """Thresholds; chosen on some seeds and judged on others by benchmarks/early_warning.py."""
+class Rule(RuleConfig):
+    """Thresholds; chosen on some seeds and judged on others by benchmarks/early_warning.py.
 
-    watch_growth: float = 1.25
-    danger_growth: float = 1.3
-    reference_steps: int = 4000
+    Single heads leave others behind early in every run, with small logits, hence `head_logit`;
+    errors grow with the logits.
+    """
+
     settle_steps: int = 0
-    """Steps before the rule looks: the learning rate's warm-up."""
-    smooth_steps: int = 200
-    """Steps from the first to the last record of a smoothed norm, at least: `SMOOTH` records of 50
-    steps, on which the thresholds were chosen."""
-    confirm_steps: int = 50
-    """The same of the records that agree on danger: `CONFIRM` of 50 steps."""
+    """Steps before the rule looks at growth: the learning rate's warm-up."""
     head_signal: float = 0.005
     """`Point.bias` from which a head is named. Of the synthetic regimes of docs/numerics.md the
     saturated and the tied sinks reach it with a plain kernel; `compensated` stays below 1e-4."""
-    watch_head_growth: float = 1.5
-    danger_head_growth: float = 2.0
-    head_steps: int = 500
-    """How far back head growth looks: at least this many steps, over records."""
-    head_logit: float = 100.0
-    """Largest logit from which a head's growth counts. Single heads leave others behind early in
-    every run, with small logits (research/report.md); errors grow with the logits."""
-    danger_error: float | None = 0.1
-    """`Point.error` from which it is danger, and under `compensated` watch; None: never."""
-    watch_logit: float | None = 1000.0
-    """`Point.logit` for watch; None: never."""
-    norm_needs_head: bool = True
-    """Whether growth of the norm is no danger where heads clear attention of it (`_cleared`)."""
 
     @classmethod
     def of(cls, options: StabilityConfig, *, warmup_steps: int) -> Rule:
-        """The rule that the keys of ``stability:`` describe."""
-        names = [item.name for item in fields(cls) if hasattr(options, item.name)]
-        chosen = {name: getattr(options, name) for name in names}
+        """The rule that ``stability.rule`` describes."""
+        chosen = {item.name: getattr(options.rule, item.name) for item in fields(RuleConfig)}
         return cls(settle_steps=warmup_steps, **chosen)
+
+    def reach(self, more: int) -> int:
+        """Steps that `judge` looks back on, and ``more``: the first of the records that confirm
+        has its growth from so far back."""
+        return self.head_steps + self.confirm_steps + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,71 +115,6 @@ class Verdict:
         return f"attention: {self.level} ({self.reason})"
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Medians over the last `SMOOTH` values, one for every value from the `SMOOTH`-th on."""
-    n = len(values)
-    return [statistics.median(values[i - SMOOTH + 1 : i + 1]) for i in range(SMOOTH - 1, n)]
-
-
-class Trend:
-    """Growth of the smoothed gradient norm, record by record.
-
-    A record costs the same however many came before it: a report judges all records of a run.
-    """
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.rises: deque[tuple[int, float]] = deque()
-        """(step, growth) at the records that confirm (fewer while there are not enough), oldest
-        first."""
-        self._norms: deque[tuple[int, float]] = deque()
-        self._ordered: list[float] = []  # the norms of these: a short interval has many of them
-        # (step, median) that can still be the window's lowest, now or later: both increase.
-        self._lowest: deque[tuple[int, float]] = deque()
-
-    def add(self, point: Point) -> None:
-        """Take in the next record, in order of steps."""
-        if point.step <= self.rule.settle_steps or not math.isfinite(point.grad_norm):
-            return
-        self._norms.append((point.step, point.grad_norm))
-        bisect.insort(self._ordered, point.grad_norm)
-        for gone in _surplus(self._norms, SMOOTH, self.rule.smooth_steps):
-            del self._ordered[bisect.bisect_left(self._ordered, gone)]
-        if not _spans(self._norms, SMOOTH, self.rule.smooth_steps):
-            return
-        half = len(self._ordered) // 2
-        median = (self._ordered[half] + self._ordered[-half - 1]) / 2
-        while self._lowest and self._lowest[-1][1] >= median:
-            self._lowest.pop()
-        self._lowest.append((point.step, median))
-        while self._lowest[0][0] < point.step - self.rule.reference_steps:
-            self._lowest.popleft()
-        lowest = self._lowest[0][1]
-        # A norm of zero is one that nobody computed, or of a model that learns nothing.
-        self.rises.append((point.step, median / lowest if lowest > 0 else 1.0))
-        for _ in _surplus(self.rises, CONFIRM, self.rule.confirm_steps):
-            pass
-
-
-def _surplus(window: deque[tuple[int, float]], records: int, steps: int) -> Iterator[float]:
-    """Cut a window (step, value) to the last records that are so many and span so much."""
-    while len(window) > records and window[-1][0] - window[1][0] >= steps:
-        yield window.popleft()[1]
-
-
-def _spans(window: Sequence[tuple[int, object]], records: int, steps: int) -> bool:
-    """Whether records (step, value) are so many and span so much."""
-    return len(window) >= records and window[-1][0] - window[0][0] >= steps
-
-
-def growth(history: Sequence[Point], rule: Rule) -> list[float]:
-    """Growth at the records that confirm (fewer while there are not enough), oldest first."""
-    trend = Trend(rule)
-    for point in history:
-        trend.add(point)
-    return [rise for _, rise in trend.rises]
-
-
 def judge(history: Sequence[Point], rule: Rule) -> Verdict:
     """The verdict after the last record of ``history`` (in order of steps).
 
@@ -205,18 +122,13 @@ def judge(history: Sequence[Point], rule: Rule) -> Verdict:
     """
     if not history:
         return Verdict(level="ok", reason="nothing recorded yet")
-    trend = Trend(rule)
-    for point in history:
-        trend.add(point)
-    return _verdict(_confirming(history, len(history), rule), trend.rises, rule)
+    return _verdict(_confirming(history, len(history), rule), rule)
 
 
 def verdicts(history: Sequence[Point], rule: Rule) -> Iterator[Verdict]:
     """What `judge` says after every record, in time that grows as their number does."""
-    trend = Trend(rule)
-    for i, point in enumerate(history, start=1):
-        trend.add(point)
-        yield _verdict(_confirming(history, i, rule), trend.rises, rule)
+    for i in range(1, len(history) + 1):
+        yield _verdict(_confirming(history, i, rule), rule)
 
 
 def _confirming(history: Sequence[Point], end: int, rule: Rule) -> Sequence[Point]:
@@ -227,37 +139,18 @@ def _confirming(history: Sequence[Point], end: int, rule: Rule) -> Sequence[Poin
     return history[first:end]
 
 
-def _verdict(last: Sequence[Point], rises: Sequence[tuple[int, float]], rule: Rule) -> Verdict:
-    """From the records that have to agree and their rises, fewer while there are not enough."""
+def _verdict(last: Sequence[Point], rule: Rule) -> Verdict:
+    """From the records that have to agree, fewer while there are not enough."""
     now = last[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
-    heads = _heads(last, rule)
-    if not rises:
-        return _strongest(("ok", "too few records after the warm-up for a trend"), *heads)
-    rise = rises[-1][1]
-    text = f"gradient norm {rise:.2f}x its minimum of the last {rule.reference_steps:,} steps"
-    confirmed = _spans(rises, CONFIRM, rule.confirm_steps)
-    rose = confirmed and min(rise for _, rise in rises) >= rule.danger_growth
-    clear = rose and rule.norm_needs_head and any(_cleared(point, rule) for point in last)
-    danger = rose and not now.compensated and not clear
-    if clear and _cleared(now, rule):
-        text += ", and no head shows anything"
-    level = "danger" if danger else "watch" if rise >= rule.watch_growth else "ok"
-    return _strongest((level, text), *heads)
-
-
-def _strongest(*signs: tuple[str, str]) -> Verdict:
-    """The verdict of several signs (level, text), the worst first; the first is always named."""
-    ranked = sorted(signs, key=lambda sign: -LEVELS.index(sign[0]))  # stable: ties keep their order
-    named = [text for level, text in ranked if level != "ok" or (level, text) == signs[0]]
-    return Verdict(level=ranked[0][0], reason="; ".join(named))
-
-
-def _heads(points: Sequence[Point], rule: Rule) -> tuple[tuple[str, str], ...]:
-    """(level, text) of every sign that heads can show, at the last records."""
-    now = points[-1]
-    return _grown(points, rule), _wrong(points, rule), _place(now, rule), _large(now, rule)
+    signs = _grown(last, rule), _wrong(last, rule), _place(now, rule), _large(now, rule)
+    named = sorted(
+        (sign for sign in signs if sign[0] != "ok"), key=lambda sign: -LEVELS.index(sign[0])
+    )  # stable: ties keep their order
+    if not named:
+        return Verdict(level="ok", reason="no head shows anything")
+    return Verdict(level=named[0][0], reason="; ".join(text for _, text in named))
 
 
 def _grown(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
@@ -293,14 +186,6 @@ def _large(now: Point, rule: Rule) -> tuple[str, str]:
     return ("watch" if _reaches(now.logit, rule.watch_logit) else "ok"), text
 
 
-def _cleared(point: Point, rule: Rule) -> bool:
-    """Whether heads clear attention of what the norm does: the error of the run's own numerics is
-    measured and judged, and no head is at `watch`. Logits and their growth alone would not do:
-    where something bounds logits they never speak."""
-    measured = rule.danger_error is not None and math.isfinite(point.error.value)
-    return measured and all(level == "ok" for level, _ in _heads([point], rule))
-
-
 def _times(spot: Spot) -> str:
     """0.14x, 7,430x."""
     return f"{spot.value:,.0f}x" if spot.value >= 100 else f"{spot.value:.2g}x"
@@ -311,7 +196,8 @@ def _reaches(spot: Spot, limit: float | None) -> bool:
 
 
 def _confirmed(spots: Sequence[tuple[int, Spot]], limit: float | None, rule: Rule) -> bool:
-    enough = _spans(spots, CONFIRM, rule.confirm_steps)
+    span = spots[-1][0] - spots[0][0]
+    enough = len(spots) >= CONFIRM and span >= rule.confirm_steps
     return enough and all(_reaches(spot, limit) for _, spot in spots)
 
 

@@ -16,6 +16,7 @@ from megatron_patch.stability.record import (
     FIRST_ATTEMPT,
     FOLDER,
     LAYOUT,
+    NAMES,
     RecordsError,
     attention_at,
     meta_of,
@@ -72,6 +73,12 @@ class Writer:
                     f"{before['heads']} heads, this one has {self.meta['layers']} of "
                     f"{self.meta['heads']}; move {self.folder} away and the run begins new records"
                 )
+            if any(before[key] != self.meta[key] for key in NAMES):
+                # The version before has fewer: its file goes on as it is.
+                self.meta |= {key: before[key] for key in NAMES}
+                self._dtype = record_dtype(self.meta)
+                self._file.size = self._dtype.itemsize
+                records = records_of(self._file.path, self._dtype)
             attempts = before.get("attempts", [FIRST_ATTEMPT])
             for part in story(records, attempts):
                 last = part[: up_to(part, self._start_step)][-LAST_ROWS:]

@@ -202,14 +202,14 @@ class Trainer:
 
     def _watch(self) -> None:
         """The watchers of this run. Their order is the order of their collectives on all ranks."""
-        from megatron_patch.stability.telemetry import Stability
+        from megatron_patch.stability.adapters.trainer import Stability
 
         s, layout, monitor = self.session, self.layout, self.monitor
         roots = [unwrap(chunk) for chunk in s.chunks]
         hosts: list[Any] = [None] * layout.world_size
         torch.distributed.all_gather_object(hosts, ledger.node())
         self.stability = Stability(
-            self.run, layout, s.chunks, roots, monitor=monitor, run_dir=self.run_dir
+            self.run, layout, s.chunks, monitor=monitor, run_dir=self.run_dir
         )
         self.spikes = SpikePolicy(
             self.run.faults.spike,

@@ -34,7 +34,7 @@ import numpy as np
 import shared
 from heads import RAN_AWAY, Place, first_where
 
-from megatron_patch.stability import record
+from megatron_patch.stability import names, record
 
 HEADS, SMOOTH, SHORTEST = 3, 3, 500
 MOVES, STILL = 2.0, 1.25
@@ -127,7 +127,7 @@ def _head(head: Place, above: int | None, runs: Any, start: int, at: int | None)
     logit = {"0": fork} | {str(n): _figure(mine, "max_logit", head, start + n) for n in AFTER}
     here = mine if at is None else mine.until(at)
     values = {name: here.heads[name][:, head[0], head[1]] for name in here.heads}
-    signal = record.error_to_signal(values["used_error_rms"], values["kappa"])
+    signal = names.error_to_signal(values["used_error_rms"], values["kappa"])
     grown = beside = None
     if at is not None:
         grown = growth(mine, head, before=fork, step=at)

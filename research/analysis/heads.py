@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import shared
 
-from megatron_patch.stability import record
+from megatron_patch.stability import names, record
 from megatron_patch.stability.warning import SMOOTH, Rule
 
 Place = tuple[int, int]
@@ -160,7 +160,7 @@ def common(run: record.Telemetry) -> dict[str, Any]:
     # A logit that is not finite is one that ran away, and has no share.
     logits = np.nan_to_num(run.heads["max_logit"], nan=np.inf)
     spoken = np.isfinite(logits) & np.isfinite(part) & (logits >= SMALL)
-    share = np.where(spoken, record.common_share(part, logits), 0.0)
+    share = np.where(spoken, names.common_share(part, logits), 0.0)
     gone = first_where(logits > RAN_AWAY)
     went = _in_order(gone, logits)[:FIRST]
     end = min([*gone.values(), len(steps)])
@@ -219,7 +219,7 @@ def saturated(run: record.Telemetry, i: int) -> dict[str, Any]:
     for name in ("wq_norm", "entropy"):
         found[f"median_{name}"] = _median(heads[name][gone])
     if "common_logit" in heads:
-        share = record.common_share(heads["common_logit"], np.where(gone, logits, math.nan))
+        share = names.common_share(heads["common_logit"], np.where(gone, logits, math.nan))
         found["median_common_share"] = _median(share[gone])
     if (norms := run.layers.get("grad_norm")) is not None and np.isfinite(norms[i]).any():
         layer = int(np.nanargmax(norms[i]))

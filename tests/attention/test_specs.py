@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron_patch.attention import specs
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import CoreAttention
+from megatron_patch.stability import record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,10 +69,15 @@ def test_plain_megatron_example_without_a_gpu_names_its_option():
     assert "PyTorch sees no GPU here; --cpu runs without one" in line
 
 
-def test_plain_megatron_example_learns():
-    """The script runs as its own program, without our trainer, and its loss falls."""
-    done = plain_megatron("--cpu", "--steps", "8")
+def test_plain_megatron_example_learns(tmp_path):
+    """The script runs as its own program, without our trainer, watched, and its loss falls."""
+    done = plain_megatron("--cpu", "--steps", "8", "--monitor", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(x) for x in re.findall(r"^step \d+: loss ([0-9.]+)$", done.stdout, re.M)]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
     assert "core attention replaced in 1 layer spec by reference" in done.stdout
+    assert "attention: ok" in done.stdout
+    found = record.read(tmp_path)
+    assert found.steps.tolist() == [2, 4, 6, 8] and found.heads["max_logit"].shape == (4, 2, 4)
+    for values in (found.heads["wq_norm"], found.heads["kappa"], found.layers["grad_norm"]):
+        assert (values > 0).all()

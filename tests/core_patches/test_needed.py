@@ -100,6 +100,16 @@ def a_norm_needs_values_on_the_host():
         l2_norm(*[torch.ones(2, device="meta")] * 2)
 
 
+@shows("QK clip")
+def every_layer_is_taken_for_attention():
+    from megatron.core.optimizer.qk_clip import clip_qk
+
+    layers = [torch.nn.Linear(2, 2)]
+    inner = SimpleNamespace(module=SimpleNamespace(decoder=SimpleNamespace(layers=layers)))
+    with pytest.raises(AttributeError, match="self_attention"):
+        clip_qk([SimpleNamespace(module=inner)])
+
+
 @shows("norms")
 def sequence_parallelism_is_refused():
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

@@ -208,24 +208,25 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path, begin: str, end: 
 def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_patch.stability import record
+    from megatron_patch.stability import history, record
     from megatron_patch.stability.names import HEAD_METRICS
     from megatron_patch.stability.warning import Rule
     from megatron_patch.stability.writer import Writer
 
     run = make_run(tmp_path / "run", losses=FLAT)
-    rule = Rule(norm_needs_head=False)
+    rule = Rule()
     meta = record.make_meta(layers=1, heads=1, interval=50, rule=rule, attention="a/none")
     heads = {name: np.ones((1, 1), np.float32) * 1e-9 for name in HEAD_METRICS}
     writer = Writer(run, meta, start_step=0)
     for i in range(1, 81):
-        norm = 0.3 if i <= 40 else 0.45  # two smoothed values: danger in the 44th record
-        scalars = {"loss_mean": 3.0, "grad_norm_mean": norm, "grad_norm_max": norm}
+        # Two records: danger in the 44th, ok after the switch.
+        heads["used_error_rms"][:] = heads["kappa"][:] = 1.0 if i in (43, 44) else 1e-5
+        scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3, "grad_norm_max": 0.3}
         scalars["switched"] = 2201.0 if i >= 44 else 0.0
         writer.write(50 * i, scalars=scalars, layers={}, heads=heads)
     writer.close()
-    taken, add = [], record.History.add
-    monkeypatch.setattr(record.History, "add", lambda *a, **k: (taken.append(1), add(*a, **k))[1])
+    taken, add = [], history.History.add
+    monkeypatch.setattr(history.History, "add", lambda *a, **k: (taken.append(1), add(*a, **k))[1])
     facts = collect(run)
     report.render(facts)
     assert len(taken) == 80

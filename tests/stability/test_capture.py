@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from full_disk import KINDS, disk
-from run_config import run_config
 
+from megatron_patch.schema.stability import StabilityConfig
 from megatron_patch.stability import capture
 from megatron_patch.stability.capture import CaptureFile, Capturer, Wanted
 from megatron_patch.stability.observe import Seen
@@ -204,7 +204,6 @@ def take(
     folder: Path, attention: Any, heads: int, groups: int, *steps: int, variant: str = ""
 ) -> Capturer:
     """Let a run capture a layer at these steps; default: 3."""
-    run = run_config(model={"num_attention_heads": heads, "num_query_groups": groups})
     where: Any = SimpleNamespace(tp_rank=0, dp_rank=0)
     site: Any = SimpleNamespace(
         layer=0, name="x", backend="reference", stabilizer="", variant=variant, attention=attention
@@ -214,7 +213,7 @@ def take(
         site=site, q=q, k=k, v=k, out=q, low=None, max_logits=None, sinks=None,
         geometry=Geometry(scale=1.0, causal=True), dropout_p=0.0,
     )  # fmt: skip
-    capturer = Capturer(run, where, folder)
+    capturer = Capturer(StabilityConfig(), where, folder, name="tiny", per_kv_head=heads // groups)
     for step in steps or (3,):
         capturer._take(step, Wanted(trigger="step", heads={0: ()}), seen, q)
     return capturer
@@ -262,7 +261,6 @@ def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
 def test_numbers_of_key_heads_are_those_of_the_layer(
     tmp_path: Path, heads: int, groups: int | None, tp: int, expected: list[list[int]]
 ) -> None:
-    run = run_config(model={"num_attention_heads": heads, "num_query_groups": groups})
     mine, kv = heads // tp, max(1, (groups or heads) // tp)
     for rank in range(tp):
         where: Any = SimpleNamespace(tp_rank=rank, dp_rank=0)
@@ -287,7 +285,10 @@ def test_numbers_of_key_heads_are_those_of_the_layer(
             geometry=Geometry(scale=1.0, causal=True),
             dropout_p=0.0,
         )
-        Capturer(run, where, tmp_path)._take(3, Wanted(trigger="step", heads={0: ()}), seen, q)
+        capturer = Capturer(
+            StabilityConfig(), where, tmp_path, name="tiny", per_kv_head=heads // (groups or heads)
+        )
+        capturer._take(3, Wanted(trigger="step", heads={0: ()}), seen, q)
         found = CaptureFile.load(tmp_path / capture.file_name(3, 0, rank))
         assert found.kv_heads == expected[rank]
         assert found.heads == list(range(rank * mine, (rank + 1) * mine))

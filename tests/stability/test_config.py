@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from run_config import run_config
 
 from megatron_patch.config import checks
 from megatron_patch.config.checks.stability import capture_mib
-from megatron_patch.schema.stability import StabilityConfig
+from megatron_patch.config.loader import load
+from megatron_patch.schema.problem import ConfigError
+from megatron_patch.schema.stability import RuleConfig, StabilityConfig
 
 
 def complaints(stability: dict[str, Any], **sections: dict[str, Any]) -> list[str]:
@@ -22,6 +25,10 @@ def complaints(stability: dict[str, Any], **sections: dict[str, Any]) -> list[st
 FLASH = {"backend": "stable_flash"}
 
 
+def rule(**values: Any) -> dict[str, Any]:
+    return {"rule": RuleConfig(**values)}
+
+
 def test_the_defaults_are_fine() -> None:
     assert complaints({}) == []
 
@@ -31,11 +38,11 @@ def test_the_defaults_are_fine() -> None:
     [
         ({"interval": 0}, FLASH, "stability.interval: 0: must be at least 1"),
         ({"rows": 0}, FLASH, "stability.rows"),
-        ({"head_logit": -1.0}, FLASH, "stability.head_logit: -1.0: must be at least 0"),
-        ({"danger_error": 0.0}, FLASH, "stability.danger_error: 0.0: must be more than 0, or null"),
-        ({"watch_logit": -5.0}, FLASH, "stability.watch_logit: -5.0: must be more than 0, or null"),
-        ({"danger_growth": 1.0}, FLASH, "need 1 < watch_growth <= danger_growth"),
-        ({"watch_growth": 2.0}, FLASH, "need 1 < watch_growth"),
+        (rule(head_logit=-1.0), FLASH, "stability.rule.head_logit: -1.0: must be at least 0"),
+        (rule(danger_error=0.0), FLASH, "stability.rule.danger_error: 0.0: must be more than 0"),
+        (rule(watch_logit=-5.0), FLASH, "rule.watch_logit: -5.0: must be more than 0, or null"),
+        (rule(danger_head_growth=1.0), FLASH, "need 1 < watch_head_growth <= danger_head_growth"),
+        (rule(head_steps=0), FLASH, "stability.rule.head_steps: 0: must be at least 1"),
         ({"guard": "stop", "enabled": False}, FLASH, "set stability.enabled: true"),
         ({"guard": "switch"}, FLASH, "is compensated already"),
         ({"guard": "switch"}, {"backend": "reference"}, "nothing to switch to"),
@@ -48,11 +55,6 @@ def test_the_defaults_are_fine() -> None:
             {"capture_steps": [3], "capture_layers": [0], "capture_heads": [4]},
             FLASH,
             "capture_heads: 4: must be in 0..3",
-        ),
-        (
-            {"capture_steps": [3], "capture_layers": [0], "capture_micro_batch": 9},
-            FLASH,
-            "capture_micro_batch: 9",
         ),
     ],
 )
@@ -71,14 +73,26 @@ def test_switch_where_there_is_something_to_switch_to() -> None:
 
 
 def test_large_captures_are_refused() -> None:
-    long = {"seq_length": 131_072, "max_position_embeddings": 131_072}
+    long = {"seq_length": 1_048_576, "max_position_embeddings": 1_048_576}
     capture = {"capture_steps": [3], "capture_layers": [0]}
-    assert any("more than capture_max_mib" in text for text in complaints(
-        capture | {"capture_max_mib": 10}, model=long))  # fmt: skip
-    one_head = capture | {"capture_max_mib": 200, "capture_heads": [1]}
+    assert any("more than 1,024: name fewer heads" in text for text in complaints(
+        capture, model=long))  # fmt: skip
+    one_head = capture | {"capture_heads": [1]}
     assert complaints(one_head, model=long) == []
-    worst = {"capture_at": ["danger"], "capture_max_mib": 100}
-    assert complaints(worst | {"capture_worst_heads": 1}, model=long) == []
-    assert complaints(worst | {"capture_worst_heads": 0}, model=long) != []
     run = replace(run_config(model=long), stability=StabilityConfig(**one_head))
-    assert capture_mib(run, heads=1) == 5 * 131_072 * 16 * 4 / 2**20
+    assert capture_mib(run, heads=1) == 5 * 1_048_576 * 16 * 4 / 2**20
+
+
+def test_keys_of_the_release_before_are_named_with_what_replaces_them(tmp_path: Path) -> None:
+    """Every one of the 27 that is none any more."""
+    old = {**dict.fromkeys(StabilityConfig.REMOVED, 1), "interval": 4}
+    file = tmp_path / "run.yaml"
+    file.write_text("name: x\nstability: {" + ", ".join(f"{k}: {v}" for k, v in old.items()) + "}")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    text = str(caught.value)
+    assert "stability.danger_error" in text and "it is stability.rule.danger_error now" in text
+    assert text.count("is no key any more") == len(StabilityConfig.REMOVED) == 18
+    known = {item.name for item in fields(StabilityConfig)} | {f.name for f in fields(RuleConfig)}
+    moved = {k for k, v in StabilityConfig.REMOVED.items() if v == f"it is stability.rule.{k} now"}
+    assert moved <= known and not (set(StabilityConfig.REMOVED) - moved) & known

@@ -146,7 +146,7 @@ def test_norms_and_their_way_to_the_host_never_wait() -> None:
     """Spectral norms from the first time on; then reduction results on their way, slot by slot."""
     from types import SimpleNamespace
 
-    from megatron_patch.stability.telemetry import Stability
+    from megatron_patch.stability.reduction import Reduction
     from megatron_patch.stability.weights import SpectralNorms
 
     attention = SimpleNamespace(
@@ -158,8 +158,7 @@ def test_norms_and_their_way_to_the_host_never_wait() -> None:
     sites: Any = [SimpleNamespace(attention=attention)] * 2
     SpectralNorms(sites).measure()
     norms = SpectralNorms(sites)
-    sender = Stability.__new__(Stability)
-    sender._pinned = {}
+    sender = Reduction()
     sender._to_host(0, torch.zeros(64, device="cuda"))  # allocates the pinned memory
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -16,13 +16,13 @@ from megatron_patch.stability import guard, record
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("own_worker")]
 
-# One small layer, whose gradient norm grows by half a step: `danger` at step 7, read after step 8.
+# One small layer, whose first head is sick from step 6 on: `danger` at step 7, read after step 8.
 SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
          "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
          "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
          "training.global_batch_size=2", "training.deterministic=true",
          "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.watch_logit=1.0e-9",
+         "stability.rule.confirm_steps=0", "stability.rule.watch_logit=1.0e-9",
          "checkpoint.keep_last=null"]  # fmt: skip
 DANGER, SWITCHED = 7, 8
 SWITCH = [*SMALL, "stability.guard=switch"]
@@ -37,7 +37,7 @@ REWIND = [*SWITCH, "training.train_steps=11", f"checkpoint.interval={BACK_TO}",
 
 
 def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
-    return {"set": [f"name={name}", *keys], "grow": 1.5, **more}
+    return {"set": [f"name={name}", *keys], "sick": 6, **more}
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ from megatron_patch.checkpoint.store import CheckpointStore
 from megatron_patch.stability import record
 from megatron_patch.training.saver import Saver
 
-# One small layer, whose gradient norm grows by half a step: `watch` at step 6, `danger` at 7, read
+# One small layer, whose first head is sick from step 6 on: `watch` at step 6, `danger` at 7, read
 # after step 8 and before it is saved. By then 4 and 6 are there; 4 is from before the signs.
 SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
          "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
          "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
          "training.global_batch_size=2", "training.train_steps=17", "training.deterministic=true",
          "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.norm_needs_head=false",
+         "stability.rule.confirm_steps=0",
          "checkpoint.interval=2", "checkpoint.keep_last=2"]  # fmt: skip
 DANGER = 7
 PINNED = {"step_00000004.attempt-1": "danger at step 7, signs since step 6"}
@@ -32,7 +32,7 @@ BACK = "attention.stabilizer=compensated"
 
 
 def run(name: str, *keys: str) -> dict[str, Any]:
-    return {"set": [f"name={name}", *SMALL, *keys], "grow": 1.5}
+    return {"set": [f"name={name}", *SMALL, *keys], "sick": 6}
 
 
 def at(step: int) -> str:
@@ -134,7 +134,6 @@ def test_where_the_signs_began(
     writer.close()
     meta = tmp_path / "stability" / "meta.json"
     told = json.loads(meta.read_text())
-    told["rule"]["smooth_steps"] = 200
     meta.write_text(json.dumps(told))
     assert record.read(tmp_path).signs_began(danger) == began
 

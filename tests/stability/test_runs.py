@@ -28,19 +28,18 @@ PP, VPP = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_mo
 WHOLE = "parallel.use_distributed_optimizer=false"
 WATCH = ["stability.interval=1", "stability.rows=1000", "training.train_steps=3"]
 TAKE = ["stability.capture_steps=[3]", "stability.capture_layers=[0,3]",
-        "stability.capture_heads=[1,2,3]", "stability.capture_micro_batch=1"]  # fmt: skip
+        "stability.capture_heads=[1,2,3]"]  # fmt: skip
 FULL = ["training.recompute.granularity=full"]
 CORE = ["training.recompute.granularity=selective", "training.recompute.modules=[core_attn]"]
 
-SIGNS = ["stability.capture_at=[danger]", "stability.capture_at_grad_norm=1e-9",
-         "stability.capture_worst_layers=1", "stability.capture_worst_heads=1"]  # fmt: skip
+SIGNS = ["stability.capture_at=[watch, danger]"]
 
 SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
          "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
          "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
          "training.global_batch_size=2", "training.train_steps=9", "training.deterministic=true",
          "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.smooth_steps=0", "stability.confirm_steps=0", "stability.norm_needs_head=false",
+         "stability.rule.confirm_steps=0",
          "checkpoint.keep_last=2"]  # fmt: skip
 
 
@@ -106,8 +105,8 @@ def single(folder: Path, corpus: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
-    """Two processes: step 3 in every layout; then runs whose gradient norm grows by half a step."""
-    switch, grow = "stability.guard=switch", {"grow": 1.5}
+    """Two processes: step 3 in every layout; then runs whose first head is sick from step 6 on."""
+    switch, sick = "stability.guard=switch", {"sick": 6}
     runs = [
         run("tp2", BEGIN, *WATCH, *TAKE, f"{TP}=2"),
         run("tp2_sp", BEGIN, *WATCH, f"{TP}=2", f"{SP}=true"),
@@ -120,23 +119,23 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
         run("ep2", *ONE_STEP, *EXPERTS, "parallel.expert_model_parallel_size=2"),
         run("mqa_tp2", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2"),
         run("mqa_tp2_sp", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2", f"{SP}=true"),
-        run("warn", *SMALL, "stability.guard=warn", **grow),
-        run("switch", *SMALL, switch, *SIGNS, **grow),
-        run("disk", *SMALL, switch, *SIGNS, *FULL_DISK, full=[3, 8], **grow),
-        run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **grow),
-        run("again", *SMALL, switch, *SIGNS, **grow),
-        run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **grow),
-        run("edge", *SMALL, switch, *SIGNS, **grow),
-        run("back", *SMALL, switch, "training.exit_at_step=8", **grow),
-        run("back", *SMALL, "stability.guard=warn", "training.train_steps=10", **grow),
-        run("stop", *SMALL, *FAST, "stability.guard=stop", **grow),
+        run("warn", *SMALL, "stability.guard=warn", **sick),
+        run("switch", *SMALL, switch, *SIGNS, **sick),
+        run("disk", *SMALL, switch, *SIGNS, *FULL_DISK, full=[3, 8], **sick),
+        run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **sick),
+        run("again", *SMALL, switch, *SIGNS, **sick),
+        run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **sick),
+        run("edge", *SMALL, switch, *SIGNS, **sick),
+        run("back", *SMALL, switch, "training.exit_at_step=8", **sick),
+        run("back", *SMALL, "stability.guard=warn", "training.train_steps=10", **sick),
+        run("stop", *SMALL, *FAST, "stability.guard=stop", **sick),
         *(
-            run("halted", *SMALL, "stability.guard=stop", "training.train_steps=11", *keys, **grow)
+            run("halted", *SMALL, "stability.guard=stop", "training.train_steps=11", *keys, **sick)
             for keys in ((), (CHANGED, "training.exit_at_step=9"), (CHANGED,))
         ),
-        run("first", *SMALL, "stability.guard=warn", "training.exit_at_step=7", **grow),
-        run("second", *SMALL, "stability.guard=warn", "checkpoint.load_from=runs/first", **grow),
-        run("changed", *SMALL, CHANGED, "checkpoint.load_from=runs/first", **grow),
+        run("first", *SMALL, "stability.guard=warn", "training.exit_at_step=7", **sick),
+        run("second", *SMALL, "stability.guard=warn", "checkpoint.load_from=runs/first", **sick),
+        run("changed", *SMALL, CHANGED, "checkpoint.load_from=runs/first", **sick),
     ]
     results = training_ranks.run_ranks(folder, corpus, 2, runs)
     names = [r["set"][0].removeprefix("name=") for r in runs]
@@ -176,6 +175,9 @@ def same_heads(one: Telemetry, other: Telemetry) -> None:
         a, b = one.heads[metric][-1], other.heads[metric][-1]
         if metric.startswith("used"):
             assert np.isnan(a).all() and np.isnan(b).all()
+        elif metric.endswith("_sum"):
+            # Float32 rounding and no more; half of the keys alone would leave 1e6.
+            assert (np.isnan(a) == np.isnan(b)).all() and not (b > 1e4).any(), metric
         elif metric in LOOSE:
             np.testing.assert_allclose(b, a, atol=0.15 * float(np.abs(a).max()))
         else:
@@ -291,7 +293,7 @@ def test_captures_are_the_same_from_one_and_from_two_ranks(pair: Path) -> None:
         one = CaptureFile.load(pair / "one" / "captures" / capture.file_name(3, layer, 0))
         assert one.heads == [1, 2, 3] and one.kv_heads == [0, 1] and one.head_to_kv == [0, 1, 1]
         assert one.q.shape == (32, 1, 3, 8) and one.k.shape == (32, 1, 2, 8)
-        assert one.causal and one.micro_batch == 1 and one.layer == layer
+        assert one.causal and one.micro_batch == 0 and one.layer == layer
         parts = [
             CaptureFile.load(pair / "tp2" / "captures" / capture.file_name(3, layer, r))
             for r in (0, 1)
@@ -311,7 +313,7 @@ def test_captures_are_the_same_from_one_and_from_two_ranks(pair: Path) -> None:
         assert one.wq_norm is not None and (one.wq_norm > 0).all()
 
 
-# Seven records until two smoothed values in a row are 1.3x the lowest; read one step later.
+# The second record at which the error is as large as the signal; read one step later.
 SWITCHED = 8
 
 
@@ -327,7 +329,9 @@ def test_switch_on_all_ranks_at_the_same_step(two: Any, folder: Path) -> None:
     told = record.read(runs / "switch")
     assert told.scalars["switched"].tolist() == [0] * 6 + [SWITCHED] * 3
     plain, used = told.heads["delta_error_rms"], told.heads["used_error_rms"]
-    assert (plain[:8] == used[:8]).all() and (plain > 1e-4).any()
+    # From step 6 on the first head's is planted.
+    assert (plain[:5] == used[:5]).all() and (plain > 1e-4).any()
+    assert (used[5:7, 0, 0] == 1).all() and (plain[:8, 0, 1] == used[:8, 0, 1]).all()
     # What is left is the rounding of P, which 16 tokens average little (docs/numerics.md).
     assert (used[8:] < plain[8:] / 2).all() and used[8:].mean() < plain[8:].mean() / 4
     # All ranks switched: their weights are the same, as data parallelism needs.
@@ -353,7 +357,7 @@ def test_a_full_disk_of_the_first_rank_changes_no_bit(two: Any, folder: Path) ->
 
 
 def test_signs_start_captures_once(two: Any, folder: Path) -> None:
-    """Nobody knew the steps: the norm exceeds its limit in the first record, danger comes later.
+    """Nobody knew the steps: one record is to be watched, the next is danger.
 
     The record of a step is read after the next one, so the step captured is the second after it. A
     resumed run does not take the first one again; the second would have been in the step after the
@@ -361,17 +365,13 @@ def test_signs_start_captures_once(two: Any, folder: Path) -> None:
     no bit (the test before this one compares the run with one that captured nothing).
     """
     runs = folder / "runs"
-    norm = "step_00000003.layer_000.tp_0.grad_norm.pt"
+    watch = f"step_{SWITCHED:08d}.layer_000.tp_0.watch.pt"
     danger = f"step_{SWITCHED + 1:08d}.layer_000.tp_0.danger.pt"
-    for name, names in (("switch", [norm, danger]), ("again", [norm])):
+    for name, names in (("switch", [watch, danger]), ("again", [watch])):
         assert sorted(p.name for p in (runs / name / "captures").iterdir()) == names, name
-    first, second = (CaptureFile.load(runs / "switch" / "captures" / n) for n in (norm, danger))
-    assert (first.trigger, second.trigger) == ("grad_norm", "danger")
-    told = record.read(runs / "switch")
-    for one, step in ((first, 1), (second, SWITCHED - 1)):
-        signal = told.heads["used_error_rms"] * told.heads["kappa"]
-        row = list(told.steps).index(step)
-        assert one.heads == [int(signal[row, 0].argmax())]
+    first, second = (CaptureFile.load(runs / "switch" / "captures" / n) for n in (watch, danger))
+    assert (first.trigger, second.trigger) == ("watch", "danger")
+    assert first.heads == second.heads == [0, 1]
     assert (first.stabilizer, second.stabilizer) == ("none", "compensated")
 
 
@@ -412,15 +412,16 @@ def test_another_guard_setting_takes_the_switch_back(two: Any, folder: Path) -> 
     assert switched == [0.0] * (SWITCHED - 2) + [SWITCHED] * (10 - SWITCHED) + [0.0] * 2
     assert [p.step for p in told.points() if p.compensated] == list(range(SWITCHED, 9))
     assert [p.step for p in told.history().points] == [9, 10]
-    assert [v.level for _, v in told.verdicts()][-2:] == ["ok", "ok"]
-    assert told.scalars["level"].tolist()[-2:] == [0.0, 0.0]
+    # The head is sick again, as it is with these numerics: one record does not confirm it.
+    assert [v.level for _, v in told.verdicts()][-2:] == ["watch", "danger"]
+    assert told.scalars["level"].tolist()[-2:] == [1.0, 2.0]
     log = (folder / "runs" / "back" / "train.log").read_text()
     assert "stability.guard is warn now: attention is as configured" in log
 
 
 def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
     assert [(r["code"], r["step"]) for r in two["stop"]] == [(5, SWITCHED)] * 2
-    assert "gradient norm" in two["stop"][0]["error"]
+    assert "layer 0 head 0: error of delta 1x" in two["stop"][0]["error"]
     saved = folder / "runs" / "stop" / "checkpoints"
     assert [p.name[:13] for p in saved.glob("step_*")] == [f"step_{SWITCHED:08d}"]
     assert not (folder / "runs" / "stop" / "FINISHED").exists()

@@ -60,8 +60,7 @@ def series(interval: int, rank: int = 0) -> StepWindow:
 
 
 def note(one: StepWindow, loss: float) -> None:
-    result: Any = SimpleNamespace(report=torch.tensor([loss, 2.0]), grad_norm=loss + 0.5)
-    one.observe(result)
+    one.observe(torch.tensor([loss, 2.0]), loss + 0.5)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,7 @@ def test_a_step_between_two_records_launches_nothing() -> None:
     reports = [torch.tensor([float(loss), 2.0]) for loss in range(3)]
     with Nothing():
         for report in reports:
-            result: Any = SimpleNamespace(report=report, grad_norm=0.5)
-            one.observe(result)
+            one.observe(report, 0.5)
     assert one.drain().tolist() == [[0.0, 2.0, 0.5], [1.0, 2.0, 0.5], [2.0, 2.0, 0.5]]
 
 
@@ -112,6 +110,5 @@ def test_a_rank_without_losses_adds_zeros() -> None:
     saved = {"losses": [[6.0, 2.0], [7.0, 2.0]], "grad_norms": [6.5, 7.5]}
     one = series(10, rank=1)
     one.restore(saved, step=2)
-    none: Any = SimpleNamespace(report=None, grad_norm=1.0)
-    one.observe(none)
+    one.observe(None, 1.0)
     assert one.drain().tolist() == [[0.0] * 3] * 3

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.stability import sums as sums_module
-from megatron_patch.stability.names import HEAD_METRICS
+from megatron_patch.stability.names import HEAD_METRICS, bias_to_signal
 from megatron_patch.stability.observe import Seen
-from megatron_patch.stability.record import bias_to_signal
 from megatron_patch.stability.sampling import Geometry
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
 from megatron_patch.stability.warning import Rule
@@ -316,7 +315,7 @@ def test_nothing_seen_is_nan_not_zero() -> None:
     )
     found = head_metrics(*(x.numpy() for x in sums.totals()))
     assert all(np.isnan(v).all() for v in found.values())
-    assert set(HEAD_METRICS) - set(found) == {"wq_norm", "wk_norm"}
+    assert set(HEAD_METRICS) - set(found) == {"wq_norm", "wk_norm", "dk_sum", "dv_sum"}
     assert len(set(FIELDS)) == len(FIELDS)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from full_disk import KINDS, disk
-from telemetry_records import H, L, add, meta, write
+from telemetry_records import EVERY, H, L, add, meta, write
 
 from megatron_patch.stability import record
-from megatron_patch.stability.history_from_parent import history_from_parent
+from megatron_patch.stability.look_back import history_from_parent
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
@@ -96,13 +96,13 @@ def test_another_rule_than_before_is_told(tmp_path: Path) -> None:
     write(tmp_path, [10, 20]).close()
     file = tmp_path / "stability" / "meta.json"
     told = json.loads(file.read_text())
-    told["rule"] |= {"danger_growth": 1.5, "gone": 3}
-    del told["rule"]["norm_needs_head"]
+    told["rule"] |= {"danger_error": 1.5, "gone": 3}
+    del told["rule"]["watch_logit"]
     file.write_text(json.dumps(told))
     with pytest.raises(ValueError, match="rule is of another version"):
         _ = record.read(tmp_path).rule
     for logged in (
-        ["norm_needs_head False (not there)", "danger_growth 1.3 (1.5)", "gone not there (3)"],
+        ["watch_logit 1000.0 (not there)", "danger_error 0.1 (1.5)", "gone not there (3)"],
         [],
     ):
         writer = write(tmp_path, [], start=20)
@@ -168,6 +168,26 @@ def test_records_of_the_version_before_are_read_and_continued(tmp_path: Path) ->
         assert [p.step for p in found.points()] == steps
         write(tmp_path, [40], start=20).close()
     assert found.meta["format"] == record.FORMAT
+
+
+def test_records_without_the_newest_columns_are_read_and_continued(tmp_path: Path) -> None:
+    """Of the version before, whose rule knew the growth of the gradient norm, too."""
+    writer = Writer(tmp_path, meta() | record.OLDER, start_step=0)
+    add(writer, 10)
+    writer.close()
+    file = tmp_path / "stability" / "meta.json"
+    described = json.loads(file.read_text())
+    described["rule"] |= {"danger_growth": 1.3, "norm_needs_head": True}
+    file.write_text(json.dumps(described))
+    write(tmp_path, [20], start=10).close()
+    found = record.read(tmp_path)
+    assert found.steps.tolist() == [10, 20] and "dk_sum" not in found.heads
+    assert found.heads["max_logit"][:, 2, 3].tolist() == [10, 20] and found.rule == EVERY
+    # A run that starts from it has the column, and nothing in it.
+    _, records = history_from_parent(tmp_path, meta(), step=20, steps=100)
+    assert records.dtype == record.record_dtype(meta())
+    at = list(HEAD_METRICS).index("dk_sum")
+    assert np.isnan(records["heads"][:, at]).all() and records["heads"][1, 0, 2, 3] == 20
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """A training rank for the stability tests: tests/training/worker.py with three additions.
 
-Triton's interpreter computes BF16 as the hardware does; and ``{"grow": 1.5}`` in the plan
-multiplies the loss of step n, but not its report, by 1.5^n, so that the gradient norm rises as it
-does before an explosion; ``{"full": [first, last]}`` lets no file of the first rank grow during
-these steps.
+Triton's interpreter computes BF16 as the hardware does. ``{"sick": 6}`` in the plan lets the error
+of the first head be as large as its signal from the record of that step on, for as long as the
+numerics are not `compensated`, as an explosion does. ``{"full": [first, last]}`` lets no file of
+the first rank grow during these steps.
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ def load_rank() -> Any:
     return rank
 
 
-def grow(factor: float) -> Any:
-    """Install the growing loss; returns the function that takes it out."""
-    from megatron_patch.training import step
-    from megatron_patch.training.finite import StepGuard
+def sick(first: int | None) -> Any:
+    """Plant the error; returns the function that takes it out."""
+    from megatron_patch.stability.history import History
 
-    begin, token_loss = StepGuard.begin, step.token_loss
-    current = {"step": 0}
+    add = History.add
 
-    def counted(self: Any, number: int, chunks: Any, **options: Any) -> None:
-        current["step"] = number
-        begin(self, number, chunks, **options)
-
-    def larger(*args: Any) -> Any:
-        total, tokens, report = token_loss(*args)
-        return total * factor ** current["step"], tokens, report
+    def planted(self: Any, *, step: int, scalars: Any, heads: Any) -> Any:
+        # A record that is made, not one that is read again: that has it.
+        if first is not None and step >= first and not self.compensated and "entropy" in heads:
+            for name in ("used_error_rms", "kappa"):
+                heads[name] = heads[name].copy()
+                heads[name][0, 0] = 1.0
+        return add(self, step=step, scalars=scalars, heads=heads)
 
     def undo() -> None:
-        StepGuard.begin, step.token_loss = begin, token_loss  # type: ignore[method-assign]
+        History.add = add  # type: ignore[method-assign]
 
-    StepGuard.begin, step.token_loss = counted, larger  # type: ignore[method-assign]
+    History.add = planted  # type: ignore[method-assign]
     return undo
 
 
@@ -78,8 +76,8 @@ def main() -> None:
     rank = load_rank()
     execute = rank.execute
 
-    def with_growth(config: str, run: dict[str, Any]) -> dict[str, Any]:
-        undo = grow(run.get("grow", 1.0))
+    def with_additions(config: str, run: dict[str, Any]) -> dict[str, Any]:
+        undo = sick(run.get("sick"))
         undo_full = full(*run["full"]) if "full" in run else lambda: None
         try:
             result: dict[str, Any] = execute(config, run)
@@ -88,7 +86,7 @@ def main() -> None:
             undo()
         return result
 
-    rank.execute = with_growth
+    rank.execute = with_additions
     rank.main()
 
 

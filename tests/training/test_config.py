@@ -154,19 +154,6 @@ def test_world_size() -> None:
     assert world(4, experts, model=moe) == []
 
 
-def test_a_capture_is_of_a_micro_batch_that_every_rank_has() -> None:
-    """Eight sequences, two a micro-batch: a rank has four of them alone, and two beside another."""
-    named = {"capture_steps": [3], "capture_layers": [0], "capture_micro_batch": 2}
-    later = {"capture_at": ["danger"], "capture_micro_batch": 2}
-    for keys in (named, later):
-        assert world(1, {}, stability=keys) == []
-        assert world(2, {}, stability=keys) == ["stability.capture_micro_batch"]
-    assert world(2, {}, stability=named | {"capture_micro_batch": 1}) == []
-    assert world(2, {}, stability={"capture_micro_batch": 2}) == []  # no capture is asked for
-    shared = {"tensor_model_parallel_size": 2}
-    assert world(2, shared, stability=named) == []
-
-
 def test_the_error_names_the_remedy() -> None:
     run = run_config(parallel={"tensor_model_parallel_size": 4})
     with pytest.raises(LayoutError, match="start a multiple of 4 ranks") as caught:

@@ -3,8 +3,8 @@
 One process trains two steps and saves; it and every layout continue on the same data, whose masks
 leave context-parallel ranks with different numbers of tokens. Losses (validation, balancing and
 multi-token prediction included) and gradient norms must agree to FP32 = 2e-6 relative (sums in
-another order), or BF16 = 5e-3 (ranks round partial sums). `test_compositions` has more features and planted
-faults.
+another order), or BF16 = 5e-3 (ranks round partial sums). `test_compositions` has more features
+and planted faults.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_every_hook_is_called_in_the_order_of_the_list() -> None:
 
 def test_the_order_of_the_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spikes tell what is left out before telemetry tells where it begins."""
-    from megatron_patch.stability import telemetry
+    from megatron_patch.stability.adapters import trainer as watcher
 
     made: Any = loop([])
     made.layout = SimpleNamespace(world_size=1)
@@ -89,7 +89,7 @@ def test_the_order_of_the_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     made.run_dir, made.monitor = None, SimpleNamespace(say=print)
     made.run.faults = SimpleNamespace(spike=None)
     made.saver.can_rewind = None
-    kinds = {trainer: ("SpikePolicy", "Stragglers"), telemetry: ("Stability",)}
+    kinds = {trainer: ("SpikePolicy", "Stragglers"), watcher: ("Stability",)}
     for module, names in kinds.items():
         for name in names:
             fake = lambda *args, _name=name, **named: SimpleNamespace(kind=_name, last_maxima=None)  # noqa: E731

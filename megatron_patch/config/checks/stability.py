@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from megatron_patch.schema.run import RunConfig
 
+CAPTURE_MIB = 1024
+"""Largest capture file that is asked for by name."""
+
 
 def problems(run: RunConfig) -> Iterator[Problem]:
     """A guard with nothing to switch to; captures of what the run has not."""
@@ -48,30 +51,22 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
 
 
 def _captures(run: RunConfig) -> Iterator[Problem]:
-    options, model, training = run.stability, run.model, run.training
+    options, model = run.stability, run.model
     for name, values, low, high in (
-        ("capture_steps", options.capture_steps, 1, training.train_steps),
+        ("capture_steps", options.capture_steps, 1, run.training.train_steps),
         ("capture_layers", options.capture_layers, 0, model.attention_layers - 1),
         ("capture_heads", options.capture_heads, 0, model.num_attention_heads - 1),
     ):
         for value in values:
             if not low <= value <= high:
                 yield Problem(f"stability.{name}", f"{value}: must be in {low}..{high}")
-    micro_batches = max(1, training.global_batch_size // max(1, training.micro_batch_size))
-    if not 0 <= options.capture_micro_batch < micro_batches:
-        yield Problem(
-            "stability.capture_micro_batch",
-            f"{options.capture_micro_batch}: must be in 0..{micro_batches - 1}",
-        )
-    asked = [len(options.capture_heads)] if options.capture_steps else []
-    asked += [options.capture_worst_heads] if options.triggered else []
-    if asked:
-        size = max(capture_mib(run, heads=heads) for heads in asked)
-        if size > options.capture_max_mib:
+    if options.capture_steps:
+        size = capture_mib(run, heads=len(options.capture_heads))
+        if size > CAPTURE_MIB:
             yield Problem(
                 "stability.capture_heads",
-                f"one capture file would take {size:,.0f} MiB, more than capture_max_mib "
-                f"{options.capture_max_mib}: name fewer heads or sequences, or raise the limit",
+                f"one capture file would take {size:,.0f} MiB, more than {CAPTURE_MIB:,}: name "
+                "fewer heads",
             )
 
 
@@ -80,12 +75,11 @@ def capture_mib(run: RunConfig, *, heads: int) -> float:
 
     ``heads``: query heads that were asked for, 0 for all.
     """
-    model, stability = run.model, run.stability
+    model = run.model
     all_heads = max(1, model.num_attention_heads // max(1, run.parallel.tensor_model_parallel_size))
     heads = min(all_heads, heads or all_heads)
     head_dim = attention_head_dim(model)
     if model.mla is not None:
         head_dim = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
-    sequences = min(stability.capture_sequences, run.training.micro_batch_size)
-    values = 5 * model.seq_length * sequences * heads * head_dim
+    values = 5 * model.seq_length * heads * head_dim
     return values * (2 if run.training.precision == "bf16" else 4) / 2**20

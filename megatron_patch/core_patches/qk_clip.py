@@ -1,0 +1,105 @@
+"""QK-Clip of Megatron-Core for every model and optimizer: `clip_qk` stands for core's.
+
+Core's reads ``self_attention`` of every layer, which layers without attention lack (hybrids), and
+reshapes ``main_param`` as a whole weight, of which the distributed optimizer has a flat shard. It
+returns the largest logit of one tensor and pipeline rank; this one that of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_patch.parallel.buffers import own_values
+
+_CLIPPED = {
+    "linear_qkv": "_clip_linear_qkv",
+    "linear_q_proj": "_clip_q_proj_weight",
+    "linear_q_up_proj": "_clip_q_proj_weight",
+    "linear_kv_up_proj": "_clip_kv_proj_weight",
+}
+"""Projections that attention's own ``clip_qk`` scales, and its method that scales such a weight."""
+
+
+@torch.no_grad()
+def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
+    """Scale W_Q and W_K of heads whose largest logit is above ``config.qk_clip_threshold``.
+
+    Call after the optimizer's step, on all ranks. Collective; waits for the device.
+
+    Args:
+        model: chunks in Megatron's DistributedDataParallel.
+        log_max_only: measure and scale nothing.
+
+    Returns:
+        The largest logit since the last call, over all ranks; 0 where nobody measured one.
+
+    Raises:
+        ValueError: the optimizer keeps no FP32 weights that can be scaled.
+    """
+    found = [(chunk, attention) for chunk in model for attention in _measured(chunk)]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    device = next(model[0].parameters()).device
+    largest = torch.zeros(1, dtype=torch.float32, device=device)
+    for _, attention in found:
+        logits = attention.core_attention.current_max_attn_logits
+        torch.distributed.all_reduce(logits, op=torch.distributed.ReduceOp.MAX, group=group)
+        largest = torch.maximum(largest, logits.max().float())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    for chunk, attention in found:
+        if log_max_only:
+            attention.core_attention.current_max_attn_logits = None
+        else:
+            _clip(chunk, attention)
+    return float(largest)
+
+
+def _measured(chunk: Any) -> list[Any]:
+    """Self-attention modules of a chunk, wherever they are, that have logits."""
+    return [
+        module
+        for module in chunk.modules()
+        if hasattr(module, "clip_qk")
+        and getattr(module.core_attention, "current_max_attn_logits", None) is not None
+    ]
+
+
+def _clip(chunk: Any, attention: Any) -> None:
+    """Core's clip of the weights, and the same of the shards that the optimizer updates."""
+    above = attention.core_attention.current_max_attn_logits > attention.config.qk_clip_threshold
+    sharded: list[tuple[Any, Callable[..., Any], Any]] = []
+    for name, method in _CLIPPED.items():
+        weight: Any = getattr(getattr(attention, name, None), "weight", None)
+        if weight is not None and getattr(weight, "main_param_sharded", False):
+            sharded.append((weight, getattr(attention, method), weight.main_param))
+            del weight.main_param  # core would take it for the whole weight
+    try:
+        attention.clip_qk()
+    finally:
+        for weight, _, main in sharded:
+            weight.main_param = main
+    if not sharded or not bool(above.any()):
+        return
+    for weight, scale, main in sharded:
+        if main is None:
+            raise ValueError(
+                "qk_clip: the optimizer keeps no FP32 weights (use_precision_aware_optimizer); "
+                "turn that off, or qk_clip"
+            )
+        # What the scaling does to ones are its factors.
+        factors = scale(torch.ones_like(weight, dtype=torch.float32)).flatten()
+        first, last = _place(chunk, weight)
+        main.view(-1).mul_(factors[first:last])
+
+
+def _place(chunk: Any, weight: torch.nn.Parameter) -> tuple[int, int]:
+    """First and last value of the flat weight that this rank's optimizer updates."""
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for parameter, low, high in own_values(buffer):
+            if parameter is weight:
+                begin = buffer.param_index_map[parameter][0]
+                return low - begin, high - begin
+    raise AssertionError("the optimizer has a shard of the weight")

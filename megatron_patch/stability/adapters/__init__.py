@@ -1,0 +1,1 @@
+"""`AttentionMonitor` in other programs' loops, one file a program."""

@@ -1,0 +1,120 @@
+"""Two sums that exact attention gradients obey, from dK, dV and dO alone, whatever kernel ran.
+
+With P = softmax(S) and dS_ij = P_ij (dP_ij - delta_i), delta_i = sum_j P_ij dP_ij, the rows of dS
+sum to zero, so for K as attention receives it (after norm and RoPE)
+
+    sum_j dK_j = scale sum_i (sum_j dS_ij) q_i = 0          per sequence and key/value head,
+    sum_j dV_j = sum_i (sum_j P_ij) dO_i = sum_i dO_i       over the query heads of its group.
+
+An error e_i of delta leaves -scale sum_i e_i q_i of the first, an l that is not the sum of the P
+in use leaves sum_i (sum_j P_ij - 1) dO_i of the second. Each is divided by the rounding that
+storing dK (dV) leaves in the sum: about 1 for exact arithmetic whose results are stored in 16 bits.
+Gradients in float32 show the rounding of their own arithmetic.
+
+masks       hold as they are: hidden keys have P = dS = 0. A row without a key has P = 0; only a
+            window that is not causal has such rows, and there the second is left out
+dropout     the first holds (delta is the sum of the dropped P x dP, too), the second does not
+sinks       dS sums to -dS_sink = P_sink delta: both know terms of every row's LSE, which callers
+            do not hand out. Left out
+softcap     dS is multiplied by 1 - tanh^2 per score: the first does not hold
+CP          a rank has some of the keys and rows: the vectors are added over the group first
+
+Shape legend: s tokens of this rank, b sequences, h query heads and kv key/value heads of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_patch.stability.observe import Seen
+
+FIELDS = ("dk2", "dk_floor2", "dv2", "dv_floor2")
+ROUNDING = 0.2123
+"""RMS error of rounding x to nearest over eps |x|: sqrt(E[m^-2] / 12), m = mantissa in [1, 2)
+with log m uniform, E[m^-2] = 3 / (8 ln 2)."""
+
+
+class KeySums:
+    """Squared sizes of both sums and of their rounding, on the device, for the whole model.
+
+    Args:
+        layers, heads: of the whole model.
+        first_head: global number of this rank's first query head.
+        cp: process group the sequence is split over, None if it is whole.
+        device: where the sums live.
+    """
+
+    def __init__(
+        self, *, layers: int, heads: int, first_head: int, cp: Any, device: torch.device
+    ) -> None:
+        self.first_head, self._cp = first_head, cp
+        self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
+        self._dout: dict[int, torch.Tensor] = {}
+        self._found: dict[tuple[int, str], tuple[int, torch.Tensor, torch.Tensor]] = {}
+
+    def clear(self) -> None:
+        """Begin another observation."""
+        self._sums.zero_()
+        self._dout, self._found = {}, {}
+
+    @torch.no_grad()
+    def add_output(self, seen: Seen, dout: torch.Tensor) -> None:
+        """dO [s, b, h, dv] of a call; comes before its dK and dV."""
+        if _holds(seen, "v"):
+            total = dout.sum(0, dtype=torch.float32)  # [b, h, dv]
+            self._dout[seen.site.layer] = total.unflatten(1, (seen.k.shape[2], -1)).sum(2)
+
+    @torch.no_grad()
+    def add_input(self, seen: Seen, name: str, gradient: torch.Tensor) -> None:
+        """dK or dV (``name`` k or v) of a call, [s, b, kv, d or dv]."""
+        layer = seen.site.layer
+        if not _holds(seen, name):
+            return
+        total = gradient.sum(0, dtype=torch.float32)  # [b, kv, d]
+        if name == "v":
+            total -= self._dout.pop(layer)
+        size = torch.linalg.vector_norm(gradient, dim=(0, 1, 3), dtype=torch.float32)
+        floor = (ROUNDING * torch.finfo(gradient.dtype).eps * size).square()
+        self._found[layer, name] = seen.q.shape[2], total, floor
+
+    @torch.no_grad()
+    def totals(self) -> torch.Tensor:
+        """Float64 [L, H, fields] of this rank's share. Collective over the CP group."""
+        entries = [(key, self._found[key]) for key in sorted(self._found)]
+        if self._cp is not None and entries:
+            flat = torch.cat([total.flatten() for _, (_, total, _) in entries])
+            torch.distributed.all_reduce(flat, group=self._cp)
+            flat /= self._cp.size() ** 0.5  # every rank counts the square of the whole sum
+            parts = flat.split([total.numel() for _, (_, total, _) in entries])
+            for part, (_, (_, total, _)) in zip(parts, entries, strict=True):
+                total.copy_(part.view_as(total))
+        for (layer, name), (h, total, floor) in entries:
+            values = torch.stack([total.square().sum((0, 2)), floor], -1)  # [kv, 2]
+            values = values.repeat_interleave(h // values.shape[0], 0)
+            first = FIELDS.index(f"d{name}2")
+            rows = self._sums[layer, self.first_head : self.first_head + h]
+            rows[:, first : first + 2].add_(values)
+        self._dout, self._found = {}, {}
+        return self._sums
+
+
+def _holds(seen: Seen, name: str) -> bool:
+    """Whether the sum of dK (k) or dV (v) is known of such a call."""
+    if seen.sinks is not None:
+        return False
+    if name == "k":
+        return not seen.softcap
+    return seen.dropout_p == 0.0 and (seen.geometry.causal or seen.geometry.window is None)
+
+
+def key_metrics(sums: np.ndarray) -> dict[str, np.ndarray]:
+    """``dk_sum`` and ``dv_sum``, float32 [L, H], of reduced sums [L, H, fields]; NaN: not known."""
+    found = {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for name in ("dk", "dv"):
+            size, floor = (sums[..., FIELDS.index(f"{name}{end}")] for end in ("2", "_floor2"))
+            found[f"{name}_sum"] = np.sqrt(size / np.where(floor > 0, floor, np.nan))
+    return {name: values.astype(np.float32) for name, values in found.items()}

@@ -1,0 +1,213 @@
+"""The monitor in loops that are not ours, on a CPU; examples/plain_megatron.py is one more."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_cpu import single_rank
+
+from megatron_patch.report import collect, report
+from megatron_patch.runtime.watcher import Pin, Stop
+from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
+from megatron_patch.stability.adapters.torch_loop import watch
+
+S, B, H, KV, D = 32, 2, 4, 2, 8
+EVERY = MonitorOptions(interval=1)
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> Iterator[None]:
+    """Megatron-Core's CPU mode: the monitor imports it."""
+    with single_rank():
+        yield
+
+
+class Attend(torch.nn.Module):
+    """Plain attention in float32; q, k, v [b, s, h, d]."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.repeat_interleave(H // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, (H + 2 * KV) * D), torch.nn.Linear(H * D, 16)
+        self.attend = Attend()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).unflatten(2, (-1, D))
+        return x + self.out(self.attend(*qkv.split([H, KV, KV], 2)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loop(folder: Path, *, start: int = 0, steps: int = 4, **options: Any) -> list[Any]:
+    """A plain training loop with the monitor in it; the records that it was given."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV)
+    monitor = AttentionMonitor(
+        watched, optimizer, directory=folder, **({"options": EVERY} | options)
+    )
+    monitor.resume(start)
+    found, batch = [], torch.randn(B, S, 16)
+    for step in range(start + 1, steps + 1):
+        monitor.before_step(step)
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        monitor.grads_reduced()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(monitor.after_step(step, loss=loss, grad_norm=norm))
+    found.append(monitor.finish(steps))
+    monitor.close()
+    assert not any(m._forward_hooks for m in model.modules())
+    return found
+
+
+def test_a_plain_pytorch_loop(tmp_path: Path) -> None:
+    found = loop(tmp_path)
+    assert found[0] is None and [one.step for one in found[1:]] == [1, 2, 3, 4]
+    assert {one.verdict.level for one in found[1:]} == {"ok"} and not any(
+        one.actions for one in found[1:]
+    )
+    told = record.read(tmp_path)
+    assert told.steps.tolist() == [1, 2, 3, 4] and (told.scalars["lr"] == 0.01).all()
+    for name in ("max_logit", "kappa", "delta_rms", "dk_sum", "dv_sum"):
+        assert (told.heads[name] > 0).all(), name
+    assert (told.scalars["loss_mean"] > 0).all() and (told.scalars["grad_norm_mean"] > 0).all()
+    # The parts are those of the whole.
+    squares = told.layers["grad_norm"].astype(float) ** 2
+    whole = squares.sum(1) + told.scalars["grad_norm_rest"] ** 2
+    torch.testing.assert_close(
+        torch.tensor(whole) ** 0.5, torch.tensor(told.scalars["grad_norm_mean"]), rtol=1e-4, atol=0
+    )
+
+
+def test_the_report_reads_what_a_monitor_wrote(tmp_path: Path) -> None:
+    loop(tmp_path)
+    facts = collect.collect(tmp_path)
+    assert facts.telemetry is not None and "attention" in report.render(facts)
+
+
+def test_a_restart_goes_on_with_the_records(tmp_path: Path) -> None:
+    loop(tmp_path)
+    loop(tmp_path, start=2, steps=6)
+    assert record.read(tmp_path).steps.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_danger_asks_for_a_checkpoint_and_a_stop(tmp_path: Path) -> None:
+    said: list[str] = []
+    rule = type(EVERY.rule)(confirm_steps=0, danger_error=1e-9)
+    found = loop(
+        tmp_path, options=MonitorOptions(interval=1, guard="stop", rule=rule), log=said.append
+    )
+    actions = [one.actions for one in found[1:]]
+    assert [tuple(type(a) for a in some) for some in actions] == [(), (Pin, Stop), (Pin,), (Pin,)]
+    stop: Any = actions[1][1]
+    assert stop.error.exit_code == 5 and "after step 3" in str(stop.error)
+    assert any("attention: danger (layer" in line for line in said)
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no module of Net is named 'nothing'"):
+        watch(Net(), "nothing", heads=H)
+    with pytest.raises(ValueError, match="no number"):
+        watch(Net(), "head", heads=H)
+    with pytest.raises(ValueError, match="put our core attention into the model"):
+        loop(tmp_path, options=MonitorOptions(guard="switch"))
+    with pytest.raises(ValueError, match="interval"):
+        loop(tmp_path, options=MonitorOptions(interval=0))
+
+
+@pytest.mark.parametrize("implementation", ["stable_attention", "sdpa"])
+def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
+    """The events of `Trainer` in its order (which itself needs accelerate)."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+    from megatron_patch.stability.adapters.hugging_face import attention_callback
+    from stable_attention import hf
+
+    hf.register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=H, num_key_value_heads=KV, max_position_embeddings=S,
+    )  # fmt: skip
+    build = transformers.LlamaForCausalLM._from_config
+    dtype = torch.bfloat16 if implementation == "stable_attention" else torch.float32
+    model = build(config, attn_implementation=implementation).to(dtype).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rates = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    callback = attention_callback(model, directory=tmp_path, options=EVERY)
+    events = CallbackHandler([callback], model, None, optimizer, rates)
+    args, state, control = SimpleNamespace(), TrainerState(), TrainerControl()
+    events.on_train_begin(args, state, control)
+    ids = torch.arange(2 * S).view(2, S) % 32
+    for _ in range(3):
+        events.on_step_begin(args, state, control)
+        for micro in range(2):  # of an accumulated step, the first is observed
+            model(input_ids=ids + 0 * micro, labels=ids, use_cache=False).loss.backward()
+        events.on_pre_optimizer_step(args, state, control)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.global_step += 1
+        events.on_step_end(args, state, control)
+    events.on_train_end(args, state, control)
+    told = record.read(tmp_path)
+    assert told.steps.tolist() == [1, 2, 3] and (told.scalars["lr"] == 0.01).all()
+    assert told.scalars["loss_mean"][0] == pytest.approx(math.log(32), rel=0.1)
+    assert (told.layers["grad_norm"] > 0).all() and (told.heads["kappa"] > 0).all()
+    model(input_ids=ids, labels=ids, use_cache=False)  # nothing is left behind
+    assert not model._forward_hooks
+
+
+@pytest.mark.slow
+def test_pretrain_of_the_wheel(tmp_path: Path) -> None:
+    """megatron.training as its own program: records and a verdict line."""
+    worker = Path(__file__).parent / "pretrain_worker.py"
+    done = subprocess.run(
+        [sys.executable, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attention: ok (no head shows anything)" in done.stdout
+    told = record.read(tmp_path)
+    logged = [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
+    assert told.steps.tolist() == [1, 2, 3, 4]
+    # Its second line is the mean of the first two steps.
+    losses = told.scalars["loss_mean"]
+    means = [losses[0], losses[:2].mean(), *losses[2:]]
+    np.testing.assert_allclose(means, logged, rtol=1e-6)
+    norms = [float(x) for x in re.findall(r"grad norm: (\S+)", done.stdout)]
+    np.testing.assert_allclose(told.scalars["grad_norm_mean"], norms, atol=1e-3)
+    whole = (told.layers["grad_norm"].astype(float) ** 2).sum(1) + told.scalars[
+        "grad_norm_rest"
+    ] ** 2
+    np.testing.assert_allclose(whole**0.5, told.scalars["grad_norm_mean"], rtol=1e-3)
+    assert (told.heads["max_logit"] > 0).all() and (told.scalars["lr"] == 1e-3).all()
