@@ -119,7 +119,7 @@ class AttentionMonitor:
         self._check_guard()
         if attention is None:
             site = next(iter(self.watched.sites), None)
-            attention = from_first(site and site.name) or ""
+            attention = from_first(site and site.numerics) or ""
         self._attention = attention
         self._resumed = False
         self._reset()

@@ -72,8 +72,8 @@ class Site:
         return str(module.options.get("stabilizer", "compensated"))
 
     @property
-    def name(self) -> str:
-        """All of that, as meta.json has it."""
+    def numerics(self) -> str:
+        """Both and a borrowed backward, as meta.json has them."""
         options = getattr(self.module, "options", {})
         return attention_name(self.backend, self.stabilizer, options.get("backward", "own"))
 
