@@ -39,6 +39,7 @@ from stable_attention.hopper.softmax import (
     LANES,
     OWN_SHIFT,
     add_rounded_sum,
+    add_weighted,
     by_lane,
     fetched,
     halves,
@@ -248,8 +249,8 @@ def _consumer(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
     BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
-    # Products issued after the scores: P V, and four of the rounded sum.
-    BEHIND: gl.constexpr = 5 if ROUNDED else 1
+    # Products issued after the scores: four of P V, and four of the rounded sum.
+    BEHIND: gl.constexpr = 8 if ROUNDED else 4
     # With the rounded sum ptxas would wait for P V before the exponentials; see below.
     FENCED: gl.constexpr = ROUNDED
     dtype: gl.constexpr = k_s.dtype
@@ -285,7 +286,6 @@ def _consumer(
     if SUM:
         l_lanes = by_lane(p)
     p_rounded = p.to(dtype)
-    p_operand = gl.convert_layout(p_rounded, P_L)
     while item >= 0:
         total_shift = shift
         l_total = gl.zeros([64], gl.float32, RE)
@@ -312,7 +312,7 @@ def _consumer(
                 mbarrier.wait(v_full.index(v), v_parity)
                 if ROUNDED:
                     l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, i > 0, PE_L)
-                made = warpgroup_mma(p_operand, v_s.index(v), acc, use_acc=i > 0, is_async=True)
+                made = add_weighted(p_rounded, v_s.index(v), acc, i > 0, P_L)
                 _pass_turn(W)
                 s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
                 arrive_named(SLOT_OF_K + k, ALL)
@@ -345,7 +345,6 @@ def _consumer(
                     done = warpgroup_mma_wait(0, deps=(made,))
                 arrive_named(SLOT_OF_V + v, ALL)
                 v, v_parity = advance(v, v_parity, SLOTS)
-                p_operand = gl.convert_layout(p_rounded, P_L)
                 acc = done * gl.expand_dims(gl.convert_layout(alpha, RO), 1)
             if SEGMENT and in_segment == SEGMENT:
                 new_factor = gl.exp2(total_shift - shift)
@@ -373,7 +372,7 @@ def _consumer(
         mbarrier.wait(v_full.index(v), v_parity)
         if ROUNDED:
             l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, in_segment > 0, PE_L)
-        made = warpgroup_mma(p_operand, v_s.index(v), acc, use_acc=in_segment > 0, is_async=True)
+        made = add_weighted(p_rounded, v_s.index(v), acc, in_segment > 0, P_L)
         _pass_turn(W)
         first_s = warpgroup_mma_wait(BEHIND, deps=(first_made,))
         arrive_if(SLOT_OF_K + k, more, ALL, False)
@@ -393,7 +392,6 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=(made,))
         arrive_named(SLOT_OF_V + v, ALL)
         v, v_parity = advance(v, v_parity, SLOTS)
-        p_operand = gl.convert_layout(p_rounded, P_L)
         l = l_sum
         if ROUNDED:
             part = gl.max(l_rounded, 1)

@@ -250,6 +250,16 @@ def _tiled(x: torch.Tensor, layout: str, rows: int) -> TensorDescriptor:
     return _described(x, shape, [step if shape[0] > 1 else 16, 1], [rows, x.shape[-1]])
 
 
+def _steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
+    """Columns from one batch entry to the next and from one head to the next.
+
+    0 where there is no next: an extent of 1 may come with any stride, and columns are int32.
+    """
+    batch, _, heads, _ = dims(x, layout)
+    step_b, _, step_h = strides(x, layout)
+    return step_b if batch > 1 else 0, step_h if heads > 1 else 0
+
+
 def _forward_arguments(
     problem: Problem,
     q: torch.Tensor,
@@ -272,7 +282,7 @@ def _forward_arguments(
         _tiled(q, layout, 64), _tiled(k, layout, bn), _tiled(v, layout, bn),
         _tiled(out, layout, 64), None if low is None else _tiled(low, layout, 64),
         lse, row, max_logits, sinks, counter,
-        *(s for x in (q, k, v, out) for s in strides(x, layout)[::2]),
+        *(s for x in (q, k, v, out) for s in _steps(x, layout)),
         problem.sq, problem.sk, heads * query_tiles, query_tiles, key_blocks,
         _divisor(heads, L2_FORWARD[causal] // (4 * d * problem.sk)), problem.heads,
         problem.scale * LOG2E,
@@ -316,7 +326,7 @@ def _backward_arguments(
         _tiled(dk, layout, 64), _tiled(dv, layout, 64),
         _described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in strides(x, layout)[::2]),
+        *(s for x in (q, k, v, dout, dk, dv) for s in _steps(x, layout)),
         problem.sk, items, key_tiles, query_tiles, head_block(problem), problem.kv_heads,
         problem.scale * LOG2E, problem.scale,
     )  # fmt: skip

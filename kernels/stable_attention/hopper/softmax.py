@@ -114,21 +114,46 @@ def fetched(place, LIKE: gl.constexpr):
 
 
 @gluon.jit
+def in_quarters(p, LAYOUT: gl.constexpr):
+    """[64, 128] as four left sides [64, 32] of products: registers only."""
+    a, b = halves(p)
+    a0, a1 = halves(a)
+    b0, b1 = halves(b)
+    return (
+        gl.convert_layout(a0, LAYOUT),
+        gl.convert_layout(a1, LAYOUT),
+        gl.convert_layout(b0, LAYOUT),
+        gl.convert_layout(b1, LAYOUT),
+    )
+
+
+@gluon.jit
 def add_rounded_sum(p, ones, total, use_total, LAYOUT: gl.constexpr):
     """Start total + P 1, P [64, 128] rounded, in four products with the same ones [8, 32].
 
     One product with ones for all of P fills 16 uniform registers with descriptors, which spill.
+    The last keys come first, as in `add_weighted`.
     """
-    a, b = halves(p)
-    a0, a1 = halves(a)
-    b0, b1 = halves(b)
+    p0, p1, p2, p3 = in_quarters(p, LAYOUT)
     column = ones.permute((1, 0))
-    t = warpgroup_mma(
-        gl.convert_layout(a0, LAYOUT), column, total, use_acc=use_total, is_async=True
-    )
-    t = warpgroup_mma(gl.convert_layout(a1, LAYOUT), column, t, is_async=True)
-    t = warpgroup_mma(gl.convert_layout(b0, LAYOUT), column, t, is_async=True)
-    return warpgroup_mma(gl.convert_layout(b1, LAYOUT), column, t, is_async=True)
+    t = warpgroup_mma(p3, column, total, use_acc=use_total, is_async=True)
+    t = warpgroup_mma(p2, column, t, is_async=True)
+    t = warpgroup_mma(p1, column, t, is_async=True)
+    return warpgroup_mma(p0, column, t, is_async=True)
+
+
+@gluon.jit
+def add_weighted(p, v, total, use_total, LAYOUT: gl.constexpr):
+    """Start total + P V, P [64, 128] rounded, the last keys first.
+
+    Tensor cores truncate what they add to a sum. The largest weight of a row is often that of its
+    first key, an attention sink, and what comes after it is truncated most.
+    """
+    p0, p1, p2, p3 = in_quarters(p, LAYOUT)
+    t = warpgroup_mma(p3, v.slice(96, 32), total, use_acc=use_total, is_async=True)
+    t = warpgroup_mma(p2, v.slice(64, 32), t, is_async=True)
+    t = warpgroup_mma(p1, v.slice(32, 32), t, is_async=True)
+    return warpgroup_mma(p0, v.slice(0, 32), t, is_async=True)
 
 
 @gluon.jit
@@ -169,6 +194,7 @@ __all__ = [
     "LANES",
     "OWN_SHIFT",
     "add_rounded_sum",
+    "add_weighted",
     "by_lane",
     "fetched",
     "halves",
