@@ -125,7 +125,7 @@ def _both(rows: list[Row], ours: str, peer: str) -> str:
 
 def kernel_speed(parts: Parts) -> Table:
     """Speed beside each peer and cost of the stabilizer, a row a head dim."""
-    result = parts["speed"]
+    (result,) = parts.values()
     kinds: dict[str, list[Row]] = {}
     for row in sorted(result["rows"], key=lambda r: (r["grid"] != GRIDS[0], r["grid"], r["d"])):
         grid = "" if row["grid"] == GRIDS[0] else f"{row['grid']}, "
@@ -412,6 +412,7 @@ def plan_memory(parts: Parts) -> Table:
 TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "cost": ("attention", "speed", readme_cost),
     "kernel-speed": ("attention", "speed", kernel_speed),
+    "kernel-speed-portable": ("attention", "portable speed", kernel_speed),
     "kernel-host": ("attention", "host", kernel_host),
     "kernel-float32": ("attention", "float32", kernel_float32),
     "accuracy-delta": ("accuracy", "delta", accuracy_delta),
