@@ -123,6 +123,65 @@ def _both(rows: list[Row], ours: str, peer: str) -> str:
     return ", ".join(f"{statistics.geometric_mean(x):.2f}" for x in found) if all(found) else "-"
 
 
+PROJECTED = ("none", "compensated", "compensated_projected", "projected", "SDPA-cuDNN")
+EXACT = "FP32 attention"
+
+
+def projection_errors(parts: Parts) -> Table:
+    """Errors of dQ at one length, and the worst ratio to FP32 attention's at every length."""
+    (result,) = parts.values()
+    found: dict[tuple[int, str], dict[str, Row]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["n"], row["regime"]), {})[row["backend"]] = row
+    body = [
+        [regime, *(f"{cell[name]['dq']:.4f}" for name in (*PROJECTED, EXACT))]
+        for (n, regime), cell in found.items()
+        if n == 2048
+    ]
+
+    def worst(name: str, what: str) -> float:
+        return max(cell[name][what] / cell[EXACT][what] for cell in found.values())
+
+    for what, label in (("dq", "dQ"), ("dk", "dK")):
+        ratios = [f"{worst(name, what):,.1f}" for name in PROJECTED]
+        body.append([f"worst {label} / {EXACT}, all lengths", *ratios, "1.0"])
+    return ["2,048 keys, d 64, causal", *PROJECTED, EXACT], body, [f"{len(found)} cells."]
+
+
+def projection_logits(parts: Parts) -> Table:
+    """Largest error of the three gradients by size of the logits, BF16."""
+    (result,) = parts.values()
+    names = (*PROJECTED, "SDPA-flash")
+    found: dict[float, dict[str, float]] = {}
+    for row in result["rows"]:
+        if row["dtype"] == "torch.bfloat16" and row["backend"] in names:
+            cell = found.setdefault(row["logits"], {})
+            largest = max(row[name] for name in ("dq", "dk", "dv"))
+            cell[row["backend"]] = max(largest, cell.get(row["backend"], 0.0))
+    body = [
+        [f"{size:.0e}", *(f"{cell[name]:.4f}" for name in names)] for size, cell in found.items()
+    ]
+    return ["logits", *names], body, []
+
+
+def projection_time(parts: Parts) -> Table:
+    """Forward plus backward over that of ``none``, geometric means over the shapes."""
+    (result,) = parts.values()
+    found: dict[int, dict[str, list[float]]] = {}
+    for row in result["rows"]:
+        cell = found.setdefault(row["d"], {})
+        cell.setdefault(row["backend"], []).append(row["both_ms"])
+    body = []
+    for d, cell in sorted(found.items()):
+        plain = cell["none"]
+        ratios = [
+            statistics.geometric_mean(a / b for a, b in zip(cell[name], plain, strict=True))
+            for name in PROJECTED
+        ]
+        body.append([f"d {d}, {len(plain)} shapes", *(f"{x:.2f}" for x in ratios)])
+    return ["portable kernels", *PROJECTED], body, []
+
+
 def kernel_speed(parts: Parts) -> Table:
     """Speed beside each peer and cost of the stabilizer, a row a head dim."""
     (result,) = parts.values()
@@ -417,6 +476,9 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "kernel-float32": ("attention", "float32", kernel_float32),
     "accuracy-delta": ("accuracy", "delta", accuracy_delta),
     "accuracy-dq": ("accuracy", "delta", accuracy_dq),
+    "projection-errors": ("projection", "errors", projection_errors),
+    "projection-logits": ("projection", "logits", projection_logits),
+    "projection-time": ("projection", "times", projection_time),
     "accuracy-context": ("accuracy", "context_parallel", accuracy_context),
     "context-speed": ("context_parallel", "speed", context_speed),
     "training-speed": ("training", "gpt2_124m", training_speed),

@@ -1,0 +1,186 @@
+# ruff: noqa: E402  (the kernel set is chosen before the library is imported)
+"""Errors and time of the projecting stabilizers on one GPU, beside SDPA and FP32 attention.
+
+    PYTHONPATH=kernels python research/projection.py [errors] [logits] [times]
+
+Writes the parts of these names of docs/assets/projection.json. Errors are relative norms against
+float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 32,768 keys.
+``logits``: a few heavy keys at logits from 1e2 to 1e6, scores exact in float32. ``times``: medians
+of CUDA-event intervals, all numerics in turn, on the portable kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("STABLE_ATTENTION_KERNELS", "triton")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests")]
+
+import torch
+from machine import write_result
+from regimes import REGIMES, make_regime
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from stable_attention import stable_attention
+
+OURS = ("none", "compensated", "projected", "compensated_projected")
+EXPERIMENTS = ("projected_key", "compensated_projected_mean")
+FP32 = "FP32 attention"
+ROUNDED = "float64, rounded once"
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[..., torch.Tensor]
+
+
+def ours(name: str, **options: Any) -> Call:
+    return lambda q, k, v: stable_attention(q, k, v, layout="bhsd", stabilizer=name, **options)
+
+
+def vendor(backend: SDPBackend, **options: Any) -> Call:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, **options)
+
+    return run
+
+
+def gradients(call: Call, inputs: Tensors, dout: torch.Tensor) -> Tensors:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(call(*leaves), leaves, dout)
+
+
+def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Tensors:
+    """float64 gradients of causal attention [1, h, n, d], a head and 512 rows at a time."""
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    n, scale = q.shape[2], q.shape[3] ** -0.5
+    key = torch.arange(n, device=q.device)
+    for h in range(q.shape[1]):
+        for i in range(0, n, 512):
+            e = min(n, i + 512)
+            qi, gi = q[0, h, i:e].double(), dout[0, h, i:e].double()
+            ks, vs = k[0, h, :e].double(), v[0, h, :e].double()
+            s = (qi @ ks.T * scale).masked_fill(key[None, :e] > key[i:e, None], -math.inf)
+            p = s.softmax(-1)
+            dp = gi @ vs.T
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+            dq[0, h, i:e] = ds @ ks
+            dk[0, h, :e] += ds.T @ qi
+            dv[0, h, :e] += p.T @ gi
+    return dq, dk, dv
+
+
+def in_float32(inputs: Tensors, dout: torch.Tensor) -> list[torch.Tensor]:
+    """Attention in FP32 from the same BF16 inputs, gradients stored in BF16."""
+    call = vendor(SDPBackend.EFFICIENT_ATTENTION, is_causal=True)
+    found = gradients(call, tuple(x.float() for x in inputs), dout.float())
+    return [x.to(dout.dtype) for x in found]
+
+
+def distances(found: Any, exact: Tensors) -> dict[str, float]:
+    return {
+        name: float((a.double() - b).norm() / b.norm())
+        for name, a, b in zip(("dq", "dk", "dv"), found, exact, strict=True)
+    }
+
+
+def errors() -> Iterator[dict[str, Any]]:
+    calls = {name: ours(name, causal=True) for name in (*OURS, *EXPERIMENTS)}
+    calls["SDPA-cuDNN"] = vendor(SDPBackend.CUDNN_ATTENTION, is_causal=True)
+    for n, heads in ((512, 8), (2048, 8), (8192, 4), (32768, 1)):
+        for regime in REGIMES:
+            *inputs, dout = (x[None] for x in make_regime(regime, heads=heads, n=n, device="cuda"))
+            exact = truth(*inputs, dout)
+            found: dict[str, Any] = {
+                name: gradients(call, tuple(inputs), dout) for name, call in calls.items()
+            }
+            found[FP32] = in_float32(tuple(inputs), dout)
+            found[ROUNDED] = [x.to(dout.dtype) for x in exact]
+            for name, x in found.items():
+                same = {"n": n, "heads": heads, "regime": regime, "backend": name}
+                yield same | distances(x, exact)
+
+
+def large_logits(
+    size: float, dtype: torch.dtype, n: int = 256, d: int = 64
+) -> tuple[Tensors, torch.Tensor]:
+    """Four keys whose logits are about ``size`` at a scale of 1/8; products are whole numbers."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-1, 2, (1, 4, n, d), generator=generator).float() for _ in range(2))
+    root = 2.0 ** round(math.log2((size * 8) ** 0.5))
+    q[..., 0], k[..., 0] = root, 0.0
+    k[..., 5:9, 0] = root
+    k[..., 5:9, 1:] *= torch.rand(d - 1, generator=generator) < 0.5
+    v, dout = (torch.randn(1, 4, n, d, generator=generator) for _ in range(2))
+    q, k, v, dout = (x.to("cuda", dtype) for x in (q, k, v, dout))
+    return (q, k, v), dout
+
+
+def logits() -> Iterator[dict[str, Any]]:
+    for scale, label in ((math.log(2) / 8, "ln 2 / 8"), (0.125, "1 / 8")):
+        calls = {name: ours(name, scale=scale) for name in OURS}
+        calls["SDPA-cuDNN"] = vendor(SDPBackend.CUDNN_ATTENTION, scale=scale)
+        calls["SDPA-flash"] = vendor(SDPBackend.FLASH_ATTENTION, scale=scale)
+        for dtype in (torch.bfloat16, torch.float16):
+            for size in (1e2, 1e3, 1e4, 1e5, 1e6):
+                inputs, dout = large_logits(size, dtype)
+                q, k, v = (x.double().requires_grad_() for x in inputs)
+                out = (q @ k.mT * scale).softmax(-1) @ v
+                exact = torch.autograd.grad(out, (q, k, v), dout.double())
+                # Column 0 holds the heavy keys' logit alone, and dwarfs the others.
+                exact = (exact[0][..., 1:], exact[1][..., 1:], exact[2])
+                for name, call in calls.items():
+                    dq, dk, dv = gradients(call, inputs, dout)
+                    same = {"scale": label, "dtype": str(dtype), "logits": size, "backend": name}
+                    yield same | distances((dq[..., 1:], dk[..., 1:], dv), exact)
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
+    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a.record()
+    for _ in range(repeats):
+        call()
+    b.record()
+    b.synchronize()
+    return a.elapsed_time(b) / repeats
+
+
+def times() -> Iterator[dict[str, Any]]:
+    for n, d, causal in (
+        (n, d, causal) for n in (1024, 4096, 16384) for d in (64, 128) for causal in (True, False)
+    ):
+        shape = (16384 // n, 2048 // d, n, d)
+        q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        calls = {name: ours(name, causal=causal) for name in OURS}
+        calls["SDPA-cuDNN"] = vendor(SDPBackend.CUDNN_ATTENTION, is_causal=causal)
+        runs = {
+            name: lambda call=call, q=q, k=k, v=v, dout=dout: gradients(call, (q, k, v), dout)
+            for name, call in calls.items()
+        }
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(8):  # the first round compiles
+            for name, run in runs.items():
+                found[name].append(milliseconds(run))
+        for name, ms in found.items():
+            same = {"n": n, "d": d, "causal": causal, "backend": name}
+            yield same | {"both_ms": statistics.median(ms[1:])}
+
+
+def main() -> None:
+    parts = {"errors": errors, "logits": logits, "times": times}
+    for part in sys.argv[1:] or parts:
+        rows = []
+        for row in parts[part]():
+            rows.append(row)
+            print(row, flush=True)
+            write_result("projection", {"rows": rows}, part=part)
+
+
+if __name__ == "__main__":
+    main()
