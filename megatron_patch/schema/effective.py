@@ -128,7 +128,7 @@ def _values(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], se
     paths that are `IDLE`."""
     unknown: dict[str, Any] = {}
     run = _read(RunConfig, tree, "", unknown)
-    flat, written = _flat(asdict(run)) | _flat(unknown), dict[str, Any]()
+    flat, written = _flat(asdict(run)) | (_flat(unknown) if unknown else {}), dict[str, Any]()
     for path, derive in DERIVED.items():
         inside = {key: value for key, value in flat.items() if f"{key}.".startswith(f"{path}.")}
         if not inside:  # of a section that is not there

@@ -55,16 +55,22 @@ class Site:
     """Of those of k and v."""
     hooked: bool = True
     """Whether hooks on the module see its calls; else somebody tells `Observer.called` of them."""
+    library: str = ""
+    """Stabilizer of ``stable_attention``, where the module is of another program and calls it."""
 
     @property
     def backend(self) -> str:
         """Backend by name, as of now: the guard may exchange it."""
+        if self.library:
+            return "stable_flash"
         found = getattr(self.module, "backend_name", None)
         return found or _CORE_NAMES.get(type(self.module).__name__, type(self.module).__name__)
 
     @property
     def stabilizer(self) -> str:
         """Numerics by name; empty where the backend has no choice."""
+        if self.library:
+            return self.library
         row = BACKENDS.get(self.backend)
         if row is None or not row.stabilizers:
             return ""

@@ -287,7 +287,7 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "it has settle_steps"),
     (lambda meta: meta | {"scalars": None}, "no loss_mean"),
     (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
-    (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no wk_norm"),
+    (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no dv_sum"),
 ])  # fmt: skip
 def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said: str) -> None:
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)

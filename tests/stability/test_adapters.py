@@ -65,16 +65,24 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
-def loop(folder: Path, *, start: int = 0, steps: int = 4, **options: Any) -> list[Any]:
+def loop(
+    folder: Path,
+    *,
+    start: int = 0,
+    steps: int = 4,
+    library: str = "",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Any]:
     """A plain training loop with the monitor in it; the records that it was given."""
-    model = Net()
+    model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV)
+    watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV, library=library)
     monitor = AttentionMonitor(
         watched, optimizer, directory=folder, **({"options": EVERY} | options)
     )
     monitor.resume(start)
-    found, batch = [], torch.randn(B, S, 16)
+    found, batch = [], torch.randn(B, S, 16, dtype=dtype)
     for step in range(start + 1, steps + 1):
         monitor.before_step(step)
         optimizer.zero_grad()
@@ -107,6 +115,17 @@ def test_a_plain_pytorch_loop(tmp_path: Path) -> None:
     torch.testing.assert_close(
         torch.tensor(whole) ** 0.5, torch.tensor(told.scalars["grad_norm_mean"]), rtol=1e-4, atol=0
     )
+
+
+@pytest.mark.parametrize(("library", "unknown"), [("", False), ("compensated", True)])
+def test_a_module_that_calls_our_library_is_not_judged_by_a_plain_o(
+    tmp_path: Path, library: str, unknown: bool
+) -> None:
+    """The O that delta was built from has a low-order part, which the module does not hand out."""
+    loop(tmp_path, library=library, dtype=torch.bfloat16)
+    heads = record.read(tmp_path).heads
+    assert np.isnan(heads["used_error_rms"]).all() == unknown
+    assert (heads["delta_error_rms"] > 0).all()
 
 
 def test_the_report_reads_what_a_monitor_wrote(tmp_path: Path) -> None:

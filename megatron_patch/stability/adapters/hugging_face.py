@@ -33,9 +33,10 @@ def attention_callback(model: Any, **options: Any) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     name, text = model.config._attn_implementation, model.config.get_text_config()
+    library = "compensated" if name == "stable_attention" else ""
     sites = {
         module: Site(module, layer_in(path)[0], path, module, read=_read, hooked=False,
-                     order="bshd", inputs_order="bhsd")
+                     order="bshd", inputs_order="bhsd", library=library)
         for path, module in model.named_modules() if hasattr(module, "layer_idx")
         and hasattr(module, "is_causal")
     }  # fmt: skip

@@ -26,6 +26,7 @@ def watch(
     causal: bool = True,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    library: str = "",
 ) -> Watched:
     """What `AttentionMonitor` watches.
 
@@ -35,6 +36,7 @@ def watch(
         heads, kv_heads: query and key/value heads.
         order: axes of q, k, v and O: ``bshd``, ``bhsd`` or ``sbhd``; O may have h and d flat.
         causal, scale, dropout_p: of the attention; scale default: 1 / sqrt(head dim).
+        library: stabilizer, where the modules call ``stable_attention``; else O is a plain one.
 
     Raises:
         ValueError: no module has such a name, or one has no number in its name.
@@ -52,7 +54,16 @@ def watch(
 
     root = unwrapped(model)
     sites = [
-        Site(module, layer_in(name)[0], name, module, read=read, order=order, inputs_order=order)
+        Site(
+            module,
+            layer_in(name)[0],
+            name,
+            module,
+            read=read,
+            order=order,
+            inputs_order=order,
+            library=library,
+        )
         for name, module in root.named_modules()
         if re.fullmatch(names, name)
     ]
