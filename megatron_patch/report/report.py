@@ -271,7 +271,7 @@ def _warning(facts: RunFacts) -> Answer:
     first = next(((s, v) for s, v in found if v.level == "danger"), None)
     if first is not None:
         text += f"; first danger at step {first[0]:,}: {first[1].reason}"
-        text += "; what to do: docs/stability.md, advice"
+        text += "; what to do: docs/stability.md, What to do"
         grade = BAD if last.code == 2 else FAIR
     if facts.telemetry.switched_at is not None:
         text += f"; the guard switched the stabilizer after step {facts.telemetry.switched_at:,}"

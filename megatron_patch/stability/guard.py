@@ -48,7 +48,7 @@ TARGET = "stable_flash", {"stabilizer": "compensated"}
 ADVICE = (
     "stability guard: warn leaves the run as it is. Resume it with attention.backend stable_flash "
     "and attention.stabilizer compensated (stability.guard switch would have done it), from a "
-    "checkpoint of before these signs if the loss has moved: docs/stability.md, advice"
+    "checkpoint of before these signs if the loss has moved: docs/stability.md, What to do"
 )
 """Said where it comes to danger, by figures that are finite, and nothing else is done."""
 
