@@ -30,7 +30,7 @@ def test_the_page_says_what_its_figures_mean(tmp_path: Path) -> None:
         "delta is the sum of dO x O over the features",
     ):
         assert definition in text, definition
-    assert "what to do: docs/stability.md, advice" in text
+    assert "what to do: docs/stability.md, What to do" in text
     # Nothing is explained that is not drawn.
     assert "growth over the median head's" not in text
     long = make_run(tmp_path / "long", losses=FLAT)
