@@ -32,6 +32,10 @@ class Machine:
 OURS = ("auto", "own")
 """Values of ``attention.backward`` that need no other library."""
 
+EXACT_DELTA = ("stable_flash/compensated", "fa4/compensated")
+"""How meta.json names attention (backend/stabilizer[_projected][/backward]) begins where the
+low-order part of O is in delta: the guard has nothing to switch to."""
+
 NOT_COMPENSATED = {
     "dynamic_max": "stabilizer dynamic_max: plain numerics with the paper's dynamic maximum",
     "none": "stabilizer none: plain FlashAttention-2 numerics",

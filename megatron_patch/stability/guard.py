@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.attention.capabilities import EXACT_DELTA
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
-from megatron_patch.stability.names import EXACT_DELTA
 
 if TYPE_CHECKING:
     # It imports Megatron-Core, which must come after `core_patches.cpu_mode`.

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_patch.attention.capabilities import EXACT_DELTA
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.stability import StabilityConfig
@@ -42,7 +43,6 @@ from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.history import History
 from megatron_patch.stability.key_sums import KeySums, key_metrics
 from megatron_patch.stability.look_back import LookBack
-from megatron_patch.stability.names import EXACT_DELTA
 from megatron_patch.stability.observe import Observer, Request, Seen, Watched, watched_chunks
 from megatron_patch.stability.reduction import Arrived, Reduction
 from megatron_patch.stability.step_window import StepWindow

@@ -44,10 +44,6 @@ SCALARS = {
     "rows": "query rows sampled per head of a layer, over all ranks",
 }
 
-EXACT_DELTA = ("stable_flash/compensated", "fa4/compensated")
-"""How meta.json names attention (backend/stabilizer[_projected][/backward]) begins where the
-low-order part of O is in delta: the guard has nothing to switch to."""
-
 LEVELS = ("ok", "watch", "danger")
 
 

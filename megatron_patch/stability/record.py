@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_patch.attention.capabilities import EXACT_DELTA
 from megatron_patch.stability.history import READ, History
 from megatron_patch.stability.names import (
-    EXACT_DELTA,
     HEAD_METRICS,
     LAYER_METRICS,
     LEVELS,

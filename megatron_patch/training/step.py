@@ -36,6 +36,11 @@ def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any,
     return total, tokens.to(torch.int32), {REPORT: report}
 
 
+def place(batch: Batch, layout: Layout) -> Batch:
+    """A micro-batch on this rank's device."""
+    return {name: x.to(layout.device, non_blocking=True) for name, x in batch.items()}
+
+
 def forward_step(layout: Layout, *, training: bool = True) -> Any:
     """The function Megatron's schedules call for every micro-batch and chunk."""
 
@@ -45,7 +50,7 @@ def forward_step(layout: Layout, *, training: bool = True) -> Any:
             batch = next(iterator)
             if batch is None:  # a middle pipeline stage: its input comes from the stage before
                 return model(None, None, None), lambda output: token_loss(output, output)
-            here = {name: x.to(layout.device, non_blocking=True) for name, x in batch.items()}
+            here = place(batch, layout)
             output = model(
                 here["tokens"],
                 here["position_ids"],

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.capabilities import unsupported
+from megatron_patch.attention.capabilities import EXACT_DELTA, unsupported
 from megatron_patch.schema.model import attention_head_dim
 from megatron_patch.schema.problem import Problem
-from megatron_patch.stability.names import EXACT_DELTA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
