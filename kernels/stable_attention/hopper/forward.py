@@ -37,7 +37,6 @@ from stable_attention.hopper.barriers import (
 )
 from stable_attention.hopper.softmax import (
     LANES,
-    OWN_SHIFT,
     add_rounded_sum,
     add_weighted,
     by_lane,
@@ -51,6 +50,7 @@ from stable_attention.hopper.softmax import (
     whole,
 )
 from stable_attention.hopper.tiles import item_at
+from stable_attention.numerics import LN2, LOG2E, OWN_SHIFT_BOUND
 
 BM = gl.constexpr(128)
 BN = gl.constexpr(128)
@@ -58,8 +58,6 @@ TURN = gl.constexpr(5)
 SLOT_OF_K = gl.constexpr(7)
 ALL = gl.constexpr("288")
 """Threads of both consumers and the producer."""
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -319,7 +317,7 @@ def _consumer(
                 k, k_parity = advance(k, k_parity, SLOTS)
                 largest = gl.max(s, 1) * unit
                 top = gl.maximum(top, largest)
-                new_shift = gl.maximum(largest, top - OWN_SHIFT)
+                new_shift = gl.maximum(largest, top - OWN_SHIFT_BOUND)
                 alpha = gl.exp2(shift - new_shift)
                 shift = new_shift
                 x = s * unit - gl.expand_dims(shift, 1)

@@ -12,8 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-OWN_SHIFT = gl.constexpr(8.0)
-"""`numerics.OWN_SHIFT_BOUND`."""
 LANES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
@@ -192,7 +190,6 @@ def low_part(x, high):
 
 __all__ = [
     "LANES",
-    "OWN_SHIFT",
     "add_rounded_sum",
     "add_weighted",
     "by_lane",
