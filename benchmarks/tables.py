@@ -127,58 +127,52 @@ PROJECTED = ("none", "compensated", "compensated_projected", "projected", "SDPA-
 EXACT = "FP32 attention"
 
 
+def _cells(parts: Parts, *keys: str) -> dict[Any, dict[str, list[Row]]]:
+    """Rows of the only part by the values of some keys, then by backend."""
+    (result,) = parts.values()
+    found: dict[Any, dict[str, list[Row]]] = {}
+    for row in result["rows"]:
+        cell = found.setdefault(tuple(row[key] for key in keys), {})
+        cell.setdefault(row["backend"], []).append(row)
+    return found
+
+
 def projection_errors(parts: Parts) -> Table:
     """Errors of dQ at one length, and the worst ratio to FP32 attention's at every length."""
-    (result,) = parts.values()
-    found: dict[tuple[int, str], dict[str, Row]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["n"], row["regime"]), {})[row["backend"]] = row
+    found, names = _cells(parts, "n", "regime"), (*PROJECTED, EXACT)
     body = [
-        [regime, *(f"{cell[name]['dq']:.4f}" for name in (*PROJECTED, EXACT))]
+        [regime, *(f"{cell[name][0]['dq']:.4f}" for name in names)]
         for (n, regime), cell in found.items()
         if n == 2048
     ]
-
-    def worst(name: str, what: str) -> float:
-        return max(cell[name][what] / cell[EXACT][what] for cell in found.values())
-
     for what, label in (("dq", "dQ"), ("dk", "dK")):
-        ratios = [f"{worst(name, what):,.1f}" for name in PROJECTED]
-        body.append([f"worst {label} / {EXACT}, all lengths", *ratios, "1.0"])
-    return ["2,048 keys, d 64, causal", *PROJECTED, EXACT], body, [f"{len(found)} cells."]
+        worst = (max(c[x][0][what] / c[EXACT][0][what] for c in found.values()) for x in names)
+        body.append([f"worst {label} / {EXACT}, all lengths", *(f"{x:,.1f}" for x in worst)])
+    return ["2,048 keys, d 64, causal", *names], body, [f"{len(found)} cells."]
 
 
 def projection_logits(parts: Parts) -> Table:
     """Largest error of the three gradients by size of the logits, BF16."""
-    (result,) = parts.values()
     names = (*PROJECTED, "SDPA-flash")
-    found: dict[float, dict[str, float]] = {}
-    for row in result["rows"]:
-        if row["dtype"] == "torch.bfloat16" and row["backend"] in names:
-            cell = found.setdefault(row["logits"], {})
-            largest = max(row[name] for name in ("dq", "dk", "dv"))
-            cell[row["backend"]] = max(largest, cell.get(row["backend"], 0.0))
     body = [
-        [f"{size:.0e}", *(f"{cell[name]:.4f}" for name in names)] for size, cell in found.items()
+        [f"{size:.0e}"]
+        + [f"{max(r[x] for r in cell[name] for x in ('dq', 'dk', 'dv')):.4f}" for name in names]
+        for (size, dtype), cell in _cells(parts, "logits", "dtype").items()
+        if dtype == "torch.bfloat16"
     ]
     return ["logits", *names], body, []
 
 
 def projection_time(parts: Parts) -> Table:
     """Forward plus backward over that of ``none``, geometric means over the shapes."""
-    (result,) = parts.values()
-    found: dict[int, dict[str, list[float]]] = {}
-    for row in result["rows"]:
-        cell = found.setdefault(row["d"], {})
-        cell.setdefault(row["backend"], []).append(row["both_ms"])
     body = []
-    for d, cell in sorted(found.items()):
-        plain = cell["none"]
-        ratios = [
-            statistics.geometric_mean(a / b for a, b in zip(cell[name], plain, strict=True))
-            for name in PROJECTED
-        ]
-        body.append([f"d {d}, {len(plain)} shapes", *(f"{x:.2f}" for x in ratios)])
+    for (d,), cell in sorted(_cells(parts, "d").items()):
+        ms = {name: [row["both_ms"] for row in rows] for name, rows in cell.items()}
+        ratios = (
+            statistics.geometric_mean(a / b for a, b in zip(ms[x], ms["none"], strict=True))
+            for x in PROJECTED
+        )
+        body.append([f"d {d}, {len(ms['none'])} shapes", *(f"{x:.2f}" for x in ratios)])
     return ["portable kernels", *PROJECTED], body, []
 
 
