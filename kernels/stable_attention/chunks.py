@@ -64,8 +64,8 @@ class ProjectedRows:
 
     def cut(self, tokens: slice, heads: slice) -> ProjectedRows:
         """Those of some tokens (the first dimension of thd and sbhd) and query heads."""
-        per_row = (x[..., heads, tokens] for x in (self.excess, self.top))
-        return ProjectedRows(*per_row, self.key[tokens][..., heads, :])
+        excess, top = (x[..., heads, tokens] for x in (self.excess, self.top))
+        return ProjectedRows(excess, top, self.key[tokens][..., heads, :])
 
 
 def _describe(
@@ -360,7 +360,7 @@ def _kept(
             for y in (x, like)
         )
         same = "Cut the rows as LSE and dq are cut."
-        require(steps == wanted, f"strides of rows.{name}", steps, wanted, same)
+        require(steps == wanted, f"strides of rows.{name}", steps, f"{wanted}", same)
     return rows.excess, rows.top, rows.key
 
 
