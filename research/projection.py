@@ -1,12 +1,13 @@
 # ruff: noqa: E402  (the kernel set is chosen before the library is imported)
 """Errors and time of the projecting stabilizers on one GPU, beside SDPA and FP32 attention.
 
-    PYTHONPATH=kernels python research/projection.py [errors] [logits] [times]
+    PYTHONPATH=kernels python research/projection.py [errors] [logits] [times] [captures FILE ...]
 
 Writes the parts of these names of docs/assets/projection.json. Errors are relative norms against
 float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 32,768 keys.
 ``logits``: a few heavy keys at logits from 1e2 to 1e6, scores exact in float32. ``times``: medians
-of CUDA-event intervals, all numerics in turn, on the portable kernels.
+of CUDA-event intervals, all numerics in turn, on the portable kernels. ``captures``: every head of
+causal captures that runs left, by default those of tests/stability/captures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 os.environ.setdefault("STABLE_ATTENTION_KERNELS", "triton")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests")]
+sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests", "")]
 
 import torch
 from machine import write_result
@@ -56,10 +57,16 @@ def gradients(call: Call, inputs: Tensors, dout: torch.Tensor) -> Tensors:
     return torch.autograd.grad(call(*leaves), leaves, dout)
 
 
-def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Tensors:
+def truth(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    scale: float | None = None,
+) -> Tensors:
     """float64 gradients of causal attention [1, h, n, d], a head and 512 rows at a time."""
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
-    n, scale = q.shape[2], q.shape[3] ** -0.5
+    n, scale = q.shape[2], scale or q.shape[3] ** -0.5
     key = torch.arange(n, device=q.device)
     for h in range(q.shape[1]):
         for i in range(0, n, 512):
@@ -76,9 +83,11 @@ def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor)
     return dq, dk, dv
 
 
-def in_float32(inputs: Tensors, dout: torch.Tensor) -> list[torch.Tensor]:
+def in_float32(
+    inputs: Tensors, dout: torch.Tensor, scale: float | None = None
+) -> list[torch.Tensor]:
     """Attention in FP32 from the same BF16 inputs, gradients stored in BF16."""
-    call = vendor(SDPBackend.EFFICIENT_ATTENTION, is_causal=True)
+    call = vendor(SDPBackend.EFFICIENT_ATTENTION, is_causal=True, scale=scale)
     found = gradients(call, tuple(x.float() for x in inputs), dout.float())
     return [x.to(dout.dtype) for x in found]
 
@@ -141,6 +150,37 @@ def logits() -> Iterator[dict[str, Any]]:
                     yield same | distances((dq[..., 1:], dk[..., 1:], dv), exact)
 
 
+def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
+    from megatron_patch.stability.capture import CaptureFile
+
+    for path in files or sorted((ROOT / "tests/stability/captures").glob("*.pt")):
+        one = CaptureFile.load(path)
+        assert one.causal and one.window is None and one.sinks is None, path
+        for i, head in enumerate(one.heads):
+            at = one.head_to_kv[i]
+            *inputs, dout = (
+                x[:, :, j : j + 1].permute(1, 2, 0, 3).contiguous().cuda()
+                for x, j in ((one.q, i), (one.k, at), (one.v, at), (one.dout, i))
+            )
+            # truth() takes one sequence
+            *inputs, dout = (x[:1] for x in (*inputs, dout))
+            exact = truth(*inputs, dout, scale=one.scale)
+            calls = {name: ours(name, causal=True, scale=one.scale) for name in OURS}
+            kind = SDPBackend.CUDNN_ATTENTION
+            calls["SDPA-cuDNN"] = vendor(kind, is_causal=True, scale=one.scale)
+            kind = SDPBackend.FLASH_ATTENTION
+            calls["SDPA-flash"] = vendor(kind, is_causal=True, scale=one.scale)
+            found: dict[str, Any] = {
+                name: gradients(call, tuple(inputs), dout) for name, call in calls.items()
+            }
+            found[FP32] = in_float32(tuple(inputs), dout, scale=one.scale)
+            found[ROUNDED] = [x.to(dout.dtype) for x in exact]
+            for name, x in found.items():
+                run = f"{one.run_name} {one.backend}/{one.stabilizer}"
+                same = {"run": run, "step": one.step, "layer": one.layer, "head": head}
+                yield same | {"backend": name} | distances(x, exact)
+
+
 def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
     a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     a.record()
@@ -174,7 +214,10 @@ def times() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parts = {"errors": errors, "logits": logits, "times": times}
-    for part in sys.argv[1:] or parts:
+    given = sys.argv[1:]
+    files = [Path(x) for x in given if x.endswith(".pt")]
+    parts["captures"] = lambda: captures(files)
+    for part in [x for x in given if not x.endswith(".pt")] or parts:
         rows = []
         for row in parts[part]():
             rows.append(row)

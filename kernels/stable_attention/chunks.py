@@ -11,12 +11,17 @@ Zigzag order is two chunks a rank, so two calls (or four: query half x key half)
     delta, dsinks = chunk_delta(dout, out16, lse, low=low, sinks=...)
     chunk_backward(dout, q, k0, v0, lse, delta, dq=dq, dk=dk0, dv=dv0, q_position=..., ...)
 
+A projecting stabilizer keeps the row sums of dS beside dq: ``rows = projected_rows(q, lse, ...)``,
+``chunk_backward(..., rows=rows)``, and at last ``project_chunks(dq, rows, lse, delta, ...)``.
+
 Everything between the chunks is float32: partial O, LSE, and the accumulators dq, dk, dv. LSE is
 that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk
 uses that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -37,11 +42,30 @@ from stable_attention.problem import (
     Options,
     Problem,
     choose,
+    constant,
     require,
     show,
 )
 from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
 from stable_attention.triton import merge
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedRows:
+    """What rows of a projecting stabilizer keep from chunk to chunk; cut it as dq and LSE are cut.
+
+    ``excess`` and ``top`` float32 like LSE: the sum of dS so far, and the largest P. ``key`` in q's
+    dtype, like dq: the key of that P.
+    """
+
+    excess: torch.Tensor
+    top: torch.Tensor
+    key: torch.Tensor
+
+    def cut(self, tokens: slice, heads: slice) -> ProjectedRows:
+        """Those of some tokens (the first dimension of thd and sbhd) and query heads."""
+        excess, top = (x[..., heads, tokens] for x in (self.excess, self.top))
+        return ProjectedRows(excess, top, self.key[tokens][..., heads, :])
 
 
 def _describe(
@@ -272,6 +296,7 @@ def chunk_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    rows: ProjectedRows | None = None,
     layout: str = "bshd",
     q_position: Position = 0,
     k_position: Position = 0,
@@ -282,6 +307,7 @@ def chunk_backward(
     Args:
         lse, delta: of the query chunk over *all* keys; views with a contiguous last dimension.
         dq, dk, dv: float32, laid out like q, k, v; views allowed.
+        rows: what `projected_rows` made, with a projecting stabilizer: `project_chunks` ends it.
         **options: the same as in the `chunk_forward` of this pair.
     """
     problem, extras = _describe(q, k, v, (q_position, k_position), options | {"layout": layout})
@@ -300,6 +326,7 @@ def chunk_backward(
         check_token_stride(name, x, layout)
     if lse.stride() != delta.stride() or lse.stride(-1) != 1:
         lse, delta = lse.contiguous(), delta.contiguous()
+    kept = _kept(problem, rows, lse, dq)
     kernels = dispatch.select(problem, q.device)
     kernels.backward(
         problem,
@@ -311,4 +338,65 @@ def chunk_backward(
         delta=delta,
         extras=extras,
         accumulators=(dq, dk, dv),
+        **({} if kept is None else {"kept": kept}),
     )
+
+
+def _kept(
+    problem: Problem, rows: ProjectedRows | None, lse: torch.Tensor, dq: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The tensors of ``rows`` for the kernel, which reads them with the strides of LSE and dQ."""
+    projects = bool(KNOWN[problem.stabilizer].projection)
+    if rows is None or not projects:
+        allowed = f"{'projected_rows(...)' if projects else 'None'} with {problem.stabilizer!r}"
+        remedy = "Rows keep their sums from chunk to chunk under a projecting stabilizer alone."
+        require((rows is not None) is projects, "rows", show(rows), allowed, remedy)
+        return None
+    pairs = (("excess", rows.excess, lse), ("top", rows.top, lse), ("key", rows.key, dq))
+    for name, x, like in pairs:
+        _check_like(f"rows.{name}", x, tuple(like.shape), like)
+        steps, wanted = (
+            tuple(step for step, n in zip(y.stride(), y.shape, strict=True) if n > 1)
+            for y in (x, like)
+        )
+        same = "Cut the rows as LSE and dq are cut."
+        require(steps == wanted, f"strides of rows.{name}", steps, f"{wanted}", same)
+    return rows.excess, rows.top, rows.key
+
+
+def projected_rows(q: torch.Tensor, lse: torch.Tensor, *, stabilizer: str) -> ProjectedRows | None:
+    """What `chunk_backward` needs between chunks, for a query chunk; None if nothing is projected.
+
+    q and dq must be contiguous, and LSE that of all keys, as `finish_chunks` leaves it.
+    """
+    choose("stabilizer", stabilizer, KNOWN)
+    if not KNOWN[stabilizer].projection:
+        return None
+    key = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    return ProjectedRows(torch.zeros_like(lse), torch.zeros_like(lse), key)
+
+
+def project_chunks(
+    dq: torch.Tensor,
+    rows: ProjectedRows,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    layout: str = "bshd",
+    sinks: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> None:
+    """Take what rows of dS sum to too much out of dq, in place, once all chunks are in.
+
+    A row sums to dLSE + P_sink D' over the keys; arguments as in `chunk_delta` and its D'.
+    """
+    excess = rows.excess
+    if sinks is not None:
+        share = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+        excess = excess - share * delta
+    if dlse is not None:
+        excess = excess - dlse.masked_fill(lse == -torch.inf, 0.0)
+    order = {"bshd": (0, 2, 1), "sbhd": (2, 0, 1), "bhsd": (0, 1, 2), "thd": (1, 0)}[layout]
+    scale = constant(dq.shape[-1] ** -0.5) if scale is None else scale
+    dq.addcmul_(excess.permute(order)[..., None], rows.key, value=-scale)

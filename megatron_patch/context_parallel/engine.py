@@ -159,6 +159,7 @@ class Attention:
             dout, saved.out, saved.lse, layout=layout, low=saved.low, sinks=saved.sinks
         )
         dq = accumulator(q)
+        kept = self.primitives.projected_rows(q, saved.lse, stabilizer=self.options.stabilizer)
 
         def compute(block: Block, dk: torch.Tensor, dv: torch.Tensor) -> None:
             at = self._query_heads(q, block)
@@ -174,11 +175,17 @@ class Attention:
                     dq=dq[rows][..., at, :],
                     dk=dk[keys],
                     dv=dv[keys],
+                    rows=None if kept is None else kept.cut(rows, at),
                     **self._options(mask, at, saved.seed),
                     **arguments(q_view, k_view, by_position=mask is Mask.GLOBAL),
                 )
 
         dk, dv = self.movement.backward(k, v, compute)
+        if kept is not None:
+            self.primitives.project_chunks(
+                dq, kept, saved.lse, delta,
+                scale=self.options.scale, layout=layout, sinks=saved.sinks,
+            )  # fmt: skip
         if self.exchange.split.replicas == 1 or self.exchange.comm.size == 1:
             # Complete sums: rounding them before or after they travel is the same.
             dk, dv = dk.to(k.dtype), dv.to(v.dtype)

@@ -234,7 +234,8 @@ class Activations:
         p2p counts, in float32, dQ and this rank's dK and dV; of two blocks dK and dV that were
         made, are on their way, or came for this rank (half of its keys); and the keys of two blocks
         and of the next two. Few ranks never have all of that at once. The other modes count their
-        16-bit gradients and the float32 ones of what they gathered as well.
+        16-bit gradients and the float32 ones of what they gathered as well. A projection keeps a
+        key and two numbers a row.
         """
         n, ranks = self.n, self.run.parallel.context_parallel_size
         if ranks == 1:
@@ -249,7 +250,9 @@ class Activations:
         if {"a2a", "all_gather"} & {*kinds}:
             gathered = ranks if "all_gather" in kinds else 2
             found.append(n.w * (query + keys) + gathered * (n.w + FLOAT) * keys)
-        return FLOAT * query + max(found)
+        projects = self.run.attention.stabilizer == "compensated_projected"
+        kept = n.T * n.q * (n.w * n.d + 2 * FLOAT) if projects else 0
+        return FLOAT * query + kept + max(found)
 
     def feed_forward_moments(self, number: int) -> list[BackwardStage]:
         moe = self.model.moe

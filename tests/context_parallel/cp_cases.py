@@ -57,6 +57,7 @@ class Case:
     """Tokens after the last document of a pack."""
     gradient_wire: str = "fp32"
     residual: str = "bf16"
+    stabilizer: str = "compensated"
     v_mean: float = 0.0
     """Mean of V: a large one makes delta large, and its error with it."""
     seed: int = 0
@@ -157,8 +158,9 @@ def _uncut(case: Case, given: Inputs, *, oracle: bool) -> dict[str, torch.Tensor
         from stable_attention.api import stable_attention
 
         out, top = stable_attention(
-            *leaves, sinks=sinks, return_max_logits=True, residual=case.residual, **options
-        )
+            *leaves, sinks=sinks, return_max_logits=True, residual=case.residual,
+            stabilizer=case.stabilizer, **options,
+        )  # fmt: skip
     return _gradients(out, with_sinks, given.dout) | {"max_logits": top.detach()}
 
 
@@ -203,6 +205,7 @@ def run_rank(case: Case, group: Any, hierarchical: Any, device: str = "cpu") -> 
         return_max_logits=True,
         gradient_wire=case.gradient_wire,
         residual=case.residual,
+        stabilizer=case.stabilizer,
         **options,
     )
     everything = [*leaves] + ([] if sinks is None else [sinks])

@@ -31,6 +31,7 @@ def run(case: Case, given: Inputs | None = None, **changes: Any) -> Emulated:
         want_max_logits=True,
         wire=WIRES[case.gradient_wire],
         residual=case.residual,
+        stabilizer=case.stabilizer,
         **options,
         **changes,
     )

@@ -215,8 +215,9 @@ def test_kernels_in_every_mode():
     """Small: Triton's interpreter is slow. The GPU test runs the whole grid."""
     shape = {"backend": "stable_flash", "dtype": "bf16", "s": 32, "b": 1, "h": 2, "kv": 2}
     for mode, extra in (
-        ("a2a", {"sinks": True, "window": (9, 0)}),
+        ("a2a", {"sinks": True, "window": (9, 0), "stabilizer": "compensated_projected"}),
         ("all_gather", {"layout": "thd", "lengths": (9, 0, 6), "tail": 0}),
+        ("p2p", {"sinks": True, "stabilizer": "compensated_projected"}),
         ("p2p", {"causal": False, "residual": "int8", "dtype": "fp16", "softcap": 3.0}),
     ):
         case = Case(size=2, mode=mode, **(shape | extra))

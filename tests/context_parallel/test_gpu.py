@@ -30,6 +30,7 @@ WIDTHS = {
     "MLA": {"d": 192, "dv": 128, "kv": 8},
     "12 heads on 3": {"h": 24, "kv": 3, "sinks": True},
     "fp16, int8 residual": {"dtype": "fp16", "residual": "int8"},
+    "projected": {"stabilizer": "compensated_projected", "sinks": True},
 }
 
 

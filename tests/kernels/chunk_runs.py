@@ -65,12 +65,17 @@ def run_chunked(case: Case, given: Inputs, chunks: int, order: str) -> Results:
         delta, share = primitives.chunk_delta(dout, final, lse, low=low, sinks=sinks)
         if dsinks is not None:
             dsinks += share
+        kept = primitives.projected_rows(given.q[:, rows], lse, stabilizer=case.stabilizer)
+        mine = grads[0][:, rows].contiguous()
         for _, keys in pairs:
             primitives.chunk_backward(
                 dout, given.q[:, rows], given.k[:, keys], given.v[:, keys], lse, delta,
-                dq=grads[0][:, rows], dk=grads[1][:, keys], dv=grads[2][:, keys],
-                q_position=rows.start, k_position=keys.start, **options,
+                dq=mine, dk=grads[1][:, keys], dv=grads[2][:, keys],
+                q_position=rows.start, k_position=keys.start, rows=kept, **options,
             )  # fmt: skip
+        if kept is not None:
+            primitives.project_chunks(mine, kept, lse, delta, scale=options["scale"], sinks=sinks)
+        grads[0][:, rows] = mine
         outs.append(final)
         lses.append(lse)
     rounded = [x.to(given.q.dtype) for x in grads]

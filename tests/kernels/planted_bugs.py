@@ -98,6 +98,7 @@ GROUPED = "ffpa-301 grouped dK and dV accumulate in float32"
 TALL = "sq=33 sk=130 d=32 hq=1 hk=1 values=tall"
 SINK_SUM = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=compensated_projected"
 ALONG_KEY, ALONG_MEAN = "projected along a key", "projected, equal sinks"
+IN_CHUNKS = "projected along a key, chunks"
 EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
 BELOW = "FA-1947 P of masked positions not zeroed"
 
@@ -364,6 +365,10 @@ BUGS = (
         "tl.maximum(rank, new), tl.where(new > rank, n, tile)", "new, tile * 0 + n", ALONG_KEY),
     Bug("row sum of the last tile alone", PROJECTION, "excess = tl.dot(ds, ones, state[0])",
         "excess = tl.dot(ds, ones)", ALONG_KEY),
+    Bug("row sum of the last chunk alone", PROJECTION,
+        "tl.load(excess_ptr + rows, mask=row_ok, other=0.0) + tl", "tl", IN_CHUNKS),
+    Bug("largest key of the last chunk", PROJECTION, "found &= row_ok & (top >",
+        "found &= row_ok & (top > 0.0 *", IN_CHUNKS),
     Bug("P K not divided by its weights", PROJECTION, "weight / tl.where(whole > 0, whole, 1.0)",
         "weight", ALONG_MEAN),
     Bug("dK from the delta of a 16-bit O", PROJECTION, "delta + excess, mask", "delta, mask",

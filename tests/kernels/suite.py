@@ -247,6 +247,23 @@ def rows_that_sum_to_zero(stabilizer: str, regime: str) -> list[str]:
     return problems
 
 
+def chunks_that_sum_to_zero() -> list[str]:
+    """dQ of equal sinks as exact as uncut: the sum and the largest key go from chunk to chunk."""
+    from chunk_runs import run_chunked
+    from regimes import make_regime
+
+    case = Case(sq=96, sk=96, d=64, hq=2, hk=2, stabilizer="compensated_projected")
+    given = make_inputs(case)
+    regime = (x.transpose(0, 1)[None].to(DEVICE) for x in make_regime("tie3", heads=2, n=96))
+    given.q, given.k, given.v, given.dout = (x.contiguous() for x in regime)
+    given.k, given.v = (x.roll(40, 1) for x in (given.k, given.v))
+    truth = run_oracle(case, given, torch.float64).named()
+    found = run_chunked(case, given, 4, "zigzag").named()
+    errors = {x: found[x].double() - truth[x] for x in ("dq", "dk", "dv")}
+    sizes = {x: float(e.norm() / truth[x].norm()) for x, e in errors.items()}
+    return [f"{x} error {size:.3f} over chunks" for x, size in sizes.items() if not size < 0.01]
+
+
 def large_logits(stabilizer: str, size: float = 1e6) -> list[str]:
     """Every float32 score is exact here, and weights of four keys differ: P must be right.
 
@@ -355,6 +372,7 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "window bounds": window_bounds,
     "projected, equal sinks": lambda: rows_that_sum_to_zero("projected", "tie3"),
     "projected, saturated sink": lambda: rows_that_sum_to_zero("projected", "one"),
+    "projected along a key, chunks": chunks_that_sum_to_zero,
     "projected along a key": lambda: rows_that_sum_to_zero("compensated_projected", "tie3"),
     "large logits, projected": lambda: large_logits("projected"),
     "large logits, projected along a key": lambda: large_logits("compensated_projected"),

@@ -25,6 +25,8 @@ SMALL = [
     ("sq=40 sk=40 causal=1 d=96 residual=int8", 2, "zigzag"),
     ("sq=40 sk=40 causal=1 d=192 dv=128 sinks=learned", 2, "contiguous"),
     ("sq=34 sk=34 left=9 d=64 dv=80 residual=int8 dtype=fp16", 2, "contiguous"),
+    ("sq=50 sk=50 causal=1 hq=4 sinks=learned stabilizer=compensated_projected", 4, "zigzag"),
+    ("sq=40 sk=40 d=96 dropout=0.2 hq=2 hk=1 stabilizer=compensated_projected", 3, "contiguous"),
 ]
 LARGE = [
     (line, chunks, order)

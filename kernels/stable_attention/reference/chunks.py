@@ -175,6 +175,7 @@ def chunk_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    rows: None = None,
     layout: str = "bshd",
     **options,
 ) -> None:
@@ -190,3 +191,7 @@ def chunk_backward(
         given = (do5[..., rows, :], lse5[..., rows], delta5[..., rows])
         views = (sums[0][..., rows, :], sums[1][..., keys, :], sums[2][..., keys, :])
         backward_one(inputs + given, views, rules, at)
+
+
+def projected_rows(q: torch.Tensor, lse: torch.Tensor, *, stabilizer: str) -> None:
+    """As `stable_attention.chunks.projected_rows`: None, for dS is not rounded here."""

@@ -275,7 +275,7 @@ def _dq_step(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dq_kernel(
     q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, dq_tail, key_ptr,
-    lse_ptr, delta_ptr, seed_ptr,
+    excess_ptr, top_ptr, best_ptr, lse_ptr, delta_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -343,7 +343,15 @@ def dq_kernel(
             BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
             CHUNKED, PAPER, TMA, PROJECT,
         )  # fmt: skip
-    if PROJECT:
+    if PROJECT and CHUNKED:
+        # What is kept lies as LSE and dQ do.
+        best = source(best_ptr, b, h, start_q, sq, stride_dqb, stride_dqs, stride_dqh, POINTERS)
+        projection.carry(
+            state, excess_ptr + row, top_ptr + row, best, stride_dqs, rows, rows < sq,
+            source(key_ptr, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, POINTERS),
+            stride_ks, BN, BD, D,
+        )  # fmt: skip
+    elif PROJECT:
         plane = heads.to(tl.int64) * tq
         row_ok = rows < sq
         rest = tl.load(lse_ptr + plane + row + rows, mask=row_ok, other=0.0)
@@ -374,8 +382,9 @@ def launch_dkdv(problem, tensors, dk, dv, *, extras, tile, add):
     _launch(dkdv_kernel, _dkdv_arguments, problem, (*tensors, dk, dv), extras, tile, add)
 
 
-def launch_dq(problem, tensors, dq, *, extras, tile, add):
-    _launch(dq_kernel, _dq_arguments, problem, (*tensors, dq), extras, tile, add)
+def launch_dq(problem, tensors, dq, *, extras, tile, add, kept=None):
+    tensors = (*tensors, dq, *(kept or (None, None, None)))
+    _launch(dq_kernel, _dq_arguments, problem, tensors, extras, tile, add)
 
 
 def _launch(kernel, arguments, problem, tensors, extras, tile, add):
@@ -407,13 +416,16 @@ def _dkdv_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dk, d
     return (tiles * problem.kv_heads, problem.batch), positional, named
 
 
-def _dq_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dq, *small):
+def _dq_arguments(
+    problem, extras, tile, add, q, k, v, dout, lse, delta, dq, excess, top, best, *small
+):
     tiles = triton.cdiv(problem.sq, tile.bm)
     keys = ((k, tile.bn), (v, tile.bn))
     tma, reads, writes = _descriptors(problem, tile, keys, ((dq, tile.bm),), add)
     project = projection.KINDS[KNOWN[problem.stabilizer].projection]
     positional = (
-        q, dout, *reads, *writes, k if project else None, lse, delta, *small,
+        q, dout, *reads, *writes, k if project else None, excess, top, best, lse, delta,
+        *small,
         *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
     )  # fmt: skip
@@ -457,6 +469,7 @@ def backward(
     extras: Extras,
     accumulators: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV), with the shapes of q, k, v and in their layout, in q's dtype.
 
@@ -465,6 +478,8 @@ def backward(
             stabilizer what `results` and `preprocess` say; its delta is corrected in place.
         accumulators: float32 (dQ, dK, dV) to add to and return instead of new tensors.
         gradients: what to write to and return, from `results.new_gradients`; None makes them.
+        kept: of a projecting stabilizer under chunks: (row sums of dS so far and largest P, with
+            LSE's strides; keys of those P, with dQ's), `chunks.ProjectedRows`.
     """
     add = accumulators is not None
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
@@ -482,5 +497,5 @@ def backward(
         if KNOWN[problem.stabilizer].projection == "mean":
             # P K takes as many registers as dQ.
             tile = replace(tile, bm=max(tile.bm // 2, min(tile.bm, 64)))
-        launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add)
+        launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add, kept=kept)
     return dq, dk, dv

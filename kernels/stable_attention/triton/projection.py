@@ -3,7 +3,8 @@
 dS is rounded where it multiplies K, so that its row sum is off by an excess r_i, the error of delta
 included; it shows in dQ_i as r_i times a mean of the keys (docs/numerics.md). What is followed over
 the key tiles beside dQ takes it out again at the end of a row, along the key of the row's largest P
-(KEY) or along P K (MEAN), and out of delta before the pass that makes dK.
+(KEY) or along P K (MEAN), and out of delta before the pass that makes dK. Chunks of a sequence keep
+the sums and the key itself (KEY), and dK the delta it has.
 
 Shape legend: BM query rows, BN key columns of a tile, BD padded head dim; the sums [BM, ONES] have
 equal columns.
@@ -67,6 +68,35 @@ def _key_rows(ptr, stride, key, found, BD: tl.constexpr, D: tl.constexpr):
         cols = C1 + tl.arange(0, BD - C1)[None, :]
         tail = tl.load(first + cols, mask=found[:, None] & (cols < D), other=0.0).to(tl.float32)
         return head, tail
+
+
+@triton.jit
+def carry(
+    state, excess_ptr, top_ptr, best_ptr, stride_best, rows, row_ok, key_ptr, stride_ks,
+    BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Add a chunk's share to what a row keeps between chunks; KEY alone.
+
+    Args:
+        excess_ptr, top_ptr: float32 at row 0: the sum of dS so far, and the largest P.
+        best_ptr: at row 0, where the key of that P is kept; its chunk is gone by the end.
+    """
+    C1: tl.constexpr = first_part(BD)
+    excess = tl.load(excess_ptr + rows, mask=row_ok, other=0.0) + tl.max(state[0], 1)
+    tl.store(excess_ptr + rows, excess, mask=row_ok)
+    key, found = largest_key(state[1], state[2], BN)
+    # Without the key's place in its tile: equal P of two chunks stay with the first.
+    top = (tl.max(state[1], 1) & -BN).to(tl.float32, bitcast=True)
+    found &= row_ok & (top > tl.load(top_ptr + rows, mask=row_ok, other=float("inf")))
+    tl.store(top_ptr + rows, top, mask=found)
+    best = _key_rows(key_ptr, stride_ks, key, found, BD, D)
+    to = best_ptr + rows.to(tl.int64)[:, None] * stride_best
+    cols = tl.arange(0, C1)[None, :]
+    dtype: tl.constexpr = best_ptr.dtype.element_ty
+    tl.store(to + cols, best[0].to(dtype), mask=found[:, None] & (cols < D))
+    if BD != C1:
+        cols = C1 + tl.arange(0, BD - C1)[None, :]
+        tl.store(to + cols, best[1].to(dtype), mask=found[:, None] & (cols < D))
 
 
 @triton.jit

@@ -34,7 +34,6 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 
 KEEP_RESIDUAL = ("compensated", "compensated_projected")
-PROJECTING = ("projected", "compensated_projected")
 
 
 def _stabilizer(run: RunConfig) -> Iterator[Problem]:
@@ -51,13 +50,12 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
             "attention.allow_broken",
             f"true has no effect with attention.stabilizer {name!r}: leave it out",
         )
-    if name in PROJECTING and run.parallel.context_parallel_size > 1:
-        plain = "compensated" if name in KEEP_RESIDUAL else "none"
+    if name == "projected" and run.parallel.context_parallel_size > 1:
         yield Problem(
             "attention.stabilizer",
             f"{name!r} needs whole rows of keys, and context parallelism cuts them "
-            f"(parallel.context_parallel_size {run.parallel.context_parallel_size}): use {plain}, "
-            "or context_parallel_size: 1",
+            f"(parallel.context_parallel_size {run.parallel.context_parallel_size}): use "
+            "compensated_projected, or context_parallel_size: 1",
         )
     if attention.residual != "default" and (
         name not in KEEP_RESIDUAL or not BACKENDS[attention.backend].stabilizers
