@@ -22,6 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", required=True)
     parser.add_argument("--variant", metavar="NAME", default="plain")
+    parser.add_argument("--rivals", metavar="STEPS", type=int, default=0)
     add_overrides(parser)
     args = parser.parse_args()
     die_with_launcher()
@@ -44,6 +45,10 @@ def train(args: argparse.Namespace) -> int:
     """Install the variant and train; the only place of research/ that calls the trainer."""
     loaded = load(args.config, args.overrides)
     variants.install(args.variant, loaded.config)
+    if args.rivals:
+        import rivals
+
+        rivals.install(args.rivals)
     from megatron_patch.training import trainer
 
     return trainer.train(loaded)

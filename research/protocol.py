@@ -95,6 +95,9 @@ class Protocol:
     """Time kept free at the end of --minutes for saving and leaving."""
     steps_per_second: float | None = None
     """Expected speed of one run, for --dry-run; null: unknown."""
+    rivals: int = 0
+    """Steps between observations of the published monitors (research/rivals.py); 0: none. It
+    changes no run, and may differ between two calls."""
     explosion: ExplosionConfig = field(default_factory=ExplosionConfig)
     """When a run counts as exploded."""
     cells: list[CellConfig]
@@ -107,6 +110,8 @@ class Protocol:
         for key in ("steps", "gpus_per_run"):
             if getattr(self, key) < 1:
                 yield Problem(key, f"{getattr(self, key)}: must be at least 1")
+        if self.rivals != 0 and self.rivals < 4:
+            yield Problem("rivals", f"{self.rivals}: must be at least 4 steps, or 0")
         if self.save_seconds < 0:
             yield Problem("save_seconds", f"{self.save_seconds}: must not be negative")
         if self.explosion.window < 1 or self.explosion.from_step < 0:

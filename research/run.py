@@ -175,6 +175,8 @@ class Runner:
             start += ["--nproc-per-node", str(run.gpus)]
         command = [*start, str(CELL), "--config", str(there.experiment.config)]
         command += ["--variant", run.cell.variant]
+        if there.experiment.protocol.rivals:
+            command += ["--rivals", str(there.experiment.protocol.rivals)]
         command += [part for key in keys for part in ("--set", key)]
         environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
         environment.setdefault("OMP_NUM_THREADS", "1")

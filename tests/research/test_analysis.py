@@ -22,7 +22,7 @@ from megatron_patch.stability.writer import Writer
 ROOT = Path(__file__).resolve().parents[2]
 RESEARCH = ROOT / "research"
 PAGE = RESEARCH / "report.md"
-WORDS, FIGURES, TABLES, LINES = 8000, 10, 12, 2000
+WORDS, FIGURES, TABLES, LINES = 8000, 10, 12, 2050
 """At most so much, of the report and of the scripts."""
 
 
@@ -37,8 +37,10 @@ def scripts() -> Any:
         import heads
         import report_tables
         import shared
+        import side_by_side
 
-        yield {m.__name__: m for m in (captured, continued, drift, heads, report_tables, shared)}
+        found = (captured, continued, drift, heads, report_tables, shared, side_by_side)
+        yield {m.__name__: m for m in found}
 
 
 def test_the_tables_are_as_their_results_say(scripts: dict[str, ModuleType]) -> None:
@@ -182,3 +184,33 @@ def test_a_bias_repeats_and_a_walk_does_not(scripts: dict[str, ModuleType]) -> N
     # A descent step along -error makes a weight of the other sign larger.
     assert biased["growth"] > 5 * biased["growth_se"] > 0
     assert walk["relative"] == biased["relative"] == 1.0
+
+
+def test_monitors_are_compared_by_thresholds_of_other_runs(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A score alarms in the second observation in a row above what quiet runs reach so."""
+    side = scripts["side_by_side"]
+    steps = np.arange(100, 1100, 100)
+    scores = {"quiet": [9, 1, 9, 2, 3, 1, 1, 9, 1, 1], "gone": [1, 1, 9, 1, 9, 9, 9, 9, 9, 9],
+              "late": [1] * 9 + [9], "false": [1, 1, 1, 4, 4, 1, 1, 1, 1, 1]}  # fmt: skip
+    tables = {name: np.array([values, [0] * 10], float).T for name, values in scores.items()}
+
+    def read(run: Any) -> Any:
+        return steps, tables[run.name]
+
+    monkeypatch.setattr(side, "SCORES", {"score": ("rule", read)})
+
+    def run(name: str, event: int | None, danger: int | None) -> Any:
+        return side.Watched(name, Path(), 200, event, danger, 1000)
+
+    reported = [run("gone", 900, 850), run("late", 900, 950), run("false", None, None)]
+    found = side.compare([run("quiet", None, None)], reported)
+    # In the warm-up nothing counts: the first 9 of the quiet run; one alone does not, either.
+    assert found["score"]["threshold"] == 2
+    assert found["score"]["reported"]["leads"] == {"gone": 300, "late": None}
+    assert found["score"]["reported"]["false"] == ["false"]
+    assert found["present rule"]["reported"]["leads"] == {"gone": 50, "late": None}
+    assert "|score|2|1 of 2|300 / 300 / 300|1 of 1|0.50 %|" in side.markdown(
+        {"detectors": found, "cost": {"rule": 0.005}}
+    )

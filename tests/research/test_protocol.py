@@ -41,6 +41,7 @@ def test_every_shipped_protocol_is_valid(path: Path) -> None:
         ("seeds: [1]}", "from_cell: a}", "other cells start from this one's checkpoints"),
         ("lr=2e-3", "lrr=2e-3", "optimizer.lrr"),
         ("steps: 100", "steps: 100\nchecked_steps: 3", "checked_steps"),
+        ("steps: 100", "steps: 100\nrivals: 3", "rivals: 3: must be at least 4 steps, or 0"),
         ("steps: 100", "steps: 100\nsingle_pass: true\ngpus_per_run: 3", "cannot be shared"),
     ],
 )
