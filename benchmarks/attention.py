@@ -4,6 +4,7 @@
     PYTHONPATH=kernels python benchmarks/attention.py [--minutes 8] [--out DIR] [--resume DIR]
     PYTHONPATH=kernels python benchmarks/attention.py --host       # what a launch costs the host
     PYTHONPATH=kernels python benchmarks/attention.py --float32    # beside attention in float32
+    PYTHONPATH=kernels python benchmarks/attention.py --plot       # of the stored result
 
 Writes the parts ``speed``, ``host`` and ``float32`` of docs/assets/attention.json. Peers run in the
 same process on the same random tensors: SDPA-cuDNN, SDPA-flash, our own stabilizers, and
@@ -24,6 +25,7 @@ the slower one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -47,8 +49,17 @@ if DEVICE == "cpu":
 
 import torch
 import torch.nn.functional as F
-from machine import describe_kernels, earlier, in_workers, interval, parser, write_result
-from tables import GRIDS, OURS, kernel_speed, markdown
+from machine import (
+    RESULTS,
+    describe_kernels,
+    earlier,
+    in_workers,
+    interval,
+    parser,
+    thousand,
+    write_result,
+)
+from tables import DEFAULT, GRIDS, OURS, PASSES, PEERS, kernel_speed, markdown
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import stable_attention
@@ -401,6 +412,35 @@ def float32(args: argparse.Namespace) -> None:
     print(write_result("attention", figures, args.out, part="float32", head=describe_kernels()))
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """TFLOP/s of attention by sequence length, causal: a panel a head dim and pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
+    rows.sort(key=lambda r: r["s"])
+    dims = sorted({r["d"] for r in rows})
+    size = (4.5 * len(dims), 7.0)
+    figure, axes = pyplot.subplots(2, len(dims), figsize=size, squeeze=False)
+    for axis, (i, d) in zip(axes.flat, itertools.product((0, 1), dims), strict=True):
+        for name in (*PEERS, "none", DEFAULT):
+            found = [
+                (r["s"], (1.0, 2.5)[i] * 2 * r["b"] * r["h"] * r["s"] ** 2 * d / ms / 1e9)
+                for r in rows
+                if r["d"] == d and (ms := r["peers"].get(name, {}).get(PASSES[i]))
+            ]
+            axis.plot([x for x, _ in found], [y for _, y in found], "o-", label=name)
+        axis.set(xscale="log", ylim=(0, None), title=f"d {d}, causal, {PASSES[i]}")
+        axis.set(xlabel="tokens", ylabel="TFLOP/s per GPU")
+        ticks = sorted({r["s"] for r in rows})[::2]
+        axis.set_xticks(ticks, [thousand(x) for x in ticks], minor=False)
+    axes.flat[-1].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> int:
     found = parser(__doc__)
     found.add_argument("--resume", type=Path, default=None, help="folder of an earlier result")
@@ -410,7 +450,12 @@ def main() -> int:
     found.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
     found.add_argument("--host", action="store_true", help="host time of a call instead")
     found.add_argument("--float32", action="store_true", help="attention in float32 instead")
+    found.add_argument("--plot", action="store_true", help="draw the stored result instead")
     args = found.parse_args()
+    if args.plot:
+        stored = json.loads((RESULTS / "attention.json").read_text())["speed"]
+        plot(stored, args.out / "attention.png")
+        return 0
     if DEVICE == "cuda" and not torch.cuda.is_available():
         found.error("no GPU here; --device=cpu tries the script in the interpreter")
     if args.host or args.float32:

@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 import attention
 import torch
 from attention import DEVICE, Shape, measure, sdpa, shapes, tensors
-from machine import in_workers, parser, sources_digest, write_result
-from tables import PASSES, Row, speed, title
+from machine import Row, in_workers, parser, sources_digest, speed, title, write_result
+from tables import PASSES
 from torch.nn.attention import SDPBackend
 
 STABILIZERS = ("compensated", "none")

@@ -44,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "kernels"), str(HERE.parent)]  # not installed? fine
 import context_parallel_peers as peers
 import machine
-from tables import context_flops, same_work
+from machine import context_flops, same_work
 
 from megatron_patch.context_parallel.api import context_parallel_attention
 from megatron_patch.context_parallel.layout import positions, shard

@@ -2,7 +2,8 @@
 
 A result is figures with ``describe()`` beside them: machine, versions, commit, time. Benchmarks of
 the kernels add digests of their sources: figures of the same sources, GPU and versions may be
-joined (``same_origin``), and a page says when the tree's kernels have changed since.
+joined (``same_origin``), and a page says when the tree's kernels have changed since. Arithmetic
+that scripts share with their tables (speeds, equal work, the fullest rank) is here.
 
 A file of docs/assets holds the results of one topic by name ("parts"). A script replaces its part
 and leaves the others. ``python benchmarks/machine.py FILE ...`` takes the parts of files that were
@@ -16,6 +17,7 @@ import ast
 import concurrent.futures
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -29,6 +31,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # not installed? fine
 from megatron_patch.runtime import environment
 
+Row = dict[str, Any]
+"""A shape of attention, and what was measured of each peer."""
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "assets"
 # What runs on the device, and what chooses and launches it.
@@ -270,6 +274,49 @@ def why(log: str) -> str:
     """The end of what torchrun's ranks said: its own account comes last and says nothing."""
     ranks, _, _ = log.partition("torch.distributed.elastic.multiprocessing.errors")
     return ranks.rpartition("Traceback (most recent call last)")[0][-1500:] or log[-1500:]
+
+
+def speed(rows: list[Row], ours: str, peer: str, which: str) -> dict[str, float]:
+    """Shape -> the peer's time over ours, where both were measured."""
+    pairs = ((title(r), r["peers"].get(ours, {}), r["peers"].get(peer, {})) for r in rows)
+    return {name: b[which] / a[which] for name, a, b in pairs if which in a and which in b}
+
+
+def title(row: Row) -> str:
+    """A shape in words."""
+    mask = "causal" if row["causal"] else "full"
+    return f"{row['grid']}, d {dims(row)}, {mask}, {row['s']} keys"
+
+
+def dims(row: Row) -> str:
+    return str(row["d"]) if row["d"] == row["dv"] else f"{row['d']}/{row['dv']}"
+
+
+def context_flops(problem: dict[str, Any], tokens: int) -> float:
+    """Operations of forward and backward over a whole causal sequence."""
+    return 3.5 * 2.0 * problem["heads"] * tokens * tokens * problem["d"]
+
+
+def same_work(tokens: int, ranks: int, block: int) -> int:
+    """Length whose attention on one GPU is a rank's share of ``tokens`` over ``ranks``."""
+    return max(block, round(tokens / math.sqrt(ranks) / block) * block)
+
+
+def thousand(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every stage the rank with the highest peak: the one that a plan must hold for.
+
+    They differ where experts are not given the same number of tokens.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for rank in by_rank:
+        best = found.setdefault(rank["stage"], rank)
+        if (rank["allocated"] or 0) > (best["allocated"] or 0):
+            found[rank["stage"]] = rank
+    return list(found.values())
 
 
 def main() -> int:

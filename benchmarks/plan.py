@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from tables import fullest
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "layouts.yaml"
@@ -195,7 +194,7 @@ def off(rows: list[dict[str, Any]]) -> list[str]:
     """Names of the cases that failed, or whose plan is more than the tolerance off."""
     bad = []
     for row in rows:
-        ranks = fullest(row.get("by_rank", []))
+        ranks = machine.fullest(row.get("by_rank", []))
         ratios = [r["ratio"] for r in ranks if r["ratio"] is not None]
         if "error" in row or any(abs(ratio - 1) > TOLERANCE for ratio in ratios):
             bad.append(f"{row['model']} {row['layout']}")

@@ -1,19 +1,15 @@
 """The measured tables of the manual: docs/assets/*.json into the marked places of its pages.
 
-    python benchmarks/tables.py [--check] [--plots]
+    python benchmarks/tables.py [--check]
 
 A page marks a place with ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; NAME is a key of
 `TABLES`, other names are not this script's. ``--check`` changes nothing and exits with 1 where a
-page differs from its results. ``--plots`` draws the plot of docs/assets anew.
-
-Arithmetic that benchmarks need too (speeds of rows, equal work, the fullest rank) is here, because
-this module needs no torch.
+page differs from its results. Needs no torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import statistics
@@ -22,11 +18,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from machine import RESULTS, ROOT, context_digest, functions_digest
+from machine import (
+    RESULTS,
+    ROOT,
+    Row,
+    context_digest,
+    context_flops,
+    dims,
+    fullest,
+    functions_digest,
+    same_work,
+    speed,
+    thousand,
+)
 
 from megatron_patch.runtime.environment import short_commit
 
-Row = dict[str, Any]
 Parts = dict[str, dict[str, Any]]
 """A file of docs/assets: results by name."""
 Table = tuple[list[str], list[list[str]], list[str]]
@@ -94,22 +101,6 @@ def span(values: list[float], form: str) -> str:
     """A value, or the lowest and highest of several."""
     ends = dict.fromkeys(form.format(x) for x in (min(values), max(values))) if values else ["-"]
     return "–".join(ends)
-
-
-def title(row: Row) -> str:
-    """A shape in words."""
-    mask = "causal" if row["causal"] else "full"
-    return f"{row['grid']}, d {_dims(row)}, {mask}, {row['s']} keys"
-
-
-def _dims(row: Row) -> str:
-    return str(row["d"]) if row["d"] == row["dv"] else f"{row['d']}/{row['dv']}"
-
-
-def speed(rows: list[Row], ours: str, peer: str, which: str) -> dict[str, float]:
-    """Shape -> the peer's time over ours, where both were measured."""
-    pairs = ((title(r), r["peers"].get(ours, {}), r["peers"].get(peer, {})) for r in rows)
-    return {name: b[which] / a[which] for name, a, b in pairs if which in a and which in b}
 
 
 def _changed(result: dict[str, Any]) -> str:
@@ -182,7 +173,7 @@ def kernel_speed(parts: Parts) -> Table:
     kinds: dict[str, list[Row]] = {}
     for row in sorted(result["rows"], key=lambda r: (r["grid"] != GRIDS[0], r["grid"], r["d"])):
         grid = "" if row["grid"] == GRIDS[0] else f"{row['grid']}, "
-        kinds.setdefault(f"{grid}d {_dims(row)}", []).append(row)
+        kinds.setdefault(f"{grid}d {dims(row)}", []).append(row)
     kinds["all"] = result["rows"]
     body = [
         [kind, str(len(rows)), *(_both(rows, DEFAULT, peer) for peer in PEERS)]
@@ -277,20 +268,6 @@ def accuracy_context(parts: Parts) -> Table:
     body = [[", ".join(modes), *figures] for figures, modes in rows.items()]
     ranks = sorted({c["ranks"] for found in many.values() for c in found})
     return [f"{', '.join(map(str, ranks))} ranks over one", *names.values()], body, []
-
-
-def context_flops(problem: dict[str, Any], tokens: int) -> float:
-    """Operations of forward and backward over a whole causal sequence."""
-    return 3.5 * 2.0 * problem["heads"] * tokens * tokens * problem["d"]
-
-
-def same_work(tokens: int, ranks: int, block: int) -> int:
-    """Length whose attention on one GPU is a rank's share of ``tokens`` over ``ranks``."""
-    return max(block, round(tokens / math.sqrt(ranks) / block) * block)
-
-
-def thousand(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def context_speed(parts: Parts) -> Table:
@@ -422,19 +399,6 @@ def layouts_agree(parts: Parts) -> Table:
     return ["model", "loss", "gradient norm", "agree"], rows, notes
 
 
-def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every stage the rank with the highest peak: the one that a plan must hold for.
-
-    They differ where experts are not given the same number of tokens.
-    """
-    found: dict[int, dict[str, Any]] = {}
-    for rank in by_rank:
-        best = found.setdefault(rank["stage"], rank)
-        if (rank["allocated"] or 0) > (best["allocated"] or 0):
-            found[rank["stage"]] = rank
-    return list(found.values())
-
-
 def plan_memory(parts: Parts) -> Table:
     """Planned over measured peak by model and kind of layout: the worst ratio, number of cases."""
 
@@ -511,39 +475,9 @@ def fill(text: str, results: Path = RESULTS) -> str:
     return text
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s of attention by sequence length, causal: a panel a head dim and pass."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
-    rows.sort(key=lambda r: r["s"])
-    dims = sorted({r["d"] for r in rows})
-    size = (4.5 * len(dims), 7.0)
-    figure, axes = pyplot.subplots(2, len(dims), figsize=size, squeeze=False)
-    for axis, (i, d) in zip(axes.flat, itertools.product((0, 1), dims), strict=True):
-        for name in (*PEERS, "none", DEFAULT):
-            found = [
-                (r["s"], (1.0, 2.5)[i] * 2 * r["b"] * r["h"] * r["s"] ** 2 * d / ms / 1e9)
-                for r in rows
-                if r["d"] == d and (ms := r["peers"].get(name, {}).get(PASSES[i]))
-            ]
-            axis.plot([x for x, _ in found], [y for _, y in found], "o-", label=name)
-        axis.set(xscale="log", ylim=(0, None), title=f"d {d}, causal, {PASSES[i]}")
-        axis.set(xlabel="tokens", ylabel="TFLOP/s per GPU")
-        ticks = sorted({r["s"] for r in rows})[::2]
-        axis.set_xticks(ticks, [thousand(x) for x in ticks], minor=False)
-    axes.flat[-1].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
-    parser.add_argument("--plots", action="store_true", help="draw the plot of docs/assets, too")
     args = parser.parse_args(arguments)
     stale = []
     readmes = (ROOT / "README.md", ROOT / "kernels" / "README.md")
@@ -555,9 +489,6 @@ def main(arguments: list[str] | None = None) -> int:
             stale.append(page)
             if not args.check:
                 page.write_text(new)
-    if args.plots:
-        result = json.loads((RESULTS / "attention.json").read_text())["speed"]
-        plot(result, RESULTS / "attention.png")
     return 1 if args.check and stale else 0
 
 

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/, imported under their own names without leaving them on sys.path."""
+"""Scripts outside the packages, imported under their own names without staying on sys.path."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import ModuleType
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def load(name: str) -> ModuleType:
-    """A fresh import of benchmarks/<name>.py, which may import its neighbours."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+def load(name: str, folder: Path = BENCHMARKS) -> ModuleType:
+    """A fresh import of <folder>/<name>.py, which may import scripts of benchmarks/."""
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up

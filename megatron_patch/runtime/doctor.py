@@ -25,6 +25,14 @@ from megatron_patch.runtime import environment
 
 CORE_FLOOR, CVES = "0.17.1", "CVE-2026-65180, CVE-2026-65110"
 """The first Megatron-Core with which loading a checkpoint cannot execute code."""
+TESTED = {
+    "torch": ("2.11", "2.13", "2.15"),
+    "triton": ("3.6", "3.7", "3.9"),
+    "megatron-core": ("0.19",),
+    "transformer-engine": ("2.20",),
+}
+"""Minor versions that tests have run with. What installs at all is the range of pyproject.toml, of
+which ``make install`` takes the exact versions of constraints.txt."""
 
 
 class State(StrEnum):
@@ -110,7 +118,19 @@ def pins() -> Iterator[Finding]:
         elif not SpecifierSet(wanted).contains(Version(found).base_version):
             yield broken(name, f"{found} is outside {wanted}")
         else:
-            yield _imports(name, f"{found} ({wanted})")
+            yield _tried(_imports(name, f"{found} ({wanted})"))
+
+
+def _tried(finding: Finding) -> Finding:
+    """``finding``; a note where it works, but no test has run with a version of this kind."""
+    from packaging.version import Version
+
+    tested, found = TESTED.get(finding.name), environment.version(finding.name)
+    if finding.state is State.BROKEN or tested is None or found is None:
+        return finding
+    if "{}.{}".format(*Version(found).release) in tested:
+        return finding
+    return note(finding.name, f"{finding.text}; not tested, which {' and '.join(tested)} are")
 
 
 IMPORT_NAMES = {"pyyaml": "yaml", "megatron-core": "megatron.core"}
@@ -196,7 +216,7 @@ def _matrix_product(index: int) -> Finding:
 
 def companions() -> Iterator[Finding]:
     """Megatron-Core's optional companions."""
-    yield _transformer_engine()
+    yield _tried(_transformer_engine())
     yield _apex()
 
 

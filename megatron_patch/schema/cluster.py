@@ -149,8 +149,7 @@ class ClusterConfig:
     gpus_per_node: int = 8
     """GPUs asked for on every node; 0: a CPU run."""
     gpu: str | None = None
-    """Kind of GPU, e.g. h100 or a100-40gb: launch refuses what the planner says does not fit it;
-    null: what fits no GPU that it knows."""
+    """Kind of GPU, as h100: launch refuses what does not fit it; null: what fits none."""
     ranks_per_node: int | None = None
     """Ranks on every node; default: gpus_per_node."""
     cpus_per_node: int | None = None
@@ -168,20 +167,17 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     """pyxis/enroot container."""
     continuation: Literal["requeue", "chain", "none"] = "requeue"
-    """How a run outlives its job: requeue the same job; an array whose tasks run one after the
-    other, where requeue is forbidden; or not at all."""
+    """How a run outlives its job: requeued, as an array of jobs one after the other, or not."""
     chain_length: int = 8
     """Jobs of a chain."""
     stop_lead_seconds: int = 300
-    """Seconds before the time limit at which ranks are told to save and stop; must cover a step,
-    a checkpoint and an evaluation that is due."""
+    """Seconds before the time limit at which ranks save; must cover a step and all that is due."""
     max_requeues: int = 100
     """Requeues of one job for any reason."""
     max_crash_requeues: int = 3
     """Requeues of one job after a crash."""
     agent: Literal["torchrun", "nvrx"] = "torchrun"
-    """What starts a node's ranks. nvrx: ft_launcher of nvidia-resiliency-ext restarts crashed ranks
-    itself, max_restarts times, without a new srun step; it must be installed on every node."""
+    """What starts a node's ranks; nvrx: nvidia-resiliency-ext, which restarts crashed ranks."""
     max_restarts: int = 2
     """Restarts after a crash inside one allocation, before it is requeued."""
     same_step_limit: int = 3

@@ -22,8 +22,7 @@ class TokenizerConfig:
     kind: Literal["bytes", "huggingface", "sentencepiece", "tiktoken", "none"] = "bytes"
     """bytes: 256 byte values + end of document; none: datasets of bare ids (needs vocab_size)."""
     path: PathOrName | None = None
-    """tokenizer.json (huggingface), .model (sentencepiece), or for tiktoken a .tiktoken ranks
-    file, a .json description (see docs/data.md) or the name of an encoding already cached."""
+    """tokenizer.json (huggingface), .model (sentencepiece); for tiktoken see docs/data.md."""
     vocab_size: int | None = None
     """Number of ids, for ``kind: none`` only."""
     eod_id: int | None = None
@@ -78,8 +77,7 @@ class DataConfig:
     blend: list[DatasetConfig] = field(default_factory=list)
     """Datasets whose documents are divided between train, valid and test by ``split``."""
     split: list[float] = field(default_factory=lambda: [0.98, 0.01, 0.01])
-    """Shares of the tokens of every dataset of ``blend`` for train, valid and test, in file order;
-    cuts fall between documents."""
+    """Shares of each dataset of ``blend`` for train, valid and test, in file order."""
     train: list[DatasetConfig] = field(default_factory=list)
     """Training blend, instead of ``blend``."""
     valid: list[DatasetConfig] = field(default_factory=list)
@@ -89,8 +87,7 @@ class DataConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer the datasets were prepared with."""
     seed: int | None = None
-    """Seed of the training order; default: training.seed. Evaluation ignores it, so that runs
-    with different seeds are evaluated on the same sequences."""
+    """Seed of the training order; default: training.seed. Evaluation ignores it."""
     verify: Literal["full", "sampled"] = "full"
     """Hash every byte of the token files at start, or (huge files) a fixed sample of pages."""
     num_workers: int = 2

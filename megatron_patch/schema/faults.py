@@ -14,8 +14,8 @@ class SpikeConfig:
     """Spikes of the loss and of the gradient norm, judged in every step."""
 
     action: Literal["off", "record", "skip", "rewind"] = "record"
-    """record: note step, samples and attention statistics; skip: also drop that update; rewind:
-    also go back to the last checkpoint before it and leave the data in between out."""
+    """record: note it; skip: also drop the update; rewind: also go back to the last checkpoint
+    and leave the data in between out."""
     window: int = 128
     """Steps the median and the median absolute deviation are taken from."""
     min_history: int = 32
@@ -27,8 +27,7 @@ class SpikeConfig:
     rewind_margin: int = 0
     """rewind: the checkpoint must be at least this many steps older than the spike."""
     rewind_skip: int | None = None
-    """rewind: global batches left out, the spike's the last of them; null: all since the
-    checkpoint."""
+    """rewind: global batches left out, up to the spike's; null: all since the checkpoint."""
     max_rewinds: int = 3
     """rewind: the run stops (exit code 7) at the spike after this many."""
 
@@ -38,8 +37,7 @@ class FaultsConfig:
     """Hangs, stragglers, loss spikes."""
 
     hang_seconds: float | None = 45.0
-    """A phase of a step that lasts longer is a hang, unless steps of this attempt are long: the
-    limit is never below 4 times the longest step so far. null: no hang detection."""
+    """Limit of a phase, at least 4 times the longest step of this attempt; null: no detection."""
     hang_startup_seconds: float = 1800.0
     """The same until the first step has ended: loading, compiling, first connections."""
     hang_pause_seconds: float = 900.0
@@ -47,8 +45,7 @@ class FaultsConfig:
     straggler_interval: int | None = 100
     """Steps between two comparisons of the ranks' speed; null: none."""
     straggler_mads: float = 5.0
-    """A rank is slow when its time is this many median absolute deviations (scaled to standard
-    deviations) above the median of all ranks, and ..."""
+    """A rank is slow at this many (scaled) median absolute deviations above the median, and ..."""
     straggler_ratio: float = 1.1
     """... at least this many times the median."""
     spike: SpikeConfig = field(default_factory=SpikeConfig)

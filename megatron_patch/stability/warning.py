@@ -74,7 +74,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(RuleConfig):
-    """Thresholds; chosen on some seeds and judged on others by benchmarks/early_warning.py.
+    """Thresholds; chosen on some seeds and judged on others by research/analysis/early_warning.py.
 
     Single heads leave others behind early in every run, with small logits, hence `head_logit`;
     errors grow with the logits.

@@ -55,6 +55,7 @@ def test_a_rank_that_gets_stuck_is_found_named_and_restarted_by_exit_code(
     assert {(e["rank"], e["exit_code"], e["step"]) for e in entries} == {(0, 6, 3), (1, 6, 3)}
 
 
+@pytest.mark.slow
 def test_a_pipeline_stage_that_waits_is_not_blamed(
     tmp_path: Path, corpus: Path, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

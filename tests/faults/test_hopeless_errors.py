@@ -97,17 +97,19 @@ def test_data_that_one_node_does_not_see(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_damaged_checkpoints_end_every_attempt_alike(tmp_path: Path, corpus: Path) -> None:
-    """Exit code 4 from both ranks, again and again; never a start from step 0."""
+    """Exit code 4 from both ranks, and all stays for the next attempt to find the same."""
     nodes = [node(tmp_path, corpus, n) for n in range(2)]
     plan = [{"set": ["training.exit_at_step=2"]}]
     (trained,) = run_ranks(nodes[0], corpus, 2, plan, config=nodes[0] / "run.yaml")
     assert [rank["code"] for rank in trained] == [0, 0]
-    for shard in (tmp_path / "run" / "checkpoints").glob("step_*/__*.distcp"):
+    saved = tmp_path / "run" / "checkpoints"
+    for shard in saved.glob("step_*/__*.distcp"):
         shard.write_bytes(shard.read_bytes()[::-1])
-    for _ in range(2):
-        found = launch(tmp_path, nodes)
-        assert {rank: code for rank, (code, _) in found.items()} == {0: 4, 1: 4}
-        assert "no good checkpoint" in found[0][1]
+    before = sorted(saved.rglob("*"))
+    found = launch(tmp_path, nodes)
+    assert {rank: code for rank, (code, _) in found.items()} == {0: 4, 1: 4}
+    assert "no good checkpoint" in found[0][1]
+    assert sorted(saved.rglob("*")) == before and not (tmp_path / "run" / "FINISHED").exists()
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ def test_pins_come_from_the_project() -> None:
     ("megatron_core", "0.18.0", State.BROKEN, "outside"),
     ("megatron_core", "0.19.2", State.OK, "0.19.2"),
     ("torch", "2.10.0", State.BROKEN, "outside"),
-    ("torch", "2.14.0", State.BROKEN, "outside"),
+    ("torch", "2.16.0", State.BROKEN, "outside"),
+    ("torch", "2.14.1", State.NOTE, "not tested, which 2.11 and 2.13 and 2.15 are"),
     ("torch", "2.11.0", State.OK, "2.11.0"),
     ("torch", "2.11.0a0+gitabc", State.OK, "2.11.0a0"),
     ("psutil", None, State.BROKEN, "not installed"),
@@ -53,6 +54,22 @@ def test_pins(
     finding = found(package.replace("_", "-"), doctor.pins())
     assert finding.state is state
     assert reason in finding.text
+
+
+def test_tested_versions_are_of_the_project() -> None:
+    """All lie in the ranges of pyproject.toml, and those of constraints.txt are among them."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = doctor.requirements()
+    wanted["transformer-engine"] = project["optional-dependencies"]["te"][0].partition("]")[2]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    for name, tested in doctor.TESTED.items():
+        assert all(SpecifierSet(wanted[name]).contains(f"{version}.9") for version in tested)
+        if name in pinned:
+            assert "{}.{}".format(*Version(pinned[name]).release) in tested
 
 
 def test_installed_is_not_working(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ CURVES = json.loads((Path(__file__).parent / "recorded_curves.json").read_text()
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    return benchmark_scripts.load("early_warning")
+    folder = benchmark_scripts.BENCHMARKS.parent / "research" / "analysis"
+    return benchmark_scripts.load("early_warning", folder)
 
 
 def curve(name: str) -> list[Point]:

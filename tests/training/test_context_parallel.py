@@ -127,14 +127,13 @@ class Trials:
         assert {n: d for n, d in found.items() if not d < limits[n]} == {}
 
 
-SLOW_MODELS = ("latent",)
+SLOW_MODELS = ("latent", "mtp")
 TWO: Table = {
     "per_layer": ("fp32", [CP2, f"{KIND}=[p2p, a2a, all_gather, p2p]"]),
     "bf16_all_gather": ("bf16", [CP2, f"{KIND}=all_gather"]),
     "learned_a2a": ("learned", [CP2, f"{KIND}=a2a", *OVERLAP]),
     "local_p2p": ("local", [CP2]),
     "moe_ep2": ("moe", [CP2, EP2]),
-    "mtp_p2p": ("mtp", [CP2]),
 }
 TWO_MORE: Table = {
     "all_gather": ("fp32", [CP2, f"{KIND}=all_gather"]),
@@ -143,11 +142,11 @@ TWO_MORE: Table = {
     "local_a2a": ("local", [CP2, f"{KIND}=a2a"]),
     "local_all_gather": ("local", [CP2, f"{KIND}=all_gather"]),
     "latent_a2a": ("latent", [CP2, f"{KIND}=a2a"]),
+    "mtp_p2p": ("mtp", [CP2]),
 }
 FOUR: Table = {
     "tp2": ("fp32", [CP2, TP2, SP]),
     "pp2": ("fp32", [CP2, PP2]),
-    "dp2_moe_ep2": ("moe", [CP2, EP2]),
 }
 FOUR_MORE: Table = {
     "cp4_both": ("fp32", [CP4, f"{KIND}=a2a+p2p", SIZES]),
@@ -157,6 +156,7 @@ FOUR_MORE: Table = {
     "cp4_all_gather": ("learned", [CP4, f"{KIND}=all_gather"]),
     "cp4_local_both": ("local", [CP4, f"{KIND}=a2a+p2p", SIZES]),
     "tp2_a2a": ("fp32", [CP2, TP2, f"{KIND}=a2a"]),
+    "dp2_moe_ep2": ("moe", [CP2, EP2]),
     "tp2_moe_ep2": ("moe", [CP2, TP2, SP, EP2, ETP1]),
 }
 

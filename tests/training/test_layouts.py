@@ -39,14 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def single(folder: Path, corpus: Path) -> dict[str, dict[int, tuple[str, str]]]:
     """One process: checkpoints after START steps and the figures of the steps that follow."""
+    variants = {"fp32": [], "bf16": IN_BF16, "moe": MOE, "tied_mtp": TIED_MTP}
+    return trained(folder, corpus, variants)
+
+
+def trained(
+    folder: Path, corpus: Path, variants: dict[str, list[str]]
+) -> dict[str, dict[int, tuple[str, str]]]:
+    """Figures of runs of one process, each stopped after START steps and continued."""
     stop = f"training.exit_at_step={START}"
-    variants = {
-        "fp32": [],
-        "bf16": IN_BF16,
-        "moe": MOE,
-        "tied_mtp": TIED_MTP,
-        "whole": ["parallel.use_distributed_optimizer=false"],
-    }
     runs = []
     for name, keys in variants.items():
         # Starting and continuing under one name is the resume on the same layout.
@@ -67,13 +68,15 @@ Table = dict[str, tuple[str, list[str]]]
 TWO: Table = {
     "dp2": ("fp32", []),
     "dp2_overlap": ("fp32", OVERLAP),
-    "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
-    "dp2_bf16": ("bf16", IN_BF16),
     "tp2_sp": ("fp32", [f"{TP}=2", f"{SP}=true"]),
     "tp2_bf16": ("bf16", [f"{TP}=2", f"{SP}=true", *IN_BF16]),
     "pp2_virtual": ("fp32", [f"{PP}=2", f"{VPP}=2"]),
     "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
     "ep2": ("moe", [f"{EP}=2", *MOE]),
+}
+TWO_MORE: Table = {
+    "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
+    "dp2_bf16": ("bf16", IN_BF16),
 }
 FOUR: Table = {"tp2_pp2": ("fp32", [f"{TP}=2", f"{SP}=true", f"{PP}=2"])}
 
@@ -106,6 +109,14 @@ def test_single_process_resume_continues_the_run(single: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks(folder: Path, two: None, name: str) -> None:
     judge(folder, name, TWO[name][0])
+
+
+@pytest.mark.slow
+def test_more_on_two_ranks(folder: Path, corpus: Path, single: Any) -> None:
+    trained(folder, corpus, {"whole": [f"{DIST_OPT}=false"]})
+    execute(folder, corpus, 2, TWO_MORE)
+    for name, (source, _) in TWO_MORE.items():
+        judge(folder, name, source)
 
 
 def test_overlapped_communication_makes_the_same_sums(folder: Path, two: None) -> None:

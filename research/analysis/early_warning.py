@@ -1,6 +1,6 @@
 """How early the warning rule fires in runs of one's own, and how often for nothing.
 
-    python benchmarks/early_warning.py --judge RUN ... [--out DIR]
+    python research/analysis/early_warning.py --judge RUN ... [--out DIR]
 
 A RUN is a run directory with telemetry (``<run_dir>/stability``). Every run is judged by the
 default rule with the warm-up that it had. Prints a line a run: the step of the first ``danger``,
@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import machine
 
 from megatron_patch.stability import record
