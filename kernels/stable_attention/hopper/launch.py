@@ -23,9 +23,10 @@ from stable_attention import configs
 from stable_attention.hopper import forward as forward_pass
 from stable_attention.hopper.backward import backward_kernel
 from stable_attention.hopper.forward import forward_kernel
-from stable_attention.hopper.rows import dq_kernel, rows_kernel
+from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
+from stable_attention.hopper.tiles import FIELDS
 from stable_attention.layouts import dims, strides
-from stable_attention.problem import Extras, Problem
+from stable_attention.problem import UNLIMITED, Extras, Problem
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
 from stable_attention.triton.descriptors import describable, flat_columns
@@ -45,6 +46,11 @@ Without a mask all key tiles of a head start at its first query tile, one after 
 heads, less waiting."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
+_MOST = 0x7FFF0000
+FAR = 2**30
+"""Keys to the side that no window has."""
+PROCESSORS = 132
+"""Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
 SEGMENT = 1024
 """Keys that the tensor cores add up before "compensated" adds in float32 (`numerics`)."""
 
@@ -54,11 +60,65 @@ def _divisor(heads: int, most: int) -> int:
     return next(n for n in range(max(1, min(heads, most)), 0, -1) if heads % n == 0)
 
 
-def head_block(problem: Problem) -> int:
-    """Key/value heads of a group in the backward pass, counted over the batch."""
-    one = 4 * problem.d * (problem.sk + problem.group * problem.sq)
-    most = L2_BYTES[problem.window_right == 0] // one
-    return _divisor(problem.batch * problem.kv_heads, most)
+def _banded(problem: Problem) -> bool:
+    """Whether the visible keys are those of a band: neither all nor all up to the diagonal."""
+    left, right = problem.window_left, problem.window_right
+    aligned = right == UNLIMITED or (right == 0 and problem.sq == problem.sk)
+    return problem.varlen or left != UNLIMITED or not aligned
+
+
+def _mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
+    """(left, right) of a band, and what kernels are told of the mask."""
+    band = _banded(problem)
+    bounds = (problem.window_left, problem.window_right)
+    left, right = (FAR if x == UNLIMITED else min(x, FAR) for x in bounds)
+    causal = problem.window_right == 0 and not band
+    return (left, right), {"CAUSAL": causal, "BAND": band, "PACKED": problem.varlen}
+
+
+def _entries(problem: Problem) -> int:
+    """Batch entries of the tensors: packed sequences lie in one."""
+    return 1 if problem.varlen else problem.batch
+
+
+def _tiles(problem: Problem, rows: int) -> int:
+    """Tiles of a head: of so many queries, or of packed sequences a bound on those of either."""
+    if problem.varlen:
+        small = min(rows, BN)
+        return triton.cdiv(max(problem.tq, problem.tk), small) + problem.batch
+    return triton.cdiv(problem.sq, rows)
+
+
+def splits(problem: Problem) -> int:
+    """Parts of the query heads of a key/value head, each an item of the backward pass.
+
+    Items are started in the order in which their additions to dQ get ready, under a causal mask the
+    longest last: the fewer there are, the longer most processors wait for it. But float32 dK and dV
+    of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
+    one: the bits of a sequence do not depend on what else there is.
+    """
+    left = problem.window_left
+    uneven = problem.window_right != UNLIMITED and left == UNLIMITED
+    queries = problem.sq
+    if left != UNLIMITED:
+        queries = min(queries, left + max(problem.window_right, 0) + BN)
+    query_tiles = triton.cdiv(queries, QUERIES[problem.d])
+    items = problem.kv_heads * triton.cdiv(problem.sk, BN)
+
+    def cost(parts: int) -> float:
+        longest = problem.group // parts * query_tiles
+        rounds = max(1.0, items * parts / PROCESSORS)
+        traffic = 3.2 * rounds if parts > 1 else 0.0
+        return longest * (0.5 * rounds + 0.6 if uneven else rounds) + traffic
+
+    return min((n for n in (1, 2, 4) if problem.group % n == 0), key=cost)
+
+
+def head_block(problem: Problem, parts: int = 1) -> int:
+    """Parts of key/value heads of a group in the backward pass, counted over the batch."""
+    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
+    most = L2_BYTES[problem.window_right != UNLIMITED] // one
+    return _divisor(_entries(problem) * problem.kv_heads * parts, most)
 
 
 def forward(
@@ -80,7 +140,9 @@ def forward(
     )
     low = result.low if result.low.numel() else None
     described = (q, k, v, result.out) if low is None else (q, k, v, result.out, low)
-    if not all(x.numel() and _describable(x, problem.layout) for x in described):
+    if problem.batch == 0 or not all(
+        x.numel() and _describable(x, problem.layout) for x in described
+    ):
         return portable_forward.forward(
             problem, q, k, v,
             extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
@@ -88,23 +150,46 @@ def forward(
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
     sinks = extras.sinks if problem.has_sinks else None
     for part, cut in _parts(problem, described):
-        counter = torch.zeros(4, dtype=torch.int32, device=q.device)
+        counter, places = _places(part, extras, forward_pass.BM.value, q.device, keys=False)
         launch(
             forward_kernel,
             (part,),
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                counter,
+                counter, places,
             ),
             functools.partial(_forward_arguments, part),
         )  # fmt: skip
     return result
 
 
-def _programs(problem: Problem, device: torch.device) -> int:
-    tiles = triton.cdiv(problem.sq, forward_pass.BM.value)
-    return min(problem.batch * problem.heads * tiles, _processors(device))
+def _places(
+    problem: Problem, extras: Extras, rows: int, device: torch.device, *, keys: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(counter of items, where tiles of packed sequences lie): of so many queries, and of keys."""
+    if not problem.varlen:
+        # In a tensor of its own: its address must be a multiple of 16.
+        return torch.zeros(4, dtype=torch.int32, device=device), None
+    counter = torch.empty(4, dtype=torch.int32, device=device)
+    most = _tiles(problem, rows)
+    places = torch.empty((1 + keys, most, FIELDS.value), dtype=torch.int32, device=device)
+    cu_q, cu_k, start_q, start_k, _, _ = extras.pointers()
+    launch(
+        places_kernel,
+        (problem, rows),
+        (cu_q, cu_k, start_q, start_k, places, counter),
+        functools.partial(_places_arguments, problem, rows),
+    )
+    return counter, places
+
+
+def _places_arguments(problem: Problem, rows: int, *tensors: torch.Tensor) -> Arguments:
+    places = tensors[4]
+    positional = (
+        *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
+    )  # fmt: skip
+    return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": BN, "num_warps": 4}
 
 
 def backward(
@@ -124,7 +209,9 @@ def backward(
     assert accumulators is None, "chunks are the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
     described = (q, k, v, dout, dk, dv)
-    if not all(x.numel() and _describable(x, problem.layout) for x in described):
+    if problem.batch == 0 or not all(
+        x.numel() and _describable(x, problem.layout) for x in described
+    ):
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
         )
@@ -134,6 +221,7 @@ def backward(
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
             lse=cut(lse),
             delta=cut(delta),
+            extras=extras,
         )
     return dq, dk, dv
 
@@ -173,39 +261,61 @@ def _launch(
     *,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    extras: Extras,
 ) -> None:
-    bm = QUERIES[problem.d]
-    tiles = problem.batch * problem.heads * triton.cdiv(problem.sq, bm)
+    bm, parts = QUERIES[problem.d], splits(problem)
+    most = _tiles(problem, bm)
+    tiles = _entries(problem) * problem.heads * most
     new = functools.partial(torch.empty, device=q.device)
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     turns = new(tiles, dtype=torch.int32)
-    # In a tensor of its own: its address must be a multiple of 16.
-    counter = new(4, dtype=torch.int32)
+    if problem.varlen:
+        counter, places = _places(problem, extras, bm, q.device, keys=True)
+        assert places is not None
+        of_queries, of_keys = places.unbind()
+        key_tiles = most
+    else:
+        counter, of_queries, of_keys = new(4, dtype=torch.int32), None, None
+        key_tiles = triton.cdiv(problem.sk, BN)
     launch(
         rows_kernel,
         (problem,),
-        (lse, delta, shift, padded, turns, counter),
+        (lse, delta, shift, padded, turns, counter, of_queries),
         functools.partial(_rows_arguments, problem, tiles),
     )
+    partial = None
+    if parts > 1:
+        rows = _entries(problem) * problem.kv_heads * parts * key_tiles * BN
+        partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
         (problem,),
-        (q, k, v, dout, shift, padded, dk, dv, sums, turns, counter),
+        (q, k, v, dout, shift, padded, dk, dv, sums, turns, counter, of_keys, partial),
         functools.partial(_backward_arguments, problem),
     )
-    launch(
-        dq_kernel,
-        (problem,),
-        (sums, dq),
-        functools.partial(_dq_arguments, problem, tiles),
-    )
+    own = turns if _banded(problem) else None
+    todo = [(sums, dq, own, of_queries, problem.heads, most, problem.sq, bm, 1, problem.scale)]
+    if partial is not None:
+        todo += [
+            (x, y, None, of_keys, problem.kv_heads, key_tiles, problem.sk, BN, parts, scale)
+            for x, y, scale in zip(partial.unbind(), (dk, dv), (problem.scale, 1.0), strict=True)
+        ]
+    for total, out, touched, table, *facts in todo:
+        launch(
+            sum_kernel,
+            (problem, *facts),
+            (total, out, touched, counter if problem.varlen else None, table),
+            functools.partial(_sum_arguments, problem, facts),
+        )
 
 
 def _describable(x: torch.Tensor, layout: str) -> bool:
     """Whether a descriptor has room for one sequence of x at least."""
     if x.data_ptr() % 16 or not describable(x, layout):
         return False
+    if layout == "thd":
+        return bool(flat_columns(x, layout))
     return bool(flat_columns(x, layout) or flat_columns(_narrow(layout, 0, 1, x), layout))
 
 
@@ -227,25 +337,37 @@ def _narrow(layout: str, first: int, n: int, x: torch.Tensor) -> torch.Tensor:
 def _rows_arguments(
     problem: Problem, tiles: int, lse: torch.Tensor, *tensors: torch.Tensor
 ) -> Arguments:
-    query_tiles = tiles // (problem.batch * problem.heads)
-    positional = (
-        lse, *tensors, lse.stride(0), lse.stride(1), problem.sq, problem.heads, query_tiles,
-    )  # fmt: skip
-    return (tiles,), positional, {"BM": QUERIES[problem.d], "num_warps": 2}
+    steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
+    bm = QUERIES[problem.d]
+    positional = (lse, *tensors, *steps, problem.sq, problem.heads, _tiles(problem, bm))
+    return (tiles,), positional, {"BM": bm, "PACKED": problem.varlen, "num_warps": 2}
 
 
-def _dq_arguments(problem: Problem, tiles: int, sums: torch.Tensor, dq: torch.Tensor) -> Arguments:
+def _sum_arguments(
+    problem: Problem, facts: list[Any], total: torch.Tensor, out: torch.Tensor, *others: Any
+) -> Arguments:
+    heads, tiles, length, rows, parts, scale = facts
     positional = (
-        sums, dq, *strides(dq, problem.layout), problem.sq, problem.heads,
-        tiles // (problem.batch * problem.heads), problem.scale,
+        total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
-    return (tiles,), positional, {"BM": QUERIES[problem.d], "D": problem.d, "num_warps": 4}
+    named = {
+        "ROWS": rows, "D": problem.d, "PARTS": parts, "TURNS": others[0] is not None,
+        "PACKED": problem.varlen, "LATER": int(parts > 1), "num_warps": rows // 16,
+    }  # fmt: skip
+    return (_entries(problem) * heads * tiles,), positional, named
 
 
 def _tiled(x: torch.Tensor, layout: str, rows: int) -> TensorDescriptor:
-    """Tiles of so many tokens of one head, heads and batch being columns."""
+    """Tiles of so many tokens of one head, heads and batch being columns.
+
+    For packed sequences as `triton.tools.ragged_tma` describes them.
+    """
     step = strides(x, layout)[1]
     shape = [dims(x, layout)[1], flat_columns(x, layout)]
+    if layout == "thd":
+        step = step if shape[0] > 1 else 16
+        shape, steps = [_MOST, _MOST, FAR, shape[1]], [2**34 - step, step, step, 1]
+        return _described(x, shape, steps, [1, 1, rows, x.shape[-1]])
     # An extent of 1 may come with any stride.
     return _described(x, shape, [step if shape[0] > 1 else 16, 1], [rows, x.shape[-1]])
 
@@ -272,23 +394,26 @@ def _forward_arguments(
     max_logits: torch.Tensor | None,
     sinks: torch.Tensor | None,
     counter: torch.Tensor,
+    places: torch.Tensor | None,
 ) -> Arguments:
     d, layout = problem.d, problem.layout
     bm, bn = forward_pass.BM.value, forward_pass.BN.value
-    query_tiles, key_blocks = triton.cdiv(problem.sq, bm), triton.cdiv(problem.sk, bn)
-    causal = problem.window_right == 0
-    heads = problem.batch * problem.heads
+    query_tiles, key_blocks = _tiles(problem, bm), triton.cdiv(problem.sk, bn)
+    bounds, mask = _mask(problem)
+    limited = problem.window_right != UNLIMITED
+    heads = _entries(problem) * problem.heads
     positional = (
         _tiled(q, layout, 64), _tiled(k, layout, bn), _tiled(v, layout, bn),
         _tiled(out, layout, 64), None if low is None else _tiled(low, layout, 64),
-        lse, row, max_logits, sinks, counter,
+        lse, row, max_logits, sinks, counter, places,
         *(s for x in (q, k, v, out) for s in _steps(x, layout)),
-        problem.sq, problem.sk, heads * query_tiles, query_tiles, key_blocks,
-        _divisor(heads, L2_FORWARD[causal] // (4 * d * problem.sk)), problem.heads,
+        problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
+        query_tiles, key_blocks,
+        _divisor(heads, L2_FORWARD[limited] // (4 * d * problem.sk)), heads, problem.heads,
         problem.scale * LOG2E,
     )  # fmt: skip
     named: dict[str, object] = {
-        "D": d, "GROUP": problem.group, "CAUSAL": causal, "EVEN": problem.sk % bn == 0,
+        "D": d, "GROUP": problem.group, **mask, "EVEN": mask["BAND"] or problem.sk % bn == 0,
         "SLOTS": 2 if d == 128 else 3,
         "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
@@ -297,7 +422,7 @@ def _forward_arguments(
         "Q_IN_REGISTERS": d == 64,
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    return (_programs(problem, q.device),), positional, named
+    return (min(heads * query_tiles, _processors(q.device)),), positional, named
 
 
 def _backward_arguments(
@@ -311,11 +436,13 @@ def _backward_arguments(
     dk: torch.Tensor,
     dv: torch.Tensor,
     sums: torch.Tensor,
-    *small: torch.Tensor,
+    *small: torch.Tensor | None,
 ) -> Arguments:
-    d, bm, layout = problem.d, QUERIES[problem.d], problem.layout
-    key_tiles, query_tiles = triton.cdiv(problem.sk, BN), triton.cdiv(problem.sq, bm)
-    items = problem.batch * problem.kv_heads * key_tiles
+    d, bm, layout, parts = problem.d, QUERIES[problem.d], problem.layout, splits(problem)
+    query_tiles = _tiles(problem, bm)
+    key_tiles = query_tiles if problem.varlen else triton.cdiv(problem.sk, BN)
+    heads = _entries(problem) * problem.kv_heads * parts
+    bounds, mask = _mask(problem)
 
     def of_rows(x: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
@@ -327,20 +454,20 @@ def _backward_arguments(
         _described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small,
         *(s for x in (q, k, v, dout, dk, dv) for s in _steps(x, layout)),
-        problem.sk, items, key_tiles, query_tiles, head_block(problem), problem.kv_heads,
+        problem.sq, problem.sk, *bounds, heads, key_tiles, query_tiles,
+        head_block(problem, parts), problem.kv_heads * parts,
         problem.scale * LOG2E, problem.scale,
     )  # fmt: skip
     named: dict[str, object] = {
         "BM": bm, "BN": BN, "D": d,
-        "CAUSAL": problem.window_right == 0, "EVEN": problem.sk % BN == 0,
-        "GROUP": problem.group,
+        **mask, "EVEN": mask["BAND"] or problem.sk % BN == 0,
+        "GROUP": problem.group // parts, "SPLITS": parts,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    grid: tuple[int, ...] = (min(items, _processors(q.device)),)
-    return grid, positional, named
+    return (min(heads * key_tiles, _processors(q.device)),), positional, named
 
 
 def _described(
