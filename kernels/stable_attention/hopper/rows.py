@@ -1,5 +1,5 @@
-"""What surrounds the persistent kernels: where tiles of packed sequences lie, numbers of rows in the
-form of the backward pass, and gradients from its float32 sums.
+"""What surrounds the persistent kernels: where tiles of packed sequences lie, numbers of rows in
+the form of the backward pass, and gradients from its float32 sums.
 
 Shape legend: as in `backward`.
 """
@@ -58,9 +58,12 @@ def places_kernel(
         own = tl.cdiv(nk, BN)
         # Keys without a query read rows of no sequence, whose P is 0.
         before_q = tl.where(nq == 0, most - 1, before_q)
+    # Offsets that are no sequences' stay within the tables.
+    nq = tl.minimum(nq, tl.maximum(most - before_q, 0) * BM)
+    before_q = tl.minimum(before_q, most - 1)
     for first in range(0, own, CHUNK):
         n = first + tl.arange(0, CHUNK)
-        ok = n < own
+        ok = (n < own) & (before + n < most)
         place = places_ptr + (of_keys * most + before + n).to(tl.int64) * FIELDS
         tl.store(place, n, mask=ok)
         tl.store(place + 1, q0 + 0 * n, mask=ok)
@@ -70,7 +73,7 @@ def places_kernel(
         tl.store(place + 5, before_q + 0 * n, mask=ok)
     if b == 0:
         tl.store(counter_ptr, 0)
-        tl.store(counter_ptr + 1 + of_keys, tiles)
+        tl.store(counter_ptr + 1 + of_keys, tl.minimum(tiles, most))
 
 
 @triton.jit
@@ -105,9 +108,8 @@ def rows_kernel(
     tl.store(shift_ptr + place, lse_to_shift(lse))
     tl.store(padded_ptr + place, delta)
     tl.store(turns_ptr + tile, 0)
-    if tile == 0:
-        if not PACKED:
-            tl.store(counter_ptr, 0)
+    if tile == 0 and not PACKED:
+        tl.store(counter_ptr, 0)
 
 
 @triton.jit(do_not_specialize=("s", "heads", "tiles"))
@@ -136,7 +138,7 @@ def sum_kernel(
     h = (head % heads).to(tl.int64)
     first = (head * PARTS * tiles + t).to(tl.int64) * (ROWS * D)
     total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
-    for part in tl.static_range(1, PARTS):
+    for _part in tl.static_range(1, PARTS):
         first += tiles.to(tl.int64) * (ROWS * D)
         total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
     if TURNS:

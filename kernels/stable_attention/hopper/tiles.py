@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 FIELDS = gl.constexpr(8)
-"""int32 numbers of a tile of packed sequences: its number within its sequence, the sequence's first
-query token, queries, first key token, keys, first query tile (of all sequences'), sequence, none."""
+"""int32 numbers of a tile of packed sequences: its number within its sequence; the sequence's first
+query token, queries, first key token, keys, first query tile (of all sequences'); two unused."""
 _END = gl.constexpr(2**30)
 """Rows of a sequence in a ragged descriptor, of which its own are the last."""
 
