@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from stable_attention.problem import UNLIMITED, Extras, Problem
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
 from stable_attention.triton.descriptors import describable, flat_columns
-from stable_attention.triton.launches import Arguments, launch
+from stable_attention.triton.launches import KEPT, Arguments, launch
 from stable_attention.triton.options import LOG2E
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
@@ -81,12 +81,34 @@ def _entries(problem: Problem) -> int:
     return 1 if problem.varlen else problem.batch
 
 
-def _tiles(problem: Problem, rows: int) -> int:
-    """Tiles of a head: of so many queries, or of packed sequences a bound on those of either."""
-    if problem.varlen:
-        small = min(rows, BN)
-        return triton.cdiv(max(problem.tq, problem.tk), small) + problem.batch
-    return triton.cdiv(problem.sq, rows)
+@dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """What the launches of a problem share, worked out once; known by its identity."""
+
+    problem: Problem
+    band: bool
+    entries: int
+    parts: int
+    """`splits`."""
+    query_tiles: int
+    """Of a head in the forward pass; of packed sequences a bound."""
+    backward_tiles: int
+    """Of a head in the backward pass; of packed sequences a bound on those of keys too."""
+    key_tiles: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Plan:
+        bm = QUERIES[problem.d]
+        tiles = [triton.cdiv(problem.sq, rows) for rows in (forward_pass.BM.value, bm)]
+        key_tiles = triton.cdiv(problem.sk, BN)
+        if problem.varlen:
+            most = max(problem.tq, problem.tk)
+            tiles = [triton.cdiv(most, rows) + problem.batch for rows in (128, bm)]
+            key_tiles = tiles[1]
+        return cls(problem, _banded(problem), _entries(problem), splits(problem), *tiles, key_tiles)
+
+
+_plan = functools.lru_cache(maxsize=KEPT)(_Plan.of)
 
 
 def splits(problem: Problem) -> int:
@@ -140,55 +162,61 @@ def forward(
     )
     low = result.low if result.low.numel() else None
     described = (q, k, v, result.out) if low is None else (q, k, v, result.out, low)
-    if problem.batch == 0 or not all(
-        x.numel() and _describable(x, problem.layout) for x in described
-    ):
+    room = _room(problem, described)
+    if not room:
         return portable_forward.forward(
             problem, q, k, v,
             extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
     sinks = extras.sinks if problem.has_sinks else None
-    for part, cut in _parts(problem, described):
-        counter, places = _places(part, extras, forward_pass.BM.value, q.device, keys=False)
+    for part, cut in _parts(problem, room):
+        plan = _plan(part)
+        counter, places = _places(plan, extras, q.device, backward=False)
         launch(
             forward_kernel,
-            (part,),
+            (plan,),
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
                 counter, places,
             ),
-            functools.partial(_forward_arguments, part),
+            functools.partial(_forward_arguments, plan),
+            own=2,
         )  # fmt: skip
     return result
 
 
 def _places(
-    problem: Problem, extras: Extras, rows: int, device: torch.device, *, keys: bool
+    plan: _Plan, extras: Extras, device: torch.device, *, backward: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(counter of items, where tiles of packed sequences lie): of so many queries, and of keys."""
-    if not problem.varlen:
-        # In a tensor of its own: its address must be a multiple of 16.
-        return torch.zeros(4, dtype=torch.int32, device=device), None
-    counter = torch.empty(4, dtype=torch.int32, device=device)
-    most = _tiles(problem, rows)
-    places = torch.empty((1 + keys, most, FIELDS.value), dtype=torch.int32, device=device)
+    """(counter of items, where tiles of packed sequences lie): of queries, then of keys where the
+    backward pass asks."""
+    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    # In a tensor of its own: its address must be a multiple of 16.
+    if not plan.problem.varlen:
+        # `rows_kernel` sets that of the backward pass.
+        return (new(4) if backward else torch.zeros(4, dtype=torch.int32, device=device)), None
+    counter = new(4)
+    most = plan.backward_tiles if backward else plan.query_tiles
+    places = new((1 + backward, most, FIELDS.value))
     cu_q, cu_k, start_q, start_k, _, _ = extras.pointers()
     launch(
         places_kernel,
-        (problem, rows),
+        (plan, backward),
         (cu_q, cu_k, start_q, start_k, places, counter),
-        functools.partial(_places_arguments, problem, rows),
+        functools.partial(_places_arguments, plan.problem, backward),
+        own=2,
     )
     return counter, places
 
 
-def _places_arguments(problem: Problem, rows: int, *tensors: torch.Tensor) -> Arguments:
+def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
     places = tensors[4]
     positional = (
         *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
     )  # fmt: skip
+    rows = QUERIES[problem.d] if backward else forward_pass.BM.value
     return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": BN, "num_warps": 4}
 
 
@@ -208,16 +236,14 @@ def backward(
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert accumulators is None, "chunks are the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
-    described = (q, k, v, dout, dk, dv)
-    if problem.batch == 0 or not all(
-        x.numel() and _describable(x, problem.layout) for x in described
-    ):
+    room = _room(problem, (q, k, v, dout, dk, dv))
+    if not room:
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
         )
-    for part, cut in _parts(problem, described):
+    for part, cut in _parts(problem, room):
         _launch(
-            part,
+            _plan(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
             lse=cut(lse),
             delta=cut(delta),
@@ -226,18 +252,15 @@ def backward(
     return dq, dk, dv
 
 
-def _parts(
-    problem: Problem, described: tuple[torch.Tensor, ...]
-) -> Iterator[tuple[Problem, Callable[..., Any]]]:
-    """(Problem of some sequences of the batch, what cuts tensors to them) for all of it.
+def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[..., Any]]]:
+    """(Problem of ``most`` sequences of the batch, what cuts tensors to them) for all of it.
 
     A sequence has the bits that it has alone, so what is too large for a descriptor is cut and not
     handed over.
     """
-    if all(flat_columns(x, problem.layout) for x in described):
+    if most == _entries(problem):
         yield problem, lambda x, tiled=False: x
         return
-    most = _sequences(problem, described)
     for first in range(0, problem.batch, most):
         n = min(most, problem.batch - first)
 
@@ -250,7 +273,7 @@ def _parts(
 
 
 def _launch(
-    problem: Problem,
+    plan: _Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -263,68 +286,70 @@ def _launch(
     delta: torch.Tensor,
     extras: Extras,
 ) -> None:
-    bm, parts = QUERIES[problem.d], splits(problem)
-    most = _tiles(problem, bm)
-    tiles = _entries(problem) * problem.heads * most
+    problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
+    bm = QUERIES[problem.d]
+    tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     turns = new(tiles, dtype=torch.int32)
-    if problem.varlen:
-        counter, places = _places(problem, extras, bm, q.device, keys=True)
-        assert places is not None
-        of_queries, of_keys = places.unbind()
-        key_tiles = most
-    else:
-        counter, of_queries, of_keys = new(4, dtype=torch.int32), None, None
-        key_tiles = triton.cdiv(problem.sk, BN)
+    counter, places = _places(plan, extras, q.device, backward=True)
+    of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
         rows_kernel,
-        (problem,),
+        (plan,),
         (lse, delta, shift, padded, turns, counter, of_queries),
-        functools.partial(_rows_arguments, problem, tiles),
+        functools.partial(_rows_arguments, plan),
+        own=5,
     )
     partial = None
     if parts > 1:
-        rows = _entries(problem) * problem.kv_heads * parts * key_tiles * BN
+        rows = plan.entries * problem.kv_heads * parts * key_tiles * BN
         partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
-        (problem,),
-        (q, k, v, dout, shift, padded, dk, dv, sums, turns, counter, of_keys, partial),
-        functools.partial(_backward_arguments, problem),
+        (plan,),
+        (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys, partial),
+        functools.partial(_backward_arguments, plan),
+        own=7,
     )
-    own = turns if _banded(problem) else None
-    todo = [(sums, dq, own, of_queries, problem.heads, most, problem.sq, bm, 1, problem.scale)]
+    touched = turns if plan.band else None
+    todo = [(dq, sums, touched, of_queries, False, problem.scale)]
     if partial is not None:
+        of_k, of_v = partial.unbind()
         todo += [
-            (x, y, None, of_keys, problem.kv_heads, key_tiles, problem.sk, BN, parts, scale)
-            for x, y, scale in zip(partial.unbind(), (dk, dv), (problem.scale, 1.0), strict=True)
+            (dk, of_k, None, of_keys, True, problem.scale),
+            (dv, of_v, None, of_keys, True, 1.0),
         ]
-    for total, out, touched, table, *facts in todo:
+    for out, total, adds, table, keys, scale in todo:
         launch(
             sum_kernel,
-            (problem, *facts),
-            (total, out, touched, counter if problem.varlen else None, table),
-            functools.partial(_sum_arguments, problem, facts),
+            (plan, keys, scale),
+            (out, total, adds, None if places is None else counter, table),
+            functools.partial(_sum_arguments, plan, keys, scale),
+            own=4,
         )
 
 
-def _describable(x: torch.Tensor, layout: str) -> bool:
-    """Whether a descriptor has room for one sequence of x at least."""
-    if x.data_ptr() % 16 or not describable(x, layout):
-        return False
-    if layout == "thd":
-        return bool(flat_columns(x, layout))
-    return bool(flat_columns(x, layout) or flat_columns(_narrow(layout, 0, 1, x), layout))
+def _room(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> int:
+    """Sequences of the batch that descriptors of all these tensors have room for: 0 where one has
+    for none, and 1 where all packed ones fit."""
+    if problem.batch == 0 or any(x.data_ptr() % 16 for x in tensors):
+        return 0
+    kinds = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
+    return _room_for(problem.layout, _entries(problem), kinds)
 
 
-def _sequences(problem: Problem, described: tuple[torch.Tensor, ...]) -> int:
-    """The most sequences of the batch that descriptors of all these tensors have room for."""
-    n = problem.batch
-    while not all(
-        flat_columns(_narrow(problem.layout, 0, n, x), problem.layout) for x in described
-    ):
+@functools.lru_cache(maxsize=KEPT)
+def _room_for(
+    layout: str, n: int, kinds: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+) -> int:
+    tensors = [torch.empty_strided(*kind[:2], dtype=kind[2], device="meta") for kind in kinds]
+    if not all(describable(x, layout) for x in tensors):
+        return 0
+    while not all(flat_columns(_narrow(layout, 0, n, x), layout) for x in tensors):
+        if n == 1:
+            return 0
         n = -(-n // 2)
     return n
 
@@ -334,27 +359,32 @@ def _narrow(layout: str, first: int, n: int, x: torch.Tensor) -> torch.Tensor:
     return x.narrow(1 if layout == "sbhd" else 0, first, n)
 
 
-def _rows_arguments(
-    problem: Problem, tiles: int, lse: torch.Tensor, *tensors: torch.Tensor
-) -> Arguments:
+def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
+    problem, tiles = plan.problem, plan.backward_tiles
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
-    bm = QUERIES[problem.d]
-    positional = (lse, *tensors, *steps, problem.sq, problem.heads, _tiles(problem, bm))
-    return (tiles,), positional, {"BM": bm, "PACKED": problem.varlen, "num_warps": 2}
+    positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
+    named = {"BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2}
+    return (plan.entries * problem.heads * tiles,), positional, named
 
 
 def _sum_arguments(
-    problem: Problem, facts: list[Any], total: torch.Tensor, out: torch.Tensor, *others: Any
+    plan: _Plan, keys: bool, scale: float, out: torch.Tensor, total: torch.Tensor, *others: Any
 ) -> Arguments:
-    heads, tiles, length, rows, parts, scale = facts
+    problem = plan.problem
+    heads, length, tiles, rows = (
+        (problem.kv_heads, problem.sk, plan.key_tiles, BN)
+        if keys
+        else (problem.heads, problem.sq, plan.backward_tiles, QUERIES[problem.d])
+    )
     positional = (
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
     named = {
-        "ROWS": rows, "D": problem.d, "PARTS": parts, "TURNS": others[0] is not None,
-        "PACKED": problem.varlen, "LATER": int(parts > 1), "num_warps": rows // 16,
+        "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
+        "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
+        "num_warps": rows // 16,
     }  # fmt: skip
-    return (_entries(problem) * heads * tiles,), positional, named
+    return (plan.entries * heads * tiles,), positional, named
 
 
 def _tiled(x: torch.Tensor, layout: str, rows: int) -> TensorDescriptor:
@@ -383,7 +413,7 @@ def _steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
 
 
 def _forward_arguments(
-    problem: Problem,
+    plan: _Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -396,19 +426,18 @@ def _forward_arguments(
     counter: torch.Tensor,
     places: torch.Tensor | None,
 ) -> Arguments:
-    d, layout = problem.d, problem.layout
-    bm, bn = forward_pass.BM.value, forward_pass.BN.value
-    query_tiles, key_blocks = _tiles(problem, bm), triton.cdiv(problem.sk, bn)
+    problem, query_tiles = plan.problem, plan.query_tiles
+    d, layout, bn = problem.d, problem.layout, forward_pass.BN.value
     bounds, mask = _mask(problem)
     limited = problem.window_right != UNLIMITED
-    heads = _entries(problem) * problem.heads
+    heads = plan.entries * problem.heads
     positional = (
         _tiled(q, layout, 64), _tiled(k, layout, bn), _tiled(v, layout, bn),
         _tiled(out, layout, 64), None if low is None else _tiled(low, layout, 64),
         lse, row, max_logits, sinks, counter, places,
         *(s for x in (q, k, v, out) for s in _steps(x, layout)),
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
-        query_tiles, key_blocks,
+        query_tiles, triton.cdiv(problem.sk, bn),
         _divisor(heads, L2_FORWARD[limited] // (4 * d * problem.sk)), heads, problem.heads,
         problem.scale * LOG2E,
     )  # fmt: skip
@@ -426,22 +455,21 @@ def _forward_arguments(
 
 
 def _backward_arguments(
-    problem: Problem,
+    plan: _Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
     sums: torch.Tensor,
     *small: torch.Tensor | None,
 ) -> Arguments:
-    d, bm, layout, parts = problem.d, QUERIES[problem.d], problem.layout, splits(problem)
-    query_tiles = _tiles(problem, bm)
-    key_tiles = query_tiles if problem.varlen else triton.cdiv(problem.sk, BN)
-    heads = _entries(problem) * problem.kv_heads * parts
+    problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
+    d, bm, layout = problem.d, QUERIES[problem.d], problem.layout
+    heads = plan.entries * problem.kv_heads * parts
     bounds, mask = _mask(problem)
 
     def of_rows(x: torch.Tensor) -> TensorDescriptor:
@@ -454,7 +482,7 @@ def _backward_arguments(
         _described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small,
         *(s for x in (q, k, v, dout, dk, dv) for s in _steps(x, layout)),
-        problem.sq, problem.sk, *bounds, heads, key_tiles, query_tiles,
+        problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
         problem.scale * LOG2E, problem.scale,
     )  # fmt: skip
