@@ -27,106 +27,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stable_attention.hopper.barriers import (
     advance,
-    next_item,
     pass_turn,
     tma_add,
     wait_for_turn,
-    warp_sync,
 )
+from stable_attention.hopper.producer import PAIR, backward_producer
 from stable_attention.hopper.tiles import (
     first_row_of,
     item_at,
-    load_tile,
     place_of,
     query_tiles_of,
     store_tile,
     turn_of,
     zeros_outside,
 )
-
-SLOTS = gl.constexpr(2)
-"""Query tiles in shared memory, tiles of dS, and items announced: a ring of two each."""
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
-    q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
-    item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
-    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = 0
-    parity = 0
-    item_slot = 0
-    item_parity = 0
-    key_parity = 0
-    tiles = key_tiles
-    if PACKED:
-        tiles = gl.load(counter + 2)
-    item = next_item(counter)
-    running = True
-    while running:
-        running = item < tiles * all_heads
-        mbarrier.wait(item_empty.index(item_slot), item_parity ^ 1)
-        item_s.index(item_slot).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
-        warp_sync(item)
-        mbarrier.arrive(item_full.index(item_slot), count=1)
-        item_slot, item_parity = advance(item_slot, item_parity, SLOTS)
-        if running:
-            t, head = item_at(item, tiles, head_block, CAUSAL or BAND)
-            n, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            b = head // kv_heads
-            part = head % kv_heads
-            hk = part // SPLITS
-            mbarrier.wait(k_empty, key_parity ^ 1)
-            mbarrier.expect(k_full, k_desc.block_type.nbytes)
-            column = b * stride_kb + hk * stride_kh
-            load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
-            mbarrier.wait(v_empty, key_parity ^ 1)
-            mbarrier.expect(v_full, v_desc.block_type.nbytes)
-            column = b * stride_vb + hk * stride_vh
-            load_tile(v_desc, n * BN, column, start_k, keys, v_full, v_s, PACKED)
-            key_parity ^= 1
-            first, count = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
-            )
-            first_row = first_row_of(places, t, PACKED)
-            for g in range(0, GROUP):
-                h = part * GROUP + g
-                row = (head * GROUP + g) * query_tiles + first_row
-                q_column = b * stride_qb + h * stride_qh
-                do_column = b * stride_gb + h * stride_gh
-                for m in range(first, first + gl.maximum(count, 1)):
-                    mbarrier.wait(q_empty.index(slot), parity ^ 1)
-                    mbarrier.expect(
-                        q_full.index(slot),
-                        q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
-                    )
-                    load_tile(
-                        q_desc, m * BM, q_column, start_q, queries, q_full.index(slot),
-                        q_s.index(slot), PACKED,
-                    )  # fmt: skip
-                    tma.async_copy_global_to_shared(
-                        shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
-                    )
-                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
-                    mbarrier.expect(
-                        do_full.index(slot),
-                        do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
-                    )
-                    load_tile(
-                        do_desc, m * BM, do_column, start_q, queries, do_full.index(slot),
-                        do_s.index(slot), PACKED,
-                    )  # fmt: skip
-                    tma.async_copy_global_to_shared(
-                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
-                    )
-                    slot, parity = advance(slot, parity, SLOTS)
-            item = next_item(counter)
 
 
 @gluon.jit
@@ -218,7 +132,7 @@ def _step(
         mbarrier.wait(ds_full.index(before), parity ^ before)
         dq_made = _dq_product(ds_s.index(before), k_s, zero_dq, W, BM, D)
     dk_made = warpgroup_mma(ds_operand, q_s.index(slot), dk, is_async=True)
-    following, following_parity = advance(slot, parity, SLOTS)
+    following, following_parity = advance(slot, parity, PAIR)
     if FIRST:
         dv, dk_made = warpgroup_mma_wait(1, deps=(dv, dk_made))
         mbarrier.arrive(do_empty.index(slot), count=1)
@@ -285,7 +199,7 @@ def _consumer(
         mbarrier.wait(item_full.index(item_slot), item_parity)
         item = gl.max(item_s.index(item_slot).load(one), 0)
         mbarrier.arrive(item_empty.index(item_slot), count=1)
-        item_slot, item_parity = advance(item_slot, item_parity, SLOTS)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
             place, head = item_at(item, tiles, head_block, CAUSAL or BAND)
@@ -393,7 +307,7 @@ def _writer(
         mbarrier.wait(item_full.index(item_slot), item_parity)
         item = gl.max(item_s.index(item_slot).load(one), 0)
         mbarrier.arrive(item_empty.index(item_slot), count=1)
-        item_slot, item_parity = advance(item_slot, item_parity, SLOTS)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
             t, head = item_at(item, key_tiles, head_block, CAUSAL or BAND)
@@ -461,30 +375,30 @@ def backward_kernel(
     DQ: gl.constexpr = D if BM == 128 else D // 2
     # A ragged descriptor's tile has two dimensions more.
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [SLOTS, BM, D], tile_l)
-    do_s = gl.allocate_shared_memory(dtype, [SLOTS, BM, D], tile_l)
+    q_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
+    do_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
     k_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
     v_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
-    shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BM], shift_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BM], delta_desc.layout)
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    ds_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], ds_layout)
+    ds_s = gl.allocate_shared_memory(dtype, [PAIR, BN, BM], ds_layout)
     out_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
-    item_s = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_full = _new_barriers(1, SLOTS)
-    item_empty = _new_barriers(4, SLOTS)
+    item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_full = _new_barriers(1, PAIR)
+    item_empty = _new_barriers(4, PAIR)
     k_fulls = _new_barriers(1, 1)
     k_empties = _new_barriers(2, 1)
     v_fulls = _new_barriers(1, 1)
     v_empties = _new_barriers(2, 1)
-    q_full = _new_barriers(1, SLOTS)
-    q_empty = _new_barriers(2, SLOTS)
-    do_full = _new_barriers(1, SLOTS)
-    do_empty = _new_barriers(2, SLOTS)
-    ds_full = _new_barriers(2, SLOTS)
-    ds_empty = _new_barriers(2, SLOTS)
-    dq_full = _new_barriers(2, SLOTS)
+    q_full = _new_barriers(1, PAIR)
+    q_empty = _new_barriers(2, PAIR)
+    do_full = _new_barriers(1, PAIR)
+    do_empty = _new_barriers(2, PAIR)
+    ds_full = _new_barriers(2, PAIR)
+    ds_empty = _new_barriers(2, PAIR)
+    dq_full = _new_barriers(2, PAIR)
     dq_empties = _new_barriers(1, 1)
     k_full = k_fulls.index(0)
     k_empty = k_empties.index(0)
@@ -510,7 +424,7 @@ def backward_kernel(
                 head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
                 1, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
             )),
-            (_producer, (
+            (backward_producer, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
                 q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,

@@ -1,7 +1,7 @@
 """The forward pass on sm_90: O, its low-order part, LSE and largest logits, in a persistent kernel.
 
 Shape legend: B batch, H query heads, HK key/value heads, GROUP = H / HK, D head dim (of v too);
-BM = 128 queries of a tile, BN = 128 keys of a block. LSE is [B, H, sq] float32, natural log.
+a tile has 128 queries, a block 128 keys (TILE). LSE is [B, H, sq] float32, natural log.
 
 Three roles, each a partition of warps. The *producer* copies tiles of Q and blocks of K and V to
 shared memory. Two *consumers* of 4 warps have 64 queries of a tile each. Block j's scores are
@@ -31,10 +31,9 @@ from stable_attention.hopper.barriers import (
     advance,
     arrive_if,
     arrive_named,
-    next_item,
     sync_named,
-    warp_sync,
 )
+from stable_attention.hopper.producer import ALL, SLOT_OF_K, forward_producer
 from stable_attention.hopper.softmax import (
     LANES,
     NOTHING,
@@ -52,113 +51,18 @@ from stable_attention.hopper.softmax import (
     whole,
 )
 from stable_attention.hopper.tiles import (
+    TILE,
     at_edge,
     item_at,
-    keys_of,
-    load_tile,
+    key_blocks_of,
+    limits_of,
     place_of,
     store_tile,
 )
 from stable_attention.numerics import LN2, LOG2E, OWN_SHIFT_BOUND
 
-BM = gl.constexpr(128)
-BN = gl.constexpr(128)
 TURN = gl.constexpr(5)
-SLOT_OF_K = gl.constexpr(7)
-ALL = gl.constexpr("288")
-"""Threads of both consumers and the producer."""
-
-
-@gluon.jit
-def _blocks(m, key_blocks, sq, sk, left, right, CAUSAL: gl.constexpr, BAND: gl.constexpr):
-    """(last block that query tile m sees, how many); one that is hidden where it sees none.
-
-    Under a plain causal mask there are as many as query tiles.
-    """
-    blocks = gl.minimum(m + 1, key_blocks) if CAUSAL else key_blocks
-    last = blocks - 1
-    if BAND:
-        first_key, last_key = keys_of(m * BM, gl.minimum(m * BM + BM, sq) - 1, sq, sk, left, right)
-        last = gl.maximum(last_key, 0) // BN
-        blocks = last + 1 - gl.minimum(first_key // BN, last)
-    return last, blocks
-
-
-@gluon.jit
-def _limits(m, last, sq, sk, left, right, W: gl.constexpr):
-    """Of this consumer's first query, against the first key of block ``last``: the last key that
-    it may see, its first one, and the last one that there is."""
-    middle = m * BM + W * 64 + (sk - sq) - last * BN
-    return middle + right, middle - left, sk - 1 - last * BN
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
-    sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
-    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
-    k = 0
-    v = 0
-    copied = 0  # blocks of K so far, and of V one less or as many
-    copied_v = 0
-    tiles = 0
-    if PACKED:
-        query_tiles = gl.load(counter + 1)
-    item = next_item(counter)
-    running = True
-    while running:
-        running = item < query_tiles * all_heads
-        buffer = tiles & 1
-        if tiles >= 2:
-            sync_named(BUFFER_OF_Q + buffer, ALL, 1)
-        tiles += 1
-        item_s.index(buffer).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
-        warp_sync(item)
-        if running:
-            t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
-            m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            b = head // heads
-            h = head % heads
-            hk = h // GROUP
-            last, blocks = _blocks(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
-            mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
-            for w in gl.static_range(2):
-                load_tile(
-                    q_desc, m * BM + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
-                    q_full.index(buffer), q_s.index(buffer * 2 + w), PACKED,
-                )  # fmt: skip
-            k_column = b * stride_kb + hk * stride_kh
-            v_column = b * stride_vb + hk * stride_vh
-            for i in range(blocks + 1):  # K is a block ahead of V
-                if i < blocks:
-                    if copied >= SLOTS:
-                        sync_named(SLOT_OF_K + k, ALL, 1)
-                    mbarrier.expect(k_full.index(k), k_desc.block_type.nbytes)
-                    load_tile(
-                        k_desc, (last - i) * BN, k_column, start_k, keys, k_full.index(k),
-                        k_s.index(k), PACKED,
-                    )  # fmt: skip
-                    k = gl.where(k + 1 == SLOTS, 0, k + 1)
-                    copied += 1
-                if i > 0:
-                    if copied_v >= SLOTS:
-                        sync_named(SLOT_OF_V + v, ALL, 1)
-                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
-                    load_tile(
-                        v_desc, (last + 1 - i) * BN, v_column, start_k, keys, v_full.index(v),
-                        v_s.index(v), PACKED,
-                    )  # fmt: skip
-                    v = gl.where(v + 1 == SLOTS, 0, v + 1)
-                    copied_v += 1
-            item = next_item(counter)
-        else:
-            mbarrier.arrive(q_full.index(buffer), count=1)
+"""The named barrier of the first consumer's turn."""
 
 
 @gluon.jit
@@ -184,7 +88,7 @@ def _operand(q_s, buffer, W: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: g
 def _first_scores(q, k, W: gl.constexpr, CAUSAL: gl.constexpr):
     """Start the scores of the block that starts a row: of its first 64 keys, where a causal mask
     hides the others from the first consumer's queries."""
-    N: gl.constexpr = 64 if CAUSAL and W == 0 else BN
+    N: gl.constexpr = 64 if CAUSAL and W == 0 else TILE
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
@@ -198,15 +102,15 @@ def _first_softmax(
     s, unit, m, blocks, sk, right, left, end, W: gl.constexpr, CAUSAL: gl.constexpr,
     BAND: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """(P [64, BN], shift) of the block that starts a row: its maximum is the shift.
+    """(P [64, TILE], shift) of the block that starts a row: its maximum is the shift.
 
     right, left, end: `_limits`.
     """
-    first_key = (blocks - 1) * BN
+    first_key = (blocks - 1) * TILE
     if BAND:
         s = hidden_outside(s, right, left, end)
     elif CAUSAL:
-        s = hidden_after(s, m * BM + W * 64 - first_key, True)
+        s = hidden_after(s, m * TILE + W * 64 - first_key, True)
     elif not EVEN:
         s = hidden_after(s, sk - 1 - first_key, False)
     shift = gl.max(s, 1) * unit
@@ -270,7 +174,7 @@ def _consumer(
     HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
     )
     O_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
@@ -292,7 +196,7 @@ def _consumer(
     # With the rounded sum ptxas would wait for P V before the exponentials; see below.
     FENCED: gl.constexpr = ROUNDED
     dtype: gl.constexpr = k_s.dtype
-    zero_s = gl.zeros([64, BN], gl.float32, S_L)
+    zero_s = gl.zeros([64, TILE], gl.float32, S_L)
     acc = gl.zeros([64, D], gl.float32, O_L)
     l_rounded = gl.zeros([64, 8], gl.float32, E_L)
     l_lanes = gl.zeros([64, 4], gl.float32, LANES)
@@ -313,8 +217,8 @@ def _consumer(
     item = gl.max(item_s.index(0).load(one), 0)
     t, head = item_at(gl.maximum(item, 0), query_tiles, head_block, CAUSAL or BAND)
     m, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
-    last, blocks = _blocks(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
-    to_right, to_left, end = _limits(m, last, queries, keys, left, right, W)
+    last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
+    to_right, to_left, end = limits_of(m, last, queries, keys, left, right, W)
     q = _operand(q_s, 0, W, Q_IN_REGISTERS, Q_L)
     # Of packed sequences there may be fewer tiles than programs.
     mbarrier.wait(k_full.index(k), k_parity, pred=item >= 0)
@@ -363,8 +267,8 @@ def _consumer(
                 arrive_named(SLOT_OF_K + k, ALL)
                 k, k_parity = advance(k, k_parity, SLOTS)
                 if BAND:
-                    past = (begin + i + 1) * BN
-                    if at_edge(to_right + past, to_left + past, end + past, BN):
+                    past = (begin + i + 1) * TILE
+                    if at_edge(to_right + past, to_left + past, end + past, TILE):
                         s = hidden_outside(s, to_right + past, to_left + past, end + past)
                 largest = gl.max(s, 1) * unit
                 if BAND:
@@ -416,10 +320,10 @@ def _consumer(
         more = next_one >= 0
         t, next_head = item_at(gl.maximum(next_one, 0), query_tiles, head_block, CAUSAL or BAND)
         next_m, _, next_queries, _, keys = place_of(places, t, sq, sk, PACKED)
-        last, next_blocks = _blocks(
+        last, next_blocks = key_blocks_of(
             next_m, key_blocks, next_queries, keys, left, right, CAUSAL, BAND
         )
-        to_right, to_left, end = _limits(next_m, last, next_queries, keys, left, right, W)
+        to_right, to_left, end = limits_of(next_m, last, next_queries, keys, left, right, W)
         q = _operand(q_s, tiles & 1, W, Q_IN_REGISTERS, Q_L)
         mbarrier.wait(k_full.index(k), k_parity, pred=more)
         _take_turn(W)
@@ -461,7 +365,7 @@ def _consumer(
                 else:
                     acc = near
             l = gl.convert_layout(part, RO)
-        rows = m * BM + W * 64 + gl.arange(0, 64, RO)
+        rows = m * TILE + W * 64 + gl.arange(0, 64, RO)
         h = head % heads
         start = 0
         length = sq
@@ -493,7 +397,7 @@ def _consumer(
         acc = acc * gl.expand_dims(share, 1)
         _store_rows(
             acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0), o_desc, low_desc,
-            m * BM + W * 64, (head // heads) * stride_ob + h * stride_oh, start, length,
+            m * TILE + W * 64, (head // heads) * stride_ob + h * stride_oh, start, length,
             HAS_LOW, PACKED,
         )  # fmt: skip
         item = next_one
@@ -523,8 +427,8 @@ def forward_kernel(
     # A ragged descriptor's tile has two dimensions more.
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     q_s = gl.allocate_shared_memory(dtype, [4, 64, D], tile_l)
-    k_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, D], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, D], tile_l)
+    k_s = gl.allocate_shared_memory(dtype, [SLOTS, TILE, D], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [SLOTS, TILE, D], tile_l)
     low_s = q_s
     if HAS_LOW:
         low_s = gl.allocate_shared_memory(low_desc.dtype, [2, 64, D], tile_l)
@@ -562,7 +466,7 @@ def forward_kernel(
                 1, D, SLOTS, CAUSAL, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
-            (_producer, (
+            (forward_producer, (
                 q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s,
                 q_full, k_full, v_full,
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
@@ -575,4 +479,4 @@ def forward_kernel(
     )  # fmt: skip
 
 
-__all__ = ["BM", "BN", "forward_kernel"]
+__all__ = ["forward_kernel"]

@@ -13,23 +13,26 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.language import bfloat16 as BF16
-from triton.experimental.gluon.language import float16 as FP16
-from triton.experimental.gluon.language import float32 as FP32
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stable_attention import configs
-from stable_attention.hopper import forward as forward_pass
 from stable_attention.hopper.backward import backward_kernel
+from stable_attention.hopper.descriptors import (
+    ROW,
+    described,
+    entries,
+    narrow,
+    room,
+    steps,
+    tiled,
+)
 from stable_attention.hopper.forward import forward_kernel
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
-from stable_attention.hopper.tiles import FIELDS
-from stable_attention.layouts import dims, strides
+from stable_attention.hopper.tiles import FIELDS, TILE
+from stable_attention.layouts import strides
 from stable_attention.problem import UNLIMITED, Extras, Problem
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
-from stable_attention.triton.descriptors import describable, flat_columns
 from stable_attention.triton.launches import KEPT, Arguments, launch
 from stable_attention.triton.options import LOG2E
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
@@ -38,15 +41,12 @@ BN = 128
 """Keys of a tile: 64 for each of the two consumers."""
 QUERIES = {64: 128, 128: 64}
 """Head dim -> queries of a tile: what shared memory and registers hold."""
-ROW = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-_TYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 L2_BYTES = {True: 12 * 2**20, False: 24 * 2**20}
 """Causal or not -> bytes of Q, K, V and dO that a group of heads may have in the backward pass.
 Without a mask all key tiles of a head start at its first query tile, one after the other: more
 heads, less waiting."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
-_MOST = 0x7FFF0000
 FAR = 2**30
 """Keys to the side that no window has."""
 PROCESSORS = 132
@@ -76,11 +76,6 @@ def _mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
     return (left, right), {"CAUSAL": causal, "BAND": band, "PACKED": problem.varlen}
 
 
-def _entries(problem: Problem) -> int:
-    """Batch entries of the tensors: packed sequences lie in one."""
-    return 1 if problem.varlen else problem.batch
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
     """What the launches of a problem share, worked out once; known by its identity."""
@@ -99,13 +94,13 @@ class _Plan:
     @classmethod
     def of(cls, problem: Problem) -> _Plan:
         bm = QUERIES[problem.d]
-        tiles = [triton.cdiv(problem.sq, rows) for rows in (forward_pass.BM.value, bm)]
+        tiles = [triton.cdiv(problem.sq, rows) for rows in (TILE.value, bm)]
         key_tiles = triton.cdiv(problem.sk, BN)
         if problem.varlen:
             most = max(problem.tq, problem.tk)
-            tiles = [triton.cdiv(most, rows) + problem.batch for rows in (128, bm)]
+            tiles = [triton.cdiv(most, rows) + problem.batch for rows in (TILE.value, bm)]
             key_tiles = tiles[1]
-        return cls(problem, _banded(problem), _entries(problem), splits(problem), *tiles, key_tiles)
+        return cls(problem, _banded(problem), entries(problem), splits(problem), *tiles, key_tiles)
 
 
 _plan = functools.lru_cache(maxsize=KEPT)(_Plan.of)
@@ -139,8 +134,8 @@ def splits(problem: Problem) -> int:
 def head_block(problem: Problem, parts: int = 1) -> int:
     """Parts of key/value heads of a group in the backward pass, counted over the batch."""
     one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
-    most = L2_BYTES[problem.window_right != UNLIMITED] // one
-    return _divisor(_entries(problem) * problem.kv_heads * parts, most)
+    most = L2_BYTES[problem.window_right != UNLIMITED] // max(1, one)
+    return _divisor(entries(problem) * problem.kv_heads * parts, most)
 
 
 def forward(
@@ -162,15 +157,15 @@ def forward(
     )
     low = result.low if result.low.numel() else None
     described = (q, k, v, result.out) if low is None else (q, k, v, result.out, low)
-    room = _room(problem, described)
-    if not room:
+    found = room(problem, described)
+    if not found:
         return portable_forward.forward(
             problem, q, k, v,
             extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
     sinks = extras.sinks if problem.has_sinks else None
-    for part, cut in _parts(problem, room):
+    for part, cut in _parts(problem, found):
         plan = _plan(part)
         counter, places = _places(plan, extras, q.device, backward=False)
         launch(
@@ -216,7 +211,7 @@ def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) 
     positional = (
         *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
     )  # fmt: skip
-    rows = QUERIES[problem.d] if backward else forward_pass.BM.value
+    rows = QUERIES[problem.d] if backward else TILE.value
     return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": BN, "num_warps": 4}
 
 
@@ -236,12 +231,12 @@ def backward(
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert accumulators is None, "chunks are the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
-    room = _room(problem, (q, k, v, dout, dk, dv))
-    if not room:
+    found = room(problem, (q, k, v, dout, dk, dv))
+    if not found:
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
         )
-    for part, cut in _parts(problem, room):
+    for part, cut in _parts(problem, found):
         _launch(
             _plan(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
@@ -258,7 +253,7 @@ def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[...,
     A sequence has the bits that it has alone, so what is too large for a descriptor is cut and not
     handed over.
     """
-    if most == _entries(problem):
+    if most == entries(problem):
         yield problem, lambda x, tiled=False: x
         return
     for first in range(0, problem.batch, most):
@@ -267,7 +262,7 @@ def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[...,
         def cut(
             x: torch.Tensor | None, tiled: bool = False, first: int = first, n: int = n
         ) -> torch.Tensor | None:
-            return None if x is None else _narrow(problem.layout if tiled else "", first, n, x)
+            return None if x is None else narrow(problem.layout if tiled else "", first, n, x)
 
         yield replace(problem, batch=n), cut
 
@@ -331,34 +326,6 @@ def _launch(
         )
 
 
-def _room(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> int:
-    """Sequences of the batch that descriptors of all these tensors have room for: 0 where one has
-    for none, and 1 where all packed ones fit."""
-    if problem.batch == 0 or any(x.data_ptr() % 16 for x in tensors):
-        return 0
-    kinds = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
-    return _room_for(problem.layout, _entries(problem), kinds)
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _room_for(
-    layout: str, n: int, kinds: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-) -> int:
-    tensors = [torch.empty_strided(*kind[:2], dtype=kind[2], device="meta") for kind in kinds]
-    if not all(describable(x, layout) for x in tensors):
-        return 0
-    while not all(flat_columns(_narrow(layout, 0, n, x), layout) for x in tensors):
-        if n == 1:
-            return 0
-        n = -(-n // 2)
-    return n
-
-
-def _narrow(layout: str, first: int, n: int, x: torch.Tensor) -> torch.Tensor:
-    """``n`` sequences of a batch; those of LSE come first in every layout."""
-    return x.narrow(1 if layout == "sbhd" else 0, first, n)
-
-
 def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
     problem, tiles = plan.problem, plan.backward_tiles
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
@@ -387,31 +354,6 @@ def _sum_arguments(
     return (plan.entries * heads * tiles,), positional, named
 
 
-def _tiled(x: torch.Tensor, layout: str, rows: int) -> TensorDescriptor:
-    """Tiles of so many tokens of one head, heads and batch being columns.
-
-    For packed sequences as `triton.tools.ragged_tma` describes them.
-    """
-    step = strides(x, layout)[1]
-    shape = [dims(x, layout)[1], flat_columns(x, layout)]
-    if layout == "thd":
-        step = step if shape[0] > 1 else 16
-        shape, steps = [_MOST, _MOST, FAR, shape[1]], [2**34 - step, step, step, 1]
-        return _described(x, shape, steps, [1, 1, rows, x.shape[-1]])
-    # An extent of 1 may come with any stride.
-    return _described(x, shape, [step if shape[0] > 1 else 16, 1], [rows, x.shape[-1]])
-
-
-def _steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
-    """Columns from one batch entry to the next and from one head to the next.
-
-    0 where there is no next: an extent of 1 may come with any stride, and columns are int32.
-    """
-    batch, _, heads, _ = dims(x, layout)
-    step_b, _, step_h = strides(x, layout)
-    return step_b if batch > 1 else 0, step_h if heads > 1 else 0
-
-
 def _forward_arguments(
     plan: _Plan,
     q: torch.Tensor,
@@ -427,18 +369,18 @@ def _forward_arguments(
     places: torch.Tensor | None,
 ) -> Arguments:
     problem, query_tiles = plan.problem, plan.query_tiles
-    d, layout, bn = problem.d, problem.layout, forward_pass.BN.value
+    d, layout, bn = problem.d, problem.layout, TILE.value
     bounds, mask = _mask(problem)
     limited = problem.window_right != UNLIMITED
     heads = plan.entries * problem.heads
     positional = (
-        _tiled(q, layout, 64), _tiled(k, layout, bn), _tiled(v, layout, bn),
-        _tiled(out, layout, 64), None if low is None else _tiled(low, layout, 64),
+        tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
+        tiled(out, layout, 64), None if low is None else tiled(low, layout, 64),
         lse, row, max_logits, sinks, counter, places,
-        *(s for x in (q, k, v, out) for s in _steps(x, layout)),
+        *(s for x in (q, k, v, out) for s in steps(x, layout)),
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
-        _divisor(heads, L2_FORWARD[limited] // (4 * d * problem.sk)), heads, problem.heads,
+        _divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
         problem.scale * LOG2E,
     )  # fmt: skip
     named: dict[str, object] = {
@@ -476,12 +418,12 @@ def _backward_arguments(
         return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
 
     positional = (
-        _tiled(q, layout, bm), _tiled(k, layout, BN), _tiled(v, layout, BN),
-        _tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        _tiled(dk, layout, 64), _tiled(dv, layout, 64),
-        _described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
+        tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
+        tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
+        tiled(dk, layout, 64), tiled(dv, layout, 64),
+        described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in _steps(x, layout)),
+        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
         problem.scale * LOG2E, problem.scale,
@@ -496,13 +438,6 @@ def _backward_arguments(
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, _processors(q.device)),), positional, named
-
-
-def _described(
-    x: torch.Tensor, shape: list[int], steps: list[int], block: list[int]
-) -> TensorDescriptor:
-    layout = NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
-    return TensorDescriptor(x, shape, steps, block, layout)
 
 
 @functools.cache

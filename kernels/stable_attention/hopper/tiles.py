@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 FIELDS = gl.constexpr(8)
 """int32 numbers of a tile of packed sequences: its number within its sequence; the sequence's first
 query token, queries, first key token, keys, first query tile (of all sequences'); two unused."""
+TILE = gl.constexpr(128)
+"""Queries of a tile and keys of a block in the forward pass."""
 _END = gl.constexpr(2**30)
 """Rows of a sequence in a ragged descriptor, of which its own are the last."""
 
@@ -107,6 +109,31 @@ def keys_of(first_row, last_row, sq, sk, left, right):
 
 
 @gluon.jit
+def key_blocks_of(m, key_blocks, sq, sk, left, right, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+    """(last block that query tile m sees, how many); one that is hidden where it sees none.
+
+    Under a plain causal mask there are as many as query tiles.
+    """
+    blocks = gl.minimum(m + 1, key_blocks) if CAUSAL else key_blocks
+    last = blocks - 1
+    if BAND:
+        first_key, last_key = keys_of(
+            m * TILE, gl.minimum(m * TILE + TILE, sq) - 1, sq, sk, left, right
+        )
+        last = gl.maximum(last_key, 0) // TILE
+        blocks = last + 1 - gl.minimum(first_key // TILE, last)
+    return last, blocks
+
+
+@gluon.jit
+def limits_of(m, last, sq, sk, left, right, W: gl.constexpr):
+    """Of this consumer's first query, against the first key of block ``last``: the last key that
+    it may see, its first one, and the last one that there is."""
+    middle = m * TILE + W * 64 + (sk - sq) - last * TILE
+    return middle + right, middle - left, sk - 1 - last * TILE
+
+
+@gluon.jit
 def at_edge(right, left, end, BN: gl.constexpr):
     """Whether 64 queries miss one of BN keys; arguments as in `hidden_outside`."""
     return (gl.minimum(right, end) < BN - 1) | (left + 63 > 0)
@@ -135,10 +162,12 @@ def store_tile(desc, row, column, start, length, source, PACKED: gl.constexpr):
 
 __all__ = [
     "FIELDS",
+    "TILE",
     "at_edge",
     "first_row_of",
     "item_at",
-    "keys_of",
+    "key_blocks_of",
+    "limits_of",
     "load_tile",
     "place_of",
     "query_tiles_of",
