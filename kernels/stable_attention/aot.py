@@ -47,7 +47,8 @@ KERNELS = (
     rows.rows_kernel,
     hopper.backward_kernel,
     hopper_forward.forward_kernel,
-    rows.dq_kernel,
+    rows.places_kernel,
+    rows.sum_kernel,
 )
 # Bytes of shared memory one program may use.
 SHARED_LIMIT = {"sm80": 166912, "sm90": 232448, "sm100": 232448}

@@ -69,8 +69,7 @@ class KernelSet:
 
 _NOT_ON_HOPPER = frozenset(
     {
-        "window", "softcap", "dropout", "varlen", "different v head dim", "paper_bf16", "chunks",
-        "causal, sq != sk", *PROJECTING,
+        "softcap", "dropout", "different v head dim", "paper_bf16", "chunks", *PROJECTING,
     }
 )  # fmt: skip
 KERNEL_SETS = (

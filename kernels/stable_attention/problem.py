@@ -38,6 +38,8 @@ KEPT = 1024
 # What torch.compile and torch.export trace with counts as what it stands for.
 _FLOATS, _INTS, _BOOLS = (float, torch.SymFloat), (int, torch.SymInt), (bool, torch.SymBool)
 
+_SIMPLE = (str, int, float, bool, type(None))
+
 P = ParamSpec("P")
 R = TypeVar("R")
 N = TypeVar("N", int, float)
@@ -289,6 +291,17 @@ class Options:
         """
         flag("causal", causal)
         flag("allow_broken", allow_broken)
+        left, right = (int(constant(x)) for x in window_bounds(causal, window))
+        simple = not torch.compiler.is_compiling() and all(
+            type(x) in _SIMPLE for x in named.values()
+        )
+        # Only an immutable object cannot come again with another value.
+        parse = _parsed if simple else cls._parse
+        return parse(left, right, bool(allow_broken), **named)
+
+    @classmethod
+    def _parse(cls, left: int, right: int, allow_broken: bool, **named: Any) -> Options:
+        """Options of window bounds (`window_bounds`) and other keywords."""
         if named.get("stabilizer") == "paper_bf16" and not allow_broken:
             raise AttentionArgumentError(
                 "stabilizer",
@@ -300,7 +313,6 @@ class Options:
         for name in named:
             if name not in _RULES:
                 raise TypeError(f"got an unexpected keyword argument {name!r}")
-        left, right = (int(constant(x)) for x in window_bounds(causal, window))
         parsed = {name: _RULES[name](name, value) for name, value in named.items()}
         return cls(window_left=left, window_right=right, **parsed)
 
@@ -315,6 +327,7 @@ class Options:
         return named | {"window": (self.window_left, self.window_right)}
 
 
+_parsed = functools.lru_cache(maxsize=KEPT, typed=True)(Options._parse)
 _FIELDS = {x.name: x for x in fields(Options)}
 _DEFAULTS = {name: x.default for name, x in _FIELDS.items()}
 _RULES = {name: x.metadata["rule"] for name, x in _FIELDS.items() if x.metadata["rule"]}

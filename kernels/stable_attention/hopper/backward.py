@@ -27,89 +27,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stable_attention.hopper.barriers import (
     advance,
-    next_item,
     pass_turn,
     tma_add,
     wait_for_turn,
-    warp_sync,
 )
-from stable_attention.hopper.tiles import first_query_tile, item_at, turn_of
-
-SLOTS = gl.constexpr(2)
-"""Query tiles in shared memory, tiles of dS, and items announced: a ring of two each."""
-
-
-@gluon.jit
-def _copy(desc, row, column, full, target):
-    """Start a copy from global to shared memory, of which ``full`` learns when it is there."""
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, column], full, target)
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter,
-    q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
-    item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
-    items, key_tiles, query_tiles, head_block, kv_heads,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = 0
-    parity = 0
-    item_slot = 0
-    item_parity = 0
-    key_parity = 0
-    item = next_item(counter)
-    running = True
-    while running:
-        running = item < items
-        mbarrier.wait(item_empty.index(item_slot), item_parity ^ 1)
-        item_s.index(item_slot).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
-        warp_sync(item)
-        mbarrier.arrive(item_full.index(item_slot), count=1)
-        item_slot, item_parity = advance(item_slot, item_parity, SLOTS)
-        if running:
-            n, head = item_at(item, key_tiles, head_block, CAUSAL)
-            b = head // kv_heads
-            hk = head % kv_heads
-            mbarrier.wait(k_empty, key_parity ^ 1)
-            _copy(k_desc, n * BN, b * stride_kb + hk * stride_kh, k_full, k_s)
-            mbarrier.wait(v_empty, key_parity ^ 1)
-            _copy(v_desc, n * BN, b * stride_vb + hk * stride_vh, v_full, v_s)
-            key_parity ^= 1
-            first = first_query_tile(n, BM, BN, CAUSAL)
-            for g in range(0, GROUP):
-                h = hk * GROUP + g
-                row = (head * GROUP + g) * query_tiles
-                q_column = b * stride_qb + h * stride_qh
-                do_column = b * stride_gb + h * stride_gh
-                for m in range(first, query_tiles):
-                    mbarrier.wait(q_empty.index(slot), parity ^ 1)
-                    mbarrier.expect(
-                        q_full.index(slot),
-                        q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
-                    )
-                    tma.async_copy_global_to_shared(
-                        q_desc, [m * BM, q_column], q_full.index(slot), q_s.index(slot)
-                    )
-                    tma.async_copy_global_to_shared(
-                        shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
-                    )
-                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
-                    mbarrier.expect(
-                        do_full.index(slot),
-                        do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
-                    )
-                    tma.async_copy_global_to_shared(
-                        do_desc, [m * BM, do_column], do_full.index(slot), do_s.index(slot)
-                    )
-                    tma.async_copy_global_to_shared(
-                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
-                    )
-                    slot, parity = advance(slot, parity, SLOTS)
-            item = next_item(counter)
+from stable_attention.hopper.producer import PAIR, backward_producer
+from stable_attention.hopper.tiles import (
+    first_row_of,
+    item_at,
+    place_of,
+    query_tiles_of,
+    store_tile,
+    turn_of,
+    zeros_outside,
+)
 
 
 @gluon.jit
@@ -133,13 +64,22 @@ def _hand_over(dq, dq_s, dq_full, dq_empty, slot, W: gl.constexpr):
 
 
 @gluon.jit
+def _store_part(place, x):
+    """x [64, D] float32, whose lanes hold two neighbours, four of them a sector of 32 bytes."""
+    like: gl.constexpr = x.type.layout
+    rows = gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, like)), 1)
+    columns = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, like)), 0)
+    gl.store(place + (rows * x.shape[1] + columns), x)
+
+
+@gluon.jit
 def _step(
-    dk, dv, s, slot, parity, m, n, last, sk, unit,
+    dk, dv, s, slot, parity, m, n, last, sq, sk, left, right, unit,
     q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
     ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
     zero_s, zero_dq,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
+    BAND: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
     S_L: gl.constexpr, A_L: gl.constexpr,
 ):  # fmt: skip
     """Fold query tile m into dk and dv, and finish dQ of the tile before unless FIRST.
@@ -163,7 +103,15 @@ def _step(
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
     shift = shift_s.index(slot).reshape((BM,)).load(columns)
     p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
-    if MASKED:
+    if BAND:
+        # Of the first query and this consumer's first key: which keys it may see.
+        middle = m * BM + (sk - sq) - (n * BN + W * 64)
+        to_right = middle + right
+        to_left = middle - left
+        end = sk - 1 - n * BN - W * 64
+        if (gl.minimum(to_right, end) < 63) | (to_left + BM - 1 > 0):
+            p = zeros_outside(p, to_right, to_left, end)
+    elif MASKED:
         keys = gl.expand_dims(n * BN + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_L)), 1)
         visible = keys < sk
         if CAUSAL:
@@ -184,7 +132,7 @@ def _step(
         mbarrier.wait(ds_full.index(before), parity ^ before)
         dq_made = _dq_product(ds_s.index(before), k_s, zero_dq, W, BM, D)
     dk_made = warpgroup_mma(ds_operand, q_s.index(slot), dk, is_async=True)
-    following, following_parity = advance(slot, parity, SLOTS)
+    following, following_parity = advance(slot, parity, PAIR)
     if FIRST:
         dv, dk_made = warpgroup_mma_wait(1, deps=(dv, dk_made))
         mbarrier.arrive(do_empty.index(slot), count=1)
@@ -214,16 +162,17 @@ def _consumer(
     dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
     item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
     ds_full, ds_empty, dq_full, dq_empty,
-    sk, key_tiles, query_tiles, head_block, kv_heads,
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
+    counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
+    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    SPLITS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     DQ: gl.constexpr = D if BM == 128 else D // 2
     # Query tiles that the diagonal crosses. Keys past the end lie in the last key tile only, and a
     # causal mask hides them from its few query tiles; without one, all of them look.
     EDGE: gl.constexpr = BN // BM if CAUSAL else 0
-    TAIL: gl.constexpr = not (EVEN or CAUSAL)
+    TAIL: gl.constexpr = not (EVEN or CAUSAL or BAND)
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
@@ -242,17 +191,25 @@ def _consumer(
     item_slot = 0
     item_parity = 0
     key_parity = 0
+    tiles = key_tiles
+    if PACKED:
+        tiles = gl.load(counter + 2)
     running = True
     while running:
         mbarrier.wait(item_full.index(item_slot), item_parity)
         item = gl.max(item_s.index(item_slot).load(one), 0)
         mbarrier.arrive(item_empty.index(item_slot), count=1)
-        item_slot, item_parity = advance(item_slot, item_parity, SLOTS)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
-            n, head = item_at(item, key_tiles, head_block, CAUSAL)
-            first = first_query_tile(n, BM, BN, CAUSAL)
-            count = query_tiles - first
+            place, head = item_at(item, tiles, head_block, CAUSAL or BAND)
+            n, _, queries, start_k, keys = place_of(places, place, sq, sk, PACKED)
+            first, count = query_tiles_of(
+                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
+            )
+            if BAND:
+                # Keys that no query sees meet a tile whose P is 0.
+                count = gl.maximum(count, 1)
             dk = gl.zeros([64, D], gl.float32, KV_L)
             dv = gl.zeros([64, D], gl.float32, KV_L)
             mbarrier.wait(k_full, key_parity)
@@ -266,10 +223,11 @@ def _consumer(
             mbarrier.wait(v_full, key_parity)
             key_parity ^= 1
             dk, dv, s, slot, parity = _step(
-                dk, dv, s, slot, parity, first, n, gl.where(count * GROUP == 1, 1, 0), sk, unit,
+                dk, dv, s, slot, parity, first, n, gl.where(count * GROUP == 1, 1, 0),
+                queries, keys, left, right, unit,
                 q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                 ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAUSAL or TAIL, True, AHEAD, S_L, A_L,
+                zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, CAUSAL or TAIL, True, AHEAD, S_L, A_L,
             )  # fmt: skip
             for g in range(0, GROUP):
                 begin = gl.where(g == 0, 1, 0)
@@ -278,21 +236,23 @@ def _consumer(
                         for t in range(begin, gl.minimum(EDGE, count)):
                             last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
                             dk, dv, s, slot, parity = _step(
-                                dk, dv, s, slot, parity, first + t, n, last, sk, unit,
+                                dk, dv, s, slot, parity, first + t, n, last,
+                                queries, keys, left, right, unit,
                                 q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                                 ds_full, ds_empty, dq_full, dq_empty,
                                 q_full, q_empty, do_full, do_empty,
-                                zero_s, zero_dq, W, BM, BN, D, CAUSAL, True, False, AHEAD,
+                                zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, True, False, AHEAD,
                                 S_L, A_L,
                             )  # fmt: skip
                     begin = EDGE
                 for t in range(begin, count):
                     last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
                     dk, dv, s, slot, parity = _step(
-                        dk, dv, s, slot, parity, first + t, n, last, sk, unit,
+                        dk, dv, s, slot, parity, first + t, n, last,
+                        queries, keys, left, right, unit,
                         q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                         ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, TAIL, False, AHEAD, S_L, A_L,
+                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, TAIL, False, AHEAD, S_L, A_L,
                     )  # fmt: skip
             mbarrier.arrive(v_empty, count=1)
             b = head // kv_heads
@@ -302,32 +262,43 @@ def _consumer(
             before = slot ^ 1
             mbarrier.wait(ds_full.index(before), parity ^ before)
             dq_made = _dq_product(ds_s.index(before), k_s, zero_dq, W, BM, D)
-            tma.store_wait(0)
-            out.store(dv.to(out.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dv_desc, [row, b * stride_dvb + hk * stride_dvh], out)
+            if SPLITS > 1:
+                own = part_ptr + ((head * key_tiles + place) * BN + W * 64).to(gl.int64) * D
+                _store_part(own + key_tiles.to(gl.int64) * all_heads * (BN * D), dv)
+            else:
+                tma.store_wait(0)
+                out.store(dv.to(out.dtype))
+                fence_async_shared()
+                column = b * stride_dvb + hk * stride_dvh
+                store_tile(dv_desc, row, column, start_k, keys, out, PACKED)
             dq = warpgroup_mma_wait(0, deps=(dq_made,))
             mbarrier.arrive(ds_empty.index(before), count=1)
             mbarrier.arrive(k_empty, count=1)
             _hand_over(dq, dq_s, dq_full, dq_empty, before, W)
-            rounded = (dk * scale).to(out.dtype)
-            tma.store_wait(0)
-            out.store(rounded)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dk_desc, [row, b * stride_dkb + hk * stride_dkh], out)
+            if SPLITS > 1:
+                _store_part(own, dk)
+            else:
+                rounded = (dk * scale).to(out.dtype)
+                tma.store_wait(0)
+                out.store(rounded)
+                fence_async_shared()
+                column = b * stride_dkb + hk * stride_dkh
+                store_tile(dk_desc, row, column, start_k, keys, out, PACKED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _writer(
-    sum_desc, turns, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
-    key_tiles, query_tiles, head_block,
+    sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
+    sq, sk, left, right, key_tiles, query_tiles, head_block,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, DQ: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Every second dQ tile: await the turn, store or add, free the buffer once it has been read,
     pass the turn on once all is written."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if PACKED:
+        key_tiles = gl.load(counter + 2)
     done = 0  # tiles of the items before
     item_slot = 0
     item_parity = 0
@@ -336,17 +307,23 @@ def _writer(
         mbarrier.wait(item_full.index(item_slot), item_parity)
         item = gl.max(item_s.index(item_slot).load(one), 0)
         mbarrier.arrive(item_empty.index(item_slot), count=1)
-        item_slot, item_parity = advance(item_slot, item_parity, SLOTS)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
-            n, head = item_at(item, key_tiles, head_block, CAUSAL)
-            first = first_query_tile(n, BM, BN, CAUSAL)
-            count = query_tiles - first
+            t, head = item_at(item, key_tiles, head_block, CAUSAL or BAND)
+            n, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
+            first_row = first_row_of(places, t, PACKED)
+            first, seen = query_tiles_of(
+                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
+            )
+            count = gl.maximum(seen, 1)
             for u in range((W + done) & 1, count * GROUP, 2):
                 number = done + u
                 m = first + u % count
-                tile = (head * GROUP + u // count) * query_tiles + m
-                turn = turn_of(m, n, BM, BN, CAUSAL)
+                tile = (head * GROUP + u // count) * query_tiles + first_row + m
+                turn = turn_of(m, n, queries, keys, right, BM, BN, CAUSAL, BAND)
+                if BAND:
+                    turn = gl.where(seen > 0, turn, -1)
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(dq_full.index(number & 1), (number >> 1) & 1)
                 row = tile * BM
@@ -358,12 +335,13 @@ def _writer(
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
-                else:
+                elif turn > 0:  # not of keys that no query sees
                     tma_add(sum_desc, [row, 0], dq_s.index(0))
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
                 tma.store_wait(0)
                 mbarrier.arrive(dq_empty, count=1)
-                pass_turn(turns + tile)
+                if turn >= 0:
+                    pass_turn(turns + tile)
             done += count * GROUP
     tma.store_wait(0)
 
@@ -379,44 +357,48 @@ def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "sk", "items", "key_tiles", "query_tiles", "head_block", "kv_heads",
+        "sq", "sk", "left", "right", "all_heads", "key_tiles", "query_tiles", "head_block",
+        "kv_heads",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, sum_desc,
-    turns, counter,
+    turns, counter, places, part_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
-    sk, items, key_tiles, query_tiles, head_block, kv_heads, unit, scale,
+    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit, scale,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    SPLITS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DQ: gl.constexpr = D if BM == 128 else D // 2
-    q_s = gl.allocate_shared_memory(dtype, [SLOTS, BM, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(dtype, [SLOTS, BM, D], do_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [BN, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [BN, D], v_desc.layout)
-    shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BM], shift_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BM], delta_desc.layout)
+    # A ragged descriptor's tile has two dimensions more.
+    tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
+    do_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
+    k_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    ds_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], ds_layout)
-    out_s = gl.allocate_shared_memory(dtype, [2, 64, D], dk_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [PAIR, BN, BM], ds_layout)
+    out_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
-    item_s = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_full = _new_barriers(1, SLOTS)
-    item_empty = _new_barriers(4, SLOTS)
+    item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_full = _new_barriers(1, PAIR)
+    item_empty = _new_barriers(4, PAIR)
     k_fulls = _new_barriers(1, 1)
     k_empties = _new_barriers(2, 1)
     v_fulls = _new_barriers(1, 1)
     v_empties = _new_barriers(2, 1)
-    q_full = _new_barriers(1, SLOTS)
-    q_empty = _new_barriers(2, SLOTS)
-    do_full = _new_barriers(1, SLOTS)
-    do_empty = _new_barriers(2, SLOTS)
-    ds_full = _new_barriers(2, SLOTS)
-    ds_empty = _new_barriers(2, SLOTS)
-    dq_full = _new_barriers(2, SLOTS)
+    q_full = _new_barriers(1, PAIR)
+    q_empty = _new_barriers(2, PAIR)
+    do_full = _new_barriers(1, PAIR)
+    do_empty = _new_barriers(2, PAIR)
+    ds_full = _new_barriers(2, PAIR)
+    ds_empty = _new_barriers(2, PAIR)
+    dq_full = _new_barriers(2, PAIR)
     dq_empties = _new_barriers(1, 1)
     k_full = k_fulls.index(0)
     k_empty = k_empties.index(0)
@@ -430,35 +412,37 @@ def backward_kernel(
                 dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
-                sk, key_tiles, query_tiles, head_block, kv_heads,
-                stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                0, BM, BN, D, CAUSAL, EVEN, GROUP, AHEAD,
+                counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
+                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
+                0, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
             )),
             (_consumer, (
                 dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
-                sk, key_tiles, query_tiles, head_block, kv_heads,
-                stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                1, BM, BN, D, CAUSAL, EVEN, GROUP, AHEAD,
+                counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
+                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
+                1, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
             )),
-            (_producer, (
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter,
+            (backward_producer, (
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
                 q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty,
-                items, key_tiles, query_tiles, head_block, kv_heads,
+                sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
                 stride_qb, stride_qh, stride_kb, stride_kh,
                 stride_vb, stride_vh, stride_gb, stride_gh,
-                BM, BN, CAUSAL, GROUP,
+                BM, BN, CAUSAL, BAND, PACKED, GROUP, SPLITS,
             )),
             (_writer, (
-                sum_desc, turns, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
-                key_tiles, query_tiles, head_block, 0, BM, BN, DQ, CAUSAL, GROUP,
+                sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
+                dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
+                0, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP,
             )),
             (_writer, (
-                sum_desc, turns, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
-                key_tiles, query_tiles, head_block, 1, BM, BN, DQ, CAUSAL, GROUP,
+                sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
+                dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
+                1, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP,
             )),
         ],
         [4, 1, 1, 1],

@@ -1,7 +1,7 @@
 """The forward pass on sm_90: O, its low-order part, LSE and largest logits, in a persistent kernel.
 
 Shape legend: B batch, H query heads, HK key/value heads, GROUP = H / HK, D head dim (of v too);
-BM = 128 queries of a tile, BN = 128 keys of a block. LSE is [B, H, sq] float32, natural log.
+a tile has 128 queries, a block 128 keys (TILE). LSE is [B, H, sq] float32, natural log.
 
 Three roles, each a partition of warps. The *producer* copies tiles of Q and blocks of K and V to
 shared memory. Two *consumers* of 4 warps have 64 queries of a tile each. Block j's scores are
@@ -31,102 +31,38 @@ from stable_attention.hopper.barriers import (
     advance,
     arrive_if,
     arrive_named,
-    next_item,
     sync_named,
-    warp_sync,
 )
+from stable_attention.hopper.producer import ALL, SLOT_OF_K, forward_producer
 from stable_attention.hopper.softmax import (
     LANES,
+    NOTHING,
     add_rounded_sum,
     add_weighted,
     by_lane,
     fetched,
     halves,
     hidden_after,
+    hidden_outside,
     high_part,
     low_part,
     opaque_zeros,
     put_away,
     whole,
 )
-from stable_attention.hopper.tiles import item_at
+from stable_attention.hopper.tiles import (
+    TILE,
+    at_edge,
+    item_at,
+    key_blocks_of,
+    limits_of,
+    place_of,
+    store_tile,
+)
 from stable_attention.numerics import LN2, LOG2E, OWN_SHIFT_BOUND
 
-BM = gl.constexpr(128)
-BN = gl.constexpr(128)
 TURN = gl.constexpr(5)
-SLOT_OF_K = gl.constexpr(7)
-ALL = gl.constexpr("288")
-"""Threads of both consumers and the producer."""
-
-
-@gluon.jit
-def _blocks(m, key_blocks, CAUSAL: gl.constexpr):
-    """Blocks that query tile m sees; under a causal mask there are as many as query tiles."""
-    return gl.minimum(m + 1, key_blocks) if CAUSAL else key_blocks
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, counter, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
-    items, query_tiles, key_blocks, head_block, heads,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
-    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
-    k = 0
-    v = 0
-    copied = 0  # blocks of K so far, and of V one less or as many
-    copied_v = 0
-    tiles = 0
-    item = next_item(counter)
-    running = True
-    while running:
-        running = item < items
-        buffer = tiles & 1
-        if tiles >= 2:
-            sync_named(BUFFER_OF_Q + buffer, ALL, 1)
-        tiles += 1
-        item_s.index(buffer).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
-        warp_sync(item)
-        if running:
-            m, head = item_at(item, query_tiles, head_block, CAUSAL)
-            b = head // heads
-            h = head % heads
-            hk = h // GROUP
-            blocks = _blocks(m, key_blocks, CAUSAL)
-            mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
-            for w in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    q_desc, [m * BM + w * 64, b * stride_qb + h * stride_qh],
-                    q_full.index(buffer), q_s.index(buffer * 2 + w),
-                )  # fmt: skip
-            k_column = b * stride_kb + hk * stride_kh
-            v_column = b * stride_vb + hk * stride_vh
-            for i in range(blocks + 1):  # K is a block ahead of V
-                if i < blocks:
-                    if copied >= SLOTS:
-                        sync_named(SLOT_OF_K + k, ALL, 1)
-                    mbarrier.expect(k_full.index(k), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        k_desc, [(blocks - 1 - i) * BN, k_column], k_full.index(k), k_s.index(k)
-                    )
-                    k = gl.where(k + 1 == SLOTS, 0, k + 1)
-                    copied += 1
-                if i > 0:
-                    if copied_v >= SLOTS:
-                        sync_named(SLOT_OF_V + v, ALL, 1)
-                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        v_desc, [(blocks - i) * BN, v_column], v_full.index(v), v_s.index(v)
-                    )
-                    v = gl.where(v + 1 == SLOTS, 0, v + 1)
-                    copied_v += 1
-            item = next_item(counter)
-        else:
-            mbarrier.arrive(q_full.index(buffer), count=1)
+"""The named barrier of the first consumer's turn."""
 
 
 @gluon.jit
@@ -152,7 +88,7 @@ def _operand(q_s, buffer, W: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: g
 def _first_scores(q, k, W: gl.constexpr, CAUSAL: gl.constexpr):
     """Start the scores of the block that starts a row: of its first 64 keys, where a causal mask
     hides the others from the first consumer's queries."""
-    N: gl.constexpr = 64 if CAUSAL and W == 0 else BN
+    N: gl.constexpr = 64 if CAUSAL and W == 0 else TILE
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
@@ -163,16 +99,23 @@ def _first_scores(q, k, W: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _first_softmax(
-    s, unit, m, blocks, sk, W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    s, unit, m, blocks, sk, right, left, end, W: gl.constexpr, CAUSAL: gl.constexpr,
+    BAND: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """(P [64, BN], shift) of the block that starts a row: its maximum is the shift."""
-    first_key = (blocks - 1) * BN
-    if CAUSAL:
-        s = hidden_after(s, m * BM + W * 64 - first_key, True)
+    """(P [64, TILE], shift) of the block that starts a row: its maximum is the shift.
+
+    right, left, end: `_limits`.
+    """
+    first_key = (blocks - 1) * TILE
+    if BAND:
+        s = hidden_outside(s, right, left, end)
+    elif CAUSAL:
+        s = hidden_after(s, m * TILE + W * 64 - first_key, True)
     elif not EVEN:
         s = hidden_after(s, sk - 1 - first_key, False)
     shift = gl.max(s, 1) * unit
+    if BAND:
+        shift = gl.maximum(shift, NOTHING)
     p = gl.exp2(s * unit - gl.expand_dims(shift, 1))
     if CAUSAL and W == 0:
         p = whole(p, opaque_zeros(p), LAYOUT)
@@ -205,7 +148,8 @@ def _join_total(acc, total, far_s, held, factor):
 
 @gluon.jit
 def _store_rows(
-    acc, high_s, low_s, o_desc, low_desc, row, column, HAS_LOW: gl.constexpr,
+    acc, high_s, low_s, o_desc, low_desc, row, column, start, length,
+    HAS_LOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """O and its low-order part, through shared memory that only this consumer uses."""
     high = high_part(acc, high_s.dtype)
@@ -214,23 +158,23 @@ def _store_rows(
     if HAS_LOW:
         low_s.store(low_part(acc, high))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [row, column], high_s)
+    store_tile(o_desc, row, column, start, length, high_s, PACKED)
     if HAS_LOW:
-        tma.async_copy_shared_to_global(low_desc, [row, column], low_s)
+        store_tile(low_desc, row, column, start, length, low_s, PACKED)
 
 
 @gluon.jit
 def _consumer(
-    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
     q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-    sq, sk, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
+    sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
     W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, SEGMENT: gl.constexpr,
+    ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr,
+    HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
     )
     O_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
@@ -252,7 +196,7 @@ def _consumer(
     # With the rounded sum ptxas would wait for P V before the exponentials; see below.
     FENCED: gl.constexpr = ROUNDED
     dtype: gl.constexpr = k_s.dtype
-    zero_s = gl.zeros([64, BN], gl.float32, S_L)
+    zero_s = gl.zeros([64, TILE], gl.float32, S_L)
     acc = gl.zeros([64, D], gl.float32, O_L)
     l_rounded = gl.zeros([64, 8], gl.float32, E_L)
     l_lanes = gl.zeros([64, 4], gl.float32, LANES)
@@ -267,19 +211,26 @@ def _consumer(
     tiles = 0
     if W == 1:
         arrive_named(TURN, "256")
+    if PACKED:
+        query_tiles = gl.maximum(gl.load(counter + 1), 1)
     mbarrier.wait(q_full.index(0), 0)
     item = gl.max(item_s.index(0).load(one), 0)
-    m, head = item_at(item, query_tiles, head_block, CAUSAL)
-    blocks = _blocks(m, key_blocks, CAUSAL)
+    t, head = item_at(gl.maximum(item, 0), query_tiles, head_block, CAUSAL or BAND)
+    m, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
+    last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
+    to_right, to_left, end = limits_of(m, last, queries, keys, left, right, W)
     q = _operand(q_s, 0, W, Q_IN_REGISTERS, Q_L)
-    mbarrier.wait(k_full.index(k), k_parity)
+    # Of packed sequences there may be fewer tiles than programs.
+    mbarrier.wait(k_full.index(k), k_parity, pred=item >= 0)
     _take_turn(W)
     first_made = _first_scores(q, k_s.index(k), W, CAUSAL)
     _pass_turn(W)
     first_s = warpgroup_mma_wait(0, deps=(first_made,))
     arrive_named(SLOT_OF_K + k, ALL)
     k, k_parity = advance(k, k_parity, SLOTS)
-    p, shift = _first_softmax(first_s, unit, m, blocks, sk, W, CAUSAL, EVEN, S_L)
+    p, shift = _first_softmax(
+        first_s, unit, m, blocks, sk, to_right, to_left, end, W, CAUSAL, BAND, EVEN, S_L
+    )
     top = shift
     if SUM:
         l_lanes = by_lane(p)
@@ -315,7 +266,13 @@ def _consumer(
                 s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
                 arrive_named(SLOT_OF_K + k, ALL)
                 k, k_parity = advance(k, k_parity, SLOTS)
+                if BAND:
+                    past = (begin + i + 1) * TILE
+                    if at_edge(to_right + past, to_left + past, end + past, TILE):
+                        s = hidden_outside(s, to_right + past, to_left + past, end + past)
                 largest = gl.max(s, 1) * unit
+                if BAND:
+                    largest = gl.maximum(largest, NOTHING)
                 top = gl.maximum(top, largest)
                 new_shift = gl.maximum(largest, top - OWN_SHIFT_BOUND)
                 alpha = gl.exp2(shift - new_shift)
@@ -361,8 +318,12 @@ def _consumer(
         mbarrier.wait(q_full.index(tiles & 1), (tiles >> 1) & 1)
         next_one = gl.max(item_s.index(tiles & 1).load(one), 0)
         more = next_one >= 0
-        next_m, next_head = item_at(gl.maximum(next_one, 0), query_tiles, head_block, CAUSAL)
-        next_blocks = _blocks(next_m, key_blocks, CAUSAL)
+        t, next_head = item_at(gl.maximum(next_one, 0), query_tiles, head_block, CAUSAL or BAND)
+        next_m, _, next_queries, _, keys = place_of(places, t, sq, sk, PACKED)
+        last, next_blocks = key_blocks_of(
+            next_m, key_blocks, next_queries, keys, left, right, CAUSAL, BAND
+        )
+        to_right, to_left, end = limits_of(next_m, last, next_queries, keys, left, right, W)
         q = _operand(q_s, tiles & 1, W, Q_IN_REGISTERS, Q_L)
         mbarrier.wait(k_full.index(k), k_parity, pred=more)
         _take_turn(W)
@@ -379,7 +340,10 @@ def _consumer(
         row_top = gl.convert_layout(top, RO)
         l_sum = gl.convert_layout(gl.sum(l_lanes, 1), RO)
         total_factor = gl.exp2(total_shift - shift)
-        p, shift = _first_softmax(first_s, unit, next_m, next_blocks, sk, W, CAUSAL, EVEN, S_L)
+        p, shift = _first_softmax(
+            first_s, unit, next_m, next_blocks, sk, to_right, to_left, end,
+            W, CAUSAL, BAND, EVEN, S_L,
+        )  # fmt: skip
         top = shift
         if SUM:
             l_lanes = by_lane(p)
@@ -401,10 +365,17 @@ def _consumer(
                 else:
                     acc = near
             l = gl.convert_layout(part, RO)
-        rows = m * BM + W * 64 + gl.arange(0, 64, RO)
+        rows = m * TILE + W * 64 + gl.arange(0, 64, RO)
         h = head % heads
+        start = 0
+        length = sq
+        if PACKED:
+            done_t, _ = item_at(item, query_tiles, head_block, True)
+            _, start, length, _, _ = place_of(places, done_t, sq, sk, True)
         if HAS_MAX:
-            seen = gl.where(rows < sq, row_top, -float("inf"))
+            if BAND:
+                row_top = gl.where(row_top > NOTHING, row_top, -float("inf"))
+            seen = gl.where(rows < length, row_top, -float("inf"))
             gl.atomic_max(max_ptr + h, gl.max(seen, 0) * LN2, sem="relaxed")
         weight = gl.full([64], 1.0, gl.float32, RO)
         if HAS_SINK:
@@ -415,15 +386,19 @@ def _consumer(
             row_shift = with_sink
             l = l * weight + taken
             l_sum = l_sum * weight + taken
-        place = head.to(gl.int64) * sq + rows
+        place = head.to(gl.int64) * tq + start + rows
         if SUM:
-            gl.store(lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < sq)
+            gl.store(lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < length)
         if ROUNDED:
-            gl.store(row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < sq)
-        acc = acc * gl.expand_dims(weight * (1.0 / l), 1)
+            gl.store(row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < length)
+        share = weight * (1.0 / l)
+        if BAND:
+            share = gl.where(l > 0, share, 0.0)
+        acc = acc * gl.expand_dims(share, 1)
         _store_rows(
             acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0), o_desc, low_desc,
-            m * BM + W * 64, (head // heads) * stride_ob + h * stride_oh, HAS_LOW,
+            m * TILE + W * 64, (head // heads) * stride_ob + h * stride_oh, start, length,
+            HAS_LOW, PACKED,
         )  # fmt: skip
         item = next_one
         m = next_m
@@ -433,28 +408,33 @@ def _consumer(
 
 
 @gluon.jit(
-    do_not_specialize=["sq", "sk", "items", "query_tiles", "key_blocks", "head_block", "heads"]
+    do_not_specialize=[
+        "sq", "sk", "tq", "left", "right", "query_tiles", "key_blocks", "head_block", "all_heads",
+        "heads",
+    ]
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
-    counter,
+    counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
-    sq, sk, items, query_tiles, key_blocks, head_block, heads, unit,
+    sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
     D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, SEGMENT: gl.constexpr,
+    ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr,
+    HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [4, 64, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, D], v_desc.layout)
+    # A ragged descriptor's tile has two dimensions more.
+    tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [4, 64, D], tile_l)
+    k_s = gl.allocate_shared_memory(dtype, [SLOTS, TILE, D], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [SLOTS, TILE, D], tile_l)
     low_s = q_s
     if HAS_LOW:
-        low_s = gl.allocate_shared_memory(low_desc.dtype, [2, 64, D], low_desc.layout)
+        low_s = gl.allocate_shared_memory(low_desc.dtype, [2, 64, D], tile_l)
     total_s = low_s
     if SEGMENT and D == 128 and not HAS_LOW:
-        total_s = gl.allocate_shared_memory(dtype, [2, 64, D], q_desc.layout)
+        total_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
     ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 32], dtype)
     ones_s = gl.allocate_shared_memory(dtype, [8, 32], ones_layout)
     ones_s.store(gl.full([8, 32], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
@@ -471,24 +451,27 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
-                0, D, SLOTS, CAUSAL, EVEN, SEGMENT, ROUNDED, SUM,
+                sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
+                stride_ob, stride_oh, unit,
+                0, D, SLOTS, CAUSAL, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
-                1, D, SLOTS, CAUSAL, EVEN, SEGMENT, ROUNDED, SUM,
+                sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
+                stride_ob, stride_oh, unit,
+                1, D, SLOTS, CAUSAL, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
-            (_producer, (
-                q_desc, k_desc, v_desc, counter, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
-                items, query_tiles, key_blocks, head_block, heads,
+            (forward_producer, (
+                q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s,
+                q_full, k_full, v_full,
+                sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-                GROUP, SLOTS, CAUSAL,
+                GROUP, SLOTS, CAUSAL, BAND, PACKED,
             )),
         ],
         [4, 1],
@@ -496,4 +479,4 @@ def forward_kernel(
     )  # fmt: skip
 
 
-__all__ = ["BM", "BN", "forward_kernel"]
+__all__ = ["forward_kernel"]

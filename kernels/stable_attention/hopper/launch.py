@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.language import bfloat16 as BF16
-from triton.experimental.gluon.language import float16 as FP16
-from triton.experimental.gluon.language import float32 as FP32
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stable_attention import configs
-from stable_attention.hopper import forward as forward_pass
 from stable_attention.hopper.backward import backward_kernel
+from stable_attention.hopper.descriptors import (
+    ROW,
+    described,
+    entries,
+    narrow,
+    room,
+    steps,
+    tiled,
+)
 from stable_attention.hopper.forward import forward_kernel
-from stable_attention.hopper.rows import dq_kernel, rows_kernel
-from stable_attention.layouts import dims, strides
-from stable_attention.problem import Extras, Problem
+from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
+from stable_attention.hopper.tiles import FIELDS, TILE
+from stable_attention.layouts import strides
+from stable_attention.problem import UNLIMITED, Extras, Problem
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
-from stable_attention.triton.descriptors import describable, flat_columns
-from stable_attention.triton.launches import Arguments, launch
+from stable_attention.triton.launches import KEPT, Arguments, launch
 from stable_attention.triton.options import LOG2E
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
@@ -37,14 +41,16 @@ BN = 128
 """Keys of a tile: 64 for each of the two consumers."""
 QUERIES = {64: 128, 128: 64}
 """Head dim -> queries of a tile: what shared memory and registers hold."""
-ROW = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-_TYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 L2_BYTES = {True: 12 * 2**20, False: 24 * 2**20}
 """Causal or not -> bytes of Q, K, V and dO that a group of heads may have in the backward pass.
 Without a mask all key tiles of a head start at its first query tile, one after the other: more
 heads, less waiting."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
+FAR = 2**30
+"""Keys to the side that no window has."""
+PROCESSORS = 132
+"""Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
 SEGMENT = 1024
 """Keys that the tensor cores add up before "compensated" adds in float32 (`numerics`)."""
 
@@ -54,11 +60,82 @@ def _divisor(heads: int, most: int) -> int:
     return next(n for n in range(max(1, min(heads, most)), 0, -1) if heads % n == 0)
 
 
-def head_block(problem: Problem) -> int:
-    """Key/value heads of a group in the backward pass, counted over the batch."""
-    one = 4 * problem.d * (problem.sk + problem.group * problem.sq)
-    most = L2_BYTES[problem.window_right == 0] // one
-    return _divisor(problem.batch * problem.kv_heads, most)
+def _banded(problem: Problem) -> bool:
+    """Whether the visible keys are those of a band: neither all nor all up to the diagonal."""
+    left, right = problem.window_left, problem.window_right
+    aligned = right == UNLIMITED or (right == 0 and problem.sq == problem.sk)
+    return problem.varlen or left != UNLIMITED or not aligned
+
+
+def _mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
+    """(left, right) of a band, and what kernels are told of the mask."""
+    band = _banded(problem)
+    bounds = (problem.window_left, problem.window_right)
+    left, right = (FAR if x == UNLIMITED else min(x, FAR) for x in bounds)
+    causal = problem.window_right == 0 and not band
+    return (left, right), {"CAUSAL": causal, "BAND": band, "PACKED": problem.varlen}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """What the launches of a problem share, worked out once; known by its identity."""
+
+    problem: Problem
+    band: bool
+    entries: int
+    parts: int
+    """`splits`."""
+    query_tiles: int
+    """Of a head in the forward pass; of packed sequences a bound."""
+    backward_tiles: int
+    """Of a head in the backward pass; of packed sequences a bound on those of keys too."""
+    key_tiles: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Plan:
+        bm = QUERIES[problem.d]
+        tiles = [triton.cdiv(problem.sq, rows) for rows in (TILE.value, bm)]
+        key_tiles = triton.cdiv(problem.sk, BN)
+        if problem.varlen:
+            most = max(problem.tq, problem.tk)
+            tiles = [triton.cdiv(most, rows) + problem.batch for rows in (TILE.value, bm)]
+            key_tiles = tiles[1]
+        return cls(problem, _banded(problem), entries(problem), splits(problem), *tiles, key_tiles)
+
+
+_plan = functools.lru_cache(maxsize=KEPT)(_Plan.of)
+
+
+def splits(problem: Problem) -> int:
+    """Parts of the query heads of a key/value head, each an item of the backward pass.
+
+    Items are started in the order in which their additions to dQ get ready, under a causal mask the
+    longest last: the fewer there are, the longer most processors wait for it. But float32 dK and dV
+    of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
+    one: the bits of a sequence do not depend on what else there is.
+    """
+    left = problem.window_left
+    uneven = problem.window_right != UNLIMITED and left == UNLIMITED
+    queries = problem.sq
+    if left != UNLIMITED:
+        queries = min(queries, left + max(problem.window_right, 0) + BN)
+    query_tiles = triton.cdiv(queries, QUERIES[problem.d])
+    items = problem.kv_heads * triton.cdiv(problem.sk, BN)
+
+    def cost(parts: int) -> float:
+        longest = problem.group // parts * query_tiles
+        rounds = max(1.0, items * parts / PROCESSORS)
+        traffic = 3.2 * rounds if parts > 1 else 0.0
+        return longest * (0.5 * rounds + 0.6 if uneven else rounds) + traffic
+
+    return min((n for n in (1, 2, 4) if problem.group % n == 0), key=cost)
+
+
+def head_block(problem: Problem, parts: int = 1) -> int:
+    """Parts of key/value heads of a group in the backward pass, counted over the batch."""
+    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
+    most = L2_BYTES[problem.window_right != UNLIMITED] // max(1, one)
+    return _divisor(entries(problem) * problem.kv_heads * parts, most)
 
 
 def forward(
@@ -80,31 +157,62 @@ def forward(
     )
     low = result.low if result.low.numel() else None
     described = (q, k, v, result.out) if low is None else (q, k, v, result.out, low)
-    if not all(x.numel() and _describable(x, problem.layout) for x in described):
+    found = room(problem, described)
+    if not found:
         return portable_forward.forward(
             problem, q, k, v,
             extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
     sinks = extras.sinks if problem.has_sinks else None
-    for part, cut in _parts(problem, described):
-        counter = torch.zeros(4, dtype=torch.int32, device=q.device)
+    for part, cut in _parts(problem, found):
+        plan = _plan(part)
+        counter, places = _places(plan, extras, q.device, backward=False)
         launch(
             forward_kernel,
-            (part,),
+            (plan,),
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                counter,
+                counter, places,
             ),
-            functools.partial(_forward_arguments, part),
+            functools.partial(_forward_arguments, plan),
+            own=2,
         )  # fmt: skip
     return result
 
 
-def _programs(problem: Problem, device: torch.device) -> int:
-    tiles = triton.cdiv(problem.sq, forward_pass.BM.value)
-    return min(problem.batch * problem.heads * tiles, _processors(device))
+def _places(
+    plan: _Plan, extras: Extras, device: torch.device, *, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(counter of items, where tiles of packed sequences lie): of queries, then of keys where the
+    backward pass asks."""
+    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    # In a tensor of its own: its address must be a multiple of 16.
+    if not plan.problem.varlen:
+        # `rows_kernel` sets that of the backward pass.
+        return (new(4) if backward else torch.zeros(4, dtype=torch.int32, device=device)), None
+    counter = new(4)
+    most = plan.backward_tiles if backward else plan.query_tiles
+    places = new((1 + backward, most, FIELDS.value))
+    cu_q, cu_k, start_q, start_k, _, _ = extras.pointers()
+    launch(
+        places_kernel,
+        (plan, backward),
+        (cu_q, cu_k, start_q, start_k, places, counter),
+        functools.partial(_places_arguments, plan.problem, backward),
+        own=2,
+    )
+    return counter, places
+
+
+def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
+    places = tensors[4]
+    positional = (
+        *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
+    )  # fmt: skip
+    rows = QUERIES[problem.d] if backward else TILE.value
+    return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": BN, "num_warps": 4}
 
 
 def backward(
@@ -123,46 +231,44 @@ def backward(
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert accumulators is None, "chunks are the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
-    described = (q, k, v, dout, dk, dv)
-    if not all(x.numel() and _describable(x, problem.layout) for x in described):
+    found = room(problem, (q, k, v, dout, dk, dv))
+    if not found:
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
         )
-    for part, cut in _parts(problem, described):
+    for part, cut in _parts(problem, found):
         _launch(
-            part,
+            _plan(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
             lse=cut(lse),
             delta=cut(delta),
+            extras=extras,
         )
     return dq, dk, dv
 
 
-def _parts(
-    problem: Problem, described: tuple[torch.Tensor, ...]
-) -> Iterator[tuple[Problem, Callable[..., Any]]]:
-    """(Problem of some sequences of the batch, what cuts tensors to them) for all of it.
+def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[..., Any]]]:
+    """(Problem of ``most`` sequences of the batch, what cuts tensors to them) for all of it.
 
     A sequence has the bits that it has alone, so what is too large for a descriptor is cut and not
     handed over.
     """
-    if all(flat_columns(x, problem.layout) for x in described):
+    if most == entries(problem):
         yield problem, lambda x, tiled=False: x
         return
-    most = _sequences(problem, described)
     for first in range(0, problem.batch, most):
         n = min(most, problem.batch - first)
 
         def cut(
             x: torch.Tensor | None, tiled: bool = False, first: int = first, n: int = n
         ) -> torch.Tensor | None:
-            return None if x is None else _narrow(problem.layout if tiled else "", first, n, x)
+            return None if x is None else narrow(problem.layout if tiled else "", first, n, x)
 
         yield replace(problem, batch=n), cut
 
 
 def _launch(
-    problem: Problem,
+    plan: _Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -173,95 +279,83 @@ def _launch(
     *,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    extras: Extras,
 ) -> None:
+    problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm = QUERIES[problem.d]
-    tiles = problem.batch * problem.heads * triton.cdiv(problem.sq, bm)
+    tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     turns = new(tiles, dtype=torch.int32)
-    # In a tensor of its own: its address must be a multiple of 16.
-    counter = new(4, dtype=torch.int32)
+    counter, places = _places(plan, extras, q.device, backward=True)
+    of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
         rows_kernel,
-        (problem,),
-        (lse, delta, shift, padded, turns, counter),
-        functools.partial(_rows_arguments, problem, tiles),
+        (plan,),
+        (lse, delta, shift, padded, turns, counter, of_queries),
+        functools.partial(_rows_arguments, plan),
+        own=5,
     )
+    partial = None
+    if parts > 1:
+        rows = plan.entries * problem.kv_heads * parts * key_tiles * BN
+        partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
-        (problem,),
-        (q, k, v, dout, shift, padded, dk, dv, sums, turns, counter),
-        functools.partial(_backward_arguments, problem),
+        (plan,),
+        (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys, partial),
+        functools.partial(_backward_arguments, plan),
+        own=7,
     )
-    launch(
-        dq_kernel,
-        (problem,),
-        (sums, dq),
-        functools.partial(_dq_arguments, problem, tiles),
-    )
+    touched = turns if plan.band else None
+    todo = [(dq, sums, touched, of_queries, False, problem.scale)]
+    if partial is not None:
+        of_k, of_v = partial.unbind()
+        todo += [
+            (dk, of_k, None, of_keys, True, problem.scale),
+            (dv, of_v, None, of_keys, True, 1.0),
+        ]
+    for out, total, adds, table, keys, scale in todo:
+        launch(
+            sum_kernel,
+            (plan, keys, scale),
+            (out, total, adds, None if places is None else counter, table),
+            functools.partial(_sum_arguments, plan, keys, scale),
+            own=4,
+        )
 
 
-def _describable(x: torch.Tensor, layout: str) -> bool:
-    """Whether a descriptor has room for one sequence of x at least."""
-    if x.data_ptr() % 16 or not describable(x, layout):
-        return False
-    return bool(flat_columns(x, layout) or flat_columns(_narrow(layout, 0, 1, x), layout))
+def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
+    problem, tiles = plan.problem, plan.backward_tiles
+    steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
+    positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
+    named = {"BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2}
+    return (plan.entries * problem.heads * tiles,), positional, named
 
 
-def _sequences(problem: Problem, described: tuple[torch.Tensor, ...]) -> int:
-    """The most sequences of the batch that descriptors of all these tensors have room for."""
-    n = problem.batch
-    while not all(
-        flat_columns(_narrow(problem.layout, 0, n, x), problem.layout) for x in described
-    ):
-        n = -(-n // 2)
-    return n
-
-
-def _narrow(layout: str, first: int, n: int, x: torch.Tensor) -> torch.Tensor:
-    """``n`` sequences of a batch; those of LSE come first in every layout."""
-    return x.narrow(1 if layout == "sbhd" else 0, first, n)
-
-
-def _rows_arguments(
-    problem: Problem, tiles: int, lse: torch.Tensor, *tensors: torch.Tensor
+def _sum_arguments(
+    plan: _Plan, keys: bool, scale: float, out: torch.Tensor, total: torch.Tensor, *others: Any
 ) -> Arguments:
-    query_tiles = tiles // (problem.batch * problem.heads)
+    problem = plan.problem
+    heads, length, tiles, rows = (
+        (problem.kv_heads, problem.sk, plan.key_tiles, BN)
+        if keys
+        else (problem.heads, problem.sq, plan.backward_tiles, QUERIES[problem.d])
+    )
     positional = (
-        lse, *tensors, lse.stride(0), lse.stride(1), problem.sq, problem.heads, query_tiles,
+        total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
-    return (tiles,), positional, {"BM": QUERIES[problem.d], "num_warps": 2}
-
-
-def _dq_arguments(problem: Problem, tiles: int, sums: torch.Tensor, dq: torch.Tensor) -> Arguments:
-    positional = (
-        sums, dq, *strides(dq, problem.layout), problem.sq, problem.heads,
-        tiles // (problem.batch * problem.heads), problem.scale,
-    )  # fmt: skip
-    return (tiles,), positional, {"BM": QUERIES[problem.d], "D": problem.d, "num_warps": 4}
-
-
-def _tiled(x: torch.Tensor, layout: str, rows: int) -> TensorDescriptor:
-    """Tiles of so many tokens of one head, heads and batch being columns."""
-    step = strides(x, layout)[1]
-    shape = [dims(x, layout)[1], flat_columns(x, layout)]
-    # An extent of 1 may come with any stride.
-    return _described(x, shape, [step if shape[0] > 1 else 16, 1], [rows, x.shape[-1]])
-
-
-def _steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
-    """Columns from one batch entry to the next and from one head to the next.
-
-    0 where there is no next: an extent of 1 may come with any stride, and columns are int32.
-    """
-    batch, _, heads, _ = dims(x, layout)
-    step_b, _, step_h = strides(x, layout)
-    return step_b if batch > 1 else 0, step_h if heads > 1 else 0
+    named = {
+        "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
+        "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
+        "num_warps": rows // 16,
+    }  # fmt: skip
+    return (plan.entries * heads * tiles,), positional, named
 
 
 def _forward_arguments(
-    problem: Problem,
+    plan: _Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -272,23 +366,25 @@ def _forward_arguments(
     max_logits: torch.Tensor | None,
     sinks: torch.Tensor | None,
     counter: torch.Tensor,
+    places: torch.Tensor | None,
 ) -> Arguments:
-    d, layout = problem.d, problem.layout
-    bm, bn = forward_pass.BM.value, forward_pass.BN.value
-    query_tiles, key_blocks = triton.cdiv(problem.sq, bm), triton.cdiv(problem.sk, bn)
-    causal = problem.window_right == 0
-    heads = problem.batch * problem.heads
+    problem, query_tiles = plan.problem, plan.query_tiles
+    d, layout, bn = problem.d, problem.layout, TILE.value
+    bounds, mask = _mask(problem)
+    limited = problem.window_right != UNLIMITED
+    heads = plan.entries * problem.heads
     positional = (
-        _tiled(q, layout, 64), _tiled(k, layout, bn), _tiled(v, layout, bn),
-        _tiled(out, layout, 64), None if low is None else _tiled(low, layout, 64),
-        lse, row, max_logits, sinks, counter,
-        *(s for x in (q, k, v, out) for s in _steps(x, layout)),
-        problem.sq, problem.sk, heads * query_tiles, query_tiles, key_blocks,
-        _divisor(heads, L2_FORWARD[causal] // (4 * d * problem.sk)), problem.heads,
+        tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
+        tiled(out, layout, 64), None if low is None else tiled(low, layout, 64),
+        lse, row, max_logits, sinks, counter, places,
+        *(s for x in (q, k, v, out) for s in steps(x, layout)),
+        problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
+        query_tiles, triton.cdiv(problem.sk, bn),
+        _divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
         problem.scale * LOG2E,
     )  # fmt: skip
     named: dict[str, object] = {
-        "D": d, "GROUP": problem.group, "CAUSAL": causal, "EVEN": problem.sk % bn == 0,
+        "D": d, "GROUP": problem.group, **mask, "EVEN": mask["BAND"] or problem.sk % bn == 0,
         "SLOTS": 2 if d == 128 else 3,
         "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
@@ -297,57 +393,51 @@ def _forward_arguments(
         "Q_IN_REGISTERS": d == 64,
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    return (_programs(problem, q.device),), positional, named
+    return (min(heads * query_tiles, _processors(q.device)),), positional, named
 
 
 def _backward_arguments(
-    problem: Problem,
+    plan: _Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
     sums: torch.Tensor,
-    *small: torch.Tensor,
+    *small: torch.Tensor | None,
 ) -> Arguments:
+    problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     d, bm, layout = problem.d, QUERIES[problem.d], problem.layout
-    key_tiles, query_tiles = triton.cdiv(problem.sk, BN), triton.cdiv(problem.sq, bm)
-    items = problem.batch * problem.kv_heads * key_tiles
+    heads = plan.entries * problem.kv_heads * parts
+    bounds, mask = _mask(problem)
 
     def of_rows(x: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
 
     positional = (
-        _tiled(q, layout, bm), _tiled(k, layout, BN), _tiled(v, layout, BN),
-        _tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        _tiled(dk, layout, 64), _tiled(dv, layout, 64),
-        _described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
+        tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
+        tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
+        tiled(dk, layout, 64), tiled(dv, layout, 64),
+        described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in _steps(x, layout)),
-        problem.sk, items, key_tiles, query_tiles, head_block(problem), problem.kv_heads,
+        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
+        problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
+        head_block(problem, parts), problem.kv_heads * parts,
         problem.scale * LOG2E, problem.scale,
     )  # fmt: skip
     named: dict[str, object] = {
         "BM": bm, "BN": BN, "D": d,
-        "CAUSAL": problem.window_right == 0, "EVEN": problem.sk % BN == 0,
-        "GROUP": problem.group,
+        **mask, "EVEN": mask["BAND"] or problem.sk % BN == 0,
+        "GROUP": problem.group // parts, "SPLITS": parts,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    grid: tuple[int, ...] = (min(items, _processors(q.device)),)
-    return grid, positional, named
-
-
-def _described(
-    x: torch.Tensor, shape: list[int], steps: list[int], block: list[int]
-) -> TensorDescriptor:
-    layout = NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
-    return TensorDescriptor(x, shape, steps, block, layout)
+    return (min(heads * key_tiles, _processors(q.device)),), positional, named
 
 
 @functools.cache

@@ -24,6 +24,10 @@ LANES = gl.constexpr(
 """[64, 4]: one number a lane of each of its rows."""
 
 
+NOTHING = gl.constexpr(-3.0e38)
+"""The largest score, in log2 units, of a row that has seen no key: -inf - -inf would be NaN."""
+
+
 @gluon.jit
 def by_lane(p):
     """Row sums of what each lane holds of p [64, N], without an exchange; [64, 4] in `LANES`."""
@@ -40,29 +44,60 @@ def _pinned(x):
 
 
 @gluon.jit
-def hidden_after(s, last, PER_ROW: gl.constexpr):
-    """s [64, N] with -inf in columns after ``last``, or after last + row where PER_ROW.
+def _pairs(s):
+    """s [64, N] by lane: [64, N / 8, 4, 2]."""
+    return gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def _lane_limits(last, PER_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+    """``last`` (+ row where PER_ROW) less a lane's first column, for comparison with `_columns`.
 
     The columns become constants of the comparisons: as registers they fill 32 through the whole
     loop, and compared early 64 predicates are packed into bits.
     """
-    kept: gl.constexpr = s.type.layout
-    x = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
-    split: gl.constexpr = x.type.layout
     limit = last - 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
     limit = limit + (rows if PER_ROW else rows * 0)
     limit = gl.convert_layout(
-        _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, split)), assert_trivial=True
+        _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
     )
-    limit = gl.expand_dims(gl.expand_dims(limit, 1), 3)
-    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, split)))
-    ones: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, split)))
-    c8 = gl.arange(0, s.shape[1] // 8, eights)
+    return gl.expand_dims(gl.expand_dims(limit, 1), 3)
+
+
+@gluon.jit
+def _columns(N: gl.constexpr, LAYOUT: gl.constexpr):
+    """A lane's columns of a [64, N] less its first one, in the form of `_pairs`."""
+    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    ones: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    c8 = gl.arange(0, N // 8, eights)
     c1 = gl.arange(0, 2, ones)
     c8 = gl.expand_dims(gl.expand_dims(gl.expand_dims(c8, 0), 2), 3)
     c1 = gl.expand_dims(gl.expand_dims(gl.expand_dims(c1, 0), 1), 2)
-    x = gl.where(limit >= c8 * 8 + c1, x, -float("inf"))
+    return c8 * 8 + c1
+
+
+@gluon.jit
+def hidden_after(s, last, PER_ROW: gl.constexpr):
+    """s [64, N] with -inf in columns after ``last``, or after last + row where PER_ROW."""
+    kept: gl.constexpr = s.type.layout
+    x = _pairs(s)
+    split: gl.constexpr = x.type.layout
+    limit = _lane_limits(last, PER_ROW, split)
+    x = gl.where(limit >= _columns(s.shape[1], split), x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, [s.shape[0], s.shape[1]]), kept, assert_trivial=True)
+
+
+@gluon.jit
+def hidden_outside(s, right, left, end):
+    """s [64, N] with -inf in columns after ``right`` + row or ``end``, or before ``left`` + row."""
+    kept: gl.constexpr = s.type.layout
+    x = _pairs(s)
+    split: gl.constexpr = x.type.layout
+    columns = _columns(s.shape[1], split)
+    last = gl.minimum(_lane_limits(right, True, split), _lane_limits(end, False, split))
+    seen = (last >= columns) & (_lane_limits(left, True, split) <= columns)
+    x = gl.where(seen, x, -float("inf"))
     return gl.convert_layout(gl.reshape(x, [s.shape[0], s.shape[1]]), kept, assert_trivial=True)
 
 
@@ -190,12 +225,14 @@ def low_part(x, high):
 
 __all__ = [
     "LANES",
+    "NOTHING",
     "add_rounded_sum",
     "add_weighted",
     "by_lane",
     "fetched",
     "halves",
     "hidden_after",
+    "hidden_outside",
     "high_part",
     "low_part",
     "opaque_zeros",

@@ -72,6 +72,8 @@ def launch(
     facts: tuple[object, ...],
     tensors: Tensors,
     arguments: Callable[..., Arguments],
+    *,
+    own: int = 0,
 ) -> None:
     """Run ``kernel`` on the current device with ``arguments(*tensors)``.
 
@@ -80,6 +82,8 @@ def launch(
             neither of the tensors nor a descriptor of one.
         tensors: all tensors that the kernel is given, None where it is given none.
         arguments: called where the launch is not known yet, perhaps with aliases of the tensors.
+        own: so many of the last tensors are new ones of the caller, whose kinds follow from
+            ``facts`` and whose addresses are multiples of 16.
     """
     # On the CPU and of the meta device (-1 both) nothing is compiled, and so nothing kept.
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
@@ -91,7 +95,7 @@ def launch(
         knobs.compilation.instrumentation_mode,
         *(
             None if x is None else (x.get_device(), x.dtype, x.shape, x.stride(), address % 16 == 0)
-            for x, address in zip(tensors, addresses, strict=True)
+            for x, address in zip(tensors[: len(tensors) - own], addresses, strict=False)
         ),
     )
     known = _launches.get(key)
