@@ -158,14 +158,14 @@ def _all_columns(
 @triton.jit(do_not_specialize=("batch", "heads", "sq", "sk", "step", "stride_lb", "stride_lh"))
 def carrier_kernel(
     do_ptr, delta_ptr, carrier_ptr, ends_ptr,
-    stride_gb, stride_gs, stride_gh, stride_cb, stride_cs, stride_ch, stride_ws, stride_lb, stride_lh,
-    batch, heads, sq, sk, step,
+    stride_gb, stride_gs, stride_gh, stride_cb, stride_cs, stride_ch, stride_ws,
+    stride_lb, stride_lh, batch, heads, sq, sk, step,
     DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Three columns of each row, of the largest that each of four threads finds.
 
     They do as well as the three largest of all, but where fewer threads find any: a tile with such
-    a row is done again, FEW rows at a time (few registers, which the usual path would be given too).
+    a row is done again, FEW rows at a time, which takes no more registers than the usual path.
     """
     # Heads first: neighbours in time are neighbours in memory.
     h = (tl.program_id(0) % heads).to(tl.int64)
