@@ -2,7 +2,7 @@
 """Time attention forward and backward beside its peers on one GPU.
 
     PYTHONPATH=kernels python benchmarks/attention.py [--minutes 8] [--out DIR] [--resume DIR]
-    PYTHONPATH=kernels python benchmarks/attention.py --also FA4 "compensated fa4" # more peers
+    PYTHONPATH=kernels python benchmarks/attention.py "--also=FA4,compensated fa4"  # more peers
     PYTHONPATH=kernels python benchmarks/attention.py --host       # what a launch costs the host
     PYTHONPATH=kernels python benchmarks/attention.py --float32    # beside attention in float32
 
@@ -59,9 +59,8 @@ TOKENS, HIDDEN = 16384, 2048
 # About 2.4 ms at 1.98 GHz: longer than any peer needs to queue one pass, on a slow host too.
 QUEUE_CYCLES = 4_800_000
 FLEX = "FlexAttention"
-# Of --also, in worker processes too: they have this command line.
-ALSO = sys.argv[sys.argv.index("--also") + 1 :] if "--also" in sys.argv else []
-ALSO = ALSO[: next((i for i, x in enumerate(ALSO) if x.startswith("--")), None)]
+# Of this command line, which worker processes have too.
+ALSO = next((x[7:].split(",") for x in sys.argv if x.startswith("--also=")), [])
 LENGTHS = (4096, 16384, 1024, 8192, 2048)
 
 
@@ -425,7 +424,7 @@ def main() -> int:
     found.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
     found.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
     found.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
-    found.add_argument("--also", nargs="+", default=[], metavar="PEER", help="FA4, compensated fa4")
+    found.add_argument("--also", metavar="PEERS", help="more, with commas: FA4,compensated fa4")
     found.add_argument("--host", action="store_true", help="host time of a call instead")
     found.add_argument("--float32", action="store_true", help="attention in float32 instead")
     args = found.parse_args()
