@@ -2,6 +2,7 @@
 """Time attention forward and backward beside its peers on one GPU.
 
     PYTHONPATH=kernels python benchmarks/attention.py [--minutes 8] [--out DIR] [--resume DIR]
+    PYTHONPATH=kernels python benchmarks/attention.py "--also=FA4,compensated fa4"  # more peers
     PYTHONPATH=kernels python benchmarks/attention.py --host       # what a launch costs the host
     PYTHONPATH=kernels python benchmarks/attention.py --float32    # beside attention in float32
     PYTHONPATH=kernels python benchmarks/attention.py --plot       # of the stored result
@@ -62,12 +63,15 @@ from machine import (
 from tables import DEFAULT, GRIDS, OURS, PASSES, PEERS, kernel_speed, markdown
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stable_attention import stable_attention
+from stable_attention import fa4, stable_attention
+from stable_attention.problem import BACKWARDS
 
 TOKENS, HIDDEN = 16384, 2048
 # About 2.4 ms at 1.98 GHz: longer than any peer needs to queue one pass, on a slow host too.
 QUEUE_CYCLES = 4_800_000
 FLEX = "FlexAttention"
+# Of this command line, which worker processes have too.
+ALSO = next((x[7:].split(",") for x in sys.argv if x.startswith("--also=")), [])
 LENGTHS = (4096, 16384, 1024, 8192, 2048)
 
 
@@ -147,20 +151,32 @@ def flex(shape: Shape) -> Call:
 
 
 def ours(name: str, shape: Shape) -> Call:
-    stabilizer, _, residual = name.partition(" ")
+    """``name``: a stabilizer, and after it how O_lo is stored or whose backward pass runs."""
+    stabilizer, _, rest = name.partition(" ")
+    how: dict[str, Any] = {"stabilizer": stabilizer, "deterministic": rest not in BACKWARDS}
+    if rest:
+        how["backward" if rest in BACKWARDS else "residual"] = rest
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        how: dict[str, Any] = {"stabilizer": stabilizer, "residual": residual or "bf16"}
-        out = stable_attention(q, k, v, causal=shape.causal, deterministic=True, **how)
+        out = stable_attention(q, k, v, causal=shape.causal, **how)
         assert isinstance(out, torch.Tensor)
         return out
 
     return run
 
 
+def flash_attention_4(shape: Shape) -> Call:
+    if why := fa4.missing():
+        raise RuntimeError(why)
+    how: dict[str, Any] = {"scale": shape.d**-0.5, "window": (-1, 0 if shape.causal else -1)}
+    return lambda q, k, v: fa4.attention(q, k, v, deterministic=False, **how)
+
+
 def peers(shape: Shape) -> dict[str, Call]:
     """Name -> attention over [b, s, h, d] tensors; the first pass."""
-    found = {name: ours(name, shape) for name in OURS}
+    found = {name: ours(name, shape) for name in (*OURS, *ALSO) if name != "FA4"}
+    if "FA4" in ALSO:
+        found["FA4"] = flash_attention_4(shape)
     if DEVICE == "cpu":
         return {"SDPA-math": sdpa(SDPBackend.MATH, shape)} | found
     return {
@@ -267,7 +283,7 @@ def compile_ahead(job: tuple[Shape, bool]) -> str:
         *qkv, dout = tensors(shape)
         table = {FLEX: flex(shape)} if with_flex else peers(shape)
         for name, call in table.items():
-            if not name.startswith("SDPA"):
+            if not name.startswith(("SDPA", "FA4")) and "fa4" not in name:  # no cache on disk
                 torch.autograd.grad(call(*qkv), qkv, dout)
         synchronize()
         if DEVICE == "cuda":
@@ -448,6 +464,7 @@ def main() -> int:
     found.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
     found.add_argument("--budget-ms", type=float, default=40.0, help="per peer, pass and round")
     found.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
+    found.add_argument("--also", metavar="PEERS", help="more, with commas: FA4,compensated fa4")
     found.add_argument("--host", action="store_true", help="host time of a call instead")
     found.add_argument("--float32", action="store_true", help="attention in float32 instead")
     found.add_argument("--plot", action="store_true", help="draw the stored result instead")

@@ -24,7 +24,7 @@ from stable_attention.api import attend
 from stable_attention.chunks import chunk_delta
 from stable_attention.describe import DTYPES, check_rank
 from stable_attention.dispatch import on_device
-from stable_attention.layouts import LAYOUTS, readable, row_shape
+from stable_attention.layouts import LAYOUTS, MAX_HEAD_DIM, readable, row_shape
 from stable_attention.problem import Options, choose, require, show
 from stable_attention.reference import reference_attention
 from stable_attention.reference.carrier import carrier as reference_carrier
@@ -60,6 +60,9 @@ def carrier(dout: torch.Tensor, delta: torch.Tensor, *, layout: str = "bshd") ->
     check_rank("dout", dout, layout)
     allowed = "torch.bfloat16 or torch.float16"
     require(dout.dtype in DTYPES, "dout.dtype", dout.dtype, allowed, "float32 needs no carrier.")
+    dv = dout.shape[-1]
+    wide = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM
+    require(wide, "dout's head dim", dv, f"multiples of 8 up to {MAX_HEAD_DIM}", "Pad dO with 0.")
     rows = row_shape(layout, dout)
     ok = isinstance(delta, torch.Tensor) and delta.dtype == torch.float32 and delta.shape == rows
     require(ok, "delta", show(delta), f"a float32 tensor of shape {rows}", "One number a row.")

@@ -6,9 +6,9 @@ LSE. Its gradients are then those of our own backward but for the order of its s
 
 Rows without a carrier (one or two non-zero numbers in dO; FP16 beyond its range) are known on the
 device only. To read that on the host would stop the launches of every layer, and no CUDA graph
-could hold it. So our own backward is launched too, for packed sequences whose offsets the carrier's
-kernel wrote: where all rows have a carrier they are empty, and its programs return at once; where
-one has none, it overwrites the vendor's gradients.
+could hold it. So our own backward is launched too, once a call, for sequences whose lengths the
+carrier's kernel wrote: where all rows have a carrier they are empty, and its programs return at
+once; where one has none, it overwrites the vendor's gradients.
 
 Shape legend: as in `api`.
 """
@@ -16,13 +16,14 @@ Shape legend: as in `api`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from stable_attention import configs, dispatch, fa4
 from stable_attention.layouts import dims
 from stable_attention.problem import BACKWARDS, AttentionArgumentError, Extras, Problem
+from stable_attention.triton.backward import backward
 from stable_attention.triton.carrier import carrier
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -137,26 +138,15 @@ def _finished(
     extras: Extras,
 ) -> Gradients:
     """A vendor's gradients [b, h, s, d] in the problem's layout; our own where ``ends`` are."""
+    dout, q, k, v = tensors
     back = _FROM_BHSD[problem.layout]
     dq, dk, dv = (x.permute(back).contiguous() for x in found)
-    own = replace(problem, layout="thd", batch=1, tq=problem.sq, tk=problem.sk, backward="own")
-    kernels = dispatch.select(own, dq.device)
-    order = _TO_BSHD[problem.layout]
-    every = [x.permute(order) for x in (*tensors, dq, dk, dv)]
-    for i in range(problem.batch):
-        dout, q, k, v, *gradients = (x[i] for x in every)
-        kernels.backward(
-            own,
-            dout,
-            q,
-            k,
-            v,
-            lse=lse[i],
-            delta=delta[i],
-            extras=Extras(sinks=extras.sinks, cu_q=ends[0, :2], cu_k=ends[1, :2]),
-            gradients=tuple(gradients),
-        )
-    return dq, dk, dv
+    n = problem.batch + 1
+    own = Extras(extras.sinks, ends[0, :n], ends[1, :n], start_q=ends[2], start_k=ends[2])
+    # The portable kernels: those of Hopper know no lengths of sequences.
+    return backward(
+        problem, dout, q, k, v, lse=lse, delta=delta, extras=own, gradients=(dq, dk, dv)
+    )
 
 
 # Whatever the forward made of O, delta is ours; "paper_bf16" rounds in its backward too.

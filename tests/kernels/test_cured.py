@@ -88,6 +88,42 @@ def test_the_output_may_be_a_view_and_the_graph_run_twice() -> None:
         assert torch.equal(torch.autograd.grad(out, q, gradient, retain_graph=True)[0], expected)
 
 
+class _Fused(torch.autograd.Function):
+    """Saves what Transformer Engine's fused attention saves in 16 bits, and as it does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        order = (1, 2, 0, 3)  # sbhd to bhsd
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.permute(order) for x in (q, k, v)), 0.0, True
+        )
+        out = out.permute(2, 0, 1, 3).contiguous()
+        ctx.save_for_backward(None, q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        _, *saved, lse = ctx.saved_tensors
+        rows = (x.permute(1, 2, 0, 3) for x in (dout, *saved))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *rows, lse, 0.0, True
+        )
+        return tuple(x.permute(2, 0, 1, 3) for x in found)
+
+
+def test_an_autograd_function_whose_caller_flattens_heads() -> None:
+    """Transformer Engine's modules return [s, b, h * d], a view of what its function saved."""
+    *inputs, dout = (x[None].permute(2, 0, 1, 3) for x in make_regime("one", heads=1, n=32))
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    out = stable_attention.cured(
+        lambda *x: _Fused.apply(*x).flatten(2), q, k, v, layout="sbhd", causal=True
+    )
+    found = torch.autograd.grad(out, q, dout.flatten(2))[0]
+    rows = [x.detach().permute(1, 2, 0, 3).requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(_cured(*rows), rows[0], dout.permute(1, 2, 0, 3))[0]
+    torch.testing.assert_close(found.permute(1, 2, 0, 3), expected, rtol=0.02, atol=1e-6)
+
+
 def test_an_attention_that_saves_no_output_is_refused() -> None:
     q = torch.randn(1, 1, 8, 16, requires_grad=True).bfloat16()
 

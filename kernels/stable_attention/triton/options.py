@@ -44,7 +44,8 @@ def common_arguments(problem: Problem, extras: Extras) -> dict[str, object]:
         "DV": problem.dv,
         "BD": tile_width(problem.d),
         "BDV": tile_width(problem.dv),
-        "VARLEN": problem.varlen,
+        # Of dense tensors where a sequence may be left out: see `carrier`.
+        "VARLEN": problem.varlen or extras.cu_q is not None,
         "HAS_LEFT": problem.window_left != UNLIMITED,
         "HAS_RIGHT": problem.window_right != UNLIMITED,
         "CAPPED": capped,
