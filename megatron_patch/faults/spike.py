@@ -126,7 +126,8 @@ class SpikePolicy(Watcher):
         run_dir: ``spikes.jsonl`` and ``skipped_batches.json`` go here.
         log: takes a line for people.
         samples: names the samples of a global batch.
-        last_maxima: the last largest logits that telemetry measured, where the model keeps none.
+        last_maxima: step and largest logits [layers, heads] of the telemetry's last record, where
+            the model keeps none.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class SpikePolicy(Watcher):
         run_dir: Path,
         log: Callable[[str], None],
         samples: Callable[[int], Any],
-        last_maxima: Callable[[], dict[str, Any] | None] = lambda: None,
+        last_maxima: Callable[[], tuple[int, Any] | None] = lambda: None,
     ) -> None:
         self.options, self.detector = options, Detector(options)
         self.skips = Skips()
@@ -242,7 +243,15 @@ class SpikePolicy(Watcher):
                 layers.setdefault(str(layer), []).extend(heads[layer, tp])
             return {"step": self._step, "max_logit": layers}
         last = self._last_maxima() if self._layout.print_rank else None
-        return last or {
+        if last is not None:
+            step, table = last
+            rows = ([round(float(x), 4) for x in row] for row in table)
+            return {
+                "step": step,
+                "from": "stability telemetry, the last record before the spike",
+                "max_logit": {str(n): row for n, row in enumerate(rows)},
+            }
+        return {
             "max_logit": "not available: the model keeps no maxima, and stability telemetry has "
             "no record yet"
         }

@@ -53,6 +53,17 @@ ADVICE = (
 """Said where it comes to danger, by figures that are finite, and nothing else is done."""
 
 
+def check(sites: Sequence[Site]) -> None:
+    """Whether `switch` can exchange something; ValueError with the first that it cannot."""
+    fixed = [site for site in sites if not hasattr(site.module, "use")]
+    if fixed:
+        raise ValueError(
+            f"guard: switch exchanges the numerics of CoreAttention, and {fixed[0].name} is "
+            f"a {type(fixed[0].module).__name__}; use guard: warn or stop, or put our core "
+            "attention into the model (docs/integrations.md)"
+        )
+
+
 def switch(sites: Sequence[Site]) -> int:
     """Let every core attention of this rank compute with the compensated stabilizer from now on.
 

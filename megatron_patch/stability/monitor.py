@@ -8,8 +8,8 @@
         monitor.grads_reduced()
         ...clipping, optimizer step
         found = monitor.after_step(step, loss=loss, grad_norm=norm)
-        for action in found.actions if found else ():
-            ...                                   # Switch: monitor.switch(action); Pin; Stop
+        for action in monitor.switched(found):
+            ...                                   # Pin: keep a checkpoint; Stop: save and end
     monitor.close()
 
 Values are summed on the device. Every `interval` steps one SUM and one MAX over all ranks make them
@@ -22,8 +22,9 @@ Shape legend: L layers, H query heads of the whole model; n steps since the last
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,22 +117,14 @@ class AttentionMonitor:
         self.directory = Path(directory)
         self.name = self.directory.resolve().name if name is None else name
         self.rule = Rule.of(self.options, warmup_steps=warmup_steps)
-        self._check_guard()
+        if self.options.guard == "switch":
+            guard.check(self.watched.sites)
         if attention is None:
             site = next(iter(self.watched.sites), None)
             attention = from_first(site and site.numerics) or ""
         self._attention = attention
         self._resumed = False
         self._reset()
-
-    def _check_guard(self) -> None:
-        fixed = [site for site in self.watched.sites if not hasattr(site.module, "use")]
-        if self.options.guard == "switch" and fixed:
-            raise ValueError(
-                f"guard: switch exchanges the numerics of CoreAttention, and {fixed[0].name} is "
-                f"a {type(fixed[0].module).__name__}; use guard: warn or stop, or put our core "
-                "attention into the model (docs/integrations.md)"
-            )
 
     def _reset(self) -> None:
         """Nothing was observed, judged or captured yet."""
@@ -305,12 +298,27 @@ class AttentionMonitor:
         if self._observing:
             self.norms.measure()
 
+    @contextlib.contextmanager
+    def reduced_before(self, optimizer: Any) -> Iterator[None]:
+        """`grads_reduced` when ``optimizer.step`` is called inside, for loops of other programs."""
+        update = optimizer.step
+
+        def reduced_and_updated(*args: Any, **named: Any) -> Any:
+            self.grads_reduced()
+            return update(*args, **named)
+
+        optimizer.step = reduced_and_updated
+        try:
+            yield
+        finally:
+            optimizer.step = update
+
     def after_step(
         self,
         step: int,
         *,
         loss: torch.Tensor | float | None,
-        grad_norm: torch.Tensor | float = 0.0,
+        grad_norm: torch.Tensor | float | None = None,
         lr: float | None = None,
     ) -> Record | None:
         """Read what the step before left, send off what is due. Collective.
@@ -319,7 +327,7 @@ class AttentionMonitor:
             step: the update of which is launched.
             loss: mean loss of this rank, or a tensor [sum of token losses, tokens]; may be on the
                 device. None only where ``groups.reports_loss`` is false.
-            grad_norm: over all ranks, before clipping; 0 if nobody computes it.
+            grad_norm: over all ranks, before clipping; None if nobody computes it.
             lr: of the update; default: the optimizer's first group's.
 
         Returns:
@@ -339,7 +347,7 @@ class AttentionMonitor:
                 "loss is None on a rank that reports it; give the mean loss, or "
                 "[sum of token losses, tokens], or groups with reports_loss=False"
             )
-        self.window.observe(loss, grad_norm)
+        self.window.observe(loss, 0.0 if grad_norm is None else grad_norm)
         found = self.flush(step)
         if self._observing:
             self._send(step, self._lr() if lr is None else lr)
@@ -370,6 +378,16 @@ class AttentionMonitor:
         guard.switch(self.observer.sites)
         how = "switched attention to stable_flash, stabilizer compensated, after step"
         self._log(f"stability guard: {how} {action.step:,}")
+
+    def switched(self, found: Record | None) -> list[Pin | Stop]:
+        """Carry out a `Switch` of a record; the actions that are left to the loop. Local."""
+        left: list[Pin | Stop] = []
+        for action in found.actions if found else ():
+            if isinstance(action, Switch):
+                self.switch(action)
+            else:
+                left.append(action)
+        return left
 
     # ------------------------------------------------------------------- save
 
@@ -433,7 +451,7 @@ class AttentionMonitor:
         shown: dict[str, float] = {}
         if self._writer is not None:
             self._writer.write(arrived.step, scalars=scalars, layers=by_layer, heads=by_head)
-            shown = _shown(scalars, by_layer, by_head)
+            shown = names.shown(scalars, by_layer, by_head)
             self.max_logits = arrived.step, by_head["max_logit"]
         heads = by_head if self._writer is not None else {}
         return Record(arrived.step, self.verdict, tuple(actions), shown, heads)
@@ -481,16 +499,3 @@ class AttentionMonitor:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _shown(
-    scalars: dict[str, float], by_layer: dict[str, np.ndarray], by_head: dict[str, np.ndarray]
-) -> dict[str, float]:
-    """Finite values by full name."""
-    shown = {f"stability/{n}": v for n, v in scalars.items() if math.isfinite(v)}
-    heads = {name: names.worst(name, values) for name, values in by_head.items()}
-    for name, values in (by_layer | heads).items():
-        for layer, value in enumerate(values):
-            if math.isfinite(value):
-                shown[f"stability/{name}/layer_{layer:03d}"] = float(value)
-    return shown

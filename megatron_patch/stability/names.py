@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 
 HEAD_METRICS = {
@@ -100,3 +103,33 @@ def worst(name: str, values: np.ndarray) -> np.ndarray:
     heads = largest(size)
     found = np.take_along_axis(values, heads[:, None], axis=1)[:, 0].astype(np.float32)
     return np.where(np.isfinite(values).any(axis=1), found, np.float32(np.nan))
+
+
+def shown(
+    scalars: Mapping[str, float],
+    layers: Mapping[str, np.ndarray],
+    heads: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Finite values of a record by full name, the worst head of each layer."""
+    found = {f"stability/{n}": v for n, v in scalars.items() if math.isfinite(v)}
+    worst_heads = {name: worst(name, values) for name, values in heads.items()}
+    for name, values in ({**layers} | worst_heads).items():
+        for layer, value in enumerate(values):
+            if math.isfinite(value):
+                found[f"stability/{name}/layer_{layer:03d}"] = float(value)
+    return found
+
+
+def summary(scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The same of the worst head of the model, for a table of steps; level and spike score.
+
+    Args:
+        scalars: as `shown` returns them.
+        heads: of the same record.
+    """
+    tables = {name: heads[name] for name in ("max_logit", "delta_error_rms", "kappa")}
+    tables["coherence"] = coherence(heads["delta_error_mean"], heads["delta_error_rms"])
+    known = {name: np.nanmax(table) for name, table in tables.items() if np.isfinite(table).any()}
+    found = {f"stability/{name}": float(value) for name, value in known.items()}
+    told = ("stability/level", "stability/spike_score")
+    return {name: scalars[name] for name in told if name in scalars} | found

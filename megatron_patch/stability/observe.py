@@ -16,6 +16,7 @@ tensor-parallel rank, d, dv head dims.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,6 +118,33 @@ class Seen:
     """(k, v) of the graph, on which hooks can stand, while the call returns; None afterwards."""
 
 
+def seen_call(
+    site: Site,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    **more: Any,
+) -> Seen:
+    """A call whose q, k, v have axes in ``site.inputs_order`` and the output in ``site.order``.
+
+    ``more``: ``dropout_p``, ``sinks``, ``softcap`` of `Seen`; scale default: 1 / sqrt(head dim).
+    """
+    sizes = [[x.shape[site.inputs_order.index(axis)] for axis in "sbhd"] for x in (q, k, v)]
+    parts = zip((q, k, v), sizes, strict=True)
+    three = [to_sbhd(x.detach(), site.inputs_order, size) for x, size in parts]
+    geometry = Geometry(scale=scale or sizes[0][3] ** -0.5, causal=causal, window=window)
+    return Seen(
+        site=site, q=three[0], k=three[1], v=three[2], inputs=(k, v), low=None, max_logits=None,
+        out=to_sbhd(output.detach(), site.order, [*sizes[0][:3], sizes[2][3]]),
+        geometry=geometry, **({"dropout_p": 0.0, "sinks": None} | more),
+    )  # fmt: skip
+
+
 Callback = Callable[[Seen, torch.Tensor], None]
 """Called in the backward pass with dO [s, b, h, dv]."""
 InputCallback = Callable[[Seen, str, torch.Tensor], None]
@@ -199,6 +227,51 @@ def watched_chunks(chunks: Sequence[Any]) -> Watched:
         layer_of=functools.partial(layer_of, decoder_layers=layers),
         chunks=list(chunks),
         roots=roots,
+    )
+
+
+def layer_in(name: str) -> tuple[int, str]:
+    """(layer, prefix of the layer's parameters): the first number in a module's name.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = re.search(r"(?:^|\.)(\d+)\.", name + ".")
+    if found is None:
+        raise ValueError(f"the name {name!r} has no number that says which layer it is")
+    return int(found[1]), name[: found.end()]
+
+
+def watched_modules(
+    model: torch.nn.Module,
+    found: dict[str, torch.nn.Module],
+    *,
+    heads: int,
+    kv_heads: int | None,
+    **options: Any,
+) -> Watched:
+    """Of a model that is not Megatron-Core's: modules by their whole names, at least one.
+
+    Args:
+        model: wrapped or not; its gradients are whole on every rank.
+        found: attention modules, each with its layer's number in its name.
+        heads, kv_heads: query and key/value heads.
+        options: of every `Site`.
+    """
+    layers = {name: layer_in(name) for name in found}
+    prefixes = {prefix: layer for layer, prefix in layers.values()}
+
+    def layer_of(_: torch.nn.Module, name: str) -> int | None:
+        return next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
+
+    return Watched(
+        sites=[Site(m, layers[name][0], name, m, **options) for name, m in found.items()],
+        layers=1 + max(prefixes.values()),
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        layer_of=layer_of,
+        chunks=[model],
+        roots=[unwrapped(model)],
     )
 
 

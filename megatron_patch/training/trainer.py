@@ -219,7 +219,7 @@ class Trainer:
             run_dir=self.run_dir,
             log=monitor.say,
             samples=partial(self.loaders.samples, "train"),
-            last_maxima=self.stability.last_maxima,
+            last_maxima=lambda: self.stability.attention.max_logits,
         )
         self.spikes.can_rewind = self.saver.can_rewind
         stragglers = Stragglers(self.run.faults, layout, log=monitor.say, hosts=hosts)
@@ -388,7 +388,7 @@ class Trainer:
     def _before_save(self) -> None:
         for watcher in self.session.watchers:
             watcher.before_save()
-        self.position.switched_at = self.stability.switched_at
+        self.position.switched_at = self.stability.attention.switched_at
 
     def _extra(self) -> dict[str, Any]:
         """What a checkpoint carries beside the model's state: that of the watchers. Local."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
-from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.monitor import AttentionMonitor
 
 
@@ -32,33 +31,20 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
     def train_step(
         forward: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **named: Any
     ) -> Any:
-        args, update = get_args(), optimizer.step
-        step = args.curr_iteration + 1
+        args, step = get_args(), get_args().curr_iteration + 1
         if not found:
             options.setdefault("warmup_steps", getattr(args, "lr_warmup_iters", 0) or 0)
             found.append(AttentionMonitor(model, optimizer, **options))
             found[0].resume(step - 1)
         monitor = found[0]
         monitor.before_step(step)
-
-        def reduced_and_updated(*a: Any, **k: Any) -> Any:
-            monitor.grads_reduced()
-            return update(*a, **k)
-
-        optimizer.step = reduced_and_updated
-        try:
+        with monitor.reduced_before(optimizer):
             result = list(original(forward, data, model, optimizer, *rest, **named))
-        finally:
-            optimizer.step = update
         loss, norm = next(iter(result[0].values()), math.nan), result[5]
-        record = monitor.after_step(step, loss=loss, grad_norm=0.0 if norm is None else norm)
-        for action in record.actions if record else ():
-            if isinstance(action, Switch):
-                monitor.switch(action)
-            else:
-                result[2] = True  # should_checkpoint
-                result[3] = result[3] or isinstance(action, Stop)  # should_exit
-                result[4] = getattr(getattr(action, "error", None), "exit_code", result[4])
+        for action in monitor.switched(monitor.after_step(step, loss=loss, grad_norm=norm)):
+            result[2] = True  # should_checkpoint
+            result[3] = result[3] or isinstance(action, Stop)  # should_exit
+            result[4] = getattr(getattr(action, "error", None), "exit_code", result[4])
         return tuple(result)
 
     training.train_step, core_clip = train_step, training.clip_qk

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_patch.stability.adapters.named import layer_in, watched_sites
-from megatron_patch.stability.observe import Seen, Site, Watched, to_sbhd, unwrapped
-from megatron_patch.stability.sampling import Geometry
+from megatron_patch.stability.observe import Seen, Site, Watched, seen_call, unwrapped
+from megatron_patch.stability.observe import watched_modules as modules
 
 
 def watch(
@@ -43,30 +42,12 @@ def watch(
     """
 
     def read(site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen:
-        sizes = [[x.shape[order.index(axis)] for axis in "sbhd"] for x in args[:3]]
-        q, k, v = (to_sbhd(x.detach(), order, n) for x, n in zip(args[:3], sizes, strict=True))
-        return Seen(
-            site=site, q=q, k=k, v=v, inputs=args[1:3], low=None, max_logits=None, sinks=None,
-            out=to_sbhd(output.detach(), order, [*sizes[0][:3], sizes[2][3]]),
-            geometry=Geometry(scale=scale or q.shape[-1] ** -0.5, causal=causal),
-            dropout_p=dropout_p if site.module.training else 0.0,
-        )  # fmt: skip
+        dropped = dropout_p if site.module.training else 0.0
+        return seen_call(site, *args[:3], output, causal=causal, scale=scale, dropout_p=dropped)
 
     root = unwrapped(model)
-    sites = [
-        Site(
-            module,
-            layer_in(name)[0],
-            name,
-            module,
-            read=read,
-            order=order,
-            inputs_order=order,
-            library=library,
-        )
-        for name, module in root.named_modules()
-        if re.fullmatch(names, name)
-    ]
-    if not sites:
+    found = {name: m for name, m in root.named_modules() if re.fullmatch(names, name)}
+    if not found:
         raise ValueError(f"no module of {type(root).__name__} is named {names!r}; named_modules()")
-    return watched_sites(model, sites, heads=heads, kv_heads=kv_heads)
+    axes = {"order": order, "inputs_order": order}
+    return modules(model, found, heads=heads, kv_heads=kv_heads, read=read, library=library, **axes)

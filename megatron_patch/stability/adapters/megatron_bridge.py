@@ -1,0 +1,56 @@
+"""Megatron-Bridge 0.6: the monitor as a callback of its `pretrain` and `finetune`.
+
+pretrain(config, forward_step, callbacks=[AttentionCallback(directory="runs/mine")])
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_patch.runtime.watcher import Stop
+from megatron_patch.stability.monitor import AttentionMonitor
+
+
+class AttentionCallback:
+    """Events as Bridge names them; ``options`` as `AttentionMonitor` takes them.
+
+    Bridge saves and ends at multiples of its intervals alone: a ``Pin`` makes this step one of
+    ``checkpoint.save_interval``, a ``Stop`` of ``train.exit_interval``, too. A restart goes on with
+    the records of the directory, and with a switch that they tell of.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def on_train_start(self, context: Any) -> None:
+        """The model is built and loaded."""
+        train, cfg = context.state.train_state, context.state.cfg
+        warmup = getattr(cfg.scheduler, "lr_warmup_iters", 0) or 0
+        options = {"warmup_steps": warmup} | self._options
+        self.monitor = AttentionMonitor(context.model, context.optimizer, **options)
+        self.monitor.resume(train.step)
+        self._save_interval = cfg.checkpoint.save_interval
+
+    def on_train_step_start(self, context: Any) -> None:
+        """`train_state.step` counts the steps done."""
+        context.state.cfg.checkpoint.save_interval = self._save_interval
+        self.monitor.before_step(context.state.train_state.step + 1)
+        self._reduced = self.monitor.reduced_before(context.optimizer)
+        self._reduced.__enter__()
+
+    def on_train_step_end(self, context: Any) -> None:
+        """The update is launched; the step is not counted yet."""
+        self._reduced.__exit__(None, None, None)
+        cfg, step = context.state.cfg, context.state.train_state.step + 1
+        loss = next(iter((context.loss_dict or {}).values()), math.nan)
+        found = self.monitor.after_step(step, loss=loss, grad_norm=context.grad_norm)
+        for action in self.monitor.switched(found):
+            cfg.checkpoint.save_interval = step
+            if isinstance(action, Stop):
+                cfg.train.exit_interval = step
+
+    def on_train_end(self, context: Any) -> None:
+        """All steps are done."""
+        self.monitor.finish(context.state.train_state.step)
+        self.monitor.close()
