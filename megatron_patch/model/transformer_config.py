@@ -16,6 +16,7 @@ from megatron_patch.schema.model import (
 )
 
 if TYPE_CHECKING:
+    from megatron_patch.schema.model import RopeScalingConfig
     from megatron_patch.schema.run import RunConfig
 
 
@@ -39,8 +40,25 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
             "mtp_loss_scaling_factor": run.model.mtp.loss_scaling_factor,
         }
     if run.model.mla is None:
-        return TransformerConfig(**fields)
+        config = TransformerConfig(**fields)
+        scaling = run.model.rope_scaling
+        if scaling is not None and scaling.kind == "yarn":
+            # Core reads these by name and declares them for latent attention only. Without
+            # mscale it scales queries and keys by 0.1 ln(factor) + 1, as the paper does.
+            for name, value in {**_yarn(scaling), "mscale": None, "mscale_all_dim": None}.items():
+                setattr(config, f"yarn_{name}", value)
+        return config
     return MLATransformerConfig(**fields, **_latent(run))
+
+
+def _yarn(scaling: RopeScalingConfig) -> dict[str, Any]:
+    return {
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "correction_range_round_to_int": True,
+    }
 
 
 def _shape(run: RunConfig) -> dict[str, Any]:

@@ -17,7 +17,10 @@ _KEYS: dict[Kind, str] = {
         model.num_layers model.hidden_size model.num_attention_heads model.seq_length
         model.num_query_groups model.kv_channels model.ffn_hidden_size
         model.max_position_embeddings model.position_embedding model.rotary_base
-        model.rotary_percent model.normalization model.norm_epsilon model.activation
+        model.rotary_percent model.rope_scaling model.rope_scaling.kind
+        model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings
+        model.rope_scaling.beta_fast model.rope_scaling.beta_slow
+        model.normalization model.norm_epsilon model.activation
         model.add_bias_linear model.add_qkv_bias model.qk_layernorm model.tie_embeddings
         model.window model.window_skip_freq model.softmax_type
         model.moe model.moe.num_experts model.moe.top_k model.moe.ffn_hidden_size

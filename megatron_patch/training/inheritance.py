@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ITSELF = ("name", "run_dir", "checkpoint.directory", "checkpoint.load_from",
           "checkpoint.load_weights_only", "checkpoint.intended_changes")  # fmt: skip
 """Keys that make it another run, or that name this start: no news in the table."""
-SECTIONS = ("model.moe", "model.mla", "model.mtp")
+SECTIONS = ("model.moe", "model.mla", "model.mtp", "model.rope_scaling")
 """Present or not, as a whole."""
 SEEDS = ("data.seed", "training.seed")
 ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, cp_rank=0, cp_size=1)

@@ -13,6 +13,8 @@ from megatron_patch.schema.model import attention_head_dim, is_moe_layer
 from megatron_patch.schema.problem import Problem, at_least
 from megatron_patch.schema.run import RunConfig
 
+LLAMA3_LENGTH = 8192
+
 
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Every problem of the ``model:`` section and of how the layout divides it."""
@@ -79,6 +81,7 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
     if model.mtp is not None and model.position_embedding == "learned_absolute":
         text = "'learned_absolute' is not supported by multi-token prediction (model.mtp): use rope"
         yield Problem("model.position_embedding", text)
+    yield from _rope_scaling(run)
     if model.position_embedding != "rope" or model.mla is not None:
         return
     if model.num_attention_heads < 1:
@@ -93,6 +96,43 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
             f"{model.rotary_percent} of head dimension {width} rotates {rotated} channels; "
             "rotary positions turn pairs: make it an even number of at least 2",
         )
+
+
+def _rope_scaling(run: RunConfig) -> Iterator[Problem]:
+    model, scaling = run.model, run.model.rope_scaling
+    path = "model.rope_scaling"
+    if scaling is None:
+        return
+    if model.position_embedding != "rope" or model.mla is not None:
+        what = f"model.position_embedding {model.position_embedding}"
+        what = what if model.mla is None else "multi-latent attention (model.mla)"
+        yield Problem(path, f"{scaling.kind} is not available with {what}: leave it out")
+    if not 1.0 < scaling.factor <= 1e4:
+        yield Problem(f"{path}.factor", f"{scaling.factor}: must be more than 1, at most 10,000")
+    length = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        if length != LLAMA3_LENGTH:
+            text = (
+                f"{length}: Megatron-Core's llama3 scaling has {LLAMA3_LENGTH}; set that, or yarn"
+            )
+            yield Problem(f"{path}.original_max_position_embeddings", text)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            if getattr(scaling, name) != default:
+                text = f"{getattr(scaling, name)} has no effect under llama3: leave it out"
+                yield Problem(f"{path}.{name}", text)
+        return
+    if length < 1:
+        yield Problem(f"{path}.original_max_position_embeddings", f"{length}: must be at least 1")
+    if not 0 < scaling.beta_slow < scaling.beta_fast <= 1e6:
+        text = (
+            f"{scaling.beta_fast}: must be more than beta_slow ({scaling.beta_slow}), both above 0"
+        )
+        yield Problem(f"{path}.beta_fast", text)
+    if model.rotary_percent != 1.0:
+        text = f"{model.rotary_percent}: Megatron-Core's yarn rotates whole heads; set it to 1.0"
+        yield Problem("model.rotary_percent", text)
+    if model.rotary_base == 1.0:
+        yield Problem("model.rotary_base", "1.0: yarn needs a base other than 1")
 
 
 def _windows(run: RunConfig) -> Iterator[Problem]:
