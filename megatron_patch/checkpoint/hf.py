@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megatron_patch.schema.attention import AttentionConfig
 from megatron_patch.schema.data import DataConfig, TokenizerConfig
 from megatron_patch.schema.model import ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
+from megatron_patch.schema.problem import Problem
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import OptimizerConfig, TrainingConfig
 
@@ -47,8 +48,8 @@ class Imported:
     """What an import made."""
 
     path: Path
-    yaml: str
-    """The sections of a configuration that fit it."""
+    tree: dict[str, Any]
+    """The sections of a configuration that start from it; defaults are left out."""
     notes: list[str]
 
 
@@ -104,7 +105,12 @@ def _parts(model: torch.nn.Module) -> content.Parts:
 
 
 def import_model(
-    source: Path, root: Path, *, seq_length: int | None = None, key: bytes | None = None
+    source: Path,
+    root: Path,
+    *,
+    seq_length: int | None = None,
+    key: bytes | None = None,
+    check: Callable[[RunConfig], Iterable[Problem]] = lambda run: (),
 ) -> Imported:
     """Make the checkpoint of a Hugging Face folder in the new store ``root``.
 
@@ -113,6 +119,7 @@ def import_model(
         root: directory of the checkpoint; must not exist, or be empty.
         seq_length: tokens of a training sequence; None: as many as config.json has positions.
         key: signs the manifest.
+        check: what is wrong with a model.
 
     Raises:
         RequestError: something of it cannot be imported, with field, value and remedy.
@@ -131,6 +138,11 @@ def import_model(
         model, make_vocab_size_divisible_by=_divisor(ids, -(-vocab // 128) * 128, vocab)
     )
     run = _run_of(model, tokenizer, precision)
+    if wrong := list(check(run)):
+        raise RequestError(
+            f"{source / 'config.json'} makes a model that is none:\n  "
+            + "\n  ".join(f"{p.path}: {p.message}" for p in wrong)
+        )
     if (root.is_dir() and any(root.iterdir())) or root.is_file():
         raise RequestError(f"--out {root} is there already; name a new directory")
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
@@ -224,17 +236,12 @@ def _commit(store: CheckpointStore, state: dict[str, Any], info: dict[str, Any])
     return store.commit(attempt, digests, info)
 
 
-def _fitting(path: Path, model: ModelConfig, tokenizer: TokenizerConfig) -> str:
-    """The sections of a configuration that start from the checkpoint; defaults are left out."""
+def _fitting(path: Path, model: ModelConfig, tokenizer: TokenizerConfig) -> dict[str, Any]:
     load: dict[str, Any] = {"load_from": str(path.resolve()), "load_weights_only": True}
     if tokenizer.kind == "none":
         load["intended_changes"] = ["data.tokenizer"]
-    tree = {
-        "model": _changed(model),
-        "data": {"tokenizer": _changed(tokenizer)},
-        "checkpoint": load,
-    }
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
+    data = {"tokenizer": _changed(tokenizer)}
+    return {"model": _changed(model), "data": data, "checkpoint": load}
 
 
 def _changed(section: Any) -> dict[str, Any]:
@@ -276,7 +283,14 @@ def export_model(
         return _export(found, out, vocab_size, shard)
 
 
-def _export(found: Found, out: Path, vocab_size: int | None, shard: int) -> list[str]:
+def load_whole(found: Found) -> tuple[torch.nn.Module, Any, RunConfig]:
+    """The model of a verified checkpoint of any layout, its index, and the run that wrote it.
+
+    Inside `_one_rank`.
+
+    Raises:
+        RequestError: another version wrote it, with keys that are none here.
+    """
     sizes = {name: digest.size for name, digest in found.manifest.files.items()}
     index = read_metadata(found.path, sizes)
     recorded = dict(content.read({}, found.path, index)["run"])
@@ -284,29 +298,46 @@ def _export(found: Found, out: Path, vocab_size: int | None, shard: int) -> list
     foreign = [name for name in unknown if name.startswith("model.")]
     if foreign or not isinstance(run.model, ModelConfig):
         what = ", ".join(foreign) or "no section model"
-        raise RequestError(f"{found.path}: its configuration has {what}, which this version does "
-                           "not know")  # fmt: skip
-    model, info = run.model, found.manifest.info
-    precision = info.get("precision") or run.training.precision
-    imported = bool(info.get("weights_only"))
-    tanh = not imported and run.training.compile_fusions and core_fuses(run)
-    ids = _rows(run.data.tokenizer, index, vocab_size, info.get("vocabulary"))
-    values = hf_config.write(model, vocab_size=ids, precision=precision, tanh=tanh)
-    values |= _end_of_document(run.data.tokenizer)
-    table = index.state_dict_metadata["embedding.word_embeddings.weight"].size[0]
+        raise RequestError(f"{found.path}: its configuration has {what}: not of this version")
+    precision = found.manifest.info.get("precision") or run.training.precision
     # One id a row: the padding was settled by the run, on whatever layout it had.
-    exact = replace(model, make_vocab_size_divisible_by=1)
-    whole = _whole_model(_run_of(exact, run.data.tokenizer, precision), vocab_size=table)
-    _load(whole, found.path, index)
+    exact = replace(run.model, make_vocab_size_divisible_by=1)
+    alone = _run_of(exact, run.data.tokenizer, precision)
+    whole = _whole_model(alone, vocab_size=_table_rows(index))
+    request = content.model_state(_parts(whole), content.core_metadata("fully_reshardable"))
+    try:
+        asked = [content.describe(request)]
+        content.check_fit(asked, index, skip=content.NOT_MODEL.pattern)
+    except MismatchError as error:
+        raise MismatchError(f"{found.path.name}: {error}") from None
+    whole.load_state_dict(content.read(request, found.path, index)["model"], strict=True)
+    return whole, index, run
+
+
+def _table_rows(index: Any) -> int:
+    return int(index.state_dict_metadata["embedding.word_embeddings.weight"].size[0])
+
+
+def _export(found: Found, out: Path, vocab_size: int | None, shard: int) -> list[str]:
+    whole, index, run = load_whole(found)
+    model, info, tokenizer = run.model, found.manifest.info, run.data.tokenizer
+    imported = bool(info.get("weights_only"))  # its configuration has no section training
+    tanh = not imported and run.training.compile_fusions and core_fuses(run)
+    precision = info.get("precision") or run.training.precision
+    rows = _table_rows(index)
+    ids = _rows(tokenizer, rows, vocab_size, info.get("vocabulary"))
+    values = hf_config.write(model, vocab_size=ids, precision=precision, tanh=tanh)
+    family = str(values["model_type"])
     out.mkdir(parents=True, exist_ok=True)
-    tensors = hf_weights.pieces(whole, model, str(values["model_type"]), ids)
-    where = hf_weights.write(out, tensors, shard=shard)
-    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    lines = [f"{values['model_type']}, {precision}, {len(where):,} tensors in "
-             f"{len(set(where.values()))} file(s), from step {found.manifest.step:,}"]  # fmt: skip
-    if table > ids:
-        lines.append(f"vocabulary: {table - ids:,} padded rows of {table:,} left out")
-    return lines + _copy_tokenizer(run.data.tokenizer, out)
+    where = hf_weights.write(out, hf_weights.pieces(whole, model, family, ids), shard=shard)
+    text = json.dumps(values | _end_of_document(tokenizer), indent=2)
+    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    count = len(set(where.values()))
+    what = f"{family}, {precision}, {len(where):,} tensors in {count} file(s)"
+    lines = [f"{what}, from step {found.manifest.step:,}"]
+    if rows > ids:
+        lines.append(f"vocabulary: {rows - ids:,} padded rows of {rows:,} left out")
+    return lines + _copy_tokenizer(tokenizer, out)
 
 
 def _find(source: Path, key: bytes | None) -> Found:
@@ -324,9 +355,8 @@ def _find(source: Path, key: bytes | None) -> Found:
         raise no_checkpoint(f"{root / only}: {bad.reason}", passing=bad.passing) from None
 
 
-def _rows(tokenizer: TokenizerConfig, index: Any, asked: int | None, imported: int | None) -> int:
-    """Rows of the vocabulary to write: what was asked for, imported, or the tokenizer has."""
-    table = index.state_dict_metadata["embedding.word_embeddings.weight"].size[0]
+def _rows(tokenizer: TokenizerConfig, table: int, asked: int | None, imported: int | None) -> int:
+    """Rows of the vocabulary to write: as asked for, as imported, or as the tokenizer has ids."""
     ids = asked if asked is not None else imported
     if ids is None:
         try:
@@ -339,16 +369,6 @@ def _rows(tokenizer: TokenizerConfig, index: Any, asked: int | None, imported: i
     if not 1 <= ids <= table:
         raise RequestError(f"--vocab-size {ids:,}: the embedding has {table:,} rows")
     return ids
-
-
-def _load(model: torch.nn.Module, path: Path, index: Any) -> None:
-    request = content.model_state(_parts(model), content.core_metadata("fully_reshardable"))
-    try:
-        asked = [content.describe(request)]
-        content.check_fit(asked, index, skip=content.NOT_MODEL.pattern)
-    except MismatchError as error:
-        raise MismatchError(f"{path.name}: {error}") from None
-    model.load_state_dict(content.read(request, path, index)["model"], strict=True)
 
 
 def _end_of_document(tokenizer: TokenizerConfig) -> dict[str, Any]:
