@@ -52,9 +52,9 @@ Go back: make the checkpoint of a step the newest, which is the one that the nex
 Newer ones are moved to aside/; nothing is deleted. Refused while the run trains.
 """
 IMPORT = """\
-Make a checkpoint of a Hugging Face model: PATH is its folder on this machine, with config.json and
-safetensors files of gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe. Prints the sections of
-a configuration that start from it. What our model would compute otherwise is refused.
+Make a checkpoint of a Hugging Face model: PATH is its folder on this machine, config.json and
+safetensors files of gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe. Prints the sections
+of a configuration that start from it. What our model would compute otherwise is refused.
 """
 EXPORT = """\
 Write a checkpoint as a Hugging Face model: config.json, safetensors files of at most 5 GB, and the

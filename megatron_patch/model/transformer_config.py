@@ -128,6 +128,8 @@ def _layout(run: RunConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": (
             parallel.virtual_pipeline_model_parallel_size if pipelined else None
         ),
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         "context_parallel_size": parallel.context_parallel_size,
         "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,

@@ -42,6 +42,22 @@ SHELL_VARIABLES = (
     "PATH", "BASH_ENV", "ENV", "IFS", "SHELLOPTS", "BASHOPTS", "PS4", "PROMPT_COMMAND",
     "LD_PRELOAD", "LD_AUDIT", "CDPATH", "GLOBIGNORE", "PYTHONSTARTUP",
 )  # fmt: skip
+SBATCH = re.compile(r"--([a-z][a-z-]*)(=[A-Za-z0-9._:/+,@%*=-]{1,200})?")
+# What launch sets itself, and what would change who runs what.
+SBATCH_MANAGED = {
+    "job-name": "name", "nodes": "--nodes", "gpus-per-node": "cluster.gpus_per_node",
+    "cpus-per-task": "cluster.cpus_per_node", "mem": "cluster.memory",
+    "exclusive": "cluster.exclusive", "partition": "cluster.partition",
+    "account": "cluster.account", "qos": "cluster.qos", "constraint": "cluster.constraint",
+    "reservation": "cluster.reservation", "exclude": "cluster.exclude_nodes",
+    "time": "cluster.time_limit", "signal": "cluster.stop_lead_seconds",
+    "requeue": "cluster.continuation", "no-requeue": "cluster.continuation",
+    "array": "cluster.continuation", "export": "cluster.pass_environment",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "open-mode", "chdir", "output", "input", "wrap", "parsable",
+         "export-file", "get-user-env", "test-only", "wait", "uid", "gid"), "",
+    ),
+}  # fmt: skip
 MANAGED_PREFIXES = ("SLURM", "SBATCH", "MEGATRON_PATCH_", "BASH_FUNC")
 MANAGED = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TRITON_CACHE_DIR",
@@ -159,6 +175,8 @@ class ClusterConfig:
     """Memory a node, e.g. 512G; 0: all of it; null: the cluster's default."""
     exclusive: bool = True
     """Take whole nodes."""
+    sbatch: list[str] = field(default_factory=list)
+    """Further options of sbatch, one each, e.g. --mail-type=END."""
     python: PathOrName = "python3"
     """Interpreter of the environment this package is installed in (bare metal)."""
     setup_script: PathText | None = None
@@ -211,6 +229,7 @@ class ClusterConfig:
         if self.gpu is not None and self.gpu.lower() not in GPUS:
             yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
         yield from self._texts()
+        yield from self._sbatch()
         yield from self._numbers()
         yield from self._environment()
         limit = seconds(self.time_limit)
@@ -246,6 +265,24 @@ class ClusterConfig:
         for key, value, pattern, wanted in checks:
             if value is not None and not pattern.fullmatch(value):
                 yield Problem(f"cluster.{key}", f"{value[:80]!r} is not {wanted}; rename it")
+
+    def _sbatch(self) -> Iterator[Problem]:
+        names = []
+        for n, option in enumerate(self.sbatch):
+            path, match = f"cluster.sbatch.{n}", SBATCH.fullmatch(option)
+            if match is None:
+                yield Problem(
+                    path,
+                    f"{option[:80]!r} is not --name or --name=value with a value of letters, "
+                    "digits and . _ : / + , @ % * = -",
+                )
+            elif match[1] in SBATCH_MANAGED:
+                key = SBATCH_MANAGED[match[1]]
+                what = f"set {key} instead" if key else "launch needs its own; leave it out"
+                yield Problem(path, f"{option[:80]!r}: {what}")
+            elif match[1] in names:
+                yield Problem(path, f"--{match[1]} is given twice")
+            names.append(match[1] if match else "")
 
     def _numbers(self) -> Iterator[Problem]:
         least = {"gpus_per_node": 0, "cpus_per_node": 1, "ranks_per_node": 1, "chain_length": 1,

@@ -77,7 +77,7 @@ class DataConfig:
 
     blend: list[DatasetConfig] = field(default_factory=list)
     """Datasets whose documents are divided between train, valid and test by ``split``."""
-    split: list[float] = field(default_factory=lambda: [0.98, 0.01, 0.01])
+    split: list[float] = field(default_factory=lambda: [0.99, 0.01, 0.0])
     """Shares of the tokens of every dataset of ``blend`` for train, valid and test, in file order;
     cuts fall between documents."""
     train: list[DatasetConfig] = field(default_factory=list)

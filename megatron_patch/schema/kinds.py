@@ -36,7 +36,8 @@ _KEYS: dict[Kind, str] = {
     """,
     # Batch, length, rates, and what is added to the loss.
     "schedule": """
-        training.train_steps training.global_batch_size training.micro_batch_size
+        training.train_steps training.global_batch_size training.batch_size_rampup
+        training.micro_batch_size
         training.exit_at_step training.exit_after_minutes
         optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps
         optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
@@ -52,7 +53,8 @@ _KEYS: dict[Kind, str] = {
         model.init_std model.fp32_residual_connection model.make_vocab_size_divisible_by
         model.layer_spec model.moe.token_dispatcher
         training.device training.precision training.deterministic training.recompute
-        training.eval_interval training.eval_steps training.check_finite training.compile_fusions
+        training.eval_interval training.eval_steps training.eval_test
+        training.check_finite training.compile_fusions
         optimizer.implementation
         data.verify data.num_workers
         attention.backend attention.stabilizer attention.backward attention.residual
