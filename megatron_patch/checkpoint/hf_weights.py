@@ -182,7 +182,9 @@ class Files:
         """A tensor by its full name; KeyError where it is not there."""
         from safetensors import SafetensorError
 
-        stored = self.names[PREFIX.sub("", name)]
+        stored = self.names.get(PREFIX.sub("", name))
+        if stored is None:
+            raise KeyError(name)
         try:
             return self._file(self._where[stored]).get_tensor(stored)
         except SafetensorError as error:

@@ -191,6 +191,9 @@ class Inheritance:
         notes: list[str] = []
         try:
             changes, tree = compare(text, self._loaded), yaml.safe_load(text)
+            if "training" not in tree:  # `checkpoint import` made it
+                changes = [change for change in changes if change.kind == "meaning"]
+                notes.append("imported: there is no run to compare with, only the model")
         except (ValueError, yaml.YAMLError) as error:
             why = str(error).splitlines()[0]
             notes.append(f"it records no configuration that can be read ({why}): not compared")
