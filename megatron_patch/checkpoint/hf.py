@@ -134,9 +134,8 @@ def import_model(
                            "in transformers first")  # fmt: skip
     precision = "bf16" if types == {"BF16"} else "fp32"
     tokenizer, ids, sha256 = _tokenizer(source, values, vocab)
-    model = replace(
-        model, make_vocab_size_divisible_by=_divisor(ids, -(-vocab // 128) * 128, vocab)
-    )
+    padded = -(-vocab // 128) * 128
+    model = replace(model, make_vocab_size_divisible_by=_divisor(ids, padded))
     run = _run_of(model, tokenizer, precision)
     if wrong := list(check(run)):
         raise RequestError(
@@ -149,20 +148,16 @@ def import_model(
     with _one_rank():
         whole = _whole_model(run, vocab_size=ids)
         hf_weights.fill(whole, model, family, files, vocab)
-        text = render.dump(
-            {"name": source.resolve().name, "model": asdict(model),
-             "data": {"tokenizer": asdict(tokenizer)}}
-        )  # fmt: skip
-        position = Position(0, 0, 1, (), (), (), (), sha256).as_dict()
-        state = content.model_state(_parts(whole), content.core_metadata("fully_reshardable"))
-        state["run"] = {
+        run_state = {
             "progress": TrainState().as_dict(),
-            "config": text,
-            "extra": {"data": position},
-        }
+            "config": render.dump(
+                {"name": source.resolve().name, "model": asdict(model),
+                 "data": {"tokenizer": asdict(tokenizer)}}
+            ),
+            "extra": {"data": Position(0, 0, 1, (), (), (), (), sha256).as_dict()},
+        }  # fmt: skip
         info = {"weights_only": True, "precision": precision, "vocabulary": vocab}
-        path = _commit(store, state, info)
-    padded = -(-ids // model.make_vocab_size_divisible_by) * model.make_vocab_size_divisible_by
+        path = _commit(store, whole, run_state, info)
     notes = [f"{family}, {precision}, {len(files.names):,} tensors"]
     if unread:
         notes.append(f"fields of config.json that are not read: {', '.join(unread)}")
@@ -208,27 +203,23 @@ def _tokenizer(
         except DataError as error:
             raise RequestError(str(error)) from None
     if found.vocab_size > vocab:
-        text = (
-            f"{file} has {found.vocab_size:,} ids and config.json vocab_size {vocab:,}: not a pair"
-        )
-        raise RequestError(text)
+        text = f"has {found.vocab_size:,} ids and config.json vocab_size {vocab:,}: not a pair"
+        raise RequestError(f"{file} {text}")
     return config, found.vocab_size, found.sha256
 
 
-def _divisor(ids: int, padded: int, vocab: int) -> int:
-    """``make_vocab_size_divisible_by`` under which ``ids`` tokens make ``padded`` rows.
-
-    ``vocab`` rows are in the file, often more than the tokenizer has ids.
-    """
-    for step in (128, *(n for n in range(2, padded + 1) if padded % n == 0)):
-        if -(-ids // step) * step == padded:
-            return step
-    raise AssertionError(f"{padded} rows divide by themselves, {ids} of {vocab}")
+def _divisor(ids: int, padded: int) -> int:
+    """``make_vocab_size_divisible_by`` under which ``ids`` tokens make ``padded`` rows."""
+    steps = (128, *(n for n in range(2, padded + 1) if padded % n == 0))
+    return next(step for step in steps if -(-ids // step) * step == padded)
 
 
-def _commit(store: CheckpointStore, state: dict[str, Any], info: dict[str, Any]) -> Path:
+def _commit(
+    store: CheckpointStore, model: torch.nn.Module, run: dict[str, Any], info: dict[str, Any]
+) -> Path:
+    state = content.model_state(_parts(model), content.core_metadata("fully_reshardable"))
     attempt = store.begin(0)
-    plan = writer.plan(state, attempt.path)
+    plan = writer.plan(state | {"run": run}, attempt.path)
     plan.stage(copy=False)
     plan.write()
     digests = store.hash_files(attempt, plan.names)

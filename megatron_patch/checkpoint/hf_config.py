@@ -193,7 +193,6 @@ def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
 def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingConfig | None:
     try:
         factor, length = float(rope.pop("factor")), rope.pop("original_max_position_embeddings")
-        betas = [float(rope.pop(n, d)) for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0))]
     except (KeyError, TypeError, ValueError) as error:
         text = f"factor and original_max_position_embeddings are needed ({error!r})"
         fields.problems.append(f"rope_type {kind}: {text}")
@@ -203,8 +202,9 @@ def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingCon
             told = rope.pop(name, value if name.startswith("orig") else None)
             why = "Megatron-Core's constants are Llama 3's"
             fields.must(f"rope.{name}", LLAMA3[name], why, given=told)
-        betas = [32.0, 1.0]
     else:
+        for name, usual in (("beta_fast", 32), ("beta_slow", 1)):
+            fields.must(f"rope.{name}", usual, "the paper's is used", given=rope.pop(name, None))
         usual = 0.1 * math.log(factor) + 1.0 if factor > 0 else 0.0
         told = rope.pop("attention_factor", None)
         if told is not None and not math.isclose(told, usual, rel_tol=1e-6):
@@ -217,10 +217,7 @@ def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingCon
             fields.problems.append(
                 f"rope.{name}: {rope[name]!r:.60}, no such option of {kind} here"
             )
-    return RopeScalingConfig(
-        kind=kind, factor=factor, original_max_position_embeddings=int(length),
-        beta_fast=betas[0], beta_slow=betas[1],
-    )  # fmt: skip
+    return RopeScalingConfig(kind=kind, factor=factor, original_max_position_embeddings=int(length))
 
 
 def _windows(fields: _Fields, family: str, layers: int) -> dict[str, Any]:
@@ -414,8 +411,7 @@ def _written_rope(model: ModelConfig) -> dict[str, Any]:
     if scaling.kind == "llama3":
         return {"rope_scaling": rope | LLAMA3}
     length = scaling.original_max_position_embeddings
-    betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-    return {"rope_scaling": rope | betas | {"original_max_position_embeddings": length}}
+    return {"rope_scaling": rope | {"original_max_position_embeddings": length}}
 
 
 def _written_windows(model: ModelConfig, family: str) -> dict[str, Any]:

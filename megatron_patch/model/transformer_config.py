@@ -45,7 +45,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         if scaling is not None and scaling.kind == "yarn":
             # Core reads these by name and declares them for latent attention only. Without
             # mscale it scales queries and keys by 0.1 ln(factor) + 1, as the paper does.
-            for name, value in {**_yarn(scaling), "mscale": None, "mscale_all_dim": None}.items():
+            for name, value in _yarn(scaling).items():
                 setattr(config, f"yarn_{name}", value)
         return config
     return MLATransformerConfig(**fields, **_latent(run))
@@ -55,8 +55,10 @@ def _yarn(scaling: RopeScalingConfig) -> dict[str, Any]:
     return {
         "rotary_scaling_factor": scaling.factor,
         "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": None,
+        "mscale_all_dim": None,
         "correction_range_round_to_int": True,
     }
 

@@ -30,7 +30,7 @@ class CheckpointConfig:
     load_from: PathText | None = None
     """Start from this checkpoint (another run's, any layout) when the run has none."""
     load_step: int | None = None
-    """With ``load_from``: the checkpoint of this step; null: its newest good one."""
+    """With ``load_from``: its checkpoint of this step; null: the newest."""
     load_weights_only: bool = False
     """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
     intended_changes: list[str] = field(default_factory=list)

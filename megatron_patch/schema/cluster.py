@@ -43,21 +43,13 @@ SHELL_VARIABLES = (
     "LD_PRELOAD", "LD_AUDIT", "CDPATH", "GLOBIGNORE", "PYTHONSTARTUP",
 )  # fmt: skip
 SBATCH = re.compile(r"--([a-z][a-z-]*)(=[A-Za-z0-9._:/+,@%*=-]{1,200})?")
-# What launch sets itself, and what would change who runs what.
-SBATCH_MANAGED = {
-    "job-name": "name", "nodes": "--nodes", "gpus-per-node": "cluster.gpus_per_node",
-    "cpus-per-task": "cluster.cpus_per_node", "mem": "cluster.memory",
-    "exclusive": "cluster.exclusive", "partition": "cluster.partition",
-    "account": "cluster.account", "qos": "cluster.qos", "constraint": "cluster.constraint",
-    "reservation": "cluster.reservation", "exclude": "cluster.exclude_nodes",
-    "time": "cluster.time_limit", "signal": "cluster.stop_lead_seconds",
-    "requeue": "cluster.continuation", "no-requeue": "cluster.continuation",
-    "array": "cluster.continuation", "export": "cluster.pass_environment",
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "open-mode", "chdir", "output", "input", "wrap", "parsable",
-         "export-file", "get-user-env", "test-only", "wait", "uid", "gid"), "",
-    ),
-}  # fmt: skip
+SBATCH_MANAGED = frozenset(
+    ("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem",
+     "exclusive", "partition", "account", "qos", "constraint", "reservation", "exclude", "time",
+     "signal", "requeue", "no-requeue", "array", "open-mode", "chdir", "output", "input", "export",
+     "export-file", "wrap", "parsable", "get-user-env", "test-only", "wait", "uid", "gid")
+)  # fmt: skip
+"""What launch sets by keys of its own, and what would change who runs what."""
 MANAGED_PREFIXES = ("SLURM", "SBATCH", "MEGATRON_PATCH_", "BASH_FUNC")
 MANAGED = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TRITON_CACHE_DIR",
@@ -176,7 +168,7 @@ class ClusterConfig:
     exclusive: bool = True
     """Take whole nodes."""
     sbatch: list[str] = field(default_factory=list)
-    """Further options of sbatch, one each, e.g. --mail-type=END."""
+    """Further options, e.g. --mail-type=END."""
     python: PathOrName = "python3"
     """Interpreter of the environment this package is installed in (bare metal)."""
     setup_script: PathText | None = None
@@ -277,9 +269,10 @@ class ClusterConfig:
                     "digits and . _ : / + , @ % * = -",
                 )
             elif match[1] in SBATCH_MANAGED:
-                key = SBATCH_MANAGED[match[1]]
-                what = f"set {key} instead" if key else "launch needs its own; leave it out"
-                yield Problem(path, f"{option[:80]!r}: {what}")
+                text = (
+                    "launch sets it, or needs it as it is: use the keys of cluster, or leave it out"
+                )
+                yield Problem(path, f"{option[:80]!r}: {text}")
             elif match[1] in names:
                 yield Problem(path, f"--{match[1]} is given twice")
             names.append(match[1] if match else "")

@@ -19,7 +19,6 @@ _KEYS: dict[Kind, str] = {
         model.max_position_embeddings model.position_embedding model.rotary_base
         model.rotary_percent model.rope_scaling model.rope_scaling.kind
         model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings
-        model.rope_scaling.beta_fast model.rope_scaling.beta_slow
         model.normalization model.norm_epsilon model.activation
         model.add_bias_linear model.add_qkv_bias model.qk_layernorm model.tie_embeddings
         model.window model.window_skip_freq model.softmax_type

@@ -56,7 +56,7 @@ class MTPConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class RopeScalingConfig:
-    """Rotary frequencies for longer sequences; leave ``model.rope_scaling`` out for plain ones."""
+    """Rotary frequencies for longer sequences; none by default."""
 
     kind: Literal["llama3", "yarn"]
     """Llama 3.1's scaling, or YaRN (arXiv:2309.00071)."""
@@ -64,10 +64,6 @@ class RopeScalingConfig:
     """How much longer the sequences become."""
     original_max_position_embeddings: int
     """Length the frequencies were made for; llama3: 8192."""
-    beta_fast: float = 32.0
-    """yarn: channels that turn more often than this stay as they are."""
-    beta_slow: float = 1.0
-    """yarn: channels that turn less often than this are stretched in full."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -103,7 +99,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     """Epsilon of the norms."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "relu", "squared_relu"] = "swiglu"
-    """Activation of the MLP; swiglu is gated, gelu_tanh is OpenAI's GELU."""
+    """Activation of the MLP; swiglu is gated, gelu_tanh OpenAI's."""
     add_bias_linear: bool = False
     """Bias in the linear layers of attention output and MLP."""
     add_qkv_bias: bool = False

@@ -24,9 +24,9 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline rank (interleaved schedule); null: one."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage, which has the embedding too; null: as the others."""
+    """Layers of the stage with the embedding; null: as the others."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage, which has the output projection too; null: as the others."""
+    """Layers of the stage with the output projection; null: as the others."""
     context_parallel_size: int = 1
     """Ranks one sequence is split over."""
     cp_comm_type: CpCommType | list[CpCommType] = "p2p"

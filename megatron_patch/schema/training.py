@@ -85,8 +85,7 @@ class TrainingConfig:
     global_batch_size: int
     """Sequences of one optimizer step, over all ranks."""
     batch_size_rampup: list[int] | None = None
-    """[first size, increment, samples]: the batch grows to global_batch_size in equal parts of
-    these samples, as Megatron's rampup_batch_size; null: full from the start."""
+    """[first size, increment, samples], as Megatron's rampup_batch_size; null: no growth."""
     micro_batch_size: int
     """Sequences of one forward pass on one data-parallel rank."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -104,7 +103,7 @@ class TrainingConfig:
     eval_steps: int = 10
     """Global batches of one evaluation."""
     eval_test: bool = False
-    """Evaluate on the test split too, once, when the run is finished."""
+    """Evaluate on the test split when the run is finished."""
     exit_after_minutes: float | None = None
     """Save and stop gracefully after this long; the run can be resumed."""
     exit_at_step: int | None = None

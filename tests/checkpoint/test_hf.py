@@ -148,6 +148,7 @@ REFUSED = [
     (LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "rope.low_freq_factor: 2.0"),
     (LLAMA | {"rope_scaling": YARN | {"attention_factor": 9.0}}, "rope.attention_factor: 9.0"),
     (LLAMA | {"rope_scaling": YARN | {"mscale": 0.7}}, "rope.mscale: 0.7"),
+    (LLAMA | {"rope_scaling": YARN | {"beta_fast": 16}}, "rope.beta_fast: 16"),
     (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_emb"),
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config: "),
     (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "0.5, only"),
@@ -197,9 +198,9 @@ def test_a_model_that_no_family_has_is_not_exported(changes, named):
 
 def test_rows_of_the_vocabulary_follow_from_the_tokenizer():
     for ids, padded in ((50257, 50304), (151_665, 151_936), (250, 256), (128_256, 128_256)):
-        step = hf._divisor(ids, padded, padded)
+        step = hf._divisor(ids, padded)
         assert -(-ids // step) * step == padded
-    assert hf._divisor(50257, 50304, 50257) == 128
+    assert hf._divisor(50257, 50304) == 128
 
 
 def test_any_layout_is_exported_alike(ranks, tmp_path):

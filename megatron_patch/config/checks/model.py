@@ -116,18 +116,9 @@ def _rope_scaling(run: RunConfig) -> Iterator[Problem]:
                 f"{length}: Megatron-Core's llama3 scaling has {LLAMA3_LENGTH}; set that, or yarn"
             )
             yield Problem(f"{path}.original_max_position_embeddings", text)
-        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            if getattr(scaling, name) != default:
-                text = f"{getattr(scaling, name)} has no effect under llama3: leave it out"
-                yield Problem(f"{path}.{name}", text)
         return
     if length < 1:
         yield Problem(f"{path}.original_max_position_embeddings", f"{length}: must be at least 1")
-    if not 0 < scaling.beta_slow < scaling.beta_fast <= 1e6:
-        text = (
-            f"{scaling.beta_fast}: must be more than beta_slow ({scaling.beta_slow}), both above 0"
-        )
-        yield Problem(f"{path}.beta_fast", text)
     if model.rotary_percent != 1.0:
         text = f"{model.rotary_percent}: Megatron-Core's yarn rotates whole heads; set it to 1.0"
         yield Problem("model.rotary_percent", text)
