@@ -203,8 +203,8 @@ def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingCon
             why = "Megatron-Core's constants are Llama 3's"
             fields.must(f"rope.{name}", LLAMA3[name], why, given=told)
     else:
-        for name, usual in (("beta_fast", 32), ("beta_slow", 1)):
-            fields.must(f"rope.{name}", usual, "the paper's is used", given=rope.pop(name, None))
+        for name, beta in (("beta_fast", 32), ("beta_slow", 1)):
+            fields.must(f"rope.{name}", beta, "the paper's is used", given=rope.pop(name, None))
         usual = 0.1 * math.log(factor) + 1.0 if factor > 0 else 0.0
         told = rope.pop("attention_factor", None)
         if told is not None and not math.isclose(told, usual, rel_tol=1e-6):

@@ -84,8 +84,7 @@ def _of_step(path: Path, step: int) -> Path:
     """The last checkpoint of a step in a run directory or store, or itself where it is of it.
 
     Raises:
-        CheckpointError: there is none; naming the steps there are. Off the first rank, too: all
-            read the same directory.
+        CheckpointError: there is none; naming the steps there are.
     """
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     names = [path.name]
@@ -361,7 +360,16 @@ class Checkpointer:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
         progress: TrainState | None
         if self.run.checkpoint.load_step is not None:
-            path = self.ranks.broadcast(_of_step(path, self.run.checkpoint.load_step))
+            found: Path | CheckpointError = path
+            try:
+                if self.ranks.rank == 0:
+                    found = _of_step(path, self.run.checkpoint.load_step)
+            except CheckpointError as error:
+                found = error
+            found = self.ranks.broadcast(found)
+            if isinstance(found, CheckpointError):
+                raise found
+            path = found
         if (path / MANIFEST).is_file():
             try:
                 found = self._open(path.parent).check(path)

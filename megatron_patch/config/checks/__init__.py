@@ -56,7 +56,8 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
             continue
         what = f"training.{key}" + ("" if value is None else f" {value}")
         if not data.blend and data.train and not getattr(data, split):
-            text = f"nothing for {what}: name a dataset, or remove {key}"
+            kind = "validation" if split == "valid" else split
+            text = f"{what}, but there is no {kind} data: name a dataset, or remove {key}"
             yield Problem(f"data.{split}", text)
         elif data.blend and not any(data._split_problems()) and data.split[at] == 0:
             text = f"{data.split} leaves nothing for {what}; give {split} a share, or remove {key}"
