@@ -122,6 +122,11 @@ def check_options(
     remedy = (
         "set it back, or start from its weights with checkpoint.load_from and load_weights_only"
     )
+    if info.get("weights_only"):
+        raise MismatchError(
+            "it holds weights only, no optimizer, schedule or position in the data: start from it "
+            "with checkpoint.load_from and checkpoint.load_weights_only: true"
+        )
     if info.get("distributed_optimizer") != distributed_optimizer:
         raise MismatchError(
             "it was saved with parallel.use_distributed_optimizer: "

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from typing import Any
 
 LATER = frozenset({"switched_at"})
 """Counters that checkpoints of earlier versions do not have."""
@@ -27,11 +24,11 @@ class TrainState:
     switched_at: int = 0
     """Step after which the stability guard exchanged the attention numerics; 0: it did not."""
 
-    def advance(self, run: RunConfig) -> None:
-        """One more step is done."""
+    def advance(self, *, sequences: int, length: int) -> None:
+        """One more step is done, on so many sequences of ``length`` tokens."""
         self.step += 1
-        self.consumed_samples += run.training.global_batch_size
-        self.consumed_tokens += run.training.global_batch_size * run.model.seq_length
+        self.consumed_samples += sequences
+        self.consumed_tokens += sequences * length
 
     def as_dict(self) -> dict[str, int]:
         """Plain integers, for the checkpoint."""

@@ -1,16 +1,21 @@
-"""``megatron-patch checkpoint list|verify|prune|rollback``."""
+"""``megatron-patch checkpoint list|verify|prune|rollback|import|export``."""
 
 from __future__ import annotations
 
 import argparse
 import calendar
+import contextlib
 import json
 import logging
 import os
 import shlex
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from megatron_patch.cli.common import Subparsers, as_path
 
@@ -19,13 +24,15 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Look after the checkpoints of a run. PATH is a run directory, its checkpoints/, or one checkpoint.
-No torch, no GPU and no configuration is needed.
+No GPU and no configuration is needed.
 
   megatron-patch checkpoint list runs/gpt2
   megatron-patch checkpoint verify runs/gpt2
   megatron-patch checkpoint prune runs/gpt2 --keep-last 3 --keep-every 10000
   megatron-patch checkpoint prune runs/gpt2 --keep-last 3 --keep-every 10000 --delete
   megatron-patch checkpoint rollback runs/gpt2 --to 5000
+  megatron-patch checkpoint export runs/gpt2 --out gpt2-hf
+  megatron-patch checkpoint import Qwen3-0.6B --out checkpoints/qwen3
 """
 EPILOG = """\
 Exit codes: 0 everything asked for is good, or was done; 1 something is damaged, and a good
@@ -44,12 +51,21 @@ ROLLBACK = """\
 Go back: make the checkpoint of a step the newest, which is the one that the next start continues.
 Newer ones are moved to aside/; nothing is deleted. Refused while the run trains.
 """
+IMPORT = """\
+Make a checkpoint of a Hugging Face model: PATH is its folder on this machine, config.json and
+safetensors files of gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe. Prints the sections
+of a configuration that start from it. What our model would compute otherwise is refused.
+"""
+EXPORT = """\
+Write a checkpoint as a Hugging Face model: config.json, safetensors files of at most 5 GB, and the
+tokenizer where it is a tokenizer.json. Any layout; of a run the newest good checkpoint.
+"""
 
 
 def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="list, verify and prune the checkpoints of a run, or go back to one",
+        help="list, verify, prune, go back to, import and export checkpoints",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
@@ -60,6 +76,7 @@ def add_parser(commands: Subparsers) -> None:
             name, help=text, description=long or text.capitalize() + ".", epilog=EPILOG
         )
         place = "run directory, checkpoints/, or one"
+        place = "folder of a Hugging Face model" if name == "import" else place
         made.add_argument("path", metavar="PATH", type=as_path, help=place)
         made.add_argument("--json", action="store_true", help="one JSON document on stdout")
         made.set_defaults(run=work, only_prints=name == "list")
@@ -69,7 +86,17 @@ def add_parser(commands: Subparsers) -> None:
     listing = action("list", run_list, "step, size, age and state of everything in the store")
     text = "delete old checkpoints by a rule; says only what would go"
     prune = action("prune", run_prune, text, PRUNE)
-    for parser in (verify, listing, prune):
+    text = "make a checkpoint of a Hugging Face model"
+    imported = action("import", run_import, text, IMPORT)
+    text = "tokens of a training sequence; default: the model's positions"
+    imported.add_argument("--seq-length", metavar="N", type=_count, help=text)
+    exported = action("export", run_export, "write a Hugging Face model", EXPORT)
+    text = "rows of the embedding to write; default: those imported, or the tokenizer's ids"
+    exported.add_argument("--vocab-size", metavar="N", type=_count, help=text)
+    for parser in (imported, exported):
+        text = "new directory"
+        parser.add_argument("--out", metavar="DIR", type=as_path, required=True, help=text)
+    for parser in (verify, listing, prune, imported, exported):
         text = "check signatures with this key"
         parser.add_argument("--key-file", metavar="FILE", type=as_path, help=text)
     for parser in (verify, prune):
@@ -106,14 +133,20 @@ def _root(args: argparse.Namespace, *, whole: bool) -> tuple[Path, str | None]:
     return root, only
 
 
-def _survey(args: argparse.Namespace, *, whole: bool = False) -> tuple[Path, list[Entry]]:
+def _key(args: argparse.Namespace) -> bytes | None:
     from megatron_patch.checkpoint import inspect
     from megatron_patch.checkpoint.manifest import read_key
 
     try:
-        key = None if args.key_file is None else read_key(args.key_file)
+        return None if args.key_file is None else read_key(args.key_file)
     except ValueError as error:
         raise inspect.RequestError(f"--key-file: {error}") from None
+
+
+def _survey(args: argparse.Namespace, *, whole: bool = False) -> tuple[Path, list[Entry]]:
+    from megatron_patch.checkpoint import inspect
+
+    key = _key(args)
     root, only = _root(args, whole=whole)
     try:
         return root, inspect.survey(root, key=key, only=only)
@@ -234,6 +267,53 @@ def run_rollback(args: argparse.Namespace) -> int:
             print(f"  {line}")
     if (root.parent / "FINISHED").exists():
         print(f"the run has finished; to train on, delete {root.parent / 'FINISHED'}")
+    return 0
+
+
+@contextlib.contextmanager
+def _converting(args: argparse.Namespace) -> Iterator[bytes | None]:
+    """The key; what Megatron-Core says about machines without a GPU is not heard."""
+    key = _key(args)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield key
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Make the checkpoint; print what fits it."""
+    from megatron_patch.config import checks
+
+    with _converting(args) as key:
+        from megatron_patch.checkpoint import hf
+
+        found = hf.import_model(
+            Path(args.path), Path(args.out), seq_length=args.seq_length, key=key,
+            check=lambda run: checks.problems(run, ("model",)),
+        )  # fmt: skip
+    if args.json:
+        _print_json(checkpoint=found.path, notes=found.notes, config=found.tree)
+        return 0
+    print(*(f"# {line}" for line in [*found.notes, f"imported as {found.path}"]), sep="\n")
+    print(yaml.safe_dump(found.tree, sort_keys=False, default_flow_style=None, width=98), end="")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write the folder; say what it is."""
+    with _converting(args) as key:
+        from megatron_patch.checkpoint import hf
+
+        lines = hf.export_model(
+            Path(args.path), Path(args.out), vocab_size=args.vocab_size, key=key
+        )
+    if args.json:
+        _print_json(folder=args.out, notes=lines)
+    else:
+        print(*lines, f"exported to {args.out}", sep="\n")
     return 0
 
 

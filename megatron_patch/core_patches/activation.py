@@ -24,11 +24,14 @@ def activation_function(run: RunConfig) -> Activation:
     """What the MLPs of ``run`` apply; of a gated one, to the half that gates."""
     plain: dict[str, Activation] = {
         "gelu": F.gelu,
+        "gelu_tanh": gelu_tanh,
         "swiglu": F.silu,
         "relu": F.relu,
         "squared_relu": squared_relu,
     }
     name = run.model.activation
+    if name == "gelu_tanh" and run.training.compile_fusions and core_fuses(run):
+        return F.gelu  # by which core knows what to fuse; its fused kernel is the tanh form
     if name == "squared_relu" and run.training.compile_fusions and run.model.moe is None:
         return fused_squared_relu
     return plain[name]
@@ -37,7 +40,14 @@ def activation_function(run: RunConfig) -> Activation:
 def core_fuses(run: RunConfig) -> bool:
     """Whether Megatron-Core can fuse the activation: SwiGLU, and GELU with a bias."""
     model = run.model
-    return model.activation == "swiglu" or (model.activation == "gelu" and model.add_bias_linear)
+    return model.activation == "swiglu" or (
+        model.activation in ("gelu", "gelu_tanh") and model.add_bias_linear
+    )
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU with tanh in the place of erf, as GPT-2 was trained."""
+    return F.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Batches for training and evaluation, in an order that is a function of seed and step alone.
 
-Sample ``step * global_batch_size + j`` is sequence j of the global batch of ``step``, whatever the
-data-parallel size: micro-batch m of rank r takes the ``micro_batch_size`` samples from
+Sample ``step * global_batch_size + j`` is sequence j of the global batch of ``step`` (under
+``training.batch_size_rampup``: `BatchSizes.first_sample` + j), whatever the data-parallel size:
+micro-batch m of rank r takes the ``micro_batch_size`` samples from
 ``j = (m * dp_size + r) * micro_batch_size``. Every rank that needs tokens reads its own; there is
 no sampler state, no index cache and no communication.
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -95,7 +98,8 @@ class Loaders:
                 f"micro_batch_size {training.micro_batch_size} x data-parallel size {dp_size}"
             )
         self.micro_batches = training.global_batch_size // per_pass
-        """Micro-batches of one step on this rank."""
+        """Micro-batches of a full global batch on this rank."""
+        self._per_pass, self._sizes = per_pass, training.batch_sizes
         self._run, self._layout = run, layout
         self._mixtures, self._absent = mixtures, absent
         self._plain = mixtures["train"].order  # of a run that begins with these datasets
@@ -104,6 +108,10 @@ class Loaders:
         """Whether the configuration gives this split any data."""
         return split in self._mixtures
 
+    def micro_batches_of(self, batch: int) -> int:
+        """Micro-batches on this rank of a global batch of training."""
+        return self._sizes.size(batch) // self._per_pass
+
     def iterate(
         self,
         split: Split,
@@ -111,7 +119,7 @@ class Loaders:
         start_step: int = 0,
         batch_of: Callable[[int], int] = lambda step: step - 1,
     ) -> Reader:
-        """This rank's micro-batches from step ``start_step`` on, ``micro_batches`` a step, endless.
+        """This rank's micro-batches from step ``start_step`` on, step after step, endless.
 
         Each is a dict of CPU tensors (pinned when training on CUDA): ``tokens``, ``labels``,
         ``position_ids`` int64 [b, s / cp], ``loss_mask`` float32 [b, s / cp]. Evaluation passes
@@ -127,11 +135,19 @@ class Loaders:
                 f"there is no {split} data ({self._absent[split]}): give it a share in data.split "
                 f"or datasets in data.{split}; available: {', '.join(self._mixtures)}"
             )
-        first = start_step * self.micro_batches
+        ends, growing = [0], threading.Lock()  # micro-batches before step start_step + index
 
         def read(at: int) -> Batch:
-            step, micro = divmod(first + at, self.micro_batches)
-            return self.batch(split, batch_of(step + 1), micro)
+            if split != "train" or len(self._sizes.levels) == 1:
+                steps, micro = divmod(at, self.micro_batches)
+            else:
+                with growing:
+                    while ends[-1] <= at:
+                        batch = batch_of(start_step + len(ends))
+                        ends.append(ends[-1] + self.micro_batches_of(batch))
+                    steps = bisect_right(ends, at) - 1
+                    micro = at - ends[steps]
+            return self.batch(split, batch_of(start_step + steps + 1), micro)
 
         cuda = self._run.training.device == "cuda" and torch.cuda.is_available()
         return Reader(
@@ -143,9 +159,9 @@ class Loaders:
 
     def samples(self, split: Split, batch: int) -> list[dict[str, int | str]]:
         """What a global batch consists of: position in the order, file, window, first token."""
-        size, mixture = self._run.training.global_batch_size, self._mixtures[split]
+        mixture, bound = self._mixtures[split], self._first_sample
         found: list[dict[str, int | str]] = []
-        for k in range(batch * size, (batch + 1) * size):
+        for k in range(bound(split, batch), bound(split, batch + 1)):
             dataset, index = mixture.order.locate(k)
             part = mixture.parts[dataset]
             first = part.source.first + part.ring.start(index)
@@ -153,12 +169,17 @@ class Loaders:
             found.append({"sample": k, "file": file, "window": index, "first_token": first})
         return found
 
+    def _first_sample(self, split: Split, batch: int) -> int:
+        if split == "train":
+            return self._sizes.first_sample(batch)
+        return batch * self._run.training.global_batch_size
+
     def batch(self, split: Split, step: int, micro: int) -> Batch:
         """Micro-batch ``micro`` of global batch ``step`` on this rank; see ``iterate``."""
         training = self._run.training
         b, s = training.micro_batch_size, self._run.model.seq_length
         pass_ = micro * self._layout.dp_size + self._layout.dp_rank
-        first = step * training.global_batch_size + pass_ * b
+        first = self._first_sample(split, step) + pass_ * b
         rows = torch.empty(b, s + 1, dtype=torch.int64)
         for row in range(b):
             self._mixtures[split].read(first + row, rows[row])
@@ -193,6 +214,8 @@ class Loaders:
         ]
         size, length = run.training.global_batch_size, run.model.seq_length
         tree: list[Any] = [_seed(run, split), length, size, weights, rings]
+        if split == "train" and run.training.batch_size_rampup:
+            tree.append({"rampup": run.training.batch_size_rampup})
         if split == "train" and self._order.inherited != self._plain.inherited:
             tree.append(self._order.inherited)
         return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
@@ -239,15 +262,16 @@ class Loaders:
     def describe(self) -> list[str]:
         """Lines for the start-up log: tokens of each split, and the epochs the run makes."""
         training, s = self._run.training, self._run.model.seq_length
-        steps = {"train": training.train_steps, "valid": training.eval_steps}
         lines = []
         for split, mixture in self._mixtures.items():
             total = sum(part.ring.tokens for part in mixture.parts)
             line = f"data {split}: {human(total)} tokens in {len(mixture.parts)} dataset(s)"
-            if split == "test":
+            if split == "test" and not training.eval_test:
                 lines.append(f"{line}; held out: no run reads it")
                 continue
-            samples = steps[split] * training.global_batch_size
+            samples = training.eval_steps * training.global_batch_size
+            if split == "train":
+                samples = self._sizes.first_sample(training.train_steps)
             what = "the run reads" if split == "train" else "an evaluation reads"
             lines.append(f"{line}; {what} {human(samples * s)}")
             counts = mixture.order.blend.counts(samples)
@@ -335,7 +359,12 @@ def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
     for split in SPLITS:
         parts, short = _parts(run, split, files)
         # Evaluation data that no one asked for may be missing; what was asked for may not.
-        if split == "train" or (split == "valid" and run.training.eval_interval is not None):
+        asked = {
+            "train": True,
+            "valid": run.training.eval_interval is not None,
+            "test": run.training.eval_test,
+        }
+        if asked[split]:
             problems += short
         if parts and not short:
             mixtures[split] = _Mixture(_order(run, split, parts), parts)
@@ -394,4 +423,5 @@ def _order(run: RunConfig, split: Split, parts: list[_Part]) -> Order:
         tuple(dataset.weight for dataset in _datasets(run, split)),
         run.training.global_batch_size,
         parts[0].file.manifest.tokenizer.sha256,
+        rampup=tuple(run.training.batch_size_rampup or ()) if split == "train" else (),
     )

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_patch.data.order import Blend, derive
+from megatron_patch.schema.training import batch_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,15 @@ class Position:
     """What runs before this one took of datasets that this one does not read."""
     tokenizer: str
     """SHA-256 of the tokenizer, by the manifests."""
+    rampup: tuple[int, ...] = ()
+    """``training.batch_size_rampup``; empty: every batch has ``batch_size``."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for the checkpoint."""
-        return dict(json.loads(json.dumps(asdict(self))))  # tuples become lists
+        found = dict(json.loads(json.dumps(asdict(self))))  # tuples become lists
+        if not self.rampup:
+            del found["rampup"]  # which earlier versions do not know
+        return found
 
     @classmethod
     def from_dict(cls, values: Any) -> Position:
@@ -93,7 +99,8 @@ class Position:
                     for taken in found[name]
                 )
             weights, starts = tuple(found["weights"]), tuple(map(_count, found["starts"]))
-            made = cls(**found | {"weights": weights, "starts": starts})
+            rampup = tuple(map(_count, found.get("rampup", ())))
+            made = cls(**found | {"weights": weights, "starts": starts, "rampup": rampup})
             counts = _count(made.batch), _count(made.began), _count(made.batch_size)
             if not len(made.reading) == len(made.weights) == len(made.starts) or not counts[2]:
                 raise ValueError("its parts do not belong together")
@@ -110,7 +117,7 @@ def _count(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which window of which dataset is sample k = global batch x batch size + place in it."""
+    """Which window of which dataset is sample k = first of its global batch + place in it."""
 
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
@@ -120,6 +127,7 @@ class Order:
     starts: tuple[int, ...] = ()
     """As in `Position`; empty: nothing was taken before."""
     others: tuple[Taken, ...] = ()
+    rampup: tuple[int, ...] = ()
     blend: Blend = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -128,8 +136,11 @@ class Order:
 
     def locate(self, k: int) -> tuple[int, int]:
         """(dataset, number of the window in its order) of sample ``k``."""
-        dataset, n = self.blend.locate(k - self.began * self.batch_size)
+        dataset, n = self.blend.locate(k - self._first_sample(self.began))
         return dataset, self.starts[dataset] + n
+
+    def _first_sample(self, batch: int) -> int:
+        return batch_sizes(self.batch_size, self.rampup).first_sample(batch)
 
     @property
     def inherited(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -138,14 +149,14 @@ class Order:
 
     def at(self, batch: int) -> Position:
         """The position before global batch ``batch``."""
-        dealt = self.blend.counts((batch - self.began) * self.batch_size)
+        dealt = self.blend.counts(self._first_sample(batch) - self._first_sample(self.began))
         reading = tuple(
             Taken(source, start + n)
             for source, start, n in zip(self.sources, self.starts, dealt, strict=True)
         )
         return Position(
             batch, self.began, self.batch_size, self.weights, self.starts, reading, self.others,
-            self.tokenizer,
+            self.tokenizer, self.rampup,
         )  # fmt: skip
 
     def resumed(self, position: Position) -> Order:
@@ -178,7 +189,7 @@ class Order:
             starts.append(0 if taken is None else taken.samples)
         same = (
             batch == position.batch
-            and self.batch_size == position.batch_size
+            and (self.batch_size, self.rampup) == (position.batch_size, position.rampup)
             and self.blend.shares() == Blend(position.weights).shares()
             and [(s.identity, s.key) for s in sources]
             == [(t.source.identity, t.source.key) for t in position.reading]

@@ -164,6 +164,7 @@ def options(job: Job) -> Iterator[str]:
     pattern = "%A_%a" if c.continuation == "chain" else "%j"
     yield f"--output={job.run_dir}/logs/slurm-{pattern}.log"
     yield f"--export={','.join([*BASE_ENVIRONMENT, *c.pass_environment])}"
+    yield from c.sbatch
 
 
 def excluded_nodes(job: Job) -> str:

@@ -83,12 +83,13 @@ def padded_vocab_size(run: RunConfig, n: int) -> int:
     return -(-n // step) * step
 
 
-def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
+def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> BuiltModel:
     """Build this rank's part of the model. Process groups and seeds must have been set.
 
     Args:
         run: the configuration.
         vocab_size: number of token ids, before padding.
+        initialize: draw the weights; False where all of them are loaded.
 
     Returns:
         Chunks in ``params_dtype`` on the run's device, before precision and data-parallel wrapping.
@@ -102,6 +103,7 @@ def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
             log.info(selection.line())
         log.info(_HYBRID_NOTE)
     config = transformer_config(run)
+    config.perform_initialization = initialize
     qkv_split.install()
     if is_compiled(config):
         # A norm is compiled for every width, with and without gradients: latent attention under
@@ -185,7 +187,7 @@ def _backend_options(run: RunConfig) -> dict[str, Any]:
 def _chunk(
     run: RunConfig, config: TransformerConfig, padded_vocab: int, vp_stage: int | None
 ) -> GPTModel:
-    model = run.model
+    model, scaling = run.model, run.model.rope_scaling
     block, mtp = layer_specs(run, config, vp_stage)
     quiet.drop_notices()
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
@@ -197,9 +199,13 @@ def _chunk(
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type=model.position_embedding,
+        position_embedding_type=(
+            "yarn" if scaling is not None and scaling.kind == "yarn" else model.position_embedding
+        ),
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        rope_scaling=scaling is not None and scaling.kind == "llama3",
+        rope_scaling_factor=1.0 if scaling is None else scaling.factor,
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )

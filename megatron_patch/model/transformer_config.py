@@ -16,6 +16,7 @@ from megatron_patch.schema.model import (
 )
 
 if TYPE_CHECKING:
+    from megatron_patch.schema.model import RopeScalingConfig
     from megatron_patch.schema.run import RunConfig
 
 
@@ -39,8 +40,27 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
             "mtp_loss_scaling_factor": run.model.mtp.loss_scaling_factor,
         }
     if run.model.mla is None:
-        return TransformerConfig(**fields)
+        config = TransformerConfig(**fields)
+        scaling = run.model.rope_scaling
+        if scaling is not None and scaling.kind == "yarn":
+            # Core reads these by name and declares them for latent attention only. Without
+            # mscale it scales queries and keys by 0.1 ln(factor) + 1, as the paper does.
+            for name, value in _yarn(scaling).items():
+                setattr(config, f"yarn_{name}", value)
+        return config
     return MLATransformerConfig(**fields, **_latent(run))
+
+
+def _yarn(scaling: RopeScalingConfig) -> dict[str, Any]:
+    return {
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": None,
+        "mscale_all_dim": None,
+        "correction_range_round_to_int": True,
+    }
 
 
 def _shape(run: RunConfig) -> dict[str, Any]:
@@ -110,6 +130,8 @@ def _layout(run: RunConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": (
             parallel.virtual_pipeline_model_parallel_size if pipelined else None
         ),
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         "context_parallel_size": parallel.context_parallel_size,
         "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,

@@ -92,6 +92,16 @@ def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     dp = world_size // replica
     per_step = t.micro_batch_size * dp
+    sizes = (t.batch_size_rampup or [])[:2]  # the first, and what is added to it
+    needed = per_step
+    if p.virtual_pipeline_model_parallel_size is not None:
+        needed *= p.pipeline_model_parallel_size  # see below
+    if any(size % needed for size in sizes):
+        yield Problem(
+            "training.batch_size_rampup",
+            f"{t.batch_size_rampup}: the first two must be multiples of {needed}: micro_batch_size "
+            f"{t.micro_batch_size} x data-parallel size {dp} (x pipeline stages with virtual ones)",
+        )
     if t.global_batch_size % per_step:
         yield Problem(
             "training.global_batch_size",

@@ -58,12 +58,11 @@ def chunks_of(run: RunConfig, stage: int) -> list[Chunk]:
     """The chunks of pipeline rank ``stage``: one, or one per virtual stage (interleaved order)."""
     p = run.parallel
     pp, vp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size or 1
-    each = run.model.num_layers // (pp * vp)
     chunks = []
     for virtual in range(vp):
-        begin = (virtual * pp + stage) * each
+        layers = p.chunk_layers(run.model.num_layers, stage=stage, virtual=virtual)
         first, last = stage == 0 and virtual == 0, stage == pp - 1 and virtual == vp - 1
-        chunks.append(Chunk(tuple(range(begin + 1, begin + each + 1)), first, last))
+        chunks.append(Chunk(tuple(layers), first, last))
     return chunks
 
 

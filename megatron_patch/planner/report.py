@@ -58,6 +58,8 @@ def _head(plan: Plan) -> list[str]:
         f"a step; micro-batch {t.micro_batch_size}, {micro_batches(run, plan.layout)} accumulated; "
         f"recompute {_recompute(plan)}",
     ]
+    if t.batch_size_rampup:
+        lines.append("batch_size_rampup: everything below is of the full batch")
     if run.model.layer_spec == "te":
         lines.append("layers: Transformer Engine's are planned with the tensors of the local ones")
     return lines

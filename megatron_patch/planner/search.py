@@ -78,7 +78,8 @@ def _candidates(run: RunConfig, machine: Machine) -> Iterator[RunConfig]:
     """Every division of the GPUs that passes the configuration's own checks."""
     p, world = run.parallel, machine.world
     tps = [n for n in SIZES if n <= machine.gpus_per_node]
-    pps = [n for n in SIZES if run.model.num_layers % n == 0]
+    own = p.pipeline_model_parallel_size
+    pps = [n for n in SIZES if n == own or run.model.num_layers % n == 0]
     cps = [n for n in SIZES if n <= p.context_parallel_size or run.model.seq_length // n >= 4096]
     for tp, pp, cp in product(tps, pps, cps):
         if world % (tp * pp * cp):
@@ -89,6 +90,12 @@ def _candidates(run: RunConfig, machine: Machine) -> Iterator[RunConfig]:
             sequence_parallel=tp > 1,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=_virtual(run, pp),
+            num_layers_in_first_pipeline_stage=(
+                p.num_layers_in_first_pipeline_stage if pp == own else None
+            ),
+            num_layers_in_last_pipeline_stage=(
+                p.num_layers_in_last_pipeline_stage if pp == own else None
+            ),
             context_parallel_size=cp,
             hierarchical_context_parallel_sizes=(
                 p.hierarchical_context_parallel_sizes if cp == p.context_parallel_size else None
@@ -105,6 +112,8 @@ def _candidates(run: RunConfig, machine: Machine) -> Iterator[RunConfig]:
 def _virtual(run: RunConfig, pp: int) -> int | None:
     """The configured virtual stages where they still divide the layers."""
     wanted = run.parallel.virtual_pipeline_model_parallel_size
+    if pp == run.parallel.pipeline_model_parallel_size:
+        return wanted
     if wanted is None or pp == 1 or run.model.num_layers % (pp * wanted):
         return None
     return wanted

@@ -29,6 +29,8 @@ class CheckpointConfig:
     """auto: continue from the newest good checkpoint if there is one; required: fail without."""
     load_from: PathText | None = None
     """Start from this checkpoint (another run's, any layout) when the run has none."""
+    load_step: int | None = None
+    """With ``load_from``: its checkpoint of this step; null: the newest."""
     load_weights_only: bool = False
     """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
     intended_changes: list[str] = field(default_factory=list)
@@ -49,6 +51,9 @@ class CheckpointConfig:
             yield Problem("checkpoint.directory", f"{self.directory!r} is a file")
         if self.load_weights_only and self.load_from is None:
             yield Problem("checkpoint.load_weights_only", "has no effect without load_from")
+        if self.load_step is not None and self.load_from is None:
+            text = f"{self.load_step} has no effect without load_from; a run goes back with "
+            yield Problem("checkpoint.load_step", f"{text}'megatron-patch checkpoint rollback'")
         yield from self._intended()
         if self.load_from is not None and self.resume == "required":
             yield Problem(

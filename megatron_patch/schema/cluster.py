@@ -42,6 +42,14 @@ SHELL_VARIABLES = (
     "PATH", "BASH_ENV", "ENV", "IFS", "SHELLOPTS", "BASHOPTS", "PS4", "PROMPT_COMMAND",
     "LD_PRELOAD", "LD_AUDIT", "CDPATH", "GLOBIGNORE", "PYTHONSTARTUP",
 )  # fmt: skip
+SBATCH = re.compile(r"--([a-z][a-z-]*)(=[A-Za-z0-9._:/+,@%*=-]{1,200})?")
+SBATCH_MANAGED = frozenset(
+    ("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem",
+     "exclusive", "partition", "account", "qos", "constraint", "reservation", "exclude", "time",
+     "signal", "requeue", "no-requeue", "array", "open-mode", "chdir", "output", "input", "export",
+     "export-file", "wrap", "parsable", "get-user-env", "test-only", "wait", "uid", "gid")
+)  # fmt: skip
+"""What launch sets by keys of its own, and what would change who runs what."""
 MANAGED_PREFIXES = ("SLURM", "SBATCH", "MEGATRON_PATCH_", "BASH_FUNC")
 MANAGED = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TRITON_CACHE_DIR",
@@ -158,6 +166,8 @@ class ClusterConfig:
     """Memory a node, e.g. 512G; 0: all of it; null: the cluster's default."""
     exclusive: bool = True
     """Take whole nodes."""
+    sbatch: list[str] = field(default_factory=list)
+    """Further options, e.g. --mail-type=END."""
     python: PathOrName = "python3"
     """Interpreter of the environment this package is installed in (bare metal)."""
     setup_script: PathText | None = None
@@ -207,6 +217,7 @@ class ClusterConfig:
         if self.gpu is not None and self.gpu.lower() not in GPUS:
             yield Problem("cluster.gpu", f"{self.gpu!r} is not one of {', '.join(GPUS)}")
         yield from self._texts()
+        yield from self._sbatch()
         yield from self._numbers()
         yield from self._environment()
         limit = seconds(self.time_limit)
@@ -242,6 +253,25 @@ class ClusterConfig:
         for key, value, pattern, wanted in checks:
             if value is not None and not pattern.fullmatch(value):
                 yield Problem(f"cluster.{key}", f"{value[:80]!r} is not {wanted}; rename it")
+
+    def _sbatch(self) -> Iterator[Problem]:
+        names = []
+        for n, option in enumerate(self.sbatch):
+            path, match = f"cluster.sbatch.{n}", SBATCH.fullmatch(option)
+            if match is None:
+                yield Problem(
+                    path,
+                    f"{option[:80]!r} is not --name or --name=value with a value of letters, "
+                    "digits and . _ : / + , @ % * = -",
+                )
+            elif match[1] in SBATCH_MANAGED:
+                text = (
+                    "launch sets it, or needs it as it is: use the keys of cluster, or leave it out"
+                )
+                yield Problem(path, f"{option[:80]!r}: {text}")
+            elif match[1] in names:
+                yield Problem(path, f"--{match[1]} is given twice")
+            names.append(match[1] if match else "")
 
     def _numbers(self) -> Iterator[Problem]:
         least = {"gpus_per_node": 0, "cpus_per_node": 1, "ranks_per_node": 1, "chain_length": 1,

@@ -76,7 +76,7 @@ class DataConfig:
 
     blend: list[DatasetConfig] = field(default_factory=list)
     """Datasets whose documents are divided between train, valid and test by ``split``."""
-    split: list[float] = field(default_factory=lambda: [0.98, 0.01, 0.01])
+    split: list[float] = field(default_factory=lambda: [0.99, 0.01, 0.0])
     """Shares of each dataset of ``blend`` for train, valid and test, in file order."""
     train: list[DatasetConfig] = field(default_factory=list)
     """Training blend, instead of ``blend``."""

@@ -123,6 +123,16 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     ]
 
 
+def recorded(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """A configuration as an earlier run recorded it, and the keys in it that are none any more.
+
+    A key that it lacks has its default, or None where there is none.
+    """
+    unknown: dict[str, Any] = {}
+    run = _read(RunConfig, tree, "", unknown)
+    return run, list(unknown)
+
+
 def _values(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """Dotted path -> effective value of every scalar; what is written where it is derived; the
     paths that are `IDLE`."""

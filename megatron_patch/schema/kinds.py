@@ -17,7 +17,9 @@ _KEYS: dict[Kind, str] = {
         model.num_layers model.hidden_size model.num_attention_heads model.seq_length
         model.num_query_groups model.kv_channels model.ffn_hidden_size
         model.max_position_embeddings model.position_embedding model.rotary_base
-        model.rotary_percent model.normalization model.norm_epsilon model.activation
+        model.rotary_percent model.rope_scaling model.rope_scaling.kind
+        model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings
+        model.normalization model.norm_epsilon model.activation
         model.add_bias_linear model.add_qkv_bias model.qk_layernorm model.tie_embeddings
         model.window model.window_skip_freq model.softmax_type
         model.moe model.moe.num_experts model.moe.top_k model.moe.ffn_hidden_size
@@ -33,7 +35,8 @@ _KEYS: dict[Kind, str] = {
     """,
     # Batch, length, rates, and what is added to the loss.
     "schedule": """
-        training.train_steps training.global_batch_size training.micro_batch_size
+        training.train_steps training.global_batch_size training.batch_size_rampup
+        training.micro_batch_size
         training.exit_at_step training.exit_after_minutes
         optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps
         optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
@@ -49,7 +52,8 @@ _KEYS: dict[Kind, str] = {
         model.init_std model.fp32_residual_connection model.make_vocab_size_divisible_by
         model.layer_spec model.moe.token_dispatcher
         training.device training.precision training.deterministic training.recompute
-        training.eval_interval training.eval_steps training.check_finite training.compile_fusions
+        training.eval_interval training.eval_steps training.eval_test
+        training.check_finite training.compile_fusions
         optimizer.implementation
         data.verify data.num_workers
         attention.backend attention.stabilizer attention.backward attention.residual

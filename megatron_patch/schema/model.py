@@ -55,6 +55,18 @@ class MTPConfig:
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
+class RopeScalingConfig:
+    """Rotary frequencies for longer sequences; none by default."""
+
+    kind: Literal["llama3", "yarn"]
+    """Llama 3.1's scaling, or YaRN (arXiv:2309.00071)."""
+    factor: float
+    """How much longer the sequences become."""
+    original_max_position_embeddings: int
+    """Length the frequencies were made for; llama3: 8192."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
 class ModelConfig:
     """The shape of the GPT and everything that changes what it computes."""
 
@@ -80,12 +92,14 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of the head dimension that is rotated."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Rotary frequencies for longer sequences."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of the layer and final norms."""
     norm_epsilon: float = 1e-5
     """Epsilon of the norms."""
-    activation: Literal["gelu", "swiglu", "relu", "squared_relu"] = "swiglu"
-    """Activation of the MLP; swiglu is gated."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu", "squared_relu"] = "swiglu"
+    """Activation of the MLP; swiglu is gated, gelu_tanh OpenAI's."""
     add_bias_linear: bool = False
     """Bias in the linear layers of attention output and MLP."""
     add_qkv_bias: bool = False

@@ -23,6 +23,10 @@ class ParallelConfig:
     """Pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline rank (interleaved schedule); null: one."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the stage with the embedding; null: as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the stage with the output projection; null: as the others."""
     context_parallel_size: int = 1
     """Ranks one sequence is split over."""
     cp_comm_type: CpCommType | list[CpCommType] = "p2p"
@@ -66,6 +70,14 @@ class ParallelConfig:
             )
 
     def _pipeline(self) -> Iterator[Problem]:
+        for end in ("first", "last"):
+            key = f"num_layers_in_{end}_pipeline_stage"
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                yield Problem(f"parallel.{key}", f"{value}: must be at least 1")
+            elif value is not None and self.pipeline_model_parallel_size == 1:
+                text = f"{value} has no effect with one pipeline stage: leave it out"
+                yield Problem(f"parallel.{key}", text)
         chunks = self.virtual_pipeline_model_parallel_size
         path = "parallel.virtual_pipeline_model_parallel_size"
         if chunks is None:
@@ -78,6 +90,30 @@ class ParallelConfig:
                 f"{chunks} model chunks per rank need parallel.pipeline_model_parallel_size of 2 "
                 "or more; it is 1",
             )
+
+    def stage_layers(self, layers: int) -> list[int] | None:
+        """How many of the layers every pipeline stage holds; None: they cannot be dealt out."""
+        first, last = (
+            self.num_layers_in_first_pipeline_stage,
+            self.num_layers_in_last_pipeline_stage,
+        )
+        given = [n for n in (first, last) if n is not None]
+        others = self.pipeline_model_parallel_size - len(given)
+        rest = layers - sum(given)
+        if min(others, rest, *given) < 0 or (rest % others if others else rest):
+            return None
+        middle = [rest // others] * others if others else []
+        counts = [n for n in (first, *middle, last) if n is not None]
+        chunks = self.virtual_pipeline_model_parallel_size or 1
+        return counts if min(counts) > 0 and not any(n % chunks for n in counts) else None
+
+    def chunk_layers(self, layers: int, *, stage: int, virtual: int) -> range:
+        """The 1-based layers of a model chunk; `stage_layers` must have an answer."""
+        counts = self.stage_layers(layers)
+        assert counts is not None
+        chunks = self.virtual_pipeline_model_parallel_size or 1
+        begin = 1 + (virtual * layers + sum(counts[:stage])) // chunks
+        return range(begin, begin + counts[stage] // chunks)
 
     def _overlap(self) -> Iterator[Problem]:
         if not self.overlap_param_gather:

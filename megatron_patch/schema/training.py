@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from megatron_patch.schema.problem import Problem, at_least
@@ -34,6 +36,46 @@ class RecomputeConfig:
     """Layers per group (uniform) or layers recomputed per pipeline stage (block)."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Size and first sample of every global batch of a run, counted from 0."""
+
+    levels: tuple[tuple[int, int, int], ...]
+    """(first batch, first sample, size) of every size."""
+
+    def _level(self, batch: int) -> tuple[int, int, int]:
+        return self.levels[bisect_right(self.levels, batch, key=lambda level: level[0]) - 1]
+
+    def size(self, batch: int) -> int:
+        """Sequences of a global batch."""
+        return self._level(batch)[2]
+
+    def first_sample(self, batch: int) -> int:
+        """Sequences of all batches before it."""
+        begin, sample, size = self._level(batch)
+        return sample + (batch - begin) * size
+
+
+@lru_cache
+def batch_sizes(full: int, rampup: tuple[int, ...] = ()) -> BatchSizes:
+    """Of ``training.batch_size_rampup``, by Megatron-Core's rule; empty: all are ``full``.
+
+    The size is first + increment x floor(samples before / (samples / increments)), exactly.
+    """
+    if not rampup:
+        return BatchSizes(((0, 0, full),))
+    size, increment, samples = rampup
+    count, batch, sample = (full - size) // increment, 0, 0
+    levels = []
+    for level in range(count):
+        end = -(-samples * (level + 1) // count)
+        batches = max(0, -(-(end - sample) // size))
+        if batches:
+            levels.append((batch, sample, size))
+        batch, sample, size = batch + batches, sample + batches * size, size + increment
+    return BatchSizes((*levels, (batch, sample, full)))
+
+
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TrainingConfig:
     """The loop: how long, how much at a time, on what, and how carefully."""
@@ -42,6 +84,8 @@ class TrainingConfig:
     """Optimizer steps of the whole run."""
     global_batch_size: int
     """Sequences of one optimizer step, over all ranks."""
+    batch_size_rampup: list[int] | None = None
+    """[first size, increment, samples], as Megatron's rampup_batch_size; null: no growth."""
     micro_batch_size: int
     """Sequences of one forward pass on one data-parallel rank."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -58,6 +102,8 @@ class TrainingConfig:
     """Steps between evaluations on the validation split; null: only at the end."""
     eval_steps: int = 10
     """Global batches of one evaluation."""
+    eval_test: bool = False
+    """Evaluate on the test split when the run is finished."""
     exit_after_minutes: float | None = None
     """Save and stop gracefully after this long; the run can be resumed."""
     exit_at_step: int | None = None
@@ -67,7 +113,31 @@ class TrainingConfig:
     compile_fusions: bool = False
     """Compile norms with the additions before them, bias + activation, and cross entropy."""
 
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Of every step, batches that a run leaves out counted in."""
+        return batch_sizes(self.global_batch_size, tuple(self.batch_size_rampup or ()))
+
+    def _rampup(self) -> Iterator[Problem]:
+        given, path = self.batch_size_rampup, "training.batch_size_rampup"
+        if given is None or self.micro_batch_size < 1:
+            return
+        if len(given) != 3 or min(given) < 1:
+            yield Problem(
+                path, f"{given}: [first size, increment, samples] are needed, all above 0"
+            )
+        elif given[0] >= self.global_batch_size or (self.global_batch_size - given[0]) % given[1]:
+            yield Problem(
+                path,
+                f"{given}: {given[0]} + n x {given[1]} must reach training.global_batch_size "
+                f"({self.global_batch_size})",
+            )
+        elif given[0] % self.micro_batch_size or given[1] % self.micro_batch_size:
+            text = f"{given}: the first two must be multiples of training.micro_batch_size"
+            yield Problem(path, f"{text} ({self.micro_batch_size})")
+
     def problems(self) -> Iterator[Problem]:
+        yield from self._rampup()
         least = {"train_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_steps": 1,
                  "eval_interval": 1, "exit_at_step": 1, "seed": 0}  # fmt: skip
         yield from at_least("training", self, least)

@@ -53,7 +53,7 @@ def weighed(session: Session, batches: list[Batch | None]) -> Iterator[None]:
     counts = _tokens(session, batches, depths)
     if balances:
         # A mean over micro-batches; core sums it over all their tokens.
-        share = counts[:1] / (run.training.global_batch_size * run.model.seq_length)
+        share = counts[:1] / (session.sequences * run.model.seq_length)
         session.config.moe_grad_scale_func = share.clone
     passes = layout.dp_size * layout.cp_size * session.micro_batches
     with tokens_of_step(counts.clamp(min=1) / passes if depths else None):
@@ -69,7 +69,7 @@ def _tokens(session: Session, batches: list[Batch | None], depths: int) -> torch
     length = run.model.seq_length
     counts = torch.tensor([length - depth for depth in range(1 + depths)], dtype=torch.float64)
     if not run.data.eod_mask_loss:
-        return (run.training.global_batch_size * counts).float().to(layout.device)
+        return (session.sequences * counts).float().to(layout.device)
     counts.zero_()
     if layout.reports_loss:
         here = shard(torch.arange(length), rank=layout.cp_rank, size=layout.cp_size, dim=0)

@@ -13,7 +13,7 @@ from megatron_patch.training.session import Session
 from megatron_patch.training.step import fetch, global_loss, run_schedule
 
 if TYPE_CHECKING:
-    from megatron_patch.data.loader import Loaders
+    from megatron_patch.data.loader import Loaders, Split
 
 
 @contextlib.contextmanager
@@ -43,23 +43,25 @@ def set_gather_hooks(session: Session, enabled: bool, *, sync: bool = True) -> N
     session.hooks_enabled = enabled
 
 
-def evaluate(session: Session, loaders: Loaders) -> float:
-    """Mean token loss (nats) of ``eval_steps`` global batches of the validation split.
+def evaluate(session: Session, loaders: Loaders, split: Split = "valid") -> float:
+    """Mean token loss (nats) of ``eval_steps`` global batches of a split.
 
     Draws no random numbers (dropout is off) and touches no training state. Collective.
     """
     total: torch.Tensor | None = None
-    batches = None
+    batches, in_training = None, session.micro_batches
+    session.micro_batches = loaders.micro_batches
     with parameters_in_place(session), torch.no_grad():
         for chunk in session.chunks:
             chunk.eval()
         try:
-            batches = loaders.iterate("valid") if session.reads_data else None
+            batches = loaders.iterate(split) if session.reads_data else None
             for _ in range(session.run.training.eval_steps):
                 report = run_schedule(session, fetch(session, batches), forward_only=True)
                 if report is not None:
                     total = report if total is None else total + report
         finally:
+            session.micro_batches = in_training
             for chunk in session.chunks:
                 chunk.train()
             if batches is not None:

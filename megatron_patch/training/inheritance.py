@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from megatron_patch.schema.run import Loaded, RunConfig
 
 ITSELF = ("name", "run_dir", "checkpoint.directory", "checkpoint.load_from",
-          "checkpoint.load_weights_only", "checkpoint.intended_changes")  # fmt: skip
+          "checkpoint.load_step", "checkpoint.load_weights_only",
+          "checkpoint.intended_changes")  # fmt: skip
 """Keys that make it another run, or that name this start: no news in the table."""
-SECTIONS = ("model.moe", "model.mla", "model.mtp")
+SECTIONS = ("model.moe", "model.mla", "model.mtp", "model.rope_scaling")
 """Present or not, as a whole."""
 SEEDS = ("data.seed", "training.seed")
 ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, cp_rank=0, cp_size=1)
@@ -134,9 +135,13 @@ class Inheritance:
         try:
             self._loaders.resume(saved.get("data"))
         except ValueError as error:
+            hint = ""
+            if self._loaded.origins.get("data.split") == DEFAULT:
+                hint = "; earlier versions had data.split: [0.98, 0.01, 0.01] where none was given"
             text = (
                 f"the tokens, or their order, are not those the first {step} steps were trained on "
-                f"({error}): put the old ones back, or start a new run with checkpoint.load_from"
+                f"({error}): put the old ones back, or start a new run with "
+                f"checkpoint.load_from{hint}"
             )
             raise ConfigError([Problem("data", text)]) from None
 
@@ -186,6 +191,9 @@ class Inheritance:
         notes: list[str] = []
         try:
             changes, tree = compare(text, self._loaded), yaml.safe_load(text)
+            if "training" not in tree:  # `checkpoint import` made it
+                changes = [change for change in changes if change.kind == "meaning"]
+                notes.append("imported: there is no run to compare with, only the model")
         except (ValueError, yaml.YAMLError) as error:
             why = str(error).splitlines()[0]
             notes.append(f"it records no configuration that can be read ({why}): not compared")
@@ -358,6 +366,7 @@ def _recorded(run: RunConfig, tree: dict[str, Any]) -> RunConfig:
             run.training,
             seed=int(training["seed"]),
             global_batch_size=int(training["global_batch_size"]),
+            batch_size_rampup=None,  # a checkpoint without a position is older than the key
             micro_batch_size=1,
             eval_interval=None,
         ),

@@ -71,6 +71,9 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
         extras.append("context parallel by " + " and ".join(kinds) + (f" {sizes}" if sizes else ""))
     if p.virtual_pipeline_model_parallel_size:
         extras.append(f"{p.virtual_pipeline_model_parallel_size} virtual stages")
+    counts = p.stage_layers(run.model.num_layers)
+    if counts is not None and len(set(counts)) > 1:
+        extras.append(f"{' + '.join(map(str, counts))} layers")
     monitor.say(f"layout: {layout.world_size} rank(s), {', '.join([axes, *extras])}")
     accumulate = t.global_batch_size // (t.micro_batch_size * layout.dp_size)
     monitor.say(
@@ -78,6 +81,12 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
         f"{tokens_per_step(run):,} tokens a step; micro-batch {t.micro_batch_size}, "
         f"{accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
     )
+    if t.batch_size_rampup:
+        first, increment, samples = t.batch_size_rampup
+        monitor.say(
+            f"batch: from {first} sequences by {increment} to {t.global_batch_size} over "
+            f"{samples:,} samples, full from step {t.batch_sizes.levels[-1][0] + 1:,} on"
+        )
     monitor.say(determinism.line(run))
     for path in environment.other_copies():
         monitor.say(f"warning: another package named megatron_patch is on sys.path: {path}")

@@ -51,18 +51,19 @@ class Recorder:
     def __init__(self, session: Session, *, vocab_size: int, peak: float | None) -> None:
         self._session, self._peak = session, peak
         self._flops = flops_per_token(session.run, vocab_size=vocab_size)
-        self._tokens = tokens_per_step(session.run)
+        self._tokens = 0
         self._began = time.perf_counter()
         self._window, self._away, self._steps = self._began, 0.0, 0
 
     def restart(self) -> None:
         """Begin the clock now (everything before was set-up)."""
         self._began = self._window = time.perf_counter()
-        self._away, self._steps = 0.0, 0
+        self._away, self._steps, self._tokens = 0.0, 0, 0
 
     def stepped(self) -> None:
         """A step was dispatched."""
         self._steps += 1
+        self._tokens += self._session.sequences * self._session.run.model.seq_length
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -83,8 +84,8 @@ class Recorder:
         assert session.guard.agreed is not None, "a step was made"
         now = time.perf_counter()
         seconds = (now - self._window - self._away) / max(self._steps, 1)
-        self._window, self._away, self._steps = now, 0.0, 0
-        rate = self._tokens / seconds
+        rate = self._tokens / max(self._steps, 1) / seconds
+        self._window, self._away, self._steps, self._tokens = now, 0.0, 0, 0
         tflops = rate * self._flops / session.layout.world_size / 1e12
         return StepMetrics(
             step=step,

@@ -44,6 +44,7 @@ CHANGEABLE = (
     "training.recompute",
     "training.eval_interval",
     "training.eval_steps",
+    "training.eval_test",
     "training.exit_after_minutes",
     "training.exit_at_step",
     "training.check_finite",

@@ -34,7 +34,7 @@ class Session:
     schedule: Any
     guard: StepGuard
     micro_batches: int
-    """Of one step on this rank."""
+    """Of the step, or evaluation, that is going on, on this rank."""
     reads_data: bool
     """Whether this pipeline stage reads batches."""
     skipped: int = 0
@@ -43,6 +43,11 @@ class Session:
     """Whether hooks gather updated weights during the forward pass (``overlap_param_gather``)."""
     watchers: list[Watcher] = field(default_factory=list)
     """In the order in which every hook is called: the same on every rank."""
+
+    @property
+    def sequences(self) -> int:
+        """Of the global batch of that step."""
+        return self.micro_batches * self.run.training.micro_batch_size * self.layout.dp_size
 
 
 def build_session(

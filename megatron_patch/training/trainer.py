@@ -314,11 +314,14 @@ class Trainer:
         with self.heartbeat.step(step):
             for watcher in self.session.watchers:
                 watcher.before_step(step)
+            self.session.micro_batches = self.loaders.micro_batches_of(self._next_batch)
             batches = fetch(self.session, self._batches)
             ahead = None if self._batches is None else self._batches.ahead
             # Collective: pipeline and tensor parallelism, gradients, agreement, update.
             result = train_step(self.session, batches, step, meanwhile=ahead)
-            self.position.advance(self.run)
+            self.position.advance(
+                sequences=self.session.sequences, length=self.run.model.seq_length
+            )
             self.recorder.stepped()
             with phase("record"):
                 # Collective, in the order of the list. Before the save: it carries their state.
@@ -370,6 +373,10 @@ class Trainer:
             with phase("evaluation"), self.recorder.away():
                 metrics = replace(metrics, eval_loss=evaluate(self.session, self.loaders))
         self.monitor.log(metrics)
+        if finished and t.eval_test:
+            with phase("evaluation"), self.recorder.away():
+                loss = evaluate(self.session, self.loaders, "test")
+            self.monitor.say(f"test split: loss {loss:.6g} after step {step:,}")
 
     def _save(self, *, last: bool) -> None:
         """Commit a background save that is ready; begin the next one, when due."""

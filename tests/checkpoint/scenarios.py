@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_patch.checkpoint.megatron import Checkpointer
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.model.build import build_model
 from megatron_patch.parallel import setup
+from megatron_patch.schema import render
 from megatron_patch.schema.data import DataConfig
 from megatron_patch.schema.model import ModelConfig
 from megatron_patch.schema.parallel import ParallelConfig
@@ -100,7 +101,7 @@ class Live:
         core.finalize_model_grads_func = finalize_model_grads
         self.checkpointer = Checkpointer(
             run, self.layout, self.chunks, self.optimizer, self.schedule,
-            config_text="name: checkpoint-test\n", root=root,
+            config_text=render.dump(asdict(run)), root=root,
         )  # fmt: skip
         self.losses: list[float] = []
 
@@ -122,7 +123,7 @@ class Live:
         ]
         session: Any = SimpleNamespace(
             run=self.run, layout=self.layout, chunks=self.chunks, config=self.chunks[0].config,
-            micro_batches=len(batches),
+            micro_batches=len(batches), sequences=BATCH,
         )  # fmt: skip
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

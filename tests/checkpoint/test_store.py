@@ -16,6 +16,7 @@ from megatron_patch.checkpoint import manifest as manifests
 from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, SaveError, describe
 from megatron_patch.checkpoint.manifest import MANIFEST, SEAL, read_key, seal
 from megatron_patch.checkpoint.store import CheckpointStore
+from megatron_patch.schema.checkpoint import CheckpointConfig
 
 KEY = b"0123456789abcdef"
 
@@ -461,3 +462,18 @@ class TestRanks:
             found = on_ranks(2, lambda r: CheckpointStore(tmp_path, collective=r).newest_at(2))
             assert found == [good, good]
         assert len(complete(tmp_path)) == 2 and aside(tmp_path) == []
+
+
+def test_the_checkpoint_of_a_step(tmp_path: Path) -> None:
+    from megatron_patch.checkpoint.megatron import _of_step
+
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=None)
+    first, *_ = [save(store, step) for step in (5, 10)]
+    for named in (tmp_path, store.root, first):
+        assert _of_step(named, 5) == first
+    with pytest.raises(CheckpointError, match=r"load_step 7: .* has the steps 5, 10"):
+        _of_step(tmp_path, 7)
+    with pytest.raises(CheckpointError, match=r"load_step 10: .* has the steps 5"):
+        _of_step(first, 10)
+    (problem,) = CheckpointConfig(load_step=5).problems()
+    assert problem.path == "checkpoint.load_step" and "rollback" in problem.message

@@ -346,3 +346,50 @@ def test_batches_are_pinned_for_a_gpu(corpora: list[Path]) -> None:
             assert all(torch.equal(batch[name], other[name]) for name in other)
             assert batch["tokens"].to("cuda", non_blocking=True).device.type == "cuda"
         pinned.close()
+
+
+def test_a_growing_batch_takes_every_sample_once_on_any_number_of_ranks(
+    corpora: list[Path],
+) -> None:
+    from dataclasses import replace
+
+    from megatron_patch.schema.training import batch_sizes
+
+    run = run_config(*corpora[:2], seq_length=4, global_batch_size=8)
+    grows = replace(
+        run, training=replace(run.training, batch_size_rampup=[2, 2, 20], micro_batch_size=1)
+    )
+    sizes = grows.training.batch_sizes
+    assert [sizes.size(n) for n in range(8)] == [2, 2, 2, 2, 4, 4, 6, 8]
+    assert [sizes.first_sample(n) for n in range(8)] == [0, 2, 4, 6, 8, 12, 16, 22]
+
+    def rows(size: int, start: int, steps: int) -> list[torch.Tensor]:
+        """Of the steps, in the order of samples."""
+        found = []
+        ranks = [build_loaders(grows, layout(r, size)) for r in range(size)]
+        readers = [iter(one.iterate("train", start_step=start)) for one in ranks]
+        for step in range(start, start + steps):
+            for _ in range(ranks[0].micro_batches_of(step)):
+                found += [next(reader)["tokens"][0] for reader in readers]
+        return found
+
+    plain = build_loaders(run, layout())
+    flat = [row for batch in islice(plain.iterate("train"), 4) for row in batch["tokens"]]
+    alone = rows(1, 0, 7)
+    assert all(torch.equal(a, b) for a, b in zip(alone, flat, strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(rows(2, 0, 7), alone, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rows(1, 5, 2), alone[12:], strict=True))
+    # What a checkpoint records of it, and what Megatron-Core's own rule says.
+    loaders = build_loaders(grows, layout())
+    taken = loaders.position(6)
+    assert sum(part["samples"] for part in taken["reading"]) == 16
+    assert taken["rampup"] == [2, 2, 20] and "rampup" not in plain.position(6)
+    assert loaders.fingerprint != plain.fingerprint
+    for full, (first, increment, samples) in ((64, (16, 16, 1000)), (48, (8, 4, 777))):
+        count, seen = (full - first) // increment, 0
+        ramp = batch_sizes(full, (first, increment, samples))
+        for batch in range(60):
+            steps = seen * count // samples
+            size = full if seen > samples else first + steps * increment
+            assert (ramp.size(batch), ramp.first_sample(batch)) == (size, seen)
+            seen += size

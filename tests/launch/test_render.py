@@ -16,7 +16,7 @@ from launch_cases import job, loaded
 
 from megatron_patch.config import ConfigError
 from megatron_patch.launcher import render
-from megatron_patch.schema.cluster import SECRET, seconds
+from megatron_patch.schema.cluster import SECRET, ClusterConfig, seconds
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +50,21 @@ CASES = {
 """,
     ),
 }
+
+
+def test_free_options_of_sbatch(tmp_path):
+    given = "  sbatch: [--mail-type=END, --gres-flags=enforce-binding, --overcommit]\n"
+    run = loaded(tmp_path, given).config
+    options = list(render.options(job(run, 2)))
+    assert options[-3:] == run.cluster.sbatch
+    for bad, what in (
+        ("--nodes=4", "launch sets it"), ("--wrap=id", "launch sets it"), ("-N4", "is not --name"),
+        ("--comment=a b", "is not --name"), ("--comment=$HOME", "is not --name"),
+    ):  # fmt: skip
+        (problem,) = ClusterConfig(sbatch=[bad]).problems()
+        assert problem.path == "cluster.sbatch.0" and what in problem.message
+    (problem,) = ClusterConfig(sbatch=["--nice=1", "--nice=2"]).problems()
+    assert "given twice" in problem.message
 
 
 def lines_of(text: str, block: str) -> list[str]:

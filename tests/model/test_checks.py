@@ -14,10 +14,17 @@ from megatron_cpu import CP, DIST, EP, MLA, PP, QUERY_MLA, SP, TP, VP, tiny_run
 
 from megatron_patch.config import checks
 from megatron_patch.config.checks.model import problems
-from megatron_patch.schema.model import MoEConfig, MTPConfig, ffn_hidden_size
+from megatron_patch.model.transformer_config import transformer_config
+from megatron_patch.schema.model import (
+    MoEConfig,
+    MTPConfig,
+    RopeScalingConfig,
+    ffn_hidden_size,
+)
 from megatron_patch.schema.training import RecomputeConfig
 
 LEARNED = "learned_absolute"
+ROPE = "model.rope_scaling"
 KIND, SIZES = "cp_comm_type", "hierarchical_context_parallel_sizes"
 
 
@@ -27,6 +34,10 @@ def paths(run) -> list[str]:
 
 def moe(experts: int, **keys) -> MoEConfig:
     return MoEConfig(num_experts=experts, **keys)
+
+
+def rope(kind: str, length: int, factor: float = 4.0) -> RopeScalingConfig:
+    return RopeScalingConfig(kind=kind, factor=factor, original_max_position_embeddings=length)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +62,12 @@ def moe(experts: int, **keys) -> MoEConfig:
         ({"window": [4, 0], "window_skip_freq": [1, 2]}, "model.window_skip_freq"),
         ({"window_skip_freq": 2}, "model.window_skip_freq"),
         ({"layer_spec": "te"}, "model.layer_spec"),
+        ({"rope_scaling": rope("llama3", 4096)}, f"{ROPE}.original_max_position_embeddings"),
+        ({"rope_scaling": rope("yarn", 0)}, f"{ROPE}.original_max_position_embeddings"),
+        ({"rope_scaling": rope("yarn", 16, factor=1.0)}, f"{ROPE}.factor"),
+        ({"rope_scaling": rope("yarn", 16), "position_embedding": "none"}, ROPE),
+        ({"rope_scaling": rope("yarn", 16), "mla": MLA}, ROPE),
+        ({"rope_scaling": rope("yarn", 16), "rotary_percent": 0.5}, "model.rotary_percent"),
         ({"moe": moe(2, top_k=3)}, "model.moe.top_k"),
         ({"moe": moe(2, layer_freq=[1])}, "model.moe.layer_freq"),
         ({"moe": moe(2, layer_freq=0)}, "model.moe.layer_freq"),
@@ -240,3 +257,49 @@ def test_a_whole_optimizer_needs_experts_on_every_stage(freq, layers, parallel, 
     split = {PP: 2, EP: 2, DIST: False}
     model = {"num_layers": layers, "moe": moe(2, layer_freq=freq)}
     assert (f"parallel.{DIST}" in paths(tiny_run(model, parallel=split | parallel))) == found
+
+
+FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel"),
+    [
+        (8, {PP: 4}),
+        (7, {PP: 4, FIRST: 1}),
+        (7, {PP: 4, LAST: 1}),
+        (8, {PP: 4, FIRST: 1, LAST: 3}),
+        (5, {PP: 2, FIRST: 2, LAST: 3}),
+        (12, {PP: 4, FIRST: 2, LAST: 2, VP: 2}),
+        (14, {PP: 4, FIRST: 2, VP: 2}),
+    ],
+)
+def test_stages_hold_the_layers_that_megatron_core_gives_them(layers, parallel):
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    run = tiny_run({"num_layers": layers}, parallel=parallel)
+    assert paths(run) == []
+    config, p = transformer_config(run), run.parallel
+    for stage in range(p.pipeline_model_parallel_size):
+        for virtual in range(p.virtual_pipeline_model_parallel_size or 1):
+            where = {"vp_stage": virtual if VP in parallel else None, "pp_rank": stage}
+            offset = get_transformer_layer_offset(config, **where)
+            count = get_num_layers_to_build(config, **where)
+            ours = p.chunk_layers(layers, stage=stage, virtual=virtual)
+            assert list(ours) == list(range(offset + 1, offset + count + 1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "path"),
+    [
+        (8, {PP: 4, FIRST: 1}, FIRST),
+        (4, {PP: 2, FIRST: 1, LAST: 2}, FIRST),
+        (4, {PP: 4, LAST: 4}, LAST),
+        (12, {PP: 4, FIRST: 3, LAST: 3, VP: 2}, FIRST),
+    ],
+)
+def test_layers_that_cannot_be_dealt_out_are_refused(layers, parallel, path):
+    found = list(problems(tiny_run({"num_layers": layers}, parallel=parallel)))
+    assert [p.path for p in found] == [f"parallel.{path}"]
+    assert "must hold equal numbers" in found[0].message

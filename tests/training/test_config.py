@@ -31,6 +31,10 @@ def test_a_good_section_has_no_problems(section: str) -> None:
         ({"exit_after_minutes": 0.0}, "exit_after_minutes"),
         ({"exit_after_minutes": float("nan")}, "exit_after_minutes"),
         ({"seed": -1}, "seed"),
+        ({"batch_size_rampup": [2, 2]}, "batch_size_rampup"),
+        ({"batch_size_rampup": [8, 2, 9]}, "batch_size_rampup"),
+        ({"batch_size_rampup": [2, 4, 9]}, "batch_size_rampup"),
+        ({"batch_size_rampup": [3, 5, 9], "micro_batch_size": 2}, "batch_size_rampup"),
     ],
 )
 def test_training(keys: dict[str, Any], bad: str) -> None:

@@ -131,7 +131,7 @@ def test_a_value_that_is_written_out_is_equal(
         ("lr: 0.001", "lr: 1.0E-3"),
         ("rotary_base: 10000.0", "rotary_base: 10000"),
         ("norm_epsilon: 1.0e-05", "norm_epsilon: 0.00001"),
-        ("split: [0.98, 0.01, 0.01]", "split:\n    - 0.98\n    - 1e-2\n    - .01"),
+        ("split: [0.99, 0.01, 0.0]", "split:\n    - 0.99\n    - 1e-2\n    - .0"),
         ("eps: 1.0e-08", ""),
         ("softmax_type: vanilla", "softmax_type: 'vanilla'"),
         ("schedule_from: start", ""),

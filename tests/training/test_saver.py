@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_config import run_config
 
 from megatron_patch.checkpoint.errors import SaveError
 from megatron_patch.checkpoint.store import CheckpointStore
@@ -185,5 +184,5 @@ def test_position_survives_a_checkpoint() -> None:
     assert position is not None and position == TrainState(
         step=4, consumed_samples=32, consumed_tokens=1024, abandoned_saves=1
     )
-    position.advance(run_config())
+    position.advance(sequences=8, length=32)
     assert (position.step, position.consumed_samples, position.consumed_tokens) == (5, 40, 1280)

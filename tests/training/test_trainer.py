@@ -50,11 +50,13 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
     watchers = [Seen(name, calls, x) for name, x in zip("abc", actions, strict=False)]
     made.session = SimpleNamespace(
         watchers=watchers, guard=SimpleNamespace(stop_code=0), skipped=3, hooks_enabled=False,
-        reads_data=False, micro_batches=1,
+        reads_data=False, micro_batches=1, sequences=1,
     )  # fmt: skip
     made.stability = SimpleNamespace(switched_at=0)
     made.spikes = SimpleNamespace(skips=Skips(((2, 3),), 1))
-    made.loaders = SimpleNamespace(position=lambda batch: {"batch": batch})
+    made.loaders = SimpleNamespace(
+        position=lambda batch: {"batch": batch}, micro_batches_of=lambda batch: 1
+    )
     made.heartbeat = Heartbeat(1)
     made.recorder = SimpleNamespace(stepped=lambda: None, restart=lambda: None)
     made.monitor = SimpleNamespace(tick=lambda: None, restart=lambda *_, **__: None)

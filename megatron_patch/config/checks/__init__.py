@@ -50,20 +50,18 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
             "learned_absolute embeddings read position ids (rope counts from the start of the "
             "sequence); remove it",
         )
-    if interval is None:
-        return
-    if not data.blend and data.train and not data.valid:
-        yield Problem(
-            "data.valid",
-            f"training.eval_interval is {interval}, but there is no "
-            "validation data: name a dataset, or remove eval_interval",
-        )
-    elif data.blend and not any(data._split_problems()) and data.split[1] == 0:
-        yield Problem(
-            "data.split",
-            f"{data.split} leaves nothing for training.eval_interval "
-            f"{interval}; give valid a share, or remove eval_interval",
-        )
+    asked = [("valid", 1, "eval_interval", interval), ("test", 2, "eval_test", None)]
+    for split, at, key, value in asked if run.training.eval_test else asked[:1]:
+        if split == "valid" and interval is None:
+            continue
+        what = f"training.{key}" + ("" if value is None else f" {value}")
+        if not data.blend and data.train and not getattr(data, split):
+            kind = "validation" if split == "valid" else split
+            text = f"{what}, but there is no {kind} data: name a dataset, or remove {key}"
+            yield Problem(f"data.{split}", text)
+        elif data.blend and not any(data._split_problems()) and data.split[at] == 0:
+            text = f"{data.split} leaves nothing for {what}; give {split} a share, or remove {key}"
+            yield Problem("data.split", text)
 
 
 def parallel_problems(run: RunConfig) -> Iterator[Problem]:

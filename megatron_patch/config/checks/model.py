@@ -13,6 +13,8 @@ from megatron_patch.schema.model import attention_head_dim, is_moe_layer
 from megatron_patch.schema.problem import Problem, at_least
 from megatron_patch.schema.run import RunConfig
 
+LLAMA3_LENGTH = 8192
+
 
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Every problem of the ``model:`` section and of how the layout divides it."""
@@ -79,6 +81,7 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
     if model.mtp is not None and model.position_embedding == "learned_absolute":
         text = "'learned_absolute' is not supported by multi-token prediction (model.mtp): use rope"
         yield Problem("model.position_embedding", text)
+    yield from _rope_scaling(run)
     if model.position_embedding != "rope" or model.mla is not None:
         return
     if model.num_attention_heads < 1:
@@ -93,6 +96,34 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
             f"{model.rotary_percent} of head dimension {width} rotates {rotated} channels; "
             "rotary positions turn pairs: make it an even number of at least 2",
         )
+
+
+def _rope_scaling(run: RunConfig) -> Iterator[Problem]:
+    model, scaling = run.model, run.model.rope_scaling
+    path = "model.rope_scaling"
+    if scaling is None:
+        return
+    if model.position_embedding != "rope" or model.mla is not None:
+        what = f"model.position_embedding {model.position_embedding}"
+        what = what if model.mla is None else "multi-latent attention (model.mla)"
+        yield Problem(path, f"{scaling.kind} is not available with {what}: leave it out")
+    if not 1.0 < scaling.factor <= 1e4:
+        yield Problem(f"{path}.factor", f"{scaling.factor}: must be more than 1, at most 10,000")
+    length = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        if length != LLAMA3_LENGTH:
+            text = (
+                f"{length}: Megatron-Core's llama3 scaling has {LLAMA3_LENGTH}; set that, or yarn"
+            )
+            yield Problem(f"{path}.original_max_position_embeddings", text)
+        return
+    if length < 1:
+        yield Problem(f"{path}.original_max_position_embeddings", f"{length}: must be at least 1")
+    if model.rotary_percent != 1.0:
+        text = f"{model.rotary_percent}: Megatron-Core's yarn rotates whole heads; set it to 1.0"
+        yield Problem("model.rotary_percent", text)
+    if model.rotary_base == 1.0:
+        yield Problem("model.rotary_base", "1.0: yarn needs a base other than 1")
 
 
 def _windows(run: RunConfig) -> Iterator[Problem]:
@@ -137,14 +168,18 @@ def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
     if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:
         return
     stages, layers = p.pipeline_model_parallel_size, run.model.num_layers
-    chunks = stages * (p.virtual_pipeline_model_parallel_size or 1)
+    chunks = p.virtual_pipeline_model_parallel_size or 1
     freq = moe.layer_freq
-    if layers % chunks or (len(freq) != layers if isinstance(freq, list) else freq < 1):
+    dealt = p.stage_layers(layers)
+    if dealt is None or (len(freq) != layers if isinstance(freq, list) else freq < 1):
         return  # other checks say so
-    each = layers // chunks
     for stage in range(stages):
-        held = (c * each + n for c in range(stage, chunks, stages) for n in range(each))
-        if not any(is_moe_layer(freq, index + 1) for index in held):
+        held = (
+            number
+            for virtual in range(chunks)
+            for number in p.chunk_layers(layers, stage=stage, virtual=virtual)
+        )
+        if not any(is_moe_layer(freq, number) for number in held):
             yield Problem(
                 "parallel.use_distributed_optimizer",
                 f"false, and pipeline stage {stage} has no layer with experts "
@@ -260,9 +295,8 @@ def _recompute(run: RunConfig) -> Iterator[Problem]:
     model, recompute = run.model, run.training.recompute
     path = "training.recompute.modules"
     if recompute.granularity == "full":
-        stages = run.parallel.pipeline_model_parallel_size
-        chunks = stages * (run.parallel.virtual_pipeline_model_parallel_size or 1)
-        layers = model.num_layers // max(1, chunks)
+        chunks = max(1, run.parallel.virtual_pipeline_model_parallel_size or 1)
+        layers = min(run.parallel.stage_layers(model.num_layers) or [model.num_layers]) // chunks
         if not 1 <= recompute.num_layers <= max(1, layers):
             yield Problem(
                 "training.recompute.num_layers",
@@ -329,7 +363,24 @@ def _divisions_of_layers(run: RunConfig) -> Iterator[Problem]:
     stages = max(1, run.parallel.pipeline_model_parallel_size)
     chunks = run.parallel.virtual_pipeline_model_parallel_size
     layers = run.model.num_layers
-    if layers % stages:
+    uneven = {
+        f"parallel.num_layers_in_{end}_pipeline_stage": n
+        for end, n in (
+            ("first", run.parallel.num_layers_in_first_pipeline_stage),
+            ("last", run.parallel.num_layers_in_last_pipeline_stage),
+        )
+        if n is not None
+    }
+    if uneven and stages > 1 and min(uneven.values()) > 0:
+        if run.parallel.stage_layers(layers) is None:
+            others, rest = stages - len(uneven), layers - sum(uneven.values())
+            each = "" if chunks is None else f", each a multiple of the {chunks} model chunks"
+            yield Problem(
+                next(iter(uneven)),
+                f"{' and '.join(map(str, uneven.values()))} of {layers} layers (model.num_layers) "
+                f"leave {rest} for {others} other stage(s), which must hold equal numbers{each}",
+            )
+    elif layers % stages:
         text = f"{stages} does not divide model.num_layers ({layers})"
         yield Problem("parallel.pipeline_model_parallel_size", text)
     elif chunks is not None and chunks > 0 and (layers // stages) % chunks:

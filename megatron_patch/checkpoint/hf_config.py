@@ -1,0 +1,444 @@
+"""Hugging Face's ``config.json`` and our ``model:`` section, in both directions.
+
+What a family's file cannot say, or our model cannot compute, is refused with the field, its value
+and what to do; fields that decide nothing here are named, so that nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_patch.checkpoint.inspect import RequestError
+from megatron_patch.schema import model as shape
+from megatron_patch.schema.model import ModelConfig, MoEConfig, RopeScalingConfig
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""``model_type`` of every family, and its class with a language-model head."""
+GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""Names of an activation there, and ours."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Megatron-Core's llama3 scaling."""
+_NOTHING = """
+    architectures model_type transformers_version dtype torch_dtype use_cache _name_or_path
+    bos_token_id eos_token_id pad_token_id pretraining_tp output_router_logits attn_pdrop embd_pdrop
+    resid_pdrop attention_dropout router_jitter_noise reorder_and_upcast_attn n_ctx
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params hidden_dropout output_attentions output_hidden_states return_dict
+    gradient_checkpointing
+"""
+SAYS_NOTHING = frozenset(_NOTHING.split())
+"""Fields that change nothing in the function from tokens to logits, dropout being off."""
+_MISSING: Any = object()
+
+
+@dataclass
+class _Fields:
+    """A ``config.json``: what is read is noted, what stands against it is collected."""
+
+    values: dict[str, Any]
+    seen: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def get(
+        self, name: str, default: Any = _MISSING, *, kind: type | tuple[type, ...] = int
+    ) -> Any:
+        """A field of that type; ``default`` where it is absent or null."""
+        self.seen.add(name)
+        value = self.values.get(name)
+        if value is None and default is not _MISSING:
+            return default
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if right and (not isinstance(value, int | float) or math.isfinite(value)):
+            return value
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        wanted = " or ".join(k.__name__ for k in kinds)
+        self.problems.append(f"{name}: {value!r:.60}, {wanted} is needed")
+        return 1 if int in kinds else kinds[0]()
+
+    def must(self, name: str, wanted: Any, why: str, *, given: Any = _MISSING) -> None:
+        """Refuse a field that is there, not null, and not ``wanted``."""
+        self.seen.add(name.rpartition(".")[2])
+        value = self.values.get(name) if given is _MISSING else given
+        if value is not None and value != wanted:
+            self.problems.append(f"{name}: {value!r:.60}, only {wanted!r} can be imported: {why}")
+
+
+def read(values: dict[str, Any], *, seq_length: int | None) -> tuple[ModelConfig, int, list[str]]:
+    """The model that a ``config.json`` describes, its vocabulary, and the fields nothing reads.
+
+    Args:
+        values: the file.
+        seq_length: tokens of a training sequence; None: as many as the file's positions.
+
+    Raises:
+        RequestError: naming every field that is missing or has a value we do not compute.
+    """
+    fields = _Fields(values)
+    family = str(values.get("model_type"))
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise RequestError(f"config.json: model_type: {family!r:.60} is not one of {known}")
+    fields.must("quantization_config", None, "dequantize it first, in transformers")
+    fields.must("add_cross_attention", False, "a decoder has no encoder to look at")
+    found = _gpt2(fields) if family == "gpt2" else _llama(fields, family)
+    longest = found.pop("longest")
+    vocab = fields.get("vocab_size")
+    length = longest if seq_length is None else seq_length
+    if not 1 <= length <= longest:
+        fields.problems.append(f"--seq-length {length}: 1 to {longest}, the file's positions")
+    if fields.problems:
+        raise RequestError("config.json cannot be imported:\n  " + "\n  ".join(fields.problems))
+    common = {"tie_embeddings": found.pop("tie"), "init_std": found.pop("std")}
+    model = ModelConfig(seq_length=length, max_position_embeddings=longest, **common, **found)
+    return model, vocab, sorted(set(values) - fields.seen - SAYS_NOTHING)
+
+
+def _gpt2(fields: _Fields) -> dict[str, Any]:
+    fields.must("scale_attn_weights", True, "logits are always divided by sqrt(head dim)")
+    fields.must("scale_attn_by_inverse_layer_idx", False, "logits are scaled alike in all layers")
+    hidden = fields.get("n_embd")
+    activation = fields.get("activation_function", "gelu_new", kind=str)
+    if activation not in GELU:
+        fields.problems.append(f"activation_function: {activation!r}, not one of {', '.join(GELU)}")
+    return {
+        "num_layers": fields.get("n_layer"),
+        "hidden_size": hidden,
+        "num_attention_heads": fields.get("n_head"),
+        "ffn_hidden_size": fields.get("n_inner", 4 * hidden),
+        "position_embedding": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": float(fields.get("layer_norm_epsilon", 1e-5, kind=(float, int))),
+        "activation": GELU.get(activation, "gelu"),
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "longest": fields.get("n_positions"),
+        "tie": fields.get("tie_word_embeddings", True, kind=bool),
+        "std": float(fields.get("initializer_range", 0.02, kind=(float, int))),
+    }
+
+
+def _llama(fields: _Fields, family: str) -> dict[str, Any]:
+    layers, heads = fields.get("num_hidden_layers"), fields.get("num_attention_heads")
+    fields.must("hidden_act", "silu", "the MLP is SwiGLU")
+    base, scaling = _rope(fields)
+    biases = _biases(fields, family)
+    found = {
+        "num_layers": layers,
+        "hidden_size": fields.get("hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": fields.get("num_key_value_heads", heads),
+        "kv_channels": fields.get("head_dim", None),
+        "ffn_hidden_size": fields.get("intermediate_size"),
+        "rotary_base": base,
+        "rope_scaling": scaling,
+        "norm_epsilon": float(fields.get("rms_norm_eps", kind=(float, int))),
+        "qk_layernorm": family.startswith("qwen3"),
+        **biases,
+        **_windows(fields, family, layers),
+        "moe": _experts(fields, family, layers) if family in ("mixtral", "qwen3_moe") else None,
+        "longest": fields.get("max_position_embeddings"),
+        "tie": fields.get("tie_word_embeddings", False, kind=bool),
+        "std": float(fields.get("initializer_range", 0.02, kind=(float, int))),
+    }
+    return found
+
+
+def _biases(fields: _Fields, family: str) -> dict[str, bool]:
+    if family == "qwen2":
+        return {"add_qkv_bias": True}
+    attention = fields.get("attention_bias", False, kind=bool)
+    mlp = fields.get("mlp_bias", False, kind=bool)
+    if attention != mlp or (attention and family != "llama"):
+        text = "Megatron-Core has biases in all linear layers, in query/key/value alone, or none"
+        fields.problems.append(f"attention_bias: {attention}, mlp_bias: {mlp}: {text}")
+    return {"add_bias_linear": attention, "add_qkv_bias": attention}
+
+
+def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
+    """Base and scaling, from version 5's ``rope_parameters`` or from the two fields before it."""
+    given = fields.get("rope_parameters", None, kind=dict)
+    old = fields.get("rope_scaling", None, kind=dict)
+    fields.seen.add("rope_theta")
+    rope = dict(given or old or {})
+    theta = rope.pop("rope_theta", fields.values.get("rope_theta", 10000.0))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    fields.must("partial_rotary_factor", 1.0, "these families turn whole heads")
+    fields.must(
+        "rope.partial_rotary_factor", 1.0, "whole heads are turned",
+        given=rope.pop("partial_rotary_factor", None),
+    )  # fmt: skip
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < 1e30:
+        fields.problems.append(f"rope_theta: {theta!r:.60}, a number above 0 is needed")
+        theta = 1.0
+    if kind == "default":
+        return float(theta), None
+    if kind not in ("llama3", "yarn"):
+        text = "only default, llama3 and yarn can be imported"
+        fields.problems.append(f"rope_type: {kind!r:.60}, {text}")
+        return float(theta), None
+    return float(theta), _scaling(fields, kind, rope)
+
+
+def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingConfig | None:
+    try:
+        factor, length = float(rope.pop("factor")), rope.pop("original_max_position_embeddings")
+    except (KeyError, TypeError, ValueError) as error:
+        text = f"factor and original_max_position_embeddings are needed ({error!r})"
+        fields.problems.append(f"rope_type {kind}: {text}")
+        return None
+    if kind == "llama3":
+        for name, value in (LLAMA3 | {"original_max_position_embeddings": length}).items():
+            told = rope.pop(name, value if name.startswith("orig") else None)
+            why = "Megatron-Core's constants are Llama 3's"
+            fields.must(f"rope.{name}", LLAMA3[name], why, given=told)
+    else:
+        for name, beta in (("beta_fast", 32), ("beta_slow", 1)):
+            fields.must(f"rope.{name}", beta, "the paper's is used", given=rope.pop(name, None))
+        usual = 0.1 * math.log(factor) + 1.0 if factor > 0 else 0.0
+        told = rope.pop("attention_factor", None)
+        if told is not None and not math.isclose(told, usual, rel_tol=1e-6):
+            fields.must("rope.attention_factor", usual, "YaRN's own is used", given=told)
+        fields.must(
+            "rope.truncate", True, "bounds are whole channels", given=rope.pop("truncate", None)
+        )
+    for name in sorted(rope):
+        if rope[name] is not None:
+            fields.problems.append(
+                f"rope.{name}: {rope[name]!r:.60}, no such option of {kind} here"
+            )
+    return RopeScalingConfig(kind=kind, factor=factor, original_max_position_embeddings=int(length))
+
+
+def _windows(fields: _Fields, family: str, layers: int) -> dict[str, Any]:
+    """``sliding_window`` w lets a token see w tokens, itself among them."""
+    width = fields.get("sliding_window", None)
+    used = fields.get("use_sliding_window", False, kind=bool)
+    first = fields.get("max_window_layers", layers)
+    kinds = fields.get("layer_types", None, kind=list)
+    if family.startswith("qwen") and not used:
+        width = None
+    if kinds is not None:
+        pattern = [int(kind == "sliding_attention") for kind in kinds]
+        if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != layers:
+            fields.problems.append(f"layer_types: {kinds!r:.80}: full_attention or "
+                                   f"sliding_attention for each of {layers} layers")  # fmt: skip
+    elif family in ("qwen2", "qwen3"):
+        pattern = [int(index >= first) for index in range(layers)]
+    else:
+        pattern = [1] * layers
+    if width is None or not any(pattern):
+        return {}
+    return {"window": [width - 1, 0], "window_skip_freq": None if all(pattern) else pattern}
+
+
+def _experts(fields: _Fields, family: str, layers: int) -> MoEConfig:
+    top_k = fields.get("num_experts_per_tok", 2)
+    fields.seen |= {"num_experts", "num_local_experts"}
+    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
+    experts, coefficient = fields.get(name), fields.get("router_aux_loss_coef", 0.001, kind=float)
+    if family == "mixtral":
+        if top_k == 1:
+            text = "with one expert a token its share would be 1, and the router without gradient"
+            fields.problems.append(f"num_experts_per_tok: 1: {text}")
+        return MoEConfig(num_experts=experts, top_k=top_k, aux_loss_coeff=coefficient)
+    why = "shares of the chosen experts sum to 1, or (one expert a token) are its probability"
+    normal = fields.get("norm_topk_prob", False, kind=bool)
+    fields.must("norm_topk_prob", top_k > 1, why, given=normal)
+    step = max(1, fields.get("decoder_sparse_step", 1))
+    dense = fields.get("mlp_only_layers", [], kind=list)
+    pattern = [int(n not in dense and (n + 1) % step == 0) for n in range(layers)]
+    return MoEConfig(
+        num_experts=experts, top_k=top_k, ffn_hidden_size=fields.get("moe_intermediate_size"),
+        layer_freq=1 if all(pattern) else pattern, aux_loss_coeff=coefficient,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- export
+
+
+def family_of(model: ModelConfig) -> str:
+    """The family that computes the same function.
+
+    Raises:
+        RequestError: none does; naming every key in the way.
+    """
+    gpt2 = model.position_embedding == "learned_absolute"
+    wrong = [
+        f"{key}: {value}, which no family here has"
+        for key, value, bad in (
+            ("model.mla", "set", model.mla is not None),
+            ("model.mtp", "set", model.mtp is not None),
+            ("model.softmax_type", model.softmax_type, model.softmax_type != "vanilla"),
+            ("model.position_embedding", "none", model.position_embedding == "none"),
+            ("model.rotary_percent", model.rotary_percent, not gpt2 and model.rotary_percent != 1),
+        )
+        if bad
+    ]
+    wrong += _unlike_gpt2(model) if gpt2 else _unlike_llama(model)
+    if wrong:
+        text = "this model cannot be exported; one trained with other values can:\n  "
+        raise RequestError(text + "\n  ".join(wrong))
+    if gpt2:
+        return "gpt2"
+    if model.moe is not None:
+        return "qwen3_moe" if model.qk_layernorm else "mixtral"
+    if model.qk_layernorm:
+        return "qwen3"
+    if model.add_qkv_bias and not model.add_bias_linear:
+        return "qwen2"
+    return "llama" if model.window is None else "mistral"
+
+
+def _unlike_gpt2(model: ModelConfig) -> list[str]:
+    width = shape.attention_head_dim(model) * model.num_attention_heads
+    groups = shape.query_groups(model)
+    wanted = [
+        ("normalization", model.normalization, "LayerNorm"),
+        ("add_bias_linear", model.add_bias_linear, True),
+        ("qk_layernorm", model.qk_layernorm, False),
+        ("window", model.window, None),
+        ("moe", model.moe, None),
+        ("num_query_groups", groups, model.num_attention_heads),
+        ("kv_channels", width // model.num_attention_heads,
+         model.hidden_size // model.num_attention_heads),
+    ]  # fmt: skip
+    wrong = [f"model.{k}: {v}, and gpt2 has {want}" for k, v, want in wanted if v != want]
+    if model.activation not in GELU.values():
+        wrong.append(f"model.activation: {model.activation}, and gpt2 has gelu, gelu_tanh or relu")
+    return wrong
+
+
+def _unlike_llama(model: ModelConfig) -> list[str]:
+    wanted = [("normalization", model.normalization, "RMSNorm"),
+              ("activation", model.activation, "swiglu")]  # fmt: skip
+    wrong = [f"model.{k}: {v}, and models with rope have {w}" for k, v, w in wanted if v != w]
+    biased = model.add_bias_linear or model.add_qkv_bias
+    if biased and (model.qk_layernorm or model.moe is not None):
+        wrong.append("biases beside model.qk_layernorm or model.moe: no family has both")
+    if model.add_bias_linear and model.window is not None:
+        wrong.append("model.window beside model.add_bias_linear: no family has both")
+    mixed = len(set(shape.windowed_layers(model) or [])) > 1
+    if mixed and (model.moe is not None or not (model.qk_layernorm or model.add_qkv_bias)):
+        wrong.append(
+            f"model.window_skip_freq: {model.window_skip_freq}: only qwen2 (add_qkv_bias) and "
+            "qwen3 (qk_layernorm) mix windows and full attention"
+        )
+    moe = model.moe
+    if moe is None:
+        return wrong
+    if moe.shared_expert_ffn_hidden_size is not None:
+        wrong.append("model.moe.shared_expert_ffn_hidden_size: no family here has a shared expert")
+    if moe.load_balancing == "sinkhorn":
+        wrong.append("model.moe.load_balancing: sinkhorn routes otherwise than these families")
+    if not model.qk_layernorm and (moe.top_k == 1 or not all(shape.moe_layers(model) or [])):
+        wrong.append("model.moe without model.qk_layernorm is mixtral: top_k of 2 or more, and "
+                     "layer_freq: 1, are needed")  # fmt: skip
+    return wrong
+
+
+def write(model: ModelConfig, *, vocab_size: int, precision: str, tanh: bool) -> dict[str, Any]:
+    """The ``config.json`` of a model, in the form that transformers 4 and 5 read.
+
+    Args:
+        vocab_size: rows of the embedding that are exported.
+        precision: bf16 or fp32, of the weights.
+        tanh: whether the run's fused GELU was the tanh form.
+
+    Raises:
+        RequestError: no family computes this model.
+    """
+    family = family_of(model)
+    found: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "torch_dtype": "bfloat16" if precision == "bf16" else "float32",
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.init_std,
+    }
+    if family == "gpt2":
+        exact = model.activation == "gelu" and not tanh
+        return found | {
+            "n_layer": model.num_layers,
+            "n_embd": model.hidden_size,
+            "n_head": model.num_attention_heads,
+            "n_inner": shape.ffn_hidden_size(model),
+            "n_positions": shape.longest_sequence(model),
+            "activation_function": (
+                "gelu" if exact else "relu" if model.activation == "relu" else "gelu_new"
+            ),
+            "layer_norm_epsilon": model.norm_epsilon,
+            "attn_pdrop": model.attention_dropout,
+            "embd_pdrop": model.hidden_dropout,
+            "resid_pdrop": model.hidden_dropout,
+        }
+    found |= {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": shape.query_groups(model),
+        "head_dim": shape.attention_head_dim(model),
+        "intermediate_size": shape.ffn_hidden_size(model),
+        "max_position_embeddings": shape.longest_sequence(model),
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rotary_base,
+        "attention_dropout": model.attention_dropout,
+    }
+    if family in ("llama", "qwen3", "qwen3_moe"):
+        found["attention_bias"] = model.add_bias_linear
+    if family == "llama":
+        found["mlp_bias"] = model.add_bias_linear
+    return found | _written_rope(model) | _written_windows(model, family) | _written_moe(model)
+
+
+def _written_rope(model: ModelConfig) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return {}
+    rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        return {"rope_scaling": rope | LLAMA3}
+    length = scaling.original_max_position_embeddings
+    return {"rope_scaling": rope | {"original_max_position_embeddings": length}}
+
+
+def _written_windows(model: ModelConfig, family: str) -> dict[str, Any]:
+    width = None if model.window is None else model.window[0] + 1
+    if not family.startswith("qwen"):
+        return {"sliding_window": width} if family != "llama" else {}
+    found = {"use_sliding_window": width is not None, "sliding_window": width}
+    pattern = shape.windowed_layers(model)
+    if pattern is None or family == "qwen3_moe":
+        return found
+    kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    return found | {"layer_types": kinds, "max_window_layers": pattern.index(1)}
+
+
+def _written_moe(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    if moe is None:
+        return {}
+    found = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.aux_loss_coeff}
+    width = shape.expert_ffn_hidden_size(model, moe)
+    if not model.qk_layernorm:
+        return found | {"num_local_experts": moe.num_experts, "intermediate_size": width}
+    dense = [n for n, sparse in enumerate(shape.moe_layers(model) or []) if not sparse]
+    return found | {
+        "num_experts": moe.num_experts,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": moe.top_k > 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
