@@ -171,6 +171,7 @@ def requirements_of(
         window=window,
         sinks=model.softmax_type != "vanilla",
         dropout=model.attention_dropout > 0,
+        thd=run.data.document_attention,
         deterministic=run.training.deterministic,
         cp=parallel.context_parallel_size,
         mla=model.mla is not None,

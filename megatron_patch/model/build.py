@@ -35,6 +35,7 @@ from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
 from megatron_patch.core_patches.sinks import mark_sinks
+from megatron_patch.core_patches.rope import packed_rope
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.model.transformer_config import transformer_config
 from megatron_patch.schema.model import longest_sequence
@@ -103,6 +104,8 @@ def build_model(run: RunConfig, *, vocab_size: int) -> BuiltModel:
         log.info(_HYBRID_NOTE)
     config = transformer_config(run)
     qkv_split.install()
+    if run.data.document_attention:
+        packed_rope.install()
     if is_compiled(config):
         # A norm is compiled for every width, with and without gradients: latent attention under
         # full recompute reaches torch's limit of 8, after which the rest would run eagerly.

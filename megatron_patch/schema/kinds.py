@@ -26,6 +26,7 @@ _KEYS: dict[Kind, str] = {
         model.mla.qk_pos_emb_head_dim model.mla.v_head_dim
         model.mtp model.mtp.num_layers
         data.tokenizer data.eod_mask_loss data.reset_position_ids
+        data.document_attention
     """,
     # Which tokens are read, and in which order.
     "data": """

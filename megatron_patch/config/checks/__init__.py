@@ -43,6 +43,7 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
 def data_problems(run: RunConfig) -> Iterator[Problem]:
     """An evaluation that is asked for and has no data, and positions that nothing reads."""
     data, interval = run.data, run.training.eval_interval
+    yield from _documents(run)
     if data.reset_position_ids and run.model.position_embedding != "learned_absolute":
         yield Problem(
             "data.reset_position_ids",
@@ -63,6 +64,29 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
             "data.split",
             f"{data.split} leaves nothing for training.eval_interval "
             f"{interval}; give valid a share, or remove eval_interval",
+        )
+
+
+def _documents(run: RunConfig) -> Iterator[Problem]:
+    """What cannot be trained on packed documents; backends are the capability table's."""
+    path, model = "data.document_attention", run.model
+    if not run.data.document_attention:
+        return
+    if model.mtp is not None:
+        text = "true with model.mtp, whose further tokens would cross documents: leave one out"
+        yield Problem(path, text)
+    if model.moe is not None and run.parallel.context_parallel_size > 1:
+        yield Problem(
+            path,
+            "true with model.moe over context-parallel ranks: the padding between documents would "
+            "count in the balance of experts; use parallel.context_parallel_size: 1",
+        )
+    balanced = model.moe is not None and model.moe.load_balancing == "seq_aux_loss"
+    if balanced and run.training.micro_batch_size > 1:
+        yield Problem(
+            path,
+            "true with model.moe.load_balancing seq_aux_loss: the sequences of a micro-batch would "
+            "be balanced as one; use aux_loss, or training.micro_batch_size: 1",
         )
 
 
