@@ -173,6 +173,7 @@ def requirements_of(
         dropout=model.attention_dropout > 0,
         thd=run.data.document_attention,
         deterministic=run.training.deterministic,
+        max_logits=run.optimizer.qk_clip is not None,
         cp=parallel.context_parallel_size,
         mla=model.mla is not None,
         stabilizer=run.attention.stabilizer,

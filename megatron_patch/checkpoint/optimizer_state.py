@@ -61,6 +61,8 @@ def write_step(optimizer: Any, step: int) -> None:
     """Set the number of updates done, with a tensor of its own for every parameter that has one."""
     for part in parts(optimizer):
         inner = part.optimizer
+        if _is_muon(inner):
+            continue  # it counts no steps
         per_parameter = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         for group in inner.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -84,6 +86,9 @@ def ensure_state(optimizer: Any) -> None:
     """
     for part in parts(optimizer):
         inner = part.optimizer
+        if _is_muon(inner):
+            for group in inner.param_groups:
+                inner._init_group(group, skip_non_grad_params=False)
         if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             continue  # core allocates for the fused kernels
         for group in inner.param_groups:
@@ -94,6 +99,11 @@ def ensure_state(optimizer: Any) -> None:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _is_muon(inner: Any) -> bool:
+    """Whether it is a torch optimizer with momentum instead of Adam's moments."""
+    return "momentum" in inner.defaults
 
 
 @contextmanager

@@ -95,6 +95,7 @@ IDLE: dict[str, Callable[[RunConfig], bool]] = {
         lambda run: run.model.moe is None or "aux_loss" not in run.model.moe.load_balancing
     ),
     "optimizer.wsd_decay_style": lambda run: run.optimizer.schedule != "wsd",
+    "optimizer.muon_momentum": lambda run: run.optimizer.name != "muon",
 }
 """Keys that nothing reads under the values of others: whether that is so."""
 

@@ -39,7 +39,7 @@ _KEYS: dict[Kind, str] = {
         optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps
         optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
         optimizer.wsd_decay_style optimizer.weight_decay optimizer.beta1 optimizer.beta2
-        optimizer.eps optimizer.clip_grad
+        optimizer.eps optimizer.clip_grad optimizer.name optimizer.muon_momentum optimizer.qk_clip
         model.hidden_dropout model.attention_dropout model.moe.aux_loss_coeff
         model.mtp.loss_scaling_factor
     """,

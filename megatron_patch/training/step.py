@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.watcher import StepResult, UpdateDropped
 from megatron_patch.training import auxiliary
@@ -188,6 +189,9 @@ def train_step(
         except UpdateDropped as dropped:  # on all ranks
             updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated
+    if session.run.optimizer.qk_clip is not None:
+        with phase("optimizer"):  # Collective; waits for the device
+            clip_qk(session.chunks, log_max_only=not updated)
     return StepResult(report, grad_norm, lr)
 
 

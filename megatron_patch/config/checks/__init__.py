@@ -7,6 +7,7 @@ sections, or what another room can serve, stands here with the section whose key
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_patch.attention.backends import BACKENDS
@@ -20,6 +21,11 @@ from megatron_patch.schema.run import RunConfig
 def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
     """A warm-up, a decay and a run that do not fit into each other."""
     o = run.optimizer
+    if o.name == "muon":
+        yield from _muon(run)
+    if o.qk_clip is not None and run.model.qk_layernorm and run.model.mla is None:
+        text = f"{o.qk_clip} with model.qk_layernorm, which undoes the scaling: leave one out"
+        yield Problem("optimizer.qk_clip", text)
     decay = decay_steps(run)
     if decay >= 1 and o.warmup_steps >= decay:
         yield Problem(
@@ -38,6 +44,26 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
             f"{o.wsd_decay_steps}: must be between 1 and {decay - o.warmup_steps}, the "
             "steps between the end of the warm-up and the end of the decay",
         )
+
+
+def _muon(run: RunConfig) -> Iterator[Problem]:
+    """What Megatron-Core's Muon and its sharding by whole matrices have not."""
+    p = run.parallel
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        yield Problem(
+            "optimizer.name",
+            "muon needs the package emerging-optimizers, which is not installed: pip install "
+            "megatron-patch-stable[muon]",
+        )
+    if p.use_distributed_optimizer and run.training.precision == "fp32":
+        yield Problem(
+            "parallel.use_distributed_optimizer",
+            "true with optimizer.name muon and training.precision fp32: Megatron-Core shards Muon "
+            "by whole matrices in bf16 only; set it to false",
+        )
+    if p.overlap_param_gather:
+        text = "true with optimizer.name muon: weights are gathered after the update; set it to false"
+        yield Problem("parallel.overlap_param_gather", text)
 
 
 def data_problems(run: RunConfig) -> Iterator[Problem]:
