@@ -46,9 +46,7 @@ def rotate(
     positions = getattr(cu_seqlens, "positions", None)
     if positions is None:
         size = cp_group.size()
-        positions = packed_positions(
-            cu_seqlens, len(t) * size, rank=cp_group.rank(), size=size
-        )
+        positions = packed_positions(cu_seqlens, len(t) * size, rank=cp_group.rank(), size=size)
         cu_seqlens.positions = positions  # type: ignore[attr-defined]
     # Padding may lie beyond the table; nothing reads it.
     angles = freqs[positions.clamp(max=len(freqs) - 1)]

@@ -34,8 +34,8 @@ from megatron_patch.core_patches.cross_entropy import is_compiled
 from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
-from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.rope import packed_rope
+from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.model.transformer_config import transformer_config
 from megatron_patch.schema.model import longest_sequence

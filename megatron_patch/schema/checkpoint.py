@@ -11,6 +11,11 @@ from megatron_patch.schema.kinds import MEANING
 from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Problem
 
+Carried = Literal["optimizer", "step", "data"]
+CARRIED: tuple[Carried, ...] = ("optimizer", "step", "data")
+"""What a start from another run's checkpoint may take over beside the weights: moments; counters,
+schedule, random streams and records; the position in each dataset."""
+
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class CheckpointConfig:
@@ -31,6 +36,9 @@ class CheckpointConfig:
     """Start from this checkpoint (another run's, any layout) when the run has none."""
     load_weights_only: bool = False
     """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
+    carry_over: list[Carried] = field(default_factory=lambda: list(CARRIED))
+    """With ``load_from``: what goes on beside the weights; without step, schedule and steps start
+    at 0."""
     intended_changes: list[str] = field(default_factory=list)
     """Keys that may change what loaded weights mean."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
@@ -49,6 +57,7 @@ class CheckpointConfig:
             yield Problem("checkpoint.directory", f"{self.directory!r} is a file")
         if self.load_weights_only and self.load_from is None:
             yield Problem("checkpoint.load_weights_only", "has no effect without load_from")
+        yield from self._carried()
         yield from self._intended()
         if self.load_from is not None and self.resume == "required":
             yield Problem(
@@ -62,6 +71,22 @@ class CheckpointConfig:
                 f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
                 "checkpoints",
             )
+
+    @property
+    def carried(self) -> frozenset[Carried]:
+        """What a start from ``load_from`` takes over beside the weights."""
+        return frozenset(() if self.load_weights_only else self.carry_over)
+
+    def _carried(self) -> Iterator[Problem]:
+        path = "checkpoint.carry_over"
+        if sorted(self.carry_over) == sorted(CARRIED):
+            return
+        if self.load_weights_only:
+            yield Problem(path, "contradicts load_weights_only, which is []: leave one out")
+        elif self.load_from is None:
+            yield Problem(path, f"{self.carry_over} has no effect without load_from")
+        if len(set(self.carry_over)) != len(self.carry_over):
+            yield Problem(path, f"{self.carry_over}: name each once")
 
     def _intended(self) -> Iterator[Problem]:
         path = "checkpoint.intended_changes"

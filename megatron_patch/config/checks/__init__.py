@@ -62,7 +62,9 @@ def _muon(run: RunConfig) -> Iterator[Problem]:
             "by whole matrices in bf16 only; set it to false",
         )
     if p.overlap_param_gather:
-        text = "true with optimizer.name muon: weights are gathered after the update; set it to false"
+        text = (
+            "true with optimizer.name muon: weights are gathered after the update; set it to false"
+        )
         yield Problem("parallel.overlap_param_gather", text)
 
 

@@ -63,7 +63,7 @@ class Stability(Watcher):
             at.step,
             at.extra.get("stability"),
             switched_at=at.switched_at,
-            parent=None if options.load_weights_only else options.load_from,
+            parent=options.load_from if "step" in options.carried else None,
             has_saved=at.has_saved,
         )
 
