@@ -275,6 +275,8 @@ class Loaders:
                 "data: attention, positions and loss stop at ends of documents; FLOPs and MFU "
                 "count attention over whole sequences"
             )
+            if self._layout.cp_size > 1:
+                lines.append("warning: packed over context-parallel ranks: attention is not observed")
         elif data.eod_mask_loss:
             lines.append("data: end-of-document tokens carry no loss")
         if data.reset_position_ids:
@@ -403,8 +405,9 @@ def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
     eods = {path: file.manifest.tokenizer.eod_id for path, file in files.items()}
     if (masks_ends(run) or run.data.reset_position_ids) and None in eods.values():
         problems.append(
-            "data.document_attention, eod_mask_loss and reset_position_ids need the end-of-document id, which the "
-            "datasets' manifests do not name: prepare them with tokenizer.eod_id"
+            "data.eod_mask_loss, reset_position_ids and document_attention need the id of "
+            "end-of-document, which the datasets' manifests do not name: prepare them with "
+            "tokenizer.eod_id"
         )
     if problems:
         raise DataError(problems)

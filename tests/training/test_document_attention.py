@@ -1,4 +1,4 @@
-"""``data.document_attention``: a pack of documents trains what its documents train by themselves."""
+"""``data.document_attention``: a pack of documents trains what each trains by itself."""
 
 from __future__ import annotations
 
@@ -80,6 +80,12 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(name: str) -> None:
         torch.testing.assert_close(packed[parameter], gradient, rtol=1e-5, atol=1e-6)
 
 
+def _tokens(packs: list[Any], names: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Those with loss, of all ranks."""
+    columns = (torch.cat([p[n][p["loss_mask"] > 0] for p in packs]).tolist() for n in names)
+    return list(zip(*columns, strict=True))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_token_is_on_one_context_parallel_rank(size: int) -> None:
     x = rows()
@@ -88,10 +94,7 @@ def test_every_token_is_on_one_context_parallel_rank(size: int) -> None:
     assert {part["tokens"].shape[1] % 8 for part in parts} == {0}
     assert sum(part["loss_mask"].sum() for part in parts) == whole["loss_mask"].sum()
     names = ("tokens", "labels", "position_ids")
-    found, expected = (
-        sorted(zip(*(torch.cat([p[n][p["loss_mask"] > 0] for p in ps]).tolist() for n in names)))
-        for ps in (parts, [whole])
-    )
+    found, expected = (sorted(_tokens(ps, names)) for ps in (parts, [whole]))
     assert found == expected
 
 
