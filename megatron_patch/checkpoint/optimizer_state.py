@@ -221,6 +221,9 @@ def load(optimizer: Any, loaded: Any, step: int) -> None:
     settings = [_groups(part) for part in owners]
     for part, state in zip(owners, states, strict=True):
         _use_own_groups(part, state, step)
+        main = state.get("fp32_from_fp16_params")
+        if isinstance(main, dict):  # the layer-wise optimizer numbers its groups
+            state["fp32_from_fp16_params"] = [main[number] for number in sorted(main)]
         # FP32 DistributedOptimizers copy into views of leaf parameters.
         with torch.no_grad(), _own_step(part):
             part.load_state_dict(state)

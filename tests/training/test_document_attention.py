@@ -15,7 +15,10 @@ from megatron_patch.model.build import build_model
 from megatron_patch.schema.data import DataConfig
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 from megatron_patch.schema.training import RecomputeConfig
+from megatron_patch.stability import observe
+from megatron_patch.stability.sampling import Geometry, measure, sample
 from megatron_patch.training.step import _of_one_length, forward_step
+from stable_attention.reference import reference_attention
 
 EOD = VOCAB - 1
 DOCUMENTS = [(5, 1, 3, 7), (16,)]
@@ -128,3 +131,17 @@ def test_backends_without_packed_input_are_refused(backend: str) -> None:
     run = dataclasses.replace(run, data=DataConfig(document_attention=True))
     found = [p.message for p in checks.attention.problems(run)]
     assert any("data.document_attention" in text for text in found)
+
+
+def test_the_telemetry_sees_the_documents() -> None:
+    """Float32 attention of sampled rows of a pack is that of the packed backend."""
+    cu = torch.tensor([0, 9, 10, 33, 48], dtype=torch.int32)
+    q, k, v = (torch.randn(48, heads, 8) for heads in (4, 2, 2))
+    expected = reference_attention(q, k, v, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu,
+                                   window=(-1, 0))  # fmt: skip
+    geometry = Geometry(scale=8**-0.5, causal=True, starts=observe._starts(cu, 48))
+    rows = torch.tensor([0, 9, 10, 20, 33, 47])
+    sampled = sample(rows, tokens=48, geometry=geometry)
+    one = [x.unsqueeze(1) for x in (q[rows], k, v, torch.randn(len(rows), 4, 8))]
+    facts = measure(*one, sampled=sampled, geometry=geometry)
+    torch.testing.assert_close(facts.out[0].transpose(0, 1), expected[rows], rtol=1e-5, atol=1e-6)
