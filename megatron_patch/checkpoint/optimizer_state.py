@@ -61,8 +61,10 @@ def write_step(optimizer: Any, step: int) -> None:
     """Set the number of updates done, with a tensor of its own for every parameter that has one."""
     for part in parts(optimizer):
         inner = part.optimizer
-        if _is_muon(inner):
-            continue  # it counts no steps
+        if _is_muon(inner):  # it counts none
+            for group in inner.param_groups:
+                group.pop("step", None)
+            continue
         per_parameter = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         for group in inner.param_groups:
             on_device = group.get("capturable") or group.get("fused")

@@ -168,20 +168,28 @@ def states_of(
     )
 
 
+def _is_muons(p: Parameter) -> bool:
+    table = p.name.startswith("embedding.") or p.name == "output_layer.weight"
+    return len(p.shape) == 2 and not table
+
+
 def _muon_bytes(
     run: RunConfig, parameters: list[Parameter], layout: Layout, *, dp_rank: int | None
 ) -> int:
-    """Main weights and moments of one rank; of parameters of one size any may be its."""
+    """Main weights and moments of one rank."""
     main = MAIN if run.training.precision == "bf16" else 0
     total = 0
     for expert, ranks in ((False, layout.dp * layout.cp), (True, layout.edp)):
         count = ranks if run.parallel.use_distributed_optimizer else 1
         turns = [*range(count), *reversed(range(count))]
         owned = [0] * count
-        mine = sorted((p for p in parameters if p.expert == expert), key=lambda p: p.numel)
-        for number, p in enumerate(mine):
-            table = p.name.startswith("embedding.") or p.name == "output_layer.weight"
-            moments = MOMENTUM if len(p.shape) == 2 and not table else MOMENTS
-            owned[turns[number % len(turns)]] += (main + moments) * p.numel
+        # (elements, bytes each): of one size, core has Muon's first.
+        mine = sorted(
+            (p.numel, main + (MOMENTUM if _is_muons(p) else MOMENTS))
+            for p in parameters
+            if p.expert == expert
+        )
+        for number, (numel, each) in enumerate(mine):
+            owned[turns[number % len(turns)]] += each * numel
         total += max(owned) if dp_rank is None else owned[dp_rank % count]
     return total
