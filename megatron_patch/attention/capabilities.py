@@ -115,7 +115,7 @@ def _unsupported_features(row: Capability, facts: LayerRequirements) -> Iterator
         ),
         "sinks": (facts.sinks, "attention sinks (model.softmax_type)"),
         "dropout": (facts.dropout, "attention dropout (model.attention_dropout)"),
-        "thd": (facts.thd, "packed sequences (thd)"),
+        "thd": (facts.thd, "packed sequences (thd: data.document_attention)"),
         "deterministic": (
             facts.deterministic,
             "a bitwise repeatable backward (training.deterministic)",

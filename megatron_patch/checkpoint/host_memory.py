@@ -65,7 +65,10 @@ def _is_first_replica(parameter: Any) -> bool:
 
 
 def _shares(part: Any, whole: bool) -> tuple[int, int]:
-    """(elements at a save, at a load) of a DistributedOptimizer; ``whole``: of whole parameters."""
+    """(elements at a save, at a load) of a sharded optimizer; ``whole``: of whole parameters."""
+    if not hasattr(part, "data_parallel_group"):  # Muon's: this rank has what is in its groups
+        owned = sum(p.numel() for group in part.optimizer.param_groups for p in group["params"])
+        return owned, owned
     rank = part.data_parallel_group.rank()
     save = load = 0
     for place in reshardable.places(part):

@@ -51,6 +51,7 @@ from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.runtime import environment
+from megatron_patch.schema.checkpoint import CARRIED
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AXES = ("tp", "pp", "cp", "dp", "ep")
+EVERYTHING = frozenset(CARRIED)
 
 
 @dataclass(slots=True)
@@ -312,7 +314,7 @@ class Checkpointer:
         """
         options = self.run.checkpoint
         if options.resume != "never":
-            progress = self._load_newest(self.store, weights_only=False, own=True)
+            progress = self._load_newest(self.store, carried=EVERYTHING, own=True)
             if progress is not None:
                 return progress
             self._refuse_to_forget()
@@ -322,7 +324,7 @@ class Checkpointer:
             )
         if options.load_from is None:
             return None
-        return self._load_from(Path(options.load_from), options.load_weights_only)
+        return self._load_from(Path(options.load_from), options.carried)
 
     def abandon_after(self, step: int) -> None:
         """Move the checkpoints of later steps aside; a background save ends first. Collective.
@@ -351,12 +353,12 @@ class Checkpointer:
         Raises:
             CheckpointError: none is good.
         """
-        progress = self._load_newest(self.store, weights_only=False, own=True)
+        progress = self._load_newest(self.store, carried=EVERYTHING, own=True)
         if progress is None:
             raise CheckpointError(f"there is no checkpoint in {self.store.root}")
         return progress
 
-    def _load_from(self, path: Path, weights_only: bool) -> TrainState | None:
+    def _load_from(self, path: Path, carried: frozenset[str]) -> TrainState | None:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
         progress: TrainState | None
         if self.run.checkpoint.load_step is not None:
@@ -373,26 +375,26 @@ class Checkpointer:
         if (path / MANIFEST).is_file():
             try:
                 found = self._open(path.parent).check(path)
-                progress = self._apply(found, weights_only, own=False)
+                progress = self._apply(found, carried, own=False)
             except BadCheckpoint as bad:
                 raise no_checkpoint(
                     f"checkpoint.load_from {path}: {bad.reason}", passing=bad.passing
                 ) from None
         else:
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            progress = self._load_newest(self._open(root), weights_only=weights_only, own=False)
+            progress = self._load_newest(self._open(root), carried=carried, own=False)
             if progress is None:
                 raise CheckpointError(f"checkpoint.load_from: there is no checkpoint in {root}")
-        return None if weights_only else progress
+        return progress if "step" in carried else None
 
     def _load_newest(
-        self, store: CheckpointStore, *, weights_only: bool, own: bool
+        self, store: CheckpointStore, *, carried: frozenset[str], own: bool
     ) -> TrainState | None:
         """From the run's own store (damaged ones are moved aside), or from another run's."""
         progress: list[TrainState] = []
 
         def accept(found: Found) -> None:
-            progress[:] = [self._apply(found, weights_only, own=own)]
+            progress[:] = [self._apply(found, carried, own=own)]
 
         found = store.find(own=own, accept=accept)
         if found is None:
@@ -410,7 +412,7 @@ class Checkpointer:
         if problem is not None:
             raise problem
 
-    def _apply(self, found: Found, weights_only: bool, *, own: bool) -> TrainState:
+    def _apply(self, found: Found, carried: frozenset[str], *, own: bool) -> TrainState:
         """Load a verified checkpoint into the live objects. Collective.
 
         Raises:
@@ -422,7 +424,7 @@ class Checkpointer:
         same_layout = info.get("layout") == self._shape()
         together = partial(self._together, found)
         try:
-            if not weights_only:
+            if "optimizer" in carried:
                 together(
                     lambda: content.check_options(
                         info,
@@ -434,8 +436,10 @@ class Checkpointer:
             index = together(lambda: read_metadata(path, sizes))
             if not own and self._inherit is not None:
                 self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))
-            request = together(lambda: self._request(info, weights_only, same_layout))
-            skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
+            request = together(lambda: self._request(info, carried, same_layout))
+            skip = f"{content.COMMON}/|{content.RNG}"
+            if "optimizer" not in carried:
+                skip = content.NOT_MODEL.pattern
             asked = self.ranks.all_gather(together(lambda: content.describe(request)))
             together(lambda: content.check_fit(asked, index, skip=skip))
         except MismatchError as error:
@@ -444,7 +448,7 @@ class Checkpointer:
         if own:
             together(lambda: self._check_run(path, str(loaded["run"]["config"])))
         self.loaded_own = dict(loaded["run"]) if own else None
-        return together(lambda: self._put(loaded, weights_only, same_layout))
+        return together(lambda: self._put(loaded, carried, same_layout))
 
     def _together(self, found: Found, work: Callable[[], Any]) -> Any:
         """Do ``work`` on all ranks; where it fails on one it fails on all, with that reason."""
@@ -472,27 +476,33 @@ class Checkpointer:
             raise MismatchError(f"{path}: {reason}")
 
     def _request(
-        self, info: Mapping[str, Any], weights_only: bool, same_layout: bool
+        self, info: Mapping[str, Any], carried: frozenset[str], same_layout: bool
     ) -> dict[str, Any]:
-        if weights_only:
-            return content.model_state(self.parts, content.core_metadata("fully_reshardable"))
-        rng = (self.layout.rank, self.layout.world_size) if same_layout else None
+        goes_on = same_layout and "step" in carried
+        rng = (self.layout.rank, self.layout.world_size) if goes_on else None
         sharding = str(info.get("optimizer_sharding"))
         state = content.local_part(self.parts, optimizer_sharding=sharding, rng=rng)
-        content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=True)
+        if "optimizer" in carried:
+            content.add_optimizer(state, self.parts, optimizer_sharding=sharding, loading=True)
         return state
 
-    def _put(self, loaded: dict[str, Any], weights_only: bool, same_layout: bool) -> TrainState:
+    def _put(
+        self, loaded: dict[str, Any], carried: frozenset[str], same_layout: bool
+    ) -> TrainState:
         """Hand what was loaded to the live objects."""
         run = loaded["run"]
         progress = TrainState.from_dict(run["progress"])
         for name, model in self.parts.models().items():
             model.load_state_dict(loaded[name], strict=True)
-        if weights_only:
+        if "optimizer" in carried:
+            updates = int(run["optimizer_step"])
+            optimizer_state.load(self.parts.optimizer, loaded["optimizer"], updates)
+        else:
             self.parts.optimizer.reload_model_params()
-            self._warn("took the weights of step %d", progress.step)
+        if "step" not in carried:
+            what = "weights and optimizer" if "optimizer" in carried else "weights"
+            self._warn("took the %s of step %d", what, progress.step)
             return progress
-        optimizer_state.load(self.parts.optimizer, loaded["optimizer"], int(run["optimizer_step"]))
         self.parts.schedule.num_steps = 0  # core adds the saved steps to those it has taken
         self.parts.schedule.load_state_dict(dict(run["schedule"]))
         self.loaded_extra = dict(run.get("extra", {}))

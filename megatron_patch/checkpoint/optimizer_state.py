@@ -61,6 +61,10 @@ def write_step(optimizer: Any, step: int) -> None:
     """Set the number of updates done, with a tensor of its own for every parameter that has one."""
     for part in parts(optimizer):
         inner = part.optimizer
+        if _is_muon(inner):  # it counts none
+            for group in inner.param_groups:
+                group.pop("step", None)
+            continue
         per_parameter = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         for group in inner.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -84,6 +88,9 @@ def ensure_state(optimizer: Any) -> None:
     """
     for part in parts(optimizer):
         inner = part.optimizer
+        if _is_muon(inner):
+            for group in inner.param_groups:
+                inner._init_group(group, skip_non_grad_params=False)
         if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             continue  # core allocates for the fused kernels
         for group in inner.param_groups:
@@ -94,6 +101,11 @@ def ensure_state(optimizer: Any) -> None:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _is_muon(inner: Any) -> bool:
+    """Whether it is a torch optimizer with momentum instead of Adam's moments."""
+    return "momentum" in inner.defaults
 
 
 @contextmanager
@@ -211,6 +223,9 @@ def load(optimizer: Any, loaded: Any, step: int) -> None:
     settings = [_groups(part) for part in owners]
     for part, state in zip(owners, states, strict=True):
         _use_own_groups(part, state, step)
+        main = state.get("fp32_from_fp16_params")
+        if isinstance(main, dict):  # the layer-wise optimizer numbers its groups
+            state["fp32_from_fp16_params"] = [main[number] for number in sorted(main)]
         # FP32 DistributedOptimizers copy into views of leaf parameters.
         with torch.no_grad(), _own_step(part):
             part.load_state_dict(state)

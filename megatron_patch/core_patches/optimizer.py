@@ -213,3 +213,18 @@ def use_fused_kernel(optimizer: Any) -> None:
                     inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).to(
                         parameter.device
                     )
+
+
+def prepare_muon(chunks: list[Any]) -> None:
+    """Let core's Muon leave tables of positions to AdamW, as it does those of words."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("position_embeddings.weight"):
+                parameter.is_embedding_or_output_parameter = True
+
+
+def gather_on_gloo(optimizer: Any) -> None:
+    """Gather updated weights by broadcasts where the group is gloo's: its gather wants equal
+    sizes, and the layer-wise optimizer has whole matrices."""
+    if torch.distributed.get_backend(optimizer.dp_cp) == "gloo":
+        optimizer.allgather_params = optimizer.broadcast_params

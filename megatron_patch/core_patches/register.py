@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from megatron_patch.core_patches import cpu_mode, quiet
 from megatron_patch.core_patches.optimizer import norm_and_clipping
+from megatron_patch.core_patches.rope import packed_rope
 from megatron_patch.core_patches.split import qkv_split
 
 
@@ -66,6 +67,9 @@ PATCHES = (
     Patch("QKV split", "transformer.attention.SplitAlongDim",
         "without Transformer Engine, dQ, dK and dV are copied into one tensor",
         qkv_split.install, qkv_split.undo),
+    Patch("packed rotary", "models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",
+        "without Transformer Engine, rotary positions of packed documents wait for the device",
+        packed_rope.install, packed_rope.undo),
     Patch("norm and clipping", "optimizer.clip_grads.l2_norm_impl",
         "without Transformer Engine and Apex, the norm of every gradient waits for the device",
         norm_and_clipping.install, norm_and_clipping.undo),
@@ -103,6 +107,11 @@ PATCHES = (
         "updated weights are copied into the model one parameter at a time"),
     Patch("agreed norm", "optimizer.optimizer.ChainedOptimizer.get_grad_norm",
         "nothing can judge the norm on all ranks between its reduction and the update"),
+    Patch("Muon's matrices", "optimizer.emerging_optimizers._is_nonlinear_or_embedding",
+        "tables of positions count as matrices, which Muon updates"),
+    Patch("Muon's gather",
+        "optimizer.layer_wise_optimizer.LayerWiseDistributedOptimizer.allgather_params",
+        "updated matrices of unequal sizes are gathered at once, which gloo cannot do"),
     Patch("QK clip", "optimizer.qk_clip.clip_qk",
         "it fails on layers without attention, and on weights that are sharded",
         upstream_issue=f"{_UPSTREAM}/pull/7382"),

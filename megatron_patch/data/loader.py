@@ -6,7 +6,7 @@ micro-batch m of rank r takes the ``micro_batch_size`` samples from
 ``j = (m * dp_size + r) * micro_batch_size``. Every rank that needs tokens reads its own; there is
 no sampler state, no index cache and no communication.
 
-Legend: b micro-batch size, s tokens of a sequence.
+Legend: b micro-batch size, s tokens of a sequence, t tokens of packed documents on this rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatron_patch.context_parallel.layout import shard
+from megatron_patch.context_parallel.packed import packed_index, padded_cu_seqlens
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import TokenFile
 from megatron_patch.data.order import Ring, derive
 from megatron_patch.data.position import Order, Position, Source
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
-from megatron_patch.schema.effective import data_seed
+from megatron_patch.schema.effective import data_seed, masks_ends
 
 if TYPE_CHECKING:
     from megatron_patch.parallel.setup import Layout
@@ -40,9 +41,10 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 _EVALUATION_SEED = 0
 
 
-def needs_data(pp_rank: int, pp_size: int) -> bool:
-    """Whether a pipeline stage reads batches: the first embeds tokens, the last compares labels."""
-    return pp_rank in (0, pp_size - 1)
+def needs_data(pp_rank: int, pp_size: int, *, documents: bool = False) -> bool:
+    """Whether a pipeline stage reads batches: the first embeds tokens, the last compares labels,
+    and under ``documents`` (``data.document_attention``) every stage has to know where they end."""
+    return documents or pp_rank in (0, pp_size - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class Loaders:
         """This rank's micro-batches from step ``start_step`` on, step after step, endless.
 
         Each is a dict of CPU tensors (pinned when training on CUDA): ``tokens``, ``labels``,
-        ``position_ids`` int64 [b, s / cp], ``loss_mask`` float32 [b, s / cp]. Evaluation passes
+        ``position_ids`` int64 [b, s / cp], ``loss_mask`` float32 [b, s / cp]; of packed documents
+        see `pack`. Evaluation passes
         start at step 0 and therefore see the same sequences every time. ``batch_of`` gives the
         global batch of a step counted from 1, for runs that leave batches out. Close the iterator
         (or drop it) to end its reader threads.
@@ -291,9 +294,16 @@ class Loaders:
         if not data.blend and data.split != type(data)().split:
             # Not refused: it may come from a base file, where it cannot be taken away.
             lines.append(f"data.split {data.split}: not used, data.train names whole datasets")
-        if self._run.data.eod_mask_loss:
+        if data.document_attention:
+            lines.append(
+                "data: attention, positions and loss stop at ends of documents; FLOPs and MFU "
+                "count attention over whole sequences"
+            )
+            if self._layout.cp_size > 1:
+                lines.append("warning: packed over context-parallel ranks: attention is not observed")
+        elif data.eod_mask_loss:
             lines.append("data: end-of-document tokens carry no loss")
-        if self._run.data.reset_position_ids:
+        if data.reset_position_ids:
             lines.append("data: positions restart after every end of document")
         return lines
 
@@ -306,6 +316,10 @@ class Loaders:
     def _finish(self, rows: torch.Tensor, eod: int | None) -> Batch:
         """Rows [b, s + 1] to a batch."""
         data = self._run.data
+        if data.document_attention:
+            assert eod is not None, "checked by build_loaders"
+            split = self._run.parallel.tensor_model_parallel_size
+            return self._pinned(pack(rows, eod, self._layout, multiple=UNIT * split))
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         b, s = tokens.shape
         loss_mask = torch.ones(b, s, dtype=torch.float32)
@@ -330,9 +344,56 @@ class Loaders:
         # cut made later would be copied to the GPU from pageable memory, which waits for the GPU.
         rank, size = self._layout.cp_rank, self._layout.cp_size
         batch = {n: shard(t, rank=rank, size=size, dim=1) for n, t in batch.items()}
+        return self._pinned(batch)
+
+    def _pinned(self, batch: Batch) -> Batch:
         if self._run.training.device == "cuda" and torch.cuda.is_available():
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
+
+
+UNIT = 64
+"""Tokens of a tensor-parallel rank that packs over context-parallel ranks are rounded up to: few
+sizes, of which the device's allocator keeps its blocks."""
+
+
+def pack(rows: torch.Tensor, eod: int, layout: Layout, *, multiple: int) -> Batch:
+    """Rows [b, s + 1] to this rank's part of one row of packed documents.
+
+    A document begins at the start of a row and behind every end-of-document token, which carries no
+    loss: what follows it is of another document.
+
+    Returns:
+        ``tokens``, ``labels``, ``position_ids``, ``loss_mask`` [1, t], ``cu_seqlens`` int32
+        [documents + 1]. One rank has t = b s. Context-parallel ranks have ``cu_seqlens_padded``
+        too, each document padded to a multiple of twice their number, and t rounded up to
+        ``multiple``.
+    """
+    tokens, labels = rows[:, :-1].flatten(), rows[:, 1:].flatten()
+    ends = torch.eq(tokens, eod)
+    begins = torch.zeros_like(rows[:, :-1], dtype=torch.bool)
+    begins[:, 0] = True
+    begins.view(-1)[1:] |= ends[:-1]
+    starts = begins.view(-1).nonzero().view(-1)
+    cu = torch.cat([starts, starts.new_tensor([tokens.numel()])])
+    document = begins.view(-1).cumsum(0) - 1
+    values = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": (~ends).float(),
+        "position_ids": torch.arange(tokens.numel()) - starts[document],
+    }
+    batch = {"cu_seqlens": cu.int()}
+    size = layout.cp_size
+    if size > 1:
+        _, padded = padded_cu_seqlens(cu.diff().tolist(), size)
+        total = int(padded[-1]) + -int(padded[-1]) % (size * multiple)
+        index = packed_index(padded, total, rank=layout.cp_rank, size=size)
+        place = padded[:-1].long()[document] + values["position_ids"]
+        for name, x in values.items():
+            values[name] = x.new_zeros(total).index_copy_(0, place, x)[index]
+        batch["cu_seqlens_padded"] = padded
+    return batch | {name: x.unsqueeze(0) for name, x in values.items()}
 
 
 def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
@@ -371,10 +432,11 @@ def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
         else:
             absent[split] = "; ".join(short) or "not configured"
     eods = {path: file.manifest.tokenizer.eod_id for path, file in files.items()}
-    if (run.data.eod_mask_loss or run.data.reset_position_ids) and None in eods.values():
+    if (masks_ends(run) or run.data.reset_position_ids) and None in eods.values():
         problems.append(
-            "data.eod_mask_loss and reset_position_ids need the end-of-document id, which the "
-            "datasets' manifests do not name: prepare them with tokenizer.eod_id"
+            "data.eod_mask_loss, reset_position_ids and document_attention need the id of "
+            "end-of-document, which the datasets' manifests do not name: prepare them with "
+            "tokenizer.eod_id"
         )
     if problems:
         raise DataError(problems)

@@ -34,6 +34,7 @@ from megatron_patch.core_patches.cross_entropy import is_compiled
 from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
+from megatron_patch.core_patches.rope import packed_rope
 from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.model.transformer_config import transformer_config
@@ -105,6 +106,8 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
     config = transformer_config(run)
     config.perform_initialization = initialize
     qkv_split.install()
+    if run.data.document_attention:
+        packed_rope.install()
     if is_compiled(config):
         # A norm is compiled for every width, with and without gradients: latent attention under
         # full recompute reaches torch's limit of 8, after which the rest would run eagerly.

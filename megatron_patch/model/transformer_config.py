@@ -34,6 +34,8 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         **_recompute(run),
         **_experts(run),
     }
+    if run.optimizer.qk_clip is not None:
+        fields |= {"qk_clip": True, "qk_clip_threshold": run.optimizer.qk_clip}
     if run.model.mtp is not None:
         fields |= {
             "mtp_num_layers": run.model.mtp.num_layers,

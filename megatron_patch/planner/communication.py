@@ -159,10 +159,12 @@ def _data(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[Traffi
         if group.size == 1 or numel == 0:
             continue
         share, link = (group.size - 1) / group.size, group.link
-        if run.parallel.use_distributed_optimizer:
+        sharded = run.parallel.use_distributed_optimizer
+        if sharded and run.optimizer.name != "muon":
             found.append(Traffic("dp", f"{name}: gradient reduce-scatter", 4 * numel * share, link))
-            sent = weight * numel * share
-            found.append(Traffic("dp", f"{name}: weight all-gather", sent, link))
         else:
             found.append(Traffic("dp", f"{name}: gradient all-reduce", 8 * numel * share, link))
+        if sharded:
+            sent = weight * numel * share
+            found.append(Traffic("dp", f"{name}: weight all-gather", sent, link))
     return found

@@ -6,6 +6,10 @@ arXiv:1910.02054, stage 1) parameters live in a buffer of the same layout, every
 a multiple of 64 elements, buckets end at a multiple of lcm(data-parallel size, 128), and each of
 the data-parallel ranks owns an equal slice of each bucket. Without it nothing is padded or sliced.
 
+Muon's layer-wise optimizer shards its state alone: whole parameters, in order of size, are dealt to
+the data-parallel ranks, there and back. Matrices but the tables have one momentum, 4 bytes, in the
+place of Adam's moments.
+
 Bytes an element: BF16 weight 2, FP32 gradient 4, FP32 main weight 4, both Adam moments 8; in FP32
 runs weights are their own main weights: 4 + 4 + 8.
 """
@@ -25,7 +29,7 @@ END = 128
 """Elements a bucket's end is aligned to, besides the data-parallel size."""
 BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Smallest bucket under overlap_grad_reduce, in elements: the larger of the two (x DP size)."""
-GRADIENT, MAIN, MOMENTS = 4, 4, 8
+GRADIENT, MAIN, MOMENTS, MOMENTUM = 4, 4, 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,8 @@ def buffers_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[t
             mine = [x for x in every if x.expert == expert]
             if mine:
                 limit = bucket if divided else None
-                buffer = buffer_of(mine, ranks, sharded=p.use_distributed_optimizer, bucket=limit)
+                sharded = p.use_distributed_optimizer and run.optimizer.name != "muon"
+                buffer = buffer_of(mine, ranks, sharded=sharded, bucket=limit)
                 found.append((buffer, ranks))
     return found
 
@@ -151,9 +156,40 @@ def states_of(
             owned += -(-buffer.numel // ranks)
         else:
             owned += buffer.owned(dp_rank % ranks, ranks)
+    optimizer = ((MAIN if bf16 else 0) + MOMENTS) * owned
+    if run.optimizer.name == "muon":
+        every = [p for c in chunks_of(run, stage) for p in chunk_parameters(run, c, vocab)]
+        optimizer = _muon_bytes(run, every, layout, dp_rank=dp_rank)
     return States(
         parameters=parameters,
         weights=(2 if bf16 else 4) * padded,
         gradients=GRADIENT * padded,
-        optimizer=((MAIN if bf16 else 0) + MOMENTS) * owned,
+        optimizer=optimizer,
     )
+
+
+def _is_muons(p: Parameter) -> bool:
+    table = p.name.startswith("embedding.") or p.name == "output_layer.weight"
+    return len(p.shape) == 2 and not table
+
+
+def _muon_bytes(
+    run: RunConfig, parameters: list[Parameter], layout: Layout, *, dp_rank: int | None
+) -> int:
+    """Main weights and moments of one rank."""
+    main = MAIN if run.training.precision == "bf16" else 0
+    total = 0
+    for expert, ranks in ((False, layout.dp * layout.cp), (True, layout.edp)):
+        count = ranks if run.parallel.use_distributed_optimizer else 1
+        turns = [*range(count), *reversed(range(count))]
+        owned = [0] * count
+        # (elements, bytes each): of one size, core has Muon's first.
+        mine = sorted(
+            (p.numel, main + (MOMENTUM if _is_muons(p) else MOMENTS))
+            for p in parameters
+            if p.expert == expert
+        )
+        for number, (numel, each) in enumerate(mine):
+            owned[turns[number % len(turns)]] += each * numel
+        total += max(owned) if dp_rank is None else owned[dp_rank % count]
+    return total

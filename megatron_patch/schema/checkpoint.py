@@ -11,6 +11,11 @@ from megatron_patch.schema.kinds import MEANING
 from megatron_patch.schema.paths import PathText
 from megatron_patch.schema.problem import Problem
 
+Carried = Literal["optimizer", "step", "data"]
+CARRIED: tuple[Carried, ...] = ("optimizer", "step", "data")
+"""What a start from another run's checkpoint may take over beside the weights: moments; counters,
+schedule, random streams and records; the position in each dataset."""
+
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class CheckpointConfig:
@@ -33,6 +38,9 @@ class CheckpointConfig:
     """With ``load_from``: its checkpoint of this step; null: the newest."""
     load_weights_only: bool = False
     """With ``load_from``: weights only; optimizer, schedule and data start fresh."""
+    carry_over: list[Carried] = field(default_factory=lambda: list(CARRIED))
+    """With ``load_from``: what goes on beside the weights; without step, schedule and steps start
+    at 0."""
     intended_changes: list[str] = field(default_factory=list)
     """Keys that may change what loaded weights mean."""
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
@@ -54,6 +62,7 @@ class CheckpointConfig:
         if self.load_step is not None and self.load_from is None:
             text = f"{self.load_step} has no effect without load_from; a run goes back with "
             yield Problem("checkpoint.load_step", f"{text}'megatron-patch checkpoint rollback'")
+        yield from self._carried()
         yield from self._intended()
         if self.load_from is not None and self.resume == "required":
             yield Problem(
@@ -67,6 +76,22 @@ class CheckpointConfig:
                 f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
                 "checkpoints",
             )
+
+    @property
+    def carried(self) -> frozenset[Carried]:
+        """What a start from ``load_from`` takes over beside the weights."""
+        return frozenset(() if self.load_weights_only else self.carry_over)
+
+    def _carried(self) -> Iterator[Problem]:
+        path = "checkpoint.carry_over"
+        if sorted(self.carry_over) == sorted(CARRIED):
+            return
+        if self.load_weights_only:
+            yield Problem(path, "contradicts load_weights_only, which is []: leave one out")
+        elif self.load_from is None:
+            yield Problem(path, f"{self.carry_over} has no effect without load_from")
+        if len(set(self.carry_over)) != len(self.carry_over):
+            yield Problem(path, f"{self.carry_over}: name each once")
 
     def _intended(self) -> Iterator[Problem]:
         path = "checkpoint.intended_changes"

@@ -97,6 +97,8 @@ class DataConfig:
     """No loss at end-of-document tokens, where the next document's first token is predicted."""
     reset_position_ids: bool = False
     """Restart positions after every end of document (attention still crosses documents)."""
+    document_attention: bool = False
+    """Attention, positions and loss stop at ends of documents."""
 
     def problems(self) -> Iterator[Problem]:
         yield from self._blend_problems()
@@ -113,7 +115,7 @@ class DataConfig:
         if self.seed is not None and self.seed < 0:
             yield Problem("data.seed", f"{self.seed} is negative; use 0 or more")
         if self.tokenizer.kind == "none" and self.tokenizer.eod_id is None:
-            for key in ("eod_mask_loss", "reset_position_ids"):
+            for key in ("eod_mask_loss", "reset_position_ids", "document_attention"):
                 if getattr(self, key):
                     text = "needs to know the end-of-document id: set data.tokenizer.eod_id"
                     yield Problem(f"data.{key}", text)

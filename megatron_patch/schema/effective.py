@@ -43,9 +43,15 @@ def _expert_width(run: RunConfig) -> int | None:
     return None if moe is None else model.expert_ffn_hidden_size(run.model, moe)
 
 
+def masks_ends(run: RunConfig) -> bool:
+    """Whether end-of-document tokens carry no loss."""
+    return run.data.eod_mask_loss or run.data.document_attention
+
+
 def _resets_positions(run: RunConfig) -> bool:
     """Other embeddings read no position ids; earlier versions took the key with all of them."""
-    return run.data.reset_position_ids and run.model.position_embedding == "learned_absolute"
+    resets = run.data.reset_position_ids or run.data.document_attention
+    return resets and run.model.position_embedding == "learned_absolute"
 
 
 def _window(run: RunConfig) -> list[int] | None:
@@ -66,6 +72,7 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "model.moe.layer_freq": lambda run: model.moe_layers(run.model),
     "optimizer.decay_steps": decay_steps,
     "data.seed": data_seed,
+    "data.eod_mask_loss": masks_ends,
     "data.reset_position_ids": _resets_positions,
     "data.tokenizer.eod_id": _end_of_document,
     "parallel.expert_tensor_parallel_size": expert_tensor_parallel_size,
@@ -88,6 +95,7 @@ IDLE: dict[str, Callable[[RunConfig], bool]] = {
         lambda run: run.model.moe is None or "aux_loss" not in run.model.moe.load_balancing
     ),
     "optimizer.wsd_decay_style": lambda run: run.optimizer.schedule != "wsd",
+    "optimizer.muon_momentum": lambda run: run.optimizer.name != "muon",
 }
 """Keys that nothing reads under the values of others: whether that is so."""
 

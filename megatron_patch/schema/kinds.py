@@ -28,6 +28,7 @@ _KEYS: dict[Kind, str] = {
         model.mla.qk_pos_emb_head_dim model.mla.v_head_dim
         model.mtp model.mtp.num_layers
         data.tokenizer data.eod_mask_loss data.reset_position_ids
+        data.document_attention
     """,
     # Which tokens are read, and in which order.
     "data": """
@@ -41,7 +42,7 @@ _KEYS: dict[Kind, str] = {
         optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps
         optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
         optimizer.wsd_decay_style optimizer.weight_decay optimizer.beta1 optimizer.beta2
-        optimizer.eps optimizer.clip_grad
+        optimizer.eps optimizer.clip_grad optimizer.name optimizer.muon_momentum optimizer.qk_clip
         model.hidden_dropout model.attention_dropout model.moe.aux_loss_coeff
         model.mtp.loss_scaling_factor
     """,

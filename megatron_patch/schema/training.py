@@ -161,10 +161,12 @@ class TrainingConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW and the learning-rate schedule."""
+    """The update and the learning-rate schedule."""
 
     lr: float
     """Peak learning rate."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: Megatron-Core's for matrices, AdamW for tables, norms and biases."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -189,6 +191,10 @@ class OptimizerConfig:
     """Adam's epsilon."""
     clip_grad: float = 1.0
     """Global gradient-norm clip; 0 disables clipping."""
+    muon_momentum: float = 0.95
+    """Muon's momentum."""
+    qk_clip: float | None = None
+    """Scale W_Q and W_K of heads whose largest logit of a step is above this."""
     implementation: Literal["auto", "apex", "te", "torch"] = "auto"
     """AdamW kernel; auto: Transformer Engine's, else Apex's, else PyTorch's."""
 
@@ -212,7 +218,10 @@ class OptimizerConfig:
             yield Problem("optimizer.min_lr", text)
 
     def _adam(self) -> Iterator[Problem]:
-        for name in ("beta1", "beta2"):
+        if self.qk_clip is not None and not 0 < self.qk_clip <= LARGEST:
+            text = f"{self.qk_clip}: must be more than 0, as 100, or null"
+            yield Problem("optimizer.qk_clip", text)
+        for name in ("beta1", "beta2", "muon_momentum"):
             value = getattr(self, name)
             if not 0 <= value <= LARGEST_BETA:
                 text = f"{value}: must be 0 or more, and below 1 in float32: at most {LARGEST_BETA}"

@@ -27,6 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
+from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.stability.sampling import Geometry
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
@@ -328,7 +329,8 @@ class Observer:
 
     def _before(self, site: Site) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
-            if hasattr(module, "observed") and self._wanted(site) and not _packed(args, kwargs):
+            packed = _packed(args, kwargs)
+            if hasattr(module, "observed") and self._wanted(site) and self._sees(packed):
                 module.observed = {}
 
         return hook
@@ -351,16 +353,26 @@ class Observer:
         if seen is not None:
             _add_hooks(wanted, seen, output)
 
+    def _sees(self, packed: Any) -> bool:
+        """Whether a call is observed: not that of packed documents over context-parallel ranks."""
+        return packed is None or self._cp_group is None or self._cp_group.size() == 1
+
     def _core_call(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen | None:
-        """A call as Megatron-Core makes it; None: packed sequences."""
+        """A call as Megatron-Core makes it, packed documents as one sequence; None: not seen."""
         module: Any = site.module
-        if _packed(args, kwargs):
+        packed = _packed(args, kwargs)
+        if not self._sees(packed):
             return None
         q, k, v = (
             args[i] if len(args) > i else kwargs[name]
             for i, name in enumerate(("query", "key", "value"))
         )
-        observed = getattr(module, "observed", None) or {}
+        inputs = k, v
+        observed = dict(getattr(module, "observed", None) or {})
+        if packed is not None:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+            if "low" in observed:
+                observed["low"] = observed["low"].unsqueeze(1)
         if hasattr(module, "observed"):
             module.observed = None
         mask = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
@@ -380,9 +392,10 @@ class Observer:
                 causal=mask in _CAUSAL,
                 window=_window(module),
                 group=self._cp_group,
+                starts=None if packed is None else _starts(packed.cu_seqlens_q, q.shape[0]),
             ),
             dropout_p=_dropout(module),
-            inputs=(k, v),
+            inputs=inputs,
         )
 
 
@@ -435,10 +448,15 @@ def _on_gradient(
     return hook
 
 
-def _packed(args: Any, kwargs: Any) -> bool:
-    """Packed sequences (thd) are not observed; the trainer does not produce them."""
+def _packed(args: Any, kwargs: Any) -> Any:
+    """The PackedSeqParams of a call of packed documents (thd), else None."""
     params = args[6] if len(args) > 6 else kwargs.get("packed_seq_params")
-    return params is not None and getattr(params, "qkv_format", None) == "thd"
+    return params if getattr(params, "qkv_format", None) == "thd" else None
+
+
+def _starts(cu: torch.Tensor, tokens: int) -> torch.Tensor:
+    """First token of the document of each token."""
+    return cu[documents_of(cu, torch.arange(tokens, device=cu.device))]
 
 
 def _scale(module: Any, head_dim: int) -> float:

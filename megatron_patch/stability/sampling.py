@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Geometry:
     window: tuple[int, int] | None = None
     group: Any = None
     """Context-parallel process group; None when the sequence is whole."""
+    starts: torch.Tensor | None = field(default=None, compare=False)
+    """First token of the document of each token [s], in a pack of them; None: one sequence."""
 
     @property
     def size(self) -> int:
@@ -117,6 +119,8 @@ def sample(rows: torch.Tensor, *, tokens: int, geometry: Geometry) -> Sample:
             hidden = hidden | (gap > left)
         if right >= 0:
             hidden = hidden | (-gap > right)
+    if geometry.starts is not None:
+        hidden = hidden | (keys[None, :] < geometry.starts[rows][:, None])
     return Sample(rows=rows, hidden=hidden)
 
 

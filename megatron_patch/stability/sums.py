@@ -165,7 +165,7 @@ class HeadSums:
             or (numerics is not None and (numerics.keeps_residual or bool(numerics.projection))),
         )
         top = seen.max_logits
-        if top is None and geometry.size == 1:
+        if top is None and geometry.size == 1 and geometry.starts is None:
             top = exact_max_logits(seen)
         pieces = [x[:, :b] for x in (seen.q, seen.k, seen.v)]
         shapes = [(x.shape, x.dtype) for x in (*pieces, seen.out, seen.low) if x is not None]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_patch.context_parallel.layout import shard
+from megatron_patch.schema.effective import masks_ends
 
 if TYPE_CHECKING:
     from megatron_patch.data.reader import Batch
@@ -45,7 +46,7 @@ def weighed(session: Session, batches: list[Batch | None]) -> Iterator[None]:
     run, layout = session.run, session.layout
     depths = 0 if run.model.mtp is None else run.model.mtp.num_layers
     balances = run.model.moe is not None and run.model.moe.load_balancing in _BALANCING
-    if not depths and not (balances and run.data.eod_mask_loss):
+    if not depths and not (balances and masks_ends(run)):
         yield
         return
     from megatron_patch.core_patches.mtp import tokens_of_step
@@ -68,12 +69,13 @@ def _tokens(session: Session, batches: list[Batch | None], depths: int) -> torch
     run, layout = session.run, session.layout
     length = run.model.seq_length
     counts = torch.tensor([length - depth for depth in range(1 + depths)], dtype=torch.float64)
-    if not run.data.eod_mask_loss:
+    if not masks_ends(run):
         return (session.sequences * counts).float().to(layout.device)
     counts.zero_()
     if layout.reports_loss:
         here = shard(torch.arange(length), rank=layout.cp_rank, size=layout.cp_size, dim=0)
-        masks = [batch["loss_mask"].double().sum(0) for batch in batches if batch is not None]
+        # Rows of documents are one after the other.
+        masks = [b["loss_mask"].double().view(-1, len(here)).sum(0) for b in batches if b]
         by_position = torch.stack(masks).sum(0)
         counts += torch.stack([by_position[here >= depth].sum() for depth in range(1 + depths)])
     counts = counts.to(layout.device)

@@ -22,6 +22,7 @@ from megatron_patch.data.errors import DataError
 from megatron_patch.data.loader import build_loaders
 from megatron_patch.data.position import Position
 from megatron_patch.faults.skips import Skips
+from megatron_patch.schema.checkpoint import CARRIED
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.schema.kinds import Kind, entry, kind_of
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_patch.schema.run import Loaded, RunConfig
 
 ITSELF = ("name", "run_dir", "checkpoint.directory", "checkpoint.load_from",
-          "checkpoint.load_step", "checkpoint.load_weights_only",
+          "checkpoint.load_step", "checkpoint.load_weights_only", "checkpoint.carry_over",
           "checkpoint.intended_changes")  # fmt: skip
 """Keys that make it another run, or that name this start: no news in the table."""
 SECTIONS = ("model.moe", "model.mla", "model.mtp", "model.rope_scaling")
@@ -150,7 +151,8 @@ class Inheritance:
         parent = self.parent
         assert parent is not None
         run = self._loaded.config
-        fresh, intended = run.checkpoint.load_weights_only, run.checkpoint.intended_changes
+        carried, intended = run.checkpoint.carried, run.checkpoint.intended_changes
+        fresh = "data" not in carried
         rows: list[tuple[str, str]] = [("note", note) for note in parent.notes]
         for kind in ORDER:
             for change in (c for c in parent.changes if c.kind == kind):
@@ -162,7 +164,10 @@ class Inheritance:
                 rows += [("data", line) for line in self._place_data(parent, batch, fresh=fresh)]
             if kind == "schedule" and (line := _rates(parent, run)):
                 rows.append(("schedule", line))
-        what = "weights only" if fresh else "everything"
+        what = "everything" if len(carried) == len(CARRIED) else "weights"
+        if carried and what != "everything":
+            what += f" and {', '.join(name for name in CARRIED if name in carried)}"
+        what += " only" if not carried else ""
         head = f"start from {parent.path}, step {parent.step:,}, {what}; what differs from it:"
         return [head, *(f"  {kind:<9} {text}" for kind, text in rows)]
 
@@ -313,14 +318,14 @@ def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
         for key in intended
         if key not in differ
     ]
-    if run.checkpoint.load_weights_only:
+    if "step" not in run.checkpoint.carried:
         return problems
     return problems + [
         Problem(
             f"training.{name}",
             f"{value}, but the checkpoint to start from is of step {step:,} already: nothing would "
-            "be trained; set a larger one, or checkpoint.load_weights_only: true to start at step "
-            "0 from its weights",
+            "be trained; set a larger one, or leave step out of checkpoint.carry_over "
+            "(load_weights_only: true: weights alone) to start at step 0 from its weights",
         )
         for name in ("train_steps", "exit_at_step")
         if (value := getattr(run.training, name)) is not None and value <= step
@@ -395,9 +400,14 @@ def _rate_of(state: Mapping[str, Any], run: RunConfig, step: int) -> float | Non
 
 def _rates(parent: Parent, run: RunConfig) -> str:
     """The learning rate of the next step, before and after; empty where nothing is to be said."""
-    if run.checkpoint.load_weights_only:
+    if "step" not in run.checkpoint.carried:
         rate = Schedule.of(run).rate(1)
-        return f"optimizer and schedule start anew: learning rate {rate:.6g} at step 1"
+        what = (
+            "schedule starts"
+            if "optimizer" in run.checkpoint.carried
+            else ("optimizer and schedule start")
+        )
+        return f"{what} anew: learning rate {rate:.6g} at step 1"
     rate = Schedule.of(run).rate(parent.step + 1)
     at = f"learning rate of step {parent.step + 1:,}"
     if parent.rate is None:

@@ -11,7 +11,9 @@ from megatron_patch.core_patches.optimizer import (
     IMPLEMENTATIONS,
     adam,
     copy_weights_at_once,
+    gather_on_gloo,
     norm_and_clipping,
+    prepare_muon,
     use_fused_kernel,
 )
 
@@ -40,7 +42,7 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
-            use_distributed_optimizer=p.use_distributed_optimizer,
+            use_distributed_optimizer=p.use_distributed_optimizer and run.optimizer.name != "muon",
             check_for_nan_in_grad=False,  # training.finite does it, before the update
         )
         wrapped.append(
@@ -56,16 +58,21 @@ def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
-    """Megatron's AdamW over the wrapped chunks, and one line that says which kernel it runs.
+    """Megatron's optimizer over the wrapped chunks, and one line that says which kernel it runs.
 
     Weight decay applies to matrices; one-dimensional parameters (norms, biases, attention sinks)
-    are never decayed. Under bf16 the main weights, gradients and both moments are FP32.
+    are never decayed. Under bf16 the main weights, gradients and moments are FP32.
+
+    Muon's update of a matrix has the RMS of AdamW's (scale 0.2 sqrt of the longer side, Liu et al.
+    2025, arXiv:2502.16982), so that its learning rate and decay serve. Matrices that tensor
+    parallelism splits are gathered: the update does not depend on the layout.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     o, bf16 = run.optimizer, run.training.precision == "bf16"
+    muon, sharded = o.name == "muon", run.parallel.use_distributed_optimizer
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer="muon" if muon else "adam",
         lr=o.lr,
         min_lr=o.min_lr,
         weight_decay=o.weight_decay,
@@ -75,9 +82,16 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
         clip_grad=o.clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=sharded and not muon,
+        use_layer_wise_distributed_optimizer=sharded and muon,
         overlap_param_gather=run.parallel.overlap_param_gather,
+        muon_momentum=o.muon_momentum,
+        muon_nesterov=True,
+        muon_extra_scale_factor=0.2,
+        muon_tp_mode="duplicated",
     )
+    if muon:
+        prepare_muon(chunks)
     norm_and_clipping.install()
     with adam(o.implementation) as name:
         optimizer = get_megatron_optimizer(config, chunks)
@@ -86,9 +100,14 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
     if name == "torch" and run.training.device == "cuda":
         use_fused_kernel(optimizer)
         detail = " (fused)"
-    sharded = "sharded over data-parallel ranks" if config.use_distributed_optimizer else "whole"
+    state = "sharded over data-parallel ranks" if sharded else "whole"
     asked = "" if o.implementation == "auto" else ", as configured"
-    return optimizer, f"optimizer: {IMPLEMENTATIONS[name]}{detail}{asked}; state FP32, {sharded}"
+    matrices = "Megatron-Core Muon for matrices, else " if muon else ""
+    if muon and sharded:
+        gather_on_gloo(optimizer)
+        state += " by whole matrices"
+    line = f"optimizer: {matrices}{IMPLEMENTATIONS[name]}{detail}{asked}; state FP32, {state}"
+    return optimizer, line
 
 
 def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any) -> Any:

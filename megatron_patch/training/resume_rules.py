@@ -52,6 +52,7 @@ CHANGEABLE = (
     "optimizer.lr",
     "optimizer.min_lr",
     "optimizer.clip_grad",
+    "optimizer.qk_clip",
     "optimizer.schedule_from",
     "parallel",
     "attention",

@@ -95,7 +95,9 @@ def build_session(
         schedule=build_schedule(run, optimizer),
         guard=guard,
         micro_batches=loaders.micro_batches,
-        reads_data=needs_data(layout.pp_rank, layout.pp_size),
+        reads_data=needs_data(
+            layout.pp_rank, layout.pp_size, documents=run.data.document_attention
+        ),
         hooks_enabled=run.parallel.overlap_param_gather,
     )
     padded = padded_vocab_size(run, vocab_size)

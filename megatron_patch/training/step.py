@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.watcher import StepResult, UpdateDropped
 from megatron_patch.training import auxiliary
@@ -41,6 +42,56 @@ def place(batch: Batch, layout: Layout) -> Batch:
     return {name: x.to(layout.device, non_blocking=True) for name, x in batch.items()}
 
 
+LENGTHS = 128
+"""The longest document is rounded up to a multiple of this: few sizes of rotary tables."""
+
+
+def packed_documents(batch: Batch, here: Batch) -> Any:
+    """Core's PackedSeqParams of a micro-batch of packed documents (`data.loader.pack`), else None.
+
+    Lengths come from ``batch`` on the host: nothing waits for the device that has them as well.
+    """
+    if "cu_seqlens" not in batch:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu, padded = here["cu_seqlens"], here.get("cu_seqlens_padded")
+    longest = int(batch["cu_seqlens"].diff().max())
+    longest += -longest % LENGTHS
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _of_one_length(batches: list[Batch | None]) -> tuple[list[Batch | None], int]:
+    """Micro-batches of packed documents as long as the longest, and its tokens [1, t].
+
+    Context-parallel ranks pad documents, so that packs differ in length; the stages of a pipeline
+    exchange tensors of one shape.
+    """
+    sizes = [batch["tokens"].shape[1] for batch in batches if batch is not None]
+    length = max(sizes)
+    if min(sizes) == length:
+        return batches, length
+    longer: list[Batch | None] = []
+    for batch in batches:
+        assert batch is not None, "every stage reads packed documents"
+        missing = length - batch["tokens"].shape[1]
+        longer.append(
+            {
+                name: x if name.startswith("cu_") else torch.nn.functional.pad(x, (0, missing))
+                for name, x in batch.items()
+            }
+        )
+    return longer, length
+
+
 def forward_step(layout: Layout, *, training: bool = True) -> Any:
     """The function Megatron's schedules call for every micro-batch and chunk."""
 
@@ -51,12 +102,15 @@ def forward_step(layout: Layout, *, training: bool = True) -> Any:
             if batch is None:  # a middle pipeline stage: its input comes from the stage before
                 return model(None, None, None), lambda output: token_loss(output, output)
             here = place(batch, layout)
+            packed = packed_documents(batch, here)
+            extra = {} if packed is None else {"packed_seq_params": packed}
             output = model(
                 here["tokens"],
                 here["position_ids"],
                 None,  # causal by construction: no mask tensor
                 labels=here["labels"],
                 loss_mask=here["loss_mask"],
+                **extra,
             )
             return output, lambda losses: token_loss(here["loss_mask"], losses)
 
@@ -76,6 +130,10 @@ def run_schedule(
     """Forward (and backward) of one global batch; [sum of losses, tokens] of this rank, or None."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    length, size = session.run.model.seq_length, session.run.training.micro_batch_size
+    if session.run.data.document_attention:
+        batches, local = _of_one_length(batches)
+        length, size = local * session.layout.cp_size, 1
     # Every virtual chunk reads the same micro-batches, so each gets its own iterator over them.
     iterators = [iter(batches) for _ in session.chunks]
     reports = get_forward_backward_func()(
@@ -83,8 +141,8 @@ def run_schedule(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=session.chunks if len(session.chunks) > 1 else session.chunks[0],
         num_microbatches=session.micro_batches,
-        seq_length=session.run.model.seq_length,
-        micro_batch_size=session.run.training.micro_batch_size,
+        seq_length=length,
+        micro_batch_size=size,
         forward_only=forward_only,
     )
     if not reports:
@@ -131,6 +189,9 @@ def train_step(
         except UpdateDropped as dropped:  # on all ranks
             updated, grad_norm = False, dropped.grad_norm
     session.skipped += not updated
+    if session.run.optimizer.qk_clip is not None:
+        with phase("optimizer"):  # Collective; waits for the device
+            clip_qk(session.chunks, log_max_only=not updated)
     return StepResult(report, grad_norm, lr)
 
 

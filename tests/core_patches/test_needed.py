@@ -100,6 +100,36 @@ def a_norm_needs_values_on_the_host():
         l2_norm(*[torch.ones(2, device="meta")] * 2)
 
 
+@shows("packed rotary")
+def lengths_of_documents_are_brought_to_the_host():
+    from megatron.core.models.common.embeddings import rope_utils
+
+    assert "tolist" in names_in(rope_utils._apply_rotary_pos_emb_thd)
+
+
+@shows("Muon's matrices")
+def a_table_of_positions_is_a_matrix():
+    from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
+
+    assert not _is_nonlinear_or_embedding(torch.empty(4, 2))
+    assert not {"position_embeddings"} & names_in(
+        core_language_module().setup_embeddings_and_output_layer
+    )
+
+
+def core_language_module():
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    return LanguageModule
+
+
+@shows("Muon's gather")
+def all_matrices_are_gathered_at_once():
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    assert "all_gather" in names_in(LayerWiseDistributedOptimizer.allgather_params)
+
+
 @shows("QK clip")
 def every_layer_is_taken_for_attention():
     from megatron.core.optimizer.qk_clip import clip_qk

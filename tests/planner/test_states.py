@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import dry_run
 import pytest
 from megatron_cpu import DIST, EP, PP, SP, TP, VP, tiny_run
@@ -83,6 +85,22 @@ def test_every_rank_holds_what_the_plan_says(model, parallel, dp, precision, mon
         assert found == states.states_of(run, layout, stage, vocab, dp_rank=place)
         most = states.states_of(run, layout, stage, vocab)
         assert found.optimizer <= most.optimizer
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "dp"), [(GPT2, {}, 3), (GQA, WHOLE, 2), (MOE, {EP: 2}, 4)]
+)
+def test_every_rank_holds_what_the_plan_says_of_muon(model, parallel, dp):
+    pytest.importorskip("emerging_optimizers")
+    run = tiny_run({"num_layers": 4, **model}, parallel=parallel, training={"precision": "bf16"})
+    run = replace(run, optimizer=replace(run.optimizer, name="muon"))
+    layout, vocab = layouts.layout_of(run, 1, dp), padded_vocab_size(run, VOCAB)
+    most = states.states_of(run, layout, 0, vocab)
+    for rank in range(dp):
+        found = allocated(run, rank, dp)
+        planned = states.states_of(run, layout, 0, vocab, dp_rank=rank)
+        assert found.optimizer <= most.optimizer
+        assert found == planned
 
 
 def _smaller_buckets(monkeypatch, size):

@@ -57,6 +57,7 @@ MODELS: dict[str, list[str]] = {
         "model.mla={kv_lora_rank: 16, qk_head_dim: 8, qk_pos_emb_head_dim: 4, v_head_dim: 8}",
     ],
     "moe": [*EXPERTS, "model.moe.aux_loss_coeff=0.1"],
+    "packed": [TWO_LAYERS, "data.document_attention=true"],
     "mtp": [TWO_LAYERS, "model.mtp.num_layers=2", "model.mtp.loss_scaling_factor=0.5"],
 }
 DROPOUT = "model.attention_dropout=0.3"
@@ -139,6 +140,7 @@ TWO_MORE: Table = {
     "all_gather": ("fp32", [CP2, f"{KIND}=all_gather"]),
     "a2a": ("fp32", [CP2, f"{KIND}=a2a"]),
     "bf16_p2p": ("bf16", [CP2]),
+    "packed_all_gather": ("packed", [CP2, f"{KIND}=all_gather"]),
     "local_a2a": ("local", [CP2, f"{KIND}=a2a"]),
     "local_all_gather": ("local", [CP2, f"{KIND}=all_gather"]),
     "latent_a2a": ("latent", [CP2, f"{KIND}=a2a"]),
@@ -147,6 +149,7 @@ TWO_MORE: Table = {
 FOUR: Table = {
     "tp2": ("fp32", [CP2, TP2, SP]),
     "pp2": ("fp32", [CP2, PP2]),
+    "packed_pp2": ("packed", [CP2, PP2]),
 }
 FOUR_MORE: Table = {
     "cp4_both": ("fp32", [CP4, f"{KIND}=a2a+p2p", SIZES]),

@@ -91,6 +91,7 @@ MEANING: list[tuple[str, str, str, list[str]]] = [
     ("model.seq_length", "32", "64", []),
     ("data.reset_position_ids", "false", "true", [LEARNED]),
     ("data.eod_mask_loss", "false", "true", []),
+    ("data.document_attention", "false", "true", []),
     ("model.max_position_embeddings", "64", "96", [LEARNED, "model.max_position_embeddings=64"]),
 ]
 """Key, what the checkpoint has, what the start has, and what else both have."""
@@ -186,7 +187,7 @@ def test_a_key_that_came_with_an_update_is_no_change(loaded: Callable[..., Any])
         (["[model.rotary_base]"], "has no effect without load_from"),
         (["[model.rotary]", *START], "'model.rotary' is no key that decides"),
         (["[model]", *START], "'model' is no key that decides"),
-        (["[optimizer.lr]", *START], "allowed: data.eod_mask_loss, data.reset_position_ids"),
+        (["[optimizer.lr]", *START], "allowed: data.document_attention, data.eod_mask_loss"),
         (["['*']", *START], "is no key"),
         (["[model.window, model.window]", *START], "model.window is named twice"),
     ],
@@ -393,6 +394,10 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
     run("nothing", "training.train_steps=4", parent)
     run("weights", "training.train_steps=3", parent, "checkpoint.load_weights_only=true",
         "training.global_batch_size=4", "training.exit_at_step=2")  # fmt: skip
+    stage = ["training.train_steps=3", parent, "checkpoint.carry_over=[optimizer, data]",
+             "training.global_batch_size=4", "optimizer.warmup_steps=1"]  # fmt: skip
+    run("stage", *stage, "training.exit_at_step=2")
+    run("stage", *stage, attempt=" resumed")
     results = run_ranks(folder, corpus, 2, list(runs.values()))
     return folder, dict(zip(runs, results, strict=True))
 
@@ -473,6 +478,40 @@ def test_nothing_to_do_is_no_success(chain: Any) -> None:
     (shorter,) = results["smaller shorter"]
     assert shorter["code"] == 2 and "5, but this run is at step 6 already" in shorter["error"]
     assert "finished" not in log_of(folder, "smaller").partition("step 7")[0]
+
+
+def test_a_stage_counts_from_zero_and_reads_on(chain: Any) -> None:
+    """Moments and data go on; steps and schedule, with a warm-up of its own, begin."""
+    folder, results = chain
+    assert [n for _, n in windows(results["stage"][0], 8)] == list(range(32, 40))
+    assert [n for _, n in windows(results["stage resumed"][0], 4)] == list(range(40, 44))
+    log = log_of(folder, "stage")
+    assert "step 4, weights and optimizer, data; what differs from it:" in log
+    assert "  schedule  schedule starts anew: learning rate 0.01 at step 1" in log
+    assert "took the weights and optimizer of step 4" in log
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["checkpoint.carry_over=[data]"], "has no effect without load_from"),
+        (["checkpoint.carry_over=[data, data]", *START], "name each once"),
+        (["checkpoint.carry_over=[]", "checkpoint.load_weights_only=true", *START], "leave one"),
+    ],
+)
+def test_what_is_carried_over_is_checked(
+    loaded: Callable[..., Any], keys: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        loaded(*keys)
+
+
+@pytest.mark.parametrize("stage", ["continued", "annealed"])
+def test_shipped_stages_load(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "gpt2_124m").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    run = load(Path(__file__).parents[2] / "configs" / "stages" / f"gpt2_124m_{stage}.yaml").config
+    assert "data" in run.checkpoint.carried and "step" not in run.checkpoint.carried
 
 
 def test_weights_alone_start_everything_anew_and_say_so(chain: Any) -> None:

@@ -82,6 +82,7 @@ SPELLINGS = {
     "model.moe.layer_freq": [[1, 1, 1, 1, 1, 1]],
     "optimizer.decay_steps": [20],
     "data.seed": [1234],
+    "data.eod_mask_loss": [False],
     "data.reset_position_ids": [True],
     "data.tokenizer.eod_id": [256],
     "parallel.expert_tensor_parallel_size": [1],
@@ -243,6 +244,8 @@ def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
             tree = put(full, "model.position_embedding", "learned_absolute")
         if path == "optimizer.wsd_decay_style":
             tree = put(full, "optimizer.schedule", "wsd")
+        if path == "optimizer.muon_momentum":
+            tree = put(full, "optimizer.name", "muon")
         saved, changed = render.dump(tree), put(tree, path, another(tp, at(tree, path), path))
         why = another_run(saved, as_loaded(tiny, changed)) or ""
         assert differences(saved, render.dump(changed)), path

@@ -7,6 +7,7 @@ sections, or what another room can serve, stands here with the section whose key
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_patch.attention.backends import BACKENDS
@@ -20,6 +21,11 @@ from megatron_patch.schema.run import RunConfig
 def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
     """A warm-up, a decay and a run that do not fit into each other."""
     o = run.optimizer
+    if o.name == "muon":
+        yield from _muon(run)
+    if o.qk_clip is not None and run.model.qk_layernorm and run.model.mla is None:
+        text = f"{o.qk_clip} with model.qk_layernorm, which undoes the scaling: leave one out"
+        yield Problem("optimizer.qk_clip", text)
     decay = decay_steps(run)
     if decay >= 1 and o.warmup_steps >= decay:
         yield Problem(
@@ -40,9 +46,32 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _muon(run: RunConfig) -> Iterator[Problem]:
+    """What Megatron-Core's Muon and its sharding by whole matrices have not."""
+    p = run.parallel
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        yield Problem(
+            "optimizer.name",
+            "muon needs the package emerging-optimizers, which is not installed: pip install "
+            "megatron-patch-stable[muon]",
+        )
+    if p.use_distributed_optimizer and run.training.precision == "fp32":
+        yield Problem(
+            "parallel.use_distributed_optimizer",
+            "true with optimizer.name muon and training.precision fp32: Megatron-Core shards Muon "
+            "by whole matrices in bf16 only; set it to false",
+        )
+    if p.overlap_param_gather:
+        text = (
+            "true with optimizer.name muon: weights are gathered after the update; set it to false"
+        )
+        yield Problem("parallel.overlap_param_gather", text)
+
+
 def data_problems(run: RunConfig) -> Iterator[Problem]:
     """An evaluation that is asked for and has no data, and positions that nothing reads."""
     data, interval = run.data, run.training.eval_interval
+    yield from _documents(run)
     if data.reset_position_ids and run.model.position_embedding != "learned_absolute":
         yield Problem(
             "data.reset_position_ids",
@@ -62,6 +91,29 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
         elif data.blend and not any(data._split_problems()) and data.split[at] == 0:
             text = f"{data.split} leaves nothing for {what}; give {split} a share, or remove {key}"
             yield Problem("data.split", text)
+
+
+def _documents(run: RunConfig) -> Iterator[Problem]:
+    """What cannot be trained on packed documents; backends are the capability table's."""
+    path, model = "data.document_attention", run.model
+    if not run.data.document_attention:
+        return
+    if model.mtp is not None:
+        text = "true with model.mtp, whose further tokens would cross documents: leave one out"
+        yield Problem(path, text)
+    if model.moe is not None and run.parallel.context_parallel_size > 1:
+        yield Problem(
+            path,
+            "true with model.moe over context-parallel ranks: the padding between documents would "
+            "count in the balance of experts; use parallel.context_parallel_size: 1",
+        )
+    balanced = model.moe is not None and model.moe.load_balancing == "seq_aux_loss"
+    if balanced and run.training.micro_batch_size > 1:
+        yield Problem(
+            path,
+            "true with model.moe.load_balancing seq_aux_loss: the sequences of a micro-batch would "
+            "be balanced as one; use aux_loss, or training.micro_batch_size: 1",
+        )
 
 
 def parallel_problems(run: RunConfig) -> Iterator[Problem]:

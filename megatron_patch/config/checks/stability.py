@@ -51,6 +51,10 @@ def _switch(run: RunConfig) -> Iterator[Problem]:
 
 def _captures(run: RunConfig) -> Iterator[Problem]:
     options, model = run.stability, run.model
+    for name in ("capture_steps", "capture_at"):
+        if getattr(options, name) and run.data.document_attention:
+            text = "captures hold no ends of documents: leave it out, or data.document_attention"
+            yield Problem(f"stability.{name}", text)
     for name, values, low, high in (
         ("capture_steps", options.capture_steps, 1, run.training.train_steps),
         ("capture_layers", options.capture_layers, 0, model.attention_layers - 1),

@@ -30,7 +30,7 @@ class Stability(Watcher):
 
     def load_state(self, at: ResumePoint) -> None:
         options, self._latest = self._run.checkpoint, {}
-        parent = None if options.load_weights_only else options.load_from
+        parent = options.load_from if "step" in options.carried else None
         own = at.extra.get("stability")
         self.attention.resume(
             at.step, own, switched_at=at.switched_at, parent=parent, has_saved=at.has_saved

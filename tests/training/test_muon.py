@@ -1,0 +1,95 @@
+"""``optimizer.name: muon``: layouts agree, a resume repeats every bit, logits are clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_corpus import byte_corpus
+from megatron_cpu import tiny_run
+from training_ranks import distance, figures, metrics, run_ranks
+
+from megatron_patch.config import checks
+
+pytestmark = pytest.mark.multiprocess
+MUON = ("optimizer.name=muon", "training.train_steps=4", "checkpoint.interval=2")
+BF16 = (*MUON, "training.precision=bf16")
+WHOLE = (*MUON, "parallel.use_distributed_optimizer=false")
+STOP = "training.exit_at_step=2"
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    pytest.importorskip("emerging_optimizers")
+    folder = tmp_path_factory.mktemp("muon")
+    corpus = byte_corpus(folder / "tiny", (f"{n} is followed by {n + 1}. " for n in range(300)))
+    runs: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, ranks: int, *keys: str, attempt: str = "") -> None:
+        keys = ("model.num_layers=2", *keys)
+        runs[name + attempt] = {"set": [f"name={name}", *keys], "ranks": ranks}
+
+    run("one", 1, *BF16)
+    run("sharded", 2, *BF16, "optimizer.qk_clip=0.01")
+    run("resumed", 2, *BF16, "optimizer.qk_clip=0.01", STOP)
+    run("resumed", 2, *BF16, "optimizer.qk_clip=0.01", attempt=" again")
+    run("unclipped", 2, *BF16)
+    run("whole", 1, *WHOLE)
+    run("half", 1, *WHOLE, STOP)
+    run("half", 1, *WHOLE, attempt=" again")
+    run("split", 2, *WHOLE, "parallel.tensor_model_parallel_size=2")
+    run("other", 1, *BF16[1:], "checkpoint.load_from=one@4", "checkpoint.carry_over=[data]")
+    run("narrower", 1, *BF16, "checkpoint.load_from=unclipped@2")
+    results = run_ranks(folder, corpus, 2, list(runs.values()))
+    return folder, dict(zip(runs, results, strict=True))
+
+
+def test_every_run_ends_well(chain: Any) -> None:
+    _, results = chain
+    assert {rank["code"] for ranks in results.values() for rank in ranks} == {0}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("resumed", "sharded"), ("half", "whole")])
+def test_a_resume_repeats_every_bit(chain: Any, name: str, expected: str) -> None:
+    folder, results = chain
+    whole, again = results[expected], results[f"{name} again"]
+    assert [rank["weights"] for rank in again] == [rank["weights"] for rank in whole]
+    assert figures(folder / "runs" / name) == figures(folder / "runs" / expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "limit"),
+    [("unclipped", "one", 5e-3), ("narrower", "one", 5e-3), ("split", "whole", 1e-3)],
+)
+def test_layouts_train_the_same(chain: Any, name: str, expected: str, limit: float) -> None:
+    """Sharded over two ranks, loaded from them by one, and with split matrices."""
+    runs = chain[0] / "runs"
+    found = figures(runs / name)
+    assert distance(found, figures(runs / expected), sorted(found)) < limit
+
+
+def test_the_clip_holds_logits_down(chain: Any) -> None:
+    runs = chain[0] / "runs"
+    assert metrics(runs / "sharded")[4]["loss"] != metrics(runs / "unclipped")[4]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training", "path"),
+    [
+        ({}, {"precision": "fp32"}, "parallel.use_distributed_optimizer"),
+        ({"overlap_param_gather": True}, {"precision": "bf16"}, "parallel.overlap_param_gather"),
+    ],
+)
+def test_refused(parallel: Any, training: Any, path: str) -> None:
+    run = tiny_run(parallel=parallel, training=training)
+    run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
+    assert path in {problem.path for problem in checks.optimizer_problems(run)}
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    run = tiny_run(training={"precision": "bf16"})
+    run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
+    assert "emerging-optimizers" in next(checks.optimizer_problems(run)).message
