@@ -173,6 +173,8 @@ def requirements_of(
         dropout=model.attention_dropout > 0,
         deterministic=run.training.deterministic,
         cp=parallel.context_parallel_size,
+        cp_comm_type=cp_comm_type,
+        fp8=run.attention.fp8,
         mla=model.mla is not None,
         stabilizer=run.attention.stabilizer,
         backward=run.attention.backward,
@@ -268,6 +270,7 @@ _FLAGS = (
     "deterministic",
     "max_logits",
     "cp",
+    "fp8",
 )
 
 

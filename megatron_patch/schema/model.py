@@ -80,6 +80,8 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of the head dimension that is rotated."""
+    rope_fusion: Literal["auto", "own", "te", "none"] = "auto"
+    """Kernel of the rotation: ours (auto: on a GPU), Transformer Engine's, or none."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of the layer and final norms."""
     norm_epsilon: float = 1e-5
