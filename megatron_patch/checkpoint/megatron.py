@@ -406,6 +406,7 @@ class Checkpointer:
             if not own and self._inherit is not None:
                 self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))
             request = together(lambda: self._request(info, weights_only, same_layout))
+            together(lambda: content.ask_for_saved_scales(request, index))
             skip = content.NOT_MODEL.pattern if weights_only else f"{content.COMMON}/|{content.RNG}"
             asked = self.ranks.all_gather(together(lambda: content.describe(request)))
             together(lambda: content.check_fit(asked, index, skip=skip))

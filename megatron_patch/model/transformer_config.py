@@ -192,5 +192,4 @@ def _latent(run: RunConfig) -> dict[str, Any]:
         "rope_type": "rope",
         "rotary_base": run.model.rotary_base,
         "rotary_percent": run.model.rotary_percent,
-        "apply_rope_fusion": False,
     }

@@ -22,8 +22,6 @@ def exact(x, angles, *, pairs_in, pairs_out, scale=1.0):
     """x [s, b, h, d] turned by angles [s, r], in the type of x."""
     r = angles.shape[-1]
     cos, sin = ((f(angles.to(x.dtype)) * scale)[:, None, None] for f in (torch.cos, torch.sin))
-    one, step = (slice(None), 2) if pairs_out else (slice(None, r // 2), 1)
-    del one, step
     part, rest = x[..., :r], x[..., r:]
     if pairs_in:
         a, b = part[..., 0::2], part[..., 1::2]
