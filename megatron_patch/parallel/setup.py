@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
 
 
+_own_port: str | None = None
+"""``MASTER_PORT`` that `_launch_environment` has chosen in this process."""
+
+
 class LayoutError(ConfigError):
     """The parallel configuration does not fit the ranks that were started."""
 
@@ -142,11 +146,14 @@ def _launch_environment() -> tuple[int, int, int, torch.distributed.Store | None
         LayoutError: the environment holds some of torchrun's variables but not all.
     """
     store: torch.distributed.Store | None = None
+    global _own_port
     have = [v for v in TORCHRUN_VARIABLES if v in os.environ]
-    if not {"RANK", "WORLD_SIZE"} & set(have):
+    own = os.environ.get("MASTER_PORT") == _own_port
+    if own or not {"RANK", "WORLD_SIZE"} & set(have):
         store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        _own_port = str(store.port)
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=_own_port)
     elif missing := [v for v in TORCHRUN_VARIABLES if v not in os.environ]:
         problem = f"{', '.join(have)} set but {', '.join(missing)} not: start ranks with torchrun"
         raise LayoutError([Problem("parallel", problem)])
