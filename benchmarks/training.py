@@ -148,6 +148,103 @@ def plain(args: argparse.Namespace) -> int:
     return 0
 
 
+def core(args: argparse.Namespace) -> int:
+    """A rank of the rival: Megatron-Core and Transformer Engine as their users start them.
+
+    The shape, batch and AdamW of ``--config``; layers, attention, rotary kernel and AdamW of
+    Transformer Engine, core's fusions, weight gradients accumulated in the products.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_patch.config import load
+    from megatron_patch.core_patches.weight_gradient import weight_gradient
+    from megatron_patch.model.transformer_config import transformer_config
+    from megatron_patch.parallel import setup
+
+    te = ["model.layer_spec=te", "attention.backend=te", "training.compile_fusions=true"]
+    rope = load(args.config, args.set).config.model.position_embedding == "rope"
+    run = load(args.config, [*args.set, *te, *["model.rope_fusion=te"] * rope]).config
+    model, o, batch = run.model, run.optimizer, run.training.micro_batch_size
+    layout = setup.initialize(run)
+    weight_gradient.install()  # Apex's kernel where it is installed, else cuBLAS
+    config = transformer_config(run)
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        vocab_size=args.vocab,
+        max_sequence_length=model.seq_length,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type=model.position_embedding,
+        rotary_base=model.rotary_base,
+    ).cuda()
+    sharded = run.parallel.use_distributed_optimizer
+    wrapped = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=run.parallel.overlap_grad_reduce,
+            overlap_param_gather=run.parallel.overlap_param_gather,
+            use_distributed_optimizer=sharded,
+        ),
+        module=Float16Module(config, chunk),
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=o.lr, weight_decay=o.weight_decay, adam_beta1=o.beta1,
+            adam_beta2=o.beta2, clip_grad=o.clip_grad, bf16=True, params_dtype=torch.bfloat16,
+            use_distributed_optimizer=sharded,
+            overlap_param_gather=run.parallel.overlap_param_gather,
+        ),
+        [wrapped],
+    )  # fmt: skip
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if run.parallel.overlap_grad_reduce:
+        config.no_sync_func = wrapped.no_sync
+    shape, device = (batch, model.seq_length), layout.device
+    positions = torch.arange(model.seq_length, device=device).expand(shape)
+    drawn = torch.Generator(device=device).manual_seed(1000 + layout.rank)
+
+    def forward(iterator: Any, module: Any) -> Any:
+        ids = torch.randint(args.vocab, shape, device=device, generator=drawn)
+        losses = module(ids, positions, None, labels=ids)
+        count = torch.tensor(losses.numel(), dtype=torch.int32, device=device)
+        return losses, lambda x: (x.float().sum(), count, {"loss": x.detach().float().mean()})
+
+    accumulate = run.training.global_batch_size // (batch * layout.dp_size)
+    times, losses = [], []
+    for _ in range(args.steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=None, model=wrapped,
+            num_microbatches=accumulate, seq_length=model.seq_length, micro_batch_size=batch,
+            forward_only=False,
+        )  # fmt: skip
+        optimizer.step()
+        losses.append(float(found[-1]["loss"]))
+        times.append(time.perf_counter() - begin)
+    if layout.rank == 0:
+        median = statistics.median(times[args.warmup :])
+        tokens = run.training.global_batch_size * model.seq_length
+        figures = {"tokens_per_s": tokens / median, "loss_last": losses[-1], "losses": losses[:8]}
+        args.out.write_text(json.dumps(figures))
+        print(figures, flush=True)
+    setup.destroy()
+    return 0
+
+
 def common(args: argparse.Namespace) -> dict[str, object]:
     """Keys of every run of the trainer."""
     return {
@@ -327,6 +424,14 @@ def main() -> int:
     one.add_argument("--modes", nargs="+", default=["p2p", "all_gather", "a2a"])
     one = command(commands, "plain", plain, 60)  # a rank of `speed`; --out is a file
     one.add_argument("--tokens", required=True)
+    one = commands.add_parser("core")  # a rank of the rival; --out is a file
+    one.set_defaults(run=core)
+    one.add_argument("--config", required=True)
+    one.add_argument("--set", action="append", default=[])
+    one.add_argument("--vocab", type=int, default=32768)
+    one.add_argument("--steps", type=int, default=30)
+    one.add_argument("--warmup", type=int, default=10)
+    one.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     return args.run(args)
 

@@ -22,6 +22,8 @@ sys.path += [
 import interpreter_shim
 from cuda_devices import cuda_devices
 
+from megatron_patch.runtime import environment
+
 NO_GPU = "needs a CUDA device; none here"
 # Files that take minutes, longest first: a worker that begins one of them last works alone.
 LONG = (
@@ -53,6 +55,8 @@ LONG = (
 
 
 if cuda_devices() == 0:
+    # Test modules import Megatron-Core before CPU mode is there to hide what computes on GPUs only.
+    environment.hide_gpu_packages()
     # Triton reads this when a kernel is decorated, hence before any test module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -64,6 +64,8 @@ def unsupported(
         )
     yield from _unsupported_shape(row, facts)
     yield from _unsupported_features(row, facts)
+    if row.rules is not None:
+        yield from row.rules(facts)
     if row.borrows and facts.backward not in OURS:
         for complaint in unsupported_backward(facts.backward, facts, machine=machine):
             yield f"attention.backward {facts.backward!r}: {complaint}. Use attention.backward: own"
@@ -121,6 +123,7 @@ def _unsupported_features(row: Capability, facts: LayerRequirements) -> Iterator
             "a bitwise repeatable backward (training.deterministic)",
         ),
         "max_logits": (facts.max_logits, "the maximum logit of each head (qk_clip)"),
+        "fp8": (facts.fp8, "attention in FP8 (attention.fp8)"),
         "cp": (facts.cp > 1, f"context parallelism ({facts.cp} ranks)"),
         "stabilizers": (
             facts.stabilizer not in (row.stabilizers or ("compensated",)),

@@ -175,6 +175,8 @@ def requirements_of(
         deterministic=run.training.deterministic,
         max_logits=run.optimizer.qk_clip is not None,
         cp=parallel.context_parallel_size,
+        cp_comm_type=cp_comm_type,
+        fp8=run.attention.fp8,
         mla=model.mla is not None,
         stabilizer=run.attention.stabilizer,
         backward=run.attention.backward,
@@ -270,6 +272,7 @@ _FLAGS = (
     "deterministic",
     "max_logits",
     "cp",
+    "fp8",
 )
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 RNG = "rng_state"
 COMMON = "common_state"
 NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|" + RNG + r"(/|$)|" + COMMON + r"(/|$)")
+SCALES = re.compile(r"(.*\.)?_extra_state(/|$)")
+"""FP8 scales of Transformer Engine's layers: empty without FP8, absent from local layers."""
 SHOWN = 12
 
 
@@ -150,6 +152,21 @@ def check_options(
         )
 
 
+def ask_for_saved_scales(request: dict[str, Any], index: Metadata) -> None:
+    """Leave the scales out of ``request`` that a checkpoint of other layers lacks. Local."""
+    from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    def kept(entry: Any) -> Any:
+        absent = isinstance(entry, ShardedObject) and SCALES.match(entry.unique_key)
+        if absent and entry.unique_key not in index.state_dict_metadata:
+            return LocalNonpersistentObject(None)
+        return entry
+
+    dict_list_map_inplace(kept, request)
+
+
 def describe(request: dict[str, Any]) -> list[Any]:
     """What this rank asks for: core's sharded tensors and objects, without their data. Local."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -192,7 +209,7 @@ def check_fit(asked: list[list[Any]], index: Metadata, *, skip: str) -> None:
     problems += [
         f"{name}: in the checkpoint, but not in the model"
         for name in sorted(set(saved) - set(everything))
-        if not re.match(skip, name)
+        if not re.match(skip, name) and not SCALES.match(name)
     ]
     if problems:
         more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []

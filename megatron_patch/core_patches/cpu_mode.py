@@ -20,11 +20,14 @@ import contextlib
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megatron_patch.runtime import environment
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ ANNOUNCEMENT = (
 _CPU = torch.device("cpu")
 _undo: list[tuple[Any, str, Any]] = []
 _exit = contextlib.ExitStack()
+_hidden: list[str] = []
 _installed = False
 
 
@@ -45,6 +49,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    _hidden.extend(environment.hide_gpu_packages())
     if os.environ.get("RANK", "0") == "0":
         log.warning(ANNOUNCEMENT)
     # Dynamo inspects torch.cuda's functions when it first wraps one (core does while it is
@@ -71,6 +76,8 @@ def uninstall() -> None:
         return
     _installed = False
     torch.compiler.set_stance("default")
+    while _hidden:
+        sys.modules.pop(_hidden.pop(), None)
     _exit.close()
     while _undo:
         owner, name, value = _undo.pop()

@@ -29,8 +29,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def _norm_and_clipping() -> Iterator[Change]:
-    """Core's stand-ins, and nothing else."""
+def _norm_and_clipping(*, any_kernel: bool = False) -> Iterator[Change]:
+    """Core's stand-ins; with ``any_kernel`` those of Transformer Engine and Apex too."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads as core
     from megatron.core.optimizer import optimizer as callers
@@ -40,7 +40,8 @@ def _norm_and_clipping() -> Iterator[Change]:
         ("l2_norm_impl", utils.local_multi_tensor_l2_norm, _l2_norm),
         ("multi_tensor_scale_impl", utils.local_multi_tensor_scale, _scale),
     ):
-        if getattr(core, name) is stand_in:
+        now = getattr(core, name)
+        if now is stand_in or (any_kernel and now is not ours):
             replacing = True
             yield core, name, ours
     if replacing:

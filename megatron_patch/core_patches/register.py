@@ -20,8 +20,9 @@ from packaging.version import Version
 
 from megatron_patch.core_patches import cpu_mode, quiet
 from megatron_patch.core_patches.optimizer import norm_and_clipping
-from megatron_patch.core_patches.rope import packed_rope
+from megatron_patch.core_patches.rope import own_rope, packed_rope
 from megatron_patch.core_patches.split import qkv_split
+from megatron_patch.core_patches.weight_gradient import weight_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,13 @@ PATCHES = (
     Patch("norm and clipping", "optimizer.clip_grads.l2_norm_impl",
         "without Transformer Engine and Apex, the norm of every gradient waits for the device",
         norm_and_clipping.install, norm_and_clipping.undo),
+    Patch("rotary positions",
+        "models.common.embeddings.rope_utils._apply_rotary_pos_emb_bshd",
+        "cosines and sines are rounded to 16 bits, and so are products and sums, in four kernels",
+        own_rope.install, own_rope.undo),
+    Patch("weight gradients", "tensor_parallel.layers._grad_accum_fusion_available",
+        "without Apex, weight gradients are rounded to 16 bits and added in another kernel",
+        weight_gradient.install, weight_gradient.undo),
     # The model: subclasses and functions that stand for core's
     Patch("norms", "transformer.torch_norm.WrappedTorchNorm",
         "the norms of local layers refuse sequence parallelism",

@@ -36,12 +36,12 @@ class Replacement:
         changes: what is to be replaced now; nothing where it has been, or core has its own.
     """
 
-    def __init__(self, changes: Callable[[], Iterable[Change]]) -> None:
+    def __init__(self, changes: Callable[..., Iterable[Change]]) -> None:
         self._changes, self._undo = changes, ExitStack()
 
-    def install(self) -> bool:
-        """Replace; whether there was something to replace."""
-        changes = list(self._changes())
+    def install(self, **options: Any) -> bool:
+        """Replace what ``changes(**options)`` says; whether there was something to replace."""
+        changes = list(self._changes(**options))
         self._undo.enter_context(patched(*changes))
         return bool(changes)
 

@@ -34,10 +34,12 @@ from megatron_patch.core_patches.cross_entropy import is_compiled
 from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
-from megatron_patch.core_patches.rope import packed_rope
+from megatron_patch.core_patches.rope import own_rope, packed_rope
 from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
+from megatron_patch.core_patches.weight_gradient import weight_gradient
 from megatron_patch.model.transformer_config import transformer_config
+from megatron_patch.schema.effective import rope_kernel
 from megatron_patch.schema.model import longest_sequence
 
 if TYPE_CHECKING:
@@ -51,6 +53,11 @@ log = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 32
 """Shapes a compiled function may meet."""
+
+REMEDY = {
+    "model.layer_spec": "model.layer_spec: local",
+    "model.rope_fusion": "model.rope_fusion: own",
+}
 
 _HYBRID_NOTE = (
     "model: GPTModel of Megatron-Core 0.19, which it plans to replace by HybridModel "
@@ -103,9 +110,17 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
         for selection in selections:
             log.info(selection.line())
         log.info(_HYBRID_NOTE)
+    _check_transformer_engine(run)
     config = transformer_config(run)
     config.perform_initialization = initialize
     qkv_split.install()
+    if run.training.accumulates_in_products:
+        weight_gradient.install()
+    packed_rope.undo()  # it lies over the other one
+    if rope_kernel(run) == "own":
+        own_rope.install()
+    else:
+        own_rope.undo()
     if run.data.document_attention:
         packed_rope.install()
     if is_compiled(config):
@@ -121,16 +136,25 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
     return BuiltModel(chunks, selections, config)
 
 
+def _check_transformer_engine(run: RunConfig) -> None:
+    asked = {
+        "model.layer_spec": run.model.layer_spec == "te",
+        "model.rope_fusion": rope_kernel(run) == "te",
+    }
+    if any(asked.values()) and not HAVE_TE:
+        key = next(key for key, wanted in asked.items() if wanted)
+        raise ValueError(
+            f"{key} is 'te', and Transformer Engine cannot be imported here. Install the "
+            f"te extra (pip install megatron-patch-stable[te]), or use {REMEDY[key]}"
+        )
+
+
 def layer_specs(
     run: RunConfig, config: TransformerConfig, vp_stage: int | None = None
 ) -> tuple[TransformerBlockSubmodules, Any]:
     """The block spec of one chunk and its multi-token-prediction spec (or None), ready to build."""
     te = run.model.layer_spec == "te"
-    if te and not HAVE_TE:
-        raise ValueError(
-            "model.layer_spec is 'te', and Transformer Engine cannot be imported here. Install the "
-            "te extra (pip install megatron-patch-stable[te]), or use model.layer_spec: local"
-        )
+    _check_transformer_engine(run)
     new = core_attention_spec(run.attention.backend, **_backend_options(run))
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=run.model.normalization, vp_stage=vp_stage

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_patch.core_patches.activation import activation_function, core_fuses
+from megatron_patch.schema.effective import rope_kernel
 from megatron_patch.schema.model import (
     attention_head_dim,
     expert_ffn_hidden_size,
@@ -29,6 +30,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     fields: dict[str, Any] = {
         **_shape(run),
         **_precision(run),
+        **_fp8(run),
         **_fusions(run),
         **_layout(run),
         **_recompute(run),
@@ -105,10 +107,24 @@ def _precision(run: RunConfig) -> dict[str, Any]:
         "use_cpu_initialization": run.training.device == "cpu",
         "deterministic_mode": run.training.deterministic,
         "attention_softmax_in_fp32": True,
-        # The fused kernels behind these need Apex-style extensions or torch.compile.
+        # Its kernel is of Megatron-LM's own build.
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": run.training.accumulates_in_products,
         "cuda_graph_modules": [],  # core's own default warns that it is deprecated
+    }
+
+
+FP8_RECIPES = {"current": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
+"""``training.fp8`` -> core's name of the recipe."""
+
+
+def _fp8(run: RunConfig) -> dict[str, Any]:
+    if run.training.fp8 == "none":
+        return {}
+    return {
+        "fp8": "hybrid" if run.training.fp8 == "current" else "e4m3",
+        "fp8_recipe": FP8_RECIPES[run.training.fp8],
+        "fp8_dot_product_attention": run.attention.fp8,
     }
 
 
@@ -117,6 +133,7 @@ def _fusions(run: RunConfig) -> dict[str, Any]:
     return {
         "bias_activation_fusion": on and core_fuses(run),
         "bias_dropout_fusion": on,
+        "apply_rope_fusion": rope_kernel(run) == "te",
         "cross_entropy_loss_fusion": on,
         "cross_entropy_fusion_impl": "native",
     }
@@ -199,5 +216,4 @@ def _latent(run: RunConfig) -> dict[str, Any]:
         "rope_type": "rope",
         "rotary_base": run.model.rotary_base,
         "rotary_percent": run.model.rotary_percent,
-        "apply_rope_fusion": False,
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
 
 PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
+
+
+_own_port: str | None = None
+"""``MASTER_PORT`` that `_launch_environment` has chosen in this process."""
 
 
 class LayoutError(ConfigError):
@@ -143,23 +146,29 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _launch_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank); fills in a world of one where torchrun did not.
+def _launch_environment() -> tuple[int, int, int, torch.distributed.Store | None]:
+    """(rank, world size, local rank, store); fills in a world of one where torchrun did not.
+
+    Its store listens from here on: a port that was only looked for could be another process's by
+    the time it is used.
 
     Raises:
         LayoutError: the environment holds some of torchrun's variables but not all.
     """
+    store: torch.distributed.Store | None = None
+    global _own_port
     have = [v for v in TORCHRUN_VARIABLES if v in os.environ]
-    if not {"RANK", "WORLD_SIZE"} & set(have):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    own = os.environ.get("MASTER_PORT") == _own_port
+    if own or not {"RANK", "WORLD_SIZE"} & set(have):
+        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        _own_port = str(store.port)
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=_own_port)
     elif missing := [v for v in TORCHRUN_VARIABLES if v not in os.environ]:
         problem = f"{', '.join(have)} set but {', '.join(missing)} not: start ranks with torchrun"
         raise LayoutError([Problem("parallel", problem)])
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    rank, size, local = (int(os.environ[v]) for v in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return rank, size, local, store
 
 
 def _communication_environment(run: RunConfig) -> None:
@@ -182,7 +191,7 @@ def initialize(run: RunConfig) -> Layout:
         LayoutError: the configuration does not fit the ranks started, or the environment is
             incomplete, or there is no GPU for this rank.
     """
-    rank, world_size, local_rank = _launch_environment()
+    rank, world_size, local_rank, store = _launch_environment()
     check_world_size(run, world_size)
     _communication_environment(run)
     cpu = run.training.device == "cpu"
@@ -209,6 +218,7 @@ def initialize(run: RunConfig) -> Layout:
         world_size=world_size,
         timeout=timeout,
         device_id=None if cpu else device,
+        store=store,
     )
     _megatron_groups(run)
     _seed(run)

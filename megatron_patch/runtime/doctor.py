@@ -163,6 +163,9 @@ def device() -> Iterator[Finding]:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         yield broken("gloo", "torch is built without gloo; the trainer needs it")
     facts = environment.devices()
+    if torch.cuda.is_available() and (conflict := environment.cudnn_conflict()):
+        yield broken("cudnn", conflict)
+        return
     yield from _shared_memory()
     if not torch.cuda.is_available():
         yield _no_gpu()

@@ -70,6 +70,55 @@ def hide_old_nvrx() -> str | None:
     return found
 
 
+GPU_PACKAGES = (
+    "transformer_engine",
+    "transformer_engine_torch",
+    "apex",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+)
+"""What Megatron-Core takes wherever it can be imported, although it computes on GPUs only."""
+
+
+def hide_gpu_packages() -> list[str]:
+    """Let a process that computes on the CPU believe that `GPU_PACKAGES` are not installed.
+
+    Core's norms, its AdamW, its router and more call them with any tensor. Call it before
+    Megatron's import; what has been imported already stays.
+
+    Returns:
+        Names that were hidden, to be taken out of ``sys.modules`` again.
+    """
+    hidden = [name for name in GPU_PACKAGES if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    return hidden
+
+
+def cudnn_conflict() -> str | None:
+    """Which two cuDNN libraries are loaded in the place of one, and how to have one; None: one.
+
+    Transformer Engine loads the cuDNN it finds in CUDNN_HOME or under the CUDA toolkit, and torch
+    then ends at its first use of its own.
+    """
+    import torch
+
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    else:
+        return None
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    loaded = sorted({line.split()[-1] for line in lines if "libcudnn.so" in line})
+    own = Path(torch.__file__).resolve().parent.parent / "nvidia" / "cudnn"
+    return (
+        f"two cuDNN libraries ({reason}; loaded: {', '.join(loaded) or 'unknown'}). Let "
+        f"Transformer Engine find torch's: export CUDNN_HOME={own} LD_LIBRARY_PATH={own}/lib "
+        "before start"
+    )
+
+
 def report() -> dict[str, Any]:
     """Versions (None: not installed), devices and commit, ready for JSON."""
     found: dict[str, Any] = {
@@ -94,7 +143,7 @@ def devices() -> dict[str, Any]:
     found["torch"] = torch.__version__
     found["cuda"] = torch.version.cuda
     if torch.cuda.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["cudnn"] = cudnn_conflict() or str(torch.backends.cudnn.version())
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["gpu"] = torch.cuda.get_device_name(torch.cuda.current_device())
         found["gpu_count"] = torch.cuda.device_count()

@@ -33,6 +33,16 @@ def expert_tensor_parallel_size(run: RunConfig) -> int:
     return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
 
 
+def rope_kernel(run: RunConfig) -> str | None:
+    """What rotates queries and keys: ``own``, ``te``, ``none`` (core's steps); None: nothing."""
+    asked = run.model.rope_fusion
+    if run.model.position_embedding != "rope":
+        return None
+    if asked != "auto":
+        return asked
+    return "own" if run.training.device == "cuda" else "none"
+
+
 def _end_of_document(run: RunConfig) -> int | None:
     given, kind = run.data.tokenizer.eod_id, run.data.tokenizer.kind
     return 256 if given is None and kind == "bytes" else given
@@ -87,6 +97,7 @@ def _unrotated(run: RunConfig) -> bool:
 IDLE: dict[str, Callable[[RunConfig], bool]] = {
     "model.rotary_base": _unrotated,
     "model.rotary_percent": _unrotated,
+    "model.rope_fusion": _unrotated,
     "model.max_position_embeddings": (
         lambda run: run.model.position_embedding != "learned_absolute"
     ),
@@ -98,6 +109,13 @@ IDLE: dict[str, Callable[[RunConfig], bool]] = {
     "optimizer.muon_momentum": lambda run: run.optimizer.name != "muon",
 }
 """Keys that nothing reads under the values of others: whether that is so."""
+
+
+EARLIER: dict[str, Any] = {
+    "model.rope_fusion": "none",
+    "training.gradient_accumulation_fusion": False,
+}
+"""Keys whose default is for new runs: what a run did whose record lacks them."""
 
 
 Change = tuple[str, Any, Any]
@@ -176,6 +194,8 @@ def _read(section: type, tree: Any, path: str, unknown: dict[str, Any]) -> Any:
         inner = f"{path}{item.name}"
         if item.name in tree:
             values[item.name] = _value(hints[item.name], tree[item.name], inner, unknown)
+        elif inner in EARLIER:
+            values[item.name] = EARLIER[inner]
         elif item.default is not MISSING:
             values[item.name] = item.default
         else:

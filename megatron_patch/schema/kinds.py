@@ -51,14 +51,16 @@ _KEYS: dict[Kind, str] = {
     "other": """
         name run_dir
         model.init_std model.fp32_residual_connection model.make_vocab_size_divisible_by
-        model.layer_spec model.moe.token_dispatcher
+        model.layer_spec model.rope_fusion model.moe.token_dispatcher
         training.device training.precision training.deterministic training.recompute
         training.eval_interval training.eval_steps training.eval_test
         training.check_finite training.compile_fusions
+        training.gradient_accumulation_fusion training.fp8
         optimizer.implementation
         data.verify data.num_workers
         attention.backend attention.stabilizer attention.backward attention.residual
         attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken
+        attention.fp8
         parallel checkpoint logging stability faults cluster
     """,
 }

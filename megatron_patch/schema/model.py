@@ -94,6 +94,8 @@ class ModelConfig:
     """Share of the head dimension that is rotated."""
     rope_scaling: RopeScalingConfig | None = None
     """Rotary frequencies for longer sequences."""
+    rope_fusion: Literal["auto", "own", "te", "none"] = "auto"
+    """Kernel of the rotation: ours (auto: on a GPU), Transformer Engine's, or none."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of the layer and final norms."""
     norm_epsilon: float = 1e-5

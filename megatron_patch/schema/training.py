@@ -112,6 +112,16 @@ class TrainingConfig:
     """Stop before the update when loss or gradients are not finite; names step, rank, parameter."""
     compile_fusions: bool = False
     """Compile norms with the additions before them, bias + activation, and cross entropy."""
+    gradient_accumulation_fusion: bool | None = None
+    """Matrix products add weight gradients to the FP32 buffer; null: on a GPU."""
+    fp8: Literal["none", "current", "blockwise", "mxfp8"] = "none"
+    """Transformer Engine's recipe for the linears of te layers; mxfp8 needs Blackwell."""
+
+    @property
+    def accumulates_in_products(self) -> bool:
+        """``gradient_accumulation_fusion``, or what its null stands for."""
+        given = self.gradient_accumulation_fusion
+        return self.device == "cuda" if given is None else given
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -154,6 +164,9 @@ class TrainingConfig:
         if self.compile_fusions and self.device == "cpu":
             text = "true: CPU mode runs eagerly; set it to false"
             yield Problem("training.compile_fusions", text)
+        if self.gradient_accumulation_fusion and self.device == "cpu":
+            text = "true: no CPU kernel multiplies BF16 into FP32; leave it out, or set it to false"
+            yield Problem("training.gradient_accumulation_fusion", text)
         if self.recompute.granularity == "selective" and not self.recompute.modules:
             text = "[] recomputes nothing: name at least one module"
             yield Problem("training.recompute.modules", text)

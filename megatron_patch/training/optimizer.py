@@ -92,8 +92,9 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
     )
     if muon:
         prepare_muon(chunks)
-    norm_and_clipping.install()
     with adam(o.implementation) as name:
+        # An installed kernel of others would take the gate away (`training.gate`).
+        norm_and_clipping.install(any_kernel=name == "torch")
         optimizer = get_megatron_optimizer(config, chunks)
     copy_weights_at_once(optimizer)
     detail = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,32 @@ def prepare_process(run: RunConfig) -> None:
             "run 'megatron-patch doctor'"
         )
         raise ConfigError([Problem("training.device", text)])
+    elif (conflict := environment.cudnn_conflict()) is not None:
+        raise ConfigError([Problem("training.device", conflict)])
+    if run.training.fp8 != "none":
+        _prepare_fp8(run, torch.cuda.get_device_capability())
+
+
+def _prepare_fp8(run: RunConfig, sm: tuple[int, int]) -> None:
+    """Refuse a recipe the GPU has no instructions for; choose the scaling of FP8 attention.
+
+    Raises:
+        ConfigError: the recipe cannot run on a GPU of compute capability ``sm``.
+    """
+    recipe, here = run.training.fp8, f"this GPU is sm_{sm[0]}{sm[1]}"
+    text = ""
+    if recipe == "mxfp8" and sm < (10, 0):
+        text = (
+            f"mxfp8: {here}, and scales of 32 values are applied by the tensor cores of sm_100 "
+            "(Blackwell) alone; use blockwise or current"
+        )
+    elif sm < (9, 0):
+        text = f"{recipe}: {here}, and its recipe needs sm_90 or newer; use none"
+    if text:
+        raise ConfigError([Problem("training.fp8", text)])
+    if run.attention.fp8 and sm < (10, 0):
+        # cuDNN takes the scales of an earlier step there. Read when Transformer Engine is imported.
+        os.environ.setdefault("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
 
 
 def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:

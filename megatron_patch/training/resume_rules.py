@@ -8,6 +8,7 @@ that the checkpoint goes on with (`training.schedule`).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ import yaml
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema import render
-from megatron_patch.schema.effective import Absent, changes
-from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.schema.effective import EARLIER, Absent, changes
+from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
 from megatron_patch.training import schedule
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ CHANGEABLE = (
     "training.exit_after_minutes",
     "training.exit_at_step",
     "training.check_finite",
+    "training.compile_fusions",
+    "training.gradient_accumulation_fusion",
+    "training.fp8",
     "optimizer.implementation",
     "optimizer.lr",
     "optimizer.min_lr",
@@ -63,6 +67,7 @@ CHANGEABLE = (
     "data.num_workers",
     "data.verify",
     "model.layer_spec",
+    "model.rope_fusion",
     "cluster",
 )
 """Keys a resumed run may change: they say how, how long and where, not what is trained. Learning
@@ -120,6 +125,29 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
         if (key, old, new) not in refused and key not in UNLOGGED
     ]
     return problems, notes
+
+
+def keep_recorded(loaded: Loaded) -> Loaded:
+    """The configuration of a run that goes on: defaults are those it recorded, not newer ones.
+
+    Of the keys in `EARLIER` that nobody has set. A record that cannot be read is judged by
+    `check_settings`.
+    """
+    try:
+        record = yaml.safe_load((loaded.config.directory / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return loaded
+    run, tree = loaded.config, dict(loaded.tree)
+    for key, earlier in EARLIER.items():
+        section, name = key.split(".")
+        before = record.get(section) if isinstance(record, dict) else None
+        if loaded.origins.get(key) != DEFAULT or not isinstance(before, dict):
+            continue
+        value = before.get(name, earlier)
+        if isinstance(value, (str, bool, type(None))):
+            run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+            tree[section] = tree[section] | {name: value}
+    return replace(loaded, config=run, tree=tree)
 
 
 DROPOUT = (

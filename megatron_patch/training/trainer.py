@@ -42,7 +42,7 @@ from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.resume_rules import DATA_RECORD, another_run
+from megatron_patch.training.resume_rules import DATA_RECORD, another_run, keep_recorded
 from megatron_patch.training.saver import Saver, check_host_memory
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
@@ -74,6 +74,7 @@ def train(loaded: Loaded) -> int:
 
     A hang ends every rank with exit code 6 from a thread of its own (`faults.hang`).
     """
+    loaded = keep_recorded(loaded)
     run = loaded.config
     run_dir = run.directory
     stop = StopFlags(run.training.exit_after_minutes)

@@ -21,8 +21,8 @@ from megatron_patch.schema.attention import BackendName
 from megatron_patch.schema.model import MLAConfig, MTPConfig
 from stable_attention.stabilizers import STABILIZERS
 
-HOPPER = Machine(sm=(9, 0), missing={"transformer_engine": "ModuleNotFoundError: none"})
-CPU = Machine(missing={"transformer_engine": "ModuleNotFoundError: none"})
+HOPPER = Machine(sm=(9, 0), missing={"transformer_engine.pytorch": "ModuleNotFoundError: none"})
+CPU = Machine(missing={"transformer_engine.pytorch": "ModuleNotFoundError: none"})
 
 
 PLAIN = {
@@ -211,7 +211,7 @@ def test_a_row_is_whole_and_every_name_of_the_schema_has_one():
     assert ours == PRIMITIVES
 
 
-BOTH = Machine(sm=(9, 0), missing={"transformer_engine": "none"})
+BOTH = Machine(sm=(9, 0), missing={"transformer_engine.pytorch": "none"})
 NO_FA4 = Machine(sm=(9, 0), missing={BACKENDS["fa4"].package: "it is not installed"})
 
 

@@ -130,6 +130,24 @@ def all_matrices_are_gathered_at_once():
     assert "all_gather" in names_in(LayerWiseDistributedOptimizer.allgather_params)
 
 
+@shows("rotary positions")
+def cosines_are_rounded():
+    """Core multiplies by 16-bit cosines; the error against float64 is 1.4 times that of one
+    rounding and more: tests/kernels/test_rotary.py."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    half = torch.full((1, 1, 1, 2), 0.01)
+    out = rope_utils._apply_rotary_pos_emb_bshd(torch.tensor([[[[1.0, 0.0]]]]).bfloat16(), half)
+    assert out[0, 0, 0, 0] == 1.0 and out.dtype == torch.bfloat16
+
+
+@shows("weight gradients")
+def apex_is_asked_for():
+    from megatron.core.tensor_parallel import layers
+
+    assert not layers._grad_accum_fusion_available
+
+
 @shows("QK clip")
 def every_layer_is_taken_for_attention():
     from megatron.core.optimizer.qk_clip import clip_qk

@@ -85,6 +85,16 @@ def test_kernels_of_apex_and_transformer_engine_stay(core, monkeypatch):
     assert core.l2_norm_impl is print is core.multi_tensor_scale_impl
 
 
+def test_beside_pytorchs_adamw_they_do_not(core, monkeypatch):
+    """Else an install alone takes the update's gate away, which clips on the device."""
+    monkeypatch.setattr(core, "l2_norm_impl", print)
+    monkeypatch.setattr(core, "multi_tensor_scale_impl", print)
+    assert norm_and_clipping.install(any_kernel=True) and patches.clips()
+    assert norm(core, parameters()) > 0
+    norm_and_clipping.undo()
+    assert core.l2_norm_impl is print and not patches.clips()
+
+
 def buffers(chunks):
     return [b.param_data for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,14 +25,19 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_torchrun_there_is_a_world_of_one() -> None:
     assert setup.launched_world_size() == 1
-    assert setup._launch_environment() == (0, 1, 0)
+    *where, store = setup._launch_environment()
+    assert where == [0, 1, 0] and str(store.port) == os.environ["MASTER_PORT"]
+    # Another process cannot take the port before it is used, nor is a second start in its way.
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", store.port))
+    assert setup._launch_environment()[3].port != store.port
     assert int(os.environ["MASTER_PORT"]) > 0
 
 
 def test_torchrun_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(NAMES, ("3", "4", "1", "host", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    assert setup._launch_environment() == (3, 4, 1)
+    assert setup._launch_environment() == (3, 4, 1, None)
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

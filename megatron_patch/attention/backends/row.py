@@ -63,7 +63,10 @@ class LayerRequirements:
     deterministic: bool = False
     max_logits: bool = False
     cp: int = 1
+    cp_comm_type: str | None = None
     mla: bool = False
+    fp8: bool = False
+    """``attention.fp8``."""
     stabilizer: str = "compensated"
     backward: str = "auto"
     """``attention.backward``."""
@@ -94,6 +97,7 @@ class Capability:
     deterministic: bool = True
     max_logits: bool = True
     cp: bool = False
+    fp8: bool = False
     min_sm: tuple[int, int] = (0, 0)
     package: str | None = None
     """Module that must be importable, or distribution and version (name==version)."""
@@ -118,8 +122,10 @@ class Backend(Capability):
     """Runs on a CPU under Triton's interpreter."""
     install: str = "Reinstall this distribution: the kernels are part of it"
     """The remedy where ``package`` is missing."""
+    rules: Callable[[LayerRequirements], Iterable[str]] | None = None
+    """Requirements that no field expresses: what is not met on any machine, with the remedy."""
     own_rules: Callable[[LayerRequirements], Iterable[str]] | None = None
-    """Requirements that no field expresses: what is not met on this machine, with the remedy."""
+    """The same of this machine's environment."""
     chunk_primitives: str | None = None
     """Module with which `context_parallel` splits its sequences; None: it splits them itself."""
     exact_delta: bool = False

@@ -21,19 +21,52 @@ def _own_rules(facts: LayerRequirements) -> Iterator[str]:
         )
 
 
+def _rules(facts: LayerRequirements) -> Iterator[str]:
+    """Transformer Engine 2.20 ends with "No dot product attention backend" or an assertion."""
+    mode = facts.cp_comm_type if facts.cp > 1 else None
+    if mode not in (None, "a2a", "all_gather") and facts.window is not None:
+        yield (
+            f"sliding window {list(facts.window)} under parallel.cp_comm_type {mode}. Use a2a or "
+            "all_gather, or attention.backend: stable_flash"
+        )
+    if mode not in (None, "a2a") and facts.sinks:
+        yield (
+            f"attention sinks under parallel.cp_comm_type {mode}. Use a2a, or attention.backend: "
+            "stable_flash"
+        )
+    if not facts.fp8:
+        return
+    limits = {
+        f"head dimension {facts.head_dim}, {facts.v_head_dim}; Hopper trains with 128 alone": (
+            facts.head_dim != 128 or facts.v_head_dim != 128
+        ),
+        "a sliding window (model.window)": facts.window is not None,
+        "attention sinks (model.softmax_type)": facts.sinks,
+        "attention dropout (model.attention_dropout)": facts.dropout,
+        "the maximum logit of each head (qk_clip)": facts.max_logits,
+        "packed sequences (thd)": facts.thd,
+    }
+    for text, unmet in limits.items():
+        if unmet:
+            yield f"FP8 attention with {text}. Use attention.fp8: false"
+
+
 BACKEND = Backend(
     name="te",
     kernel="Transformer Engine DotProductAttention (picks FlashAttention, cuDNN or unfused)",
     reason="what Megatron users run today",
     cp=True,
     min_sm=(8, 0),
-    package="transformer_engine",
+    fp8=True,
+    package="transformer_engine.pytorch",
     notes=(
         "deterministic needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in the environment",
-        "its own rules for sinks, windows and packed input apply on top",
+        "under context parallelism a window needs a2a or all_gather, sinks need a2a",
+        "FP8 on Hopper: head dim 128, delayed scaling, no window, sinks or dropout",
     ),
     # Its constructor raises without Transformer Engine.
     module=("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
     install="Install the te extra: pip install megatron-patch-stable[te]",
+    rules=_rules,
     own_rules=_own_rules,
 )

@@ -25,6 +25,12 @@ def problems(run: RunConfig) -> Iterator[Problem]:
             f"{attention.backward!r} has no effect with attention.backend {attention.backend!r}, "
             "which has its own: leave it out, or use stable_flash",
         )
+    if attention.fp8 and run.training.fp8 not in ("current", "mxfp8"):
+        yield Problem(
+            "attention.fp8",
+            f"true with training.fp8 {run.training.fp8!r}: Transformer Engine computes attention "
+            "in FP8 under the recipes current and mxfp8 alone; set training.fp8: current",
+        )
     said = set()
     for facts in registry.layer_kinds(run):
         for complaint in unsupported(run.attention.backend, facts):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
-from megatron_patch.schema.model import attention_head_dim, is_moe_layer
+from megatron_patch.schema.model import attention_head_dim, ffn_hidden_size, is_moe_layer
 from megatron_patch.schema.problem import Problem, at_least
 from megatron_patch.schema.run import RunConfig
 
@@ -26,6 +26,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _experts(run)
     yield from _latent(run)
     yield from _recompute(run)
+    yield from _fp8(run)
     if not sizes:  # dividing nonsense only repeats the complaint
         yield from _divisions(run)
 
@@ -61,12 +62,67 @@ def _ranges(run: RunConfig) -> Iterator[Problem]:
     if model.layer_spec == "te" and run.training.device == "cpu":
         text = "'te' needs a GPU and training.device is 'cpu'. Use model.layer_spec: local"
         yield Problem("model.layer_spec", text)
+    if model.layer_spec == "te" and model.fp32_residual_connection:
+        text = (
+            "true: Transformer Engine's layers take the residual stream in the type of their "
+            "weights. Set it to false, or use model.layer_spec: local"
+        )
+        yield Problem("model.fp32_residual_connection", text)
+    yield from _rope_fusion(run)
     if model.mtp is not None and not model.mtp.loss_scaling_factor > 0:
         yield Problem(
             "model.mtp.loss_scaling_factor",
             f"{model.mtp.loss_scaling_factor}: must be more than 0; leave model.mtp out to train "
             "without the extra losses",
         )
+
+
+def _rope_fusion(run: RunConfig) -> Iterator[Problem]:
+    model, asked = run.model, run.model.rope_fusion
+    path, text = "model.rope_fusion", ""
+    if asked in ("own", "te") and model.position_embedding != "rope":
+        text = (
+            f"has no effect with model.position_embedding {model.position_embedding!r}: remove it"
+        )
+    elif asked in ("own", "te") and run.training.device == "cpu":
+        text = "needs a GPU and training.device is 'cpu'. Use auto or none"
+    elif asked == "te" and model.mla is not None:
+        text = "Transformer Engine's kernel does not serve multi-latent attention here. Use own"
+    if text:
+        yield Problem(path, f"{asked!r}: {text}")
+
+
+FP8_MULTIPLE = 16
+"""Of the width of a matrix, and of the tokens of one (as a product of its gradients has them)."""
+
+
+def _fp8(run: RunConfig) -> Iterator[Problem]:
+    """What Transformer Engine's FP8 products ask of the model, before it says so in a traceback."""
+    model, recipe, p = run.model, run.training.fp8, run.parallel
+    if recipe == "none":
+        return
+    path = "training.fp8"
+    if model.layer_spec != "te":
+        text = f"{recipe!r} is a recipe of Transformer Engine's layers: set model.layer_spec: te"
+        yield Problem(path, text)
+    if run.training.precision != "bf16":
+        yield Problem(path, f"{recipe!r} needs training.precision: bf16")
+    if model.moe is not None:
+        text = f"{recipe!r} with experts has not been tried here: use none, or a dense model"
+        yield Problem(path, text)
+    tp = max(1, p.tensor_model_parallel_size)
+    widths = {"model.hidden_size": model.hidden_size, "ffn_hidden_size": ffn_hidden_size(model)}
+    for name, width in widths.items():
+        if width % (FP8_MULTIPLE * tp):
+            text = f"{recipe!r} needs a multiple of {FP8_MULTIPLE} x {tp} ranks: {name} is {width}"
+            yield Problem(path, text)
+    tokens = model.seq_length * run.training.micro_batch_size // max(1, p.context_parallel_size)
+    tokens //= tp if p.sequence_parallel else 1
+    if tokens % FP8_MULTIPLE:
+        text = (
+            f"{recipe!r} needs a multiple of {FP8_MULTIPLE} tokens a rank, and there are {tokens}"
+        )
+        yield Problem(path, text)
 
 
 def _positions(run: RunConfig) -> Iterator[Problem]:
