@@ -1,8 +1,8 @@
 """Forward INT8 attention: S = Q K^T and O = P V as integer products.
 
 Shape legend: BM query rows, BN = BLOCK keys of a tile, D head dim. q8 and k8 are codes
-[B, H, S, D] (packed [H, T, D]), sq, sk, sv their scales, laid out like LSE. LSE is in log2 units and
-of the smoothed scores: the backward's alone.
+[B, H, S, D] (packed [H, T, D]), sq, sk, sv their scales, laid out like LSE. LSE is in log2 units
+and of the smoothed scores: the backward's alone.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _step(
     # The largest P of the row in this tile is code 127. What lies below 2^-100 adds nothing.
     top = tl.exp2(tile_max - base)
     top = tl.where(top > LEAST, top, 0.0)
-    up = tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0) * TOP
+    up = tl.where(top > 0, tl.div_rn(TOP, tl.where(top > 0, top, 1.0)), 0.0)
     magic = p * up[:, None] + MAGIC
     p8 = magic.to(tl.int32, bitcast=True).to(tl.int8)
-    weight = top * (1.0 / TOP)
+    weight = tl.div_rn(top, TOP)
     l = l * alpha + tl.sum(p, 1)
     if ROUNDED:
         l_rounded = l_rounded * alpha + tl.sum(magic - MAGIC, 1) * weight

@@ -20,7 +20,7 @@ from stable_attention.dispatch import on_device
 from stable_attention.int8.backward import dkdv_kernel, dq_kernel
 from stable_attention.int8.forward import forward_kernel
 from stable_attention.int8.quantise import NONE, OWN, SEQUENCE, Codes, Side, quantise, row_steps
-from stable_attention.int8.settings import BLOCK, HEAD_DIMS, Settings
+from stable_attention.int8.settings import BLOCK, DEFAULT, HEAD_DIMS, Settings
 from stable_attention.layouts import readable, strides
 from stable_attention.problem import UNLIMITED, Extras, Options, Problem, require
 from stable_attention.triton.launches import Arguments, launch
@@ -39,9 +39,9 @@ class Tile(NamedTuple):
 
 # Not searched. Own tiles of 128 rows where no scale and no mean belongs to 64 of them.
 TILES = {
-    ("forward", 64): Tile(128, 4, 3), ("forward", 128): Tile(128, 8, 3),
-    ("dq", 64): Tile(64, 4, 2), ("dq", 128): Tile(64, 4, 2),
-    ("dkdv", 64): Tile(64, 4, 2), ("dkdv", 128): Tile(64, 4, 2),
+    ("forward", 64): Tile(64, 4, 3), ("forward", 128): Tile(128, 8, 3),
+    ("dq", 64): Tile(64, 4, 2), ("dq", 128): Tile(64, 8, 2),
+    ("dkdv", 64): Tile(64, 4, 2), ("dkdv", 128): Tile(64, 8, 2),
 }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def int8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULT,
     *,
     layout: str = "bshd",
     causal: bool = False,
@@ -246,7 +246,7 @@ def int8_attention(
     scale: float | None = None,
     **packed: Any,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T + mask) v with six of its seven products in INT8, differentiable once.
+    """softmax(scale * q k^T + mask) v, six of its seven products in INT8; differentiable once.
 
     Products are Q K^T, P V, P^T dO, dS K and dS^T Q; dP = dO V^T stays in 16 bits. Scales of a block
     of 64 tokens and the mean of K are taken over the whole sequence: through their rounding, O at

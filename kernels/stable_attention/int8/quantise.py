@@ -1,7 +1,8 @@
 """INT8 codes and scales of Q, K, V and dO, and the means that are subtracted first.
 
-Shape legend: [B, S, H, D] in any layout; codes int8 [B, H, S, D] or packed [H, T, D], scales float32
-laid out like LSE, the same number for all tokens of a block. Blocks begin with their sequence.
+Shape legend: [B, S, H, D] in any layout; codes int8 [B, H, S, D] or packed [H, T, D], scales
+float32 laid out like LSE, the same number for all tokens of a block. Blocks begin with their
+sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def nearest(x):
 def inverse_of(largest):
     """(127 / largest, largest / 127), of no less than `SMALLEST`; NaN stays NaN."""
     largest = tl.where(largest < LEAST, LEAST, largest)
-    return (1.0 / largest) * TOP, largest * (1.0 / TOP)
+    return tl.div_rn(TOP, largest), tl.div_rn(largest, TOP)
 
 
 @triton.jit(do_not_specialize=("s", "t", "chunks"))

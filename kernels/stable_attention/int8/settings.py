@@ -45,4 +45,5 @@ class Settings:
         choose("normalizer", self.normalizer, NORMALIZERS)
 
 
+DEFAULT = Settings()
 PAPER = Settings(scales="tile", normalizer="paper", projection=False)

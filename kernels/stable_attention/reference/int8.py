@@ -1,11 +1,11 @@
 """INT8 attention rounding by rounding in float32: the oracle of `stable_attention.int8`.
 
-Codes are whole numbers in float32, whose products and sums are exact at these sizes (127 * 127 * 128
-is below 2^24), so that integer products are those of the kernels bit for bit. Exponentials, float32
-sums and their order differ. Whole score matrices: short sequences.
+Codes are whole numbers in float32, whose products and sums are exact at these sizes (127 * 127
+* 128 is below 2^24), so that integer products are those of the kernels bit for bit. Exponentials,
+float32 sums and their order differ. Whole score matrices: short sequences.
 
-Shapes: q [b, hk, g, sq, d], k and v [b, hk, 1, sk, d], scores [b, hk, g, sq, sk], where hk key/value
-heads serve g query heads each; blocks of `BLOCK` tokens begin with the sequence.
+Shapes: q [b, hk, g, sq, d], k and v [b, hk, 1, sk, d], scores [b, hk, g, sq, sk], where hk
+key/value heads serve g query heads each; blocks of `BLOCK` tokens begin with the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from stable_attention.int8.settings import BLOCK, CODES, SMALLEST, Settings
+from stable_attention.int8.settings import BLOCK, CODES, DEFAULT, SMALLEST, Settings
 from stable_attention.reference.geometry import (
     Window,
     allowed,
@@ -43,7 +43,8 @@ def blocks_of(x: torch.Tensor, dim: int) -> torch.Tensor:
 def codes_of(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scale with ``dims`` kept) of x whose largest magnitude over ``dims`` is code 127."""
     largest = x.abs().amax(dims, keepdim=True).clamp_min(SMALLEST)
-    codes = torch.round(x * (CODES / largest)).clamp(-CODES, CODES)
+    # Not `CODES / largest`, which torch takes for a reciprocal and a product, each rounded.
+    codes = torch.round(x * (torch.full_like(largest, CODES) / largest)).clamp(-CODES, CODES)
     return codes, largest / CODES
 
 
@@ -110,11 +111,13 @@ def forward_one(
     top = tiles.amax(-1, keepdim=True)
     m = top.amax(-2, keepdim=True)
     m0 = m.masked_fill(m == -math.inf, 0.0)
+    p = torch.exp2(tiles - m0)
     weight = torch.exp2(top - m0)
     weight = torch.where(weight > SMALLEST, weight, 0.0)
-    codes = torch.round(torch.exp2(tiles - top.masked_fill(top == -math.inf, 0.0)) * CODES)
+    up = torch.full_like(weight, CODES) / weight
+    codes = torch.round(p * torch.where(weight > 0, up, 0.0))
     rounded = (codes * (weight / CODES)).flatten(-2)[..., : s.shape[-1]]
-    l = torch.exp2(tiles - m0).sum((-1, -2), keepdim=True)[..., 0]
+    l = p.sum((-1, -2), keepdim=True)[..., 0]
     total = rounded.sum(-1, keepdim=True) if settings.normalizer == "rounded" else l
     out = torch.matmul(rounded, v8 * sv[..., None])
     out = out / total.masked_fill(total == 0, 1.0)
@@ -227,7 +230,7 @@ def int8_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULT,
     *,
     layout: str = "bshd",
     causal: bool = False,

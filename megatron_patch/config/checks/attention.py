@@ -25,6 +25,12 @@ def problems(run: RunConfig) -> Iterator[Problem]:
             f"{attention.backward!r} has no effect with attention.backend {attention.backend!r}, "
             "which has its own: leave it out, or use stable_flash",
         )
+    if attention.int8 != type(attention.int8)() and attention.backend != "sage_int8":
+        yield Problem(
+            "attention.int8",
+            f"has no effect with attention.backend {attention.backend!r}: leave it out, or use "
+            "sage_int8",
+        )
     said = set()
     for facts in registry.layer_kinds(run):
         for complaint in unsupported(run.attention.backend, facts):
