@@ -146,7 +146,7 @@ def _mean_arguments(problem: Problem, side: Side, x: Any, part: Any, cu: Any, st
 
 
 def _arguments(problem: Problem, side: Side, center: int, *tensors: Any) -> Any:
-    x, codes, scale, part, mu, cu, start = tensors
+    x = tensors[0]
     tiles = triton.cdiv(side.length, BLOCK)
     positional = (
         *tensors, *strides(x, problem.layout), *row_steps(side, problem.varlen),
