@@ -248,9 +248,9 @@ def int8_attention(
 ) -> torch.Tensor:
     """softmax(scale * q k^T + mask) v, six of its seven products in INT8; differentiable once.
 
-    Products are Q K^T, P V, P^T dO, dS K and dS^T Q; dP = dO V^T stays in 16 bits. Scales of a block
-    of 64 tokens and the mean of K are taken over the whole sequence: through their rounding, O at
-    a token depends on later ones too, under a causal mask as well.
+    Q K^T (in both passes), P V, P^T dO, dS K and dS^T Q are in INT8; dP = dO V^T stays in 16 bits.
+    Scales hold for blocks of 64 tokens, and the mean of K for the sequence: through their
+    rounding, O at a token depends on later ones too, under a causal mask as well.
 
     Args:
         q, k, v: bfloat16 or float16 in ``layout``, head dim 64 or 128 for all three; q may have
