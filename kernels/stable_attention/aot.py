@@ -32,6 +32,9 @@ from stable_attention import configs
 from stable_attention.hopper import backward as hopper
 from stable_attention.hopper import forward as hopper_forward
 from stable_attention.hopper import rows
+from stable_attention.int8 import backward as int8_backward
+from stable_attention.int8 import forward as int8_forward
+from stable_attention.int8 import quantise
 from stable_attention.triton import backward, carrier, forward, preprocess
 from stable_attention.triton.launches import anew
 
@@ -49,9 +52,14 @@ KERNELS = (
     hopper_forward.forward_kernel,
     rows.places_kernel,
     rows.sum_kernel,
+    quantise.mean_kernel,
+    quantise.quantise_kernel,
+    int8_forward.forward_kernel,
+    int8_backward.dq_kernel,
+    int8_backward.dkdv_kernel,
 )
 # Bytes of shared memory one program may use.
-SHARED_LIMIT = {"sm80": 166912, "sm90": 232448, "sm100": 232448}
+SHARED_LIMIT = {"sm80": 166912, "sm89": 101376, "sm90": 232448, "sm100": 232448}
 _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -143,7 +151,7 @@ def _is_one(param: Any, value: object) -> bool:
 
 
 def compile_launch(launch: Launch, arch: str) -> Report:
-    """Compile a recorded launch for ``arch`` ("sm80", "sm90", "sm100"); needs no GPU."""
+    """Compile a recorded launch for ``arch`` ("sm80", "sm89", "sm90", "sm100"); needs no GPU."""
     number = int(arch.removeprefix("sm"))
     compiled = triton.compile(
         _source(launch), target=GPUTarget("cuda", number, 32), options=launch.options

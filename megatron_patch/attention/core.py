@@ -49,8 +49,9 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Args:
         backend: a name of `BACKENDS`.
         options: settings of the backend (``stable_flash``: stabilizer, residual, beta, eps,
-            backward, allow_broken; ``fa4``: stabilizer, residual) and, where it is ours, of context
-            parallelism (gradient_wire, head_groups: see `context_parallel_attention`).
+            backward, allow_broken; ``fa4``: stabilizer, residual; ``sage_int8``: see
+            `stable_attention.int8.settings`) and, where it is ours, of context parallelism
+            (gradient_wire, head_groups: see `context_parallel_attention`).
 
     Returns:
         A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
@@ -61,7 +62,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     row = BACKENDS[backend]
-    allowed = CP_OPTIONS if row.chunk_primitives else ()
+    allowed = row.own_options + (CP_OPTIONS if row.chunk_primitives else ())
     unknown = sorted(name for name in options if name not in allowed)
     if unknown and not row.stabilizers:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
@@ -133,6 +134,7 @@ class CoreAttention(torch.nn.Module):
         _reject_fp8(config)
         self.selection = registry.check(backend, self._requirements())
         self._run = _function(backend)
+        self._split_options()
         self._check_context_parallel()
         self._make_softmax_offset()
 
@@ -254,6 +256,7 @@ class CoreAttention(torch.nn.Module):
             packed=packed,
             want_max_logits=self.want_max_logits and self.training,
             cp=self._context_parallel(packed_seq_params),
+            own=self.own,
             observed=self.observed,
         )
         with self._random_stream(options.dropout_p):
@@ -309,6 +312,15 @@ class CoreAttention(torch.nn.Module):
         except ValueError:
             self.backend_name, self.options = before
             raise
+        self._split_options()
+
+    def _split_options(self) -> None:
+        """Move what only the backend understands out of what all calls parse, and warn."""
+        row, config = BACKENDS[self.backend_name], self.config
+        self.own = {name: x for name, x in self.options.items() if name in row.own_options}
+        self.options = {name: x for name, x in self.options.items() if name not in self.own}
+        if row.wants_qk_norm and not (config.qk_layernorm or getattr(config, "qk_l2_norm", False)):
+            _warn_without_qk_norm(self.backend_name)
 
     def _random_stream(self, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
         """The model-parallel random stream. Under sequence parallelism the block has forked it."""
@@ -397,6 +409,16 @@ def _warn_mask_ignored(mask_type: str, shape: tuple[int, ...]) -> None:
         "it (create_attention_mask: false)",
         shape,
         mask_type,
+    )
+
+
+@functools.cache
+def _warn_without_qk_norm(backend: str) -> None:
+    log.warning(
+        "attention: %s without QK-norm: published runs of this method diverged so at 2.1M tokens a "
+        "step and trained at 260K (arXiv 2603.02170). Set model.qk_layernorm: true, or use "
+        "attention.backend: stable_flash",
+        backend,
     )
 
 

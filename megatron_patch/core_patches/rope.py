@@ -4,9 +4,9 @@ Megatron-Core multiplies by a cosine and a sine in the tensor's type, in four ke
 angles are float32 products of position and frequency: 2^-8 off at position 100,000, where neither
 kernel nor type would matter any more. Here they are float64 products, less whole turns.
 
-Of packed documents core brings the lengths to the host in every layer, twice; and where the table of
-angles is as long as the pack it takes positions in the pack for positions in the document, which
-`packed_rope` replaces.
+Of packed documents core brings the lengths to the host in every layer, twice; and where the table
+of angles is as long as the pack it takes positions in the pack for positions in the document:
+`packed_rope` does neither.
 
 Shape legend: s tokens of this rank, b micro-batch, h heads, d head dim, r rotated channels, t
 packed tokens of this rank, m rows of the table.

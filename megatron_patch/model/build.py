@@ -197,7 +197,9 @@ def _backend_options(run: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if run.parallel.cp_gradient_wire != "fp32":
         options["gradient_wire"] = run.parallel.cp_gradient_wire
-    if not BACKENDS[attention.backend].stabilizers:
+    row = BACKENDS[attention.backend]
+    options |= {name: getattr(attention.int8, name) for name in row.own_options}
+    if not row.stabilizers:
         return options
     options["stabilizer"] = attention.stabilizer
     if attention.backward != "auto":

@@ -99,9 +99,13 @@ class Activations:
             found += self.norm("k norm", n.T * n.g, n.d, size=0)
             if n.q > n.g:  # the heads of a group are interleaved with its key: no view is possible
                 found.append(SavedTensor("q, made contiguous", query))
+        kept = BACKENDS[self.run.attention.backend].keeps_qk
         if model.position_embedding == "rope":
-            found.append(SavedTensor("rotated q and k", query + key))
+            if kept:
+                found.append(SavedTensor("rotated q and k", query + key))
             found.append(self.angles(int(n.d * model.rotary_percent)))
+        elif not kept:
+            pass  # what the norm and the projection keep is above
         elif model.qk_layernorm:
             found.append(SavedTensor("normalized q and k", query + key))
         elif n.q > n.g:

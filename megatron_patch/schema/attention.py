@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 BackendName = Literal[
-    "stable_flash", "sdpa_cudnn", "sdpa_flash", "fa4", "te", "mcore_local", "reference"
+    "stable_flash", "sdpa_cudnn", "sdpa_flash", "fa4", "sage_int8", "te", "mcore_local", "reference"
 ]
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Int8Config:
+    """Numerics of ``sage_int8`` (docs/low_bit.md)."""
+
+    smooth_k: bool = True
+    """Subtract the mean over tokens from K before it is rounded."""
+    smooth_q: bool = False
+    """Subtract the mean of each block of 64 queries before they are rounded."""
+    scales: Literal["row", "tile"] = "row"
+    """Scales of P and dS in the backward: one a row or column of a 64 x 64 tile, or one a tile."""
+    normalizer: Literal["rounded", "paper"] = "rounded"
+    """O is divided by the sum of the rounded P, or of P as published, which biases delta."""
+    projection: bool = True
+    """Make the rows of dS sum to zero after their rounding."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -36,3 +52,5 @@ class AttentionConfig:
     """``te``: attention in FP8; needs ``training.fp8: current``."""
     allow_broken: bool = False
     """Must be true for ``stabilizer: paper_bf16``, which exists to reproduce the failure."""
+    int8: Int8Config = field(default_factory=Int8Config)
+    """Numerics of ``sage_int8``."""

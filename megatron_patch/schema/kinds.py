@@ -59,7 +59,7 @@ _KEYS: dict[Kind, str] = {
         optimizer.implementation
         data.verify data.num_workers
         attention.backend attention.stabilizer attention.backward attention.residual
-        attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken
+        attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken attention.int8
         attention.fp8
         parallel checkpoint logging stability faults cluster
     """,

@@ -26,6 +26,7 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import (
     CoreAttention,
     _warn_mask_ignored,
+    _warn_without_qk_norm,
     core_attention_spec,
 )
 from megatron_patch.attention.registry import BackendError
@@ -376,3 +377,33 @@ def test_our_kernels_agree_with_the_reference(changes):
         results.append([x.float() for x in (out, q.grad, k.grad, fused.grad)])
     for exact, ours in zip(*results, strict=True):
         assert (ours - exact).norm() <= 0.01 * exact.norm() + 1e-6
+
+
+def test_int8_attention_trains_through_the_module_and_takes_its_settings(caplog):
+    """On a CPU by the oracle: forward, backward, settings by name, and a warning without QK-norm."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
+    settings = config(**sizes, bf16=True)
+    q = torch.randn(S, B, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(S, B, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    _warn_without_qk_norm.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        module = build(settings=settings, backend="sage_int8")
+    assert "diverged so at 2.1M tokens" in caplog.text and "model.qk_layernorm" in caplog.text
+    out = module(q, k, v, None, attn_mask_type=AttnMaskType.causal)
+    exact = build(settings=config(**sizes, bf16=True))
+    wanted = exact(q, k, v, None, attn_mask_type=AttnMaskType.causal)
+    for x, y in zip(
+        [out, *torch.autograd.grad(out.sum(), (q, k, v))],
+        [wanted, *torch.autograd.grad(wanted.sum(), (q, k, v))],
+        strict=True,
+    ):
+        assert (x - y).float().norm() < 0.05 * y.float().norm()
+    module.use("sage_int8", normalizer="paper", scales="tile")
+    other = module(q, k, v, None, attn_mask_type=AttnMaskType.causal)
+    assert not torch.equal(other, out)
+    caplog.clear()
+    _warn_without_qk_norm.cache_clear()
+    build(settings=config(**sizes, bf16=True, qk_layernorm=True), backend="sage_int8")
+    assert not caplog.text
+    with pytest.raises(ValueError, match="takes no options; got smooth_k"):
+        core_attention_spec("sdpa_flash", smooth_k=True)

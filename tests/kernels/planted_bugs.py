@@ -29,6 +29,8 @@ FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
 MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
 PROJECTION = "triton/projection.py"
+INT8_FORWARD, INT8_BACKWARD = "int8/forward.py", "int8/backward.py"
+INT8_CODES = "int8/quantise.py"
 PHILOX, OPTIONS = "philox.py", "triton/options.py"
 DESCRIPTORS = "triton/descriptors.py"
 TIMEOUT = 180.0
@@ -379,6 +381,25 @@ BUGS = (
         "large logits, projected"),
     Bug("second plane rounded away", NUMERICS, "lo = (base - (hi - back)) + (log - back)",
         "lo = log * 0.0", "large logits, projected"),
+    # --- INT8
+    Bug("codes cut off, not rounded", INT8_CODES, "nearest(codes), m0", "codes.to(tl.int8), m0",
+        "int8 causal"),
+    Bug("mean of K over the buffer", INT8_CODES, "tl.div_rn(mean, n.to(tl.float32))",
+        "tl.div_rn(mean, t.to(tl.float32))", "int8 packed"),
+    Bug("P against the row's maximum so far", INT8_FORWARD, "top = tl.exp2(tile_max - base)",
+        "top = tl.exp2(m_new - base)", "int8 full, paper"),
+    Bug("O divided by the sum of P", INT8_FORWARD, "inverse(l_rounded if ROUNDED else l)",
+        "inverse(l)", "int8 causal"),
+    Bug("phantom keys in a tile's scale", INT8_BACKWARD, "        if not ROW:\n            # Keys",
+        "        if ROW:\n            # Keys", "int8 window, tile scales"),
+    Bug("scale of dS with an epsilon", INT8_BACKWARD, "inverse_of(_largest(ds, ROW) + bad)",
+        "inverse_of(_largest(ds, ROW) + bad + 1e-2)", "int8 causal"),
+    Bug("dK without the mean of Q", INT8_BACKWARD, "* mu[None, :]\n    return dk, dv",
+        "* 0.0\n    return dk, dv", "int8 smoothed Q"),
+    Bug("rows of dS not projected", INT8_BACKWARD, "dq -= excess[:, None] * pk",
+        "dq -= excess[:, None] * pk * 0.0", "int8 causal"),
+    Bug("dK from the delta of O", INT8_BACKWARD, "delta + error, mask", "delta, mask",
+        "int8 causal"),
 )  # fmt: skip
 
 

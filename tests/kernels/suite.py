@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from attention_cases import DEVICE, Case, forward_path, make_inputs
 from error_rule import check_case, run_oracle, run_ours, run_specified
+from int8_cases import MEMBERS as INT8
 
 FEATURES = [
     "b=2 sq=70 sk=45 hq=2 hk=1 layout=bshd",
@@ -383,7 +384,9 @@ def run_member(name: str) -> list[str]:
     """Problems of one member: a property by name, otherwise a case line of FEATURES or FAULTS."""
     if name in PROPERTIES:
         return PROPERTIES[name]()
+    if name in INT8:
+        return INT8[name]()
     return check_case(Case.parse(FAULTS.get(name, name))).problems
 
 
-MEMBERS = (*FEATURES, *FAULTS, *PROPERTIES)
+MEMBERS = (*FEATURES, *FAULTS, *PROPERTIES, *INT8)

@@ -66,6 +66,8 @@ ELSEWHERE = 1000
 PERSISTENT, HARMLESS = 400, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
+# Two float32 accumulators, an int32 product beside them: bounded only, tiles were not searched.
+INT8_SPILLS = 3000
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,55 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
         assert row["spills"] <= (WITH_DROPOUT if row["dropout"] else spills), row
         if arch == "sm90" and row["d"] < 256:
             assert not row["warnings"], row
+
+
+INT8 = """
+import json, sys, torch
+from stable_attention import aot
+from stable_attention.int8 import launch
+from stable_attention.int8.settings import DEFAULT, PAPER, Settings
+from stable_attention.problem import Extras, Problem
+
+arch, rows = sys.argv[1], []
+for d in map(int, sys.argv[3].split(",")):
+    for settings in (DEFAULT, PAPER, Settings(smooth_q=True))[: 1 if sys.argv[2] == "few" else 3]:
+        p = Problem(layout="bshd", dtype=torch.bfloat16, batch=2, sq=4096, sk=4096, heads=8,
+                    kv_heads=8, d=d, dv=d, tq=8192, tk=8192, scale=d**-0.5, window_right=0,
+                    stabilizer="none")
+        x = torch.empty(2, 4096, 8, d, dtype=p.dtype, device="meta")
+        with aot.capture(arch) as launches:
+            kept = launch.forward(x, x, x, p, Extras(), settings)
+            launch.backward(x, x, kept, p, Extras(), settings)
+        for one in launches:
+            name = one.kernel.fn.__name__
+            if name in ("preprocess_kernel", "quantise_kernel", "mean_kernel"):
+                continue
+            found = aot.compile_launch(one, arch)
+            rows.append(dict(kernel=name, d=d, spills=found.spill_bytes, shared=found.shared,
+                             limit=aot.SHARED_LIMIT[arch], int8=".s32.s8.s8" in found.ptx))
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arch", "which", "head_dims"),
+    [("sm90", "few", "128"), ("sm89", "few", "64")]
+    + [
+        pytest.param(arch, "all", "64,128", marks=pytest.mark.slow)
+        for arch in ("sm80", "sm89", "sm90")
+    ],
+)
+def test_int8_kernels_multiply_integers_and_fit(arch, which, head_dims, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", INT8, arch, which, head_dims]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) == (3 if which == "few" else 18)
+    for row in rows:
+        assert row["int8"] and row["shared"] <= row["limit"], row
+        assert row["spills"] <= INT8_SPILLS, row
 
 
 SEARCH = """

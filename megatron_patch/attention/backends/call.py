@@ -29,6 +29,8 @@ class AttentionCall:
     `stable_attention`."""
     want_max_logits: bool = False
     cp: ContextParallel | None = None  # None: this rank has the whole sequence
+    own: dict[str, Any] = field(default_factory=dict)
+    """Settings of the backend (``Capability.own_options``)."""
     observed: dict[str, torch.Tensor] | None = None
     """A dict while an observer watches. A backend that has them leaves there the float32 [h]
     ``max_logits``, and ``low``, O's low-order part as the kernel stores it, [sq, b, h, dv]."""

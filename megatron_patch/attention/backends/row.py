@@ -24,6 +24,8 @@ class Shapes(Protocol):
     """Tokens."""
     q: int
     """Query heads."""
+    g: int
+    """Key/value heads."""
     d: int
     dv: int
     w: int
@@ -105,6 +107,10 @@ class Capability:
     """The stabilizers it has a choice of; the others accept only the default setting."""
     borrows: bool = False
     """Can take the backward pass of another library (``attention.backward``)."""
+    own_options: tuple[str, ...] = ()
+    """Settings of this backend alone: keys of ``attention.int8``."""
+    wants_qk_norm: bool = False
+    """Is known to diverge without normalized queries and keys; start-up says so."""
     notes: tuple[str, ...] = ()
 
 
@@ -132,6 +138,8 @@ class Backend(Capability):
     """Its backward does not build delta from a stored 16-bit O."""
     switchable: bool = False
     """The stability guard can exchange its numerics for the compensated ones."""
+    keeps_qk: bool = True
+    """The backward reads q and k themselves; False: ``saved_bytes`` holds what it reads instead."""
     saved_bytes: Callable[[Any, int, str, str], int] = flash_bytes
     """(`Shapes`, keys a query sees, stabilizer, residual) -> bytes kept for the backward beside q,
     k and v."""

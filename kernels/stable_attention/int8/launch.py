@@ -1,0 +1,274 @@
+"""`int8_attention`: the call, its autograd rule, and the launches of both passes.
+
+Shape legend: as in `api` (head dims of q, k and v are the same here).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch.autograd.function import once_differentiable
+
+from stable_attention import ops
+from stable_attention.api import check_device
+from stable_attention.describe import describe
+from stable_attention.dispatch import on_device
+from stable_attention.int8.backward import dkdv_kernel, dq_kernel
+from stable_attention.int8.forward import forward_kernel
+from stable_attention.int8.quantise import NONE, OWN, SEQUENCE, Codes, Side, quantise, row_steps
+from stable_attention.int8.settings import BLOCK, DEFAULT, HEAD_DIMS, Settings
+from stable_attention.layouts import readable, strides
+from stable_attention.problem import UNLIMITED, Extras, Options, Problem, require
+from stable_attention.triton.launches import Arguments, launch
+from stable_attention.triton.options import LOG2E
+from stable_attention.triton.preprocess import preprocess
+from stable_attention.triton.results import allocate, new_gradients
+
+
+class Tile(NamedTuple):
+    """The tile that a program owns; its steps are of `BLOCK`."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+# Not searched. Own tiles of 128 rows where no scale and no mean belongs to 64 of them.
+TILES = {
+    ("forward", 64): Tile(64, 4, 3), ("forward", 128): Tile(128, 8, 3),
+    ("dq", 64): Tile(64, 4, 2), ("dq", 128): Tile(64, 8, 2),
+    ("dkdv", 64): Tile(64, 4, 2), ("dkdv", 128): Tile(64, 8, 2),
+}  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What the forward leaves for the backward, beside V: codes and scales of Q and K, O, LSE."""
+
+    q: Codes
+    k: Codes
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def _sides(problem: Problem, extras: Extras) -> tuple[Side, Side]:
+    cu_q, cu_k, start_q, start_k, *_ = extras.pointers()
+    return (
+        Side(problem.sq, problem.tq, problem.heads, cu_q, start_q),
+        Side(problem.sk, problem.tk, problem.kv_heads, cu_k, start_k),
+    )
+
+
+def _common(problem: Problem, settings: Settings, tile: Tile, *, own: int) -> dict[str, Any]:
+    """Keyword arguments of all three kernels; ``own`` is the length that own tiles cut."""
+    return {
+        "sq": problem.sq, "sk": problem.sk, "tq": problem.tq, "tk": problem.tk,
+        "heads": problem.heads, "tiles": triton.cdiv(own, tile.rows),
+        "blocks": triton.cdiv(problem.sq, BLOCK),
+        "left": problem.window_left, "right": problem.window_right,
+        "unit": problem.scale * LOG2E, "GROUP": problem.group, "D": problem.d,
+        "VARLEN": problem.varlen,
+        "HAS_LEFT": problem.window_left != UNLIMITED,
+        "HAS_RIGHT": problem.window_right != UNLIMITED,
+        "SMOOTH_Q": settings.smooth_q,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def _tile(kernel: str, problem: Problem, settings: Settings) -> Tile:
+    tile = TILES[kernel, problem.d]
+    return tile._replace(rows=BLOCK) if settings.smooth_q else tile
+
+
+def _row_steps(problem: Problem) -> tuple[int, ...]:
+    sides = _sides(problem, Extras())
+    return row_steps(sides[0], problem.varlen) + row_steps(sides[1], problem.varlen)
+
+
+def _forward_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Arguments:
+    tile = _tile("forward", problem, settings)
+    out = tensors[7]
+    named = _common(problem, settings, tile, own=problem.sq) | {
+        "BM": tile.rows, "BN": BLOCK, "ROUNDED": settings.normalizer == "rounded",
+        "EVEN": not problem.varlen and problem.sk % BLOCK == 0,
+    }  # fmt: skip
+    positional = (*tensors, *strides(out, problem.layout), *_row_steps(problem))
+    return (named["tiles"] * problem.heads, problem.batch), positional, named
+
+
+@on_device
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    extras: Extras,
+    settings: Settings,
+) -> Kept:
+    """Quantise Q, K and V, and attend."""
+    result = allocate(problem, q.device, out_dtype=q.dtype, with_max_logits=False, with_lse=True)
+    queries, keys = _sides(problem, extras)
+    q8 = quantise(problem, q, queries, OWN if settings.smooth_q else NONE)
+    k8 = quantise(problem, k, keys, SEQUENCE if settings.smooth_k else NONE)
+    v8 = quantise(problem, v, keys)
+    if q.numel() and problem.batch:
+        launch(
+        forward_kernel, (problem, settings),
+        (q8.codes, k8.codes, v8.codes, q8.scale, k8.scale, v8.scale, q8.mu, result.out, result.lse,
+         *extras.pointers()[:4]),
+        functools.partial(_forward_arguments, problem, settings),
+    )  # fmt: skip
+    return Kept(q8, k8, result.out, result.lse)
+
+
+def _dq_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Arguments:
+    tile = _tile("dq", problem, settings)
+    v, do, dq = tensors[5:8]
+    named = _common(problem, settings, tile, own=problem.sq) | {
+        "BM": tile.rows, "BN": BLOCK, "ROW": settings.scales == "row",
+        "PROJECT": settings.projection, "scale": problem.scale,
+        "EVEN": not problem.varlen and problem.sk % BLOCK == 0,
+    }  # fmt: skip
+    steps = (x for y in (v, do, dq) for x in strides(y, problem.layout))
+    positional = (*tensors, *steps, *_row_steps(problem))
+    return (named["tiles"] * problem.heads, problem.batch), positional, named
+
+
+def _dkdv_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Arguments:
+    tile = _tile("dkdv", problem, settings)
+    v, do, dk, dv = tensors[7:11]
+    named = _common(problem, settings, tile, own=problem.sk) | {
+        "BM": BLOCK, "BN": tile.rows, "ROW": settings.scales == "row", "scale": problem.scale,
+        "EVEN": not problem.varlen and problem.sq % BLOCK == 0 and problem.sk % tile.rows == 0,
+    }  # fmt: skip
+    steps = (x for y in (v, do, dk, dv) for x in strides(y, problem.layout))
+    positional = (*tensors, *steps, *_row_steps(problem))
+    return (named["tiles"] * problem.kv_heads, problem.batch), positional, named
+
+
+@on_device
+def backward(
+    dout: torch.Tensor,
+    v: torch.Tensor,
+    kept: Kept,
+    problem: Problem,
+    extras: Extras,
+    settings: Settings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dQ, dK, dV)."""
+    if not (dout.numel() and v.numel() and problem.batch):
+        return torch.zeros_like(dout), torch.zeros_like(v), torch.zeros_like(v)
+    # dQ is shaped as dO, and dK as V.
+    _, (dq, dk, dv) = new_gradients(problem, dout, v, v)
+    delta, _ = preprocess(problem, dout, kept.out, low=None, lse=kept.lse, dlse=None, extras=extras)
+    do8 = quantise(problem, dout, _sides(problem, extras)[0])
+    small = (kept.lse, delta, *extras.pointers()[:4])
+    launch(
+        dq_kernel, (problem, settings),
+        (kept.q.codes, kept.k.codes, kept.q.scale, kept.k.scale, kept.q.mu, v, dout, dq, *small),
+        functools.partial(_dq_arguments, problem, settings),
+    )  # fmt: skip
+    launch(
+        dkdv_kernel, (problem, settings),
+        (kept.q.codes, kept.k.codes, do8.codes, kept.q.scale, kept.k.scale, do8.scale, kept.q.mu,
+         v, dout, dk, dv, *small),
+        functools.partial(_dkdv_arguments, problem, settings),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    """Differentiable once."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, problem, extras, settings):
+        kept = forward(q, k, v, problem, extras, settings)
+        small = extras.pointers()[:4]
+        ctx.save_for_backward(v, *kept.q, *kept.k, kept.out, kept.lse, *small)
+        ctx.problem, ctx.settings = problem, settings
+        return kept.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        v, *rest = ctx.saved_tensors
+        kept = Kept(Codes(*rest[:3]), Codes(*rest[3:6]), rest[6], rest[7])
+        cu_q, cu_k, start_q, start_k = rest[8:]
+        extras = Extras(cu_q=cu_q, cu_k=cu_k, start_q=start_q, start_k=start_k)
+        dout = readable(dout, ctx.problem.layout)
+        grads = backward(dout, v, kept, ctx.problem, extras, ctx.settings)
+        return (*grads, None, None, None)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    settings: Settings,
+    **packed: Any,
+) -> torch.Tensor:
+    """`int8_attention` with parsed options.
+
+    Raises:
+        AttentionArgumentError: as there, and for dropout or a softcap.
+    """
+    q, k, v = ops.under_autocast(q, k, v)
+    for name, value in (("dropout_p", options.dropout_p), ("softcap", options.softcap)):
+        require(value == 0, name, value, "0 for INT8 attention", _OTHER)
+    # Its numerics are `Settings`; of the shared launches "none" takes delta from O alone.
+    options = dataclasses.replace(options, stabilizer="none", backward="own")
+    problem, extras = describe(q, k, v, options, **packed)
+    dims = (problem.d, problem.dv)
+    ok = problem.d in HEAD_DIMS and problem.dv == problem.d
+    require(ok, "head dims", dims, f"{HEAD_DIMS}, the same for q, k and v", _OTHER)
+    check_device(q)
+    out = _Attention.apply(q, k, v, problem, extras, settings)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+_OTHER = "Use stable_attention, in 16 bits."
+
+
+def int8_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: Settings = DEFAULT,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    **packed: Any,
+) -> torch.Tensor:
+    """softmax(scale * q k^T + mask) v, six of its seven products in INT8; differentiable once.
+
+    Q K^T (in both passes), P V, P^T dO, dS K and dS^T Q are in INT8; dP = dO V^T stays in 16 bits.
+    Scales hold for blocks of 64 tokens, and the mean of K for the sequence: through their
+    rounding, O at a token depends on later ones too, under a causal mask as well.
+
+    Args:
+        q, k, v: bfloat16 or float16 in ``layout``, head dim 64 or 128 for all three; q may have
+            a multiple of the heads of k and v.
+        settings: the method, see `Settings`; `PAPER` is SageBwd as published.
+        layout, causal, window, scale: as in `stable_attention`.
+        **packed: cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded,
+            max_seqlen_q and max_seqlen_k of `stable_attention`, for thd.
+
+    Returns:
+        O in ``layout`` and q's dtype. Kept for the backward: codes and scales of Q and K (1 byte an
+        element, 4 a row), V and O in 16 bits, LSE.
+
+    Raises:
+        AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy.
+    """
+    options = Options.of(layout=layout, causal=causal, window=window, scale=scale)
+    return attend(q, k, v, options, settings, **packed)
+
+
+__all__ = ["attend", "backward", "forward", "int8_attention"]
