@@ -276,7 +276,9 @@ class Loaders:
                 "count attention over whole sequences"
             )
             if self._layout.cp_size > 1:
-                lines.append("warning: packed over context-parallel ranks: attention is not observed")
+                lines.append(
+                    "warning: packed over context-parallel ranks: attention is not observed"
+                )
         elif data.eod_mask_loss:
             lines.append("data: end-of-document tokens carry no loss")
         if data.reset_position_ids:
