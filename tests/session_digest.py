@@ -22,7 +22,7 @@ def digest(session: Any) -> dict[str, str]:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 add(optimizer, parameter)
-        for state in part.optimizer.state.values():
-            for value in state.values():
-                add(optimizer, torch.as_tensor(value))
+                state = part.optimizer.state.get(parameter, {})
+                for name in sorted(state):  # a load may leave them in another order
+                    add(optimizer, torch.as_tensor(state[name]))
     return {"weights": weights.hexdigest(), "optimizer": optimizer.hexdigest()}

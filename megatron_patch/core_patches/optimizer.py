@@ -217,7 +217,17 @@ def use_fused_kernel(optimizer: Any) -> None:
 
 
 def prepare_muon(chunks: list[Any]) -> None:
-    """Let core's Muon leave tables of positions to AdamW, as it does those of words."""
+    """Let core's Muon leave tables of positions to AdamW, as it does those of words.
+
+    Raises:
+        ConfigError: the package that core takes it from is not installed.
+    """
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        text = (
+            "muon: the package emerging-optimizers is not installed here: pip install "
+            "megatron-patch-stable[muon], or use adamw"
+        )
+        raise ConfigError([Problem("optimizer.name", text)])
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name.endswith("position_embeddings.weight"):

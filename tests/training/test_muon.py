@@ -12,6 +12,8 @@ from megatron_cpu import tiny_run
 from training_ranks import distance, figures, metrics, run_ranks
 
 from megatron_patch.config import checks
+from megatron_patch.core_patches import optimizer
+from megatron_patch.schema.problem import ConfigError
 
 pytestmark = pytest.mark.multiprocess
 MUON = ("optimizer.name=muon", "training.train_steps=4", "checkpoint.interval=2")
@@ -89,7 +91,8 @@ def test_refused(parallel: Any, training: Any, path: str) -> None:
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    run = tiny_run(training={"precision": "bf16"})
-    run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
-    assert "emerging-optimizers" in next(checks.optimizer_problems(run)).message
+    monkeypatch.setattr(optimizer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"optimizer.name: muon: .* megatron-patch-stable\[muon\]"
+    ):
+        optimizer.prepare_muon([])

@@ -165,6 +165,11 @@ UNREAD = {
         "cosine",
         ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=4"],
     ),
+    "optimizer.muon_momentum": (
+        [],
+        "0.9",
+        ["optimizer.name=muon", "parallel.use_distributed_optimizer=false"],
+    ),
 }
 
 

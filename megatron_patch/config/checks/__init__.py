@@ -7,7 +7,6 @@ sections, or what another room can serve, stands here with the section whose key
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_patch.attention.backends import BACKENDS
@@ -49,12 +48,6 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
 def _muon(run: RunConfig) -> Iterator[Problem]:
     """What Megatron-Core's Muon and its sharding by whole matrices have not."""
     p = run.parallel
-    if importlib.util.find_spec("emerging_optimizers") is None:
-        yield Problem(
-            "optimizer.name",
-            "muon needs the package emerging-optimizers, which is not installed: pip install "
-            "megatron-patch-stable[muon]",
-        )
     if p.use_distributed_optimizer and run.training.precision == "fp32":
         yield Problem(
             "parallel.use_distributed_optimizer",
