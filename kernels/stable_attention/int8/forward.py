@@ -56,8 +56,9 @@ def _step(
     alpha = tl.exp2(m - base)
     # The largest P of the row in this tile is code 127. What lies below 2^-100 adds nothing.
     top = tl.exp2(tile_max - base)
-    top = tl.where(top > LEAST, top, 0.0)
-    up = tl.where(top > 0, tl.div_rn(TOP, tl.where(top > 0, top, 1.0)), 0.0)
+    # Both conditions let NaN pass: O divides by 0 where the sum is NaN, and would be 0.
+    top = tl.where(top < LEAST, 0.0, top)
+    up = tl.where(top == 0, 0.0, tl.div_rn(TOP, tl.where(top == 0, 1.0, top)))
     magic = p * up[:, None] + MAGIC
     p8 = magic.to(tl.int32, bitcast=True).to(tl.int8)
     weight = tl.div_rn(top, TOP)
