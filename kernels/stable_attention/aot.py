@@ -53,6 +53,7 @@ KERNELS = (
     rows.dq_kernel,
     quantise.mean_kernel,
     quantise.quantise_kernel,
+    quantise.turn_kernel,
     int8_forward.forward_kernel,
     int8_backward.dq_kernel,
     int8_backward.dkdv_kernel,
