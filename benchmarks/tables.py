@@ -176,13 +176,13 @@ def projection_time(parts: Parts) -> Table:
     return ["portable kernels", *PROJECTED], body, []
 
 
-INT8 = ("compensated", "none", "as published", "ours without projection", "ours")
+INT8 = ("compensated", "as published", "ours without projection", "ours")
 INT8_PEERS = ("sage_int8", "stable_flash compensated", "stable_flash none", "SDPA-cuDNN")
 
 
 def int8_errors(parts: Parts) -> Table:
     """Errors of dQ in nine regimes, and the largest of dK and of delta's mean."""
-    head = ["dQ", *(f"BF16 {x}" if x in INT8[:2] else f"INT8 {x}" for x in INT8)]
+    head = ["dQ", *(f"BF16 {x}" if x == DEFAULT else f"INT8 {x}" for x in INT8)]
     found = _cells(parts, "regime")
     body = [
         [regime, *(f"{cell[x][0]['dq']:.3f}" for x in INT8)] for (regime,), cell in found.items()

@@ -1,8 +1,9 @@
 """Backward INT8 attention: dQ by query tile, then (dK, dV) by key tile; dP = dO V^T in 16 bits.
 
 Shape legend: as in `int8.forward`; sdo are dO's scales, kt, qt and dot codes of K, Q and dO as
-`quantise.turned` stores them, v and dO 16-bit in the problem's layout, delta [B, H, S] float32. Every gradient tile is owned by one program: repeats are
-bitwise equal. The dQ pass may correct delta (projection), so it runs first.
+`quantise.turned` stores them, v and dO 16-bit in the problem's layout, delta [B, H, S] float32.
+Every gradient tile is owned by one program: repeats are bitwise equal. The dQ pass may correct
+delta (projection), so it runs first.
 """
 
 from __future__ import annotations
@@ -244,17 +245,17 @@ def dkdv_kernel(
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
                 dk, dv = _dkdv_step(
                     dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, qt_ptr + turned, do_h,
-                    dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q, delta_ptr + row_q,
-                    off_q, off_do, stride_gs, edge_tile(t, lo, full_lo, full_hi, BM), n0,
-                    sq, sk, shift, left, right,
+                    dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q,
+                    delta_ptr + row_q, off_q, off_do, stride_gs,
+                    edge_tile(t, lo, full_lo, full_hi, BM), n0, sq, sk, shift, left, right,
                     BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
                 )  # fmt: skip
         for t in range(0, (full_hi - full_lo) // BM):
             dk, dv = _dkdv_step(
                 dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, qt_ptr + turned, do_h,
                 dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q,
-                delta_ptr + row_q, off_q, off_do, stride_gs, full_lo + t * BM, n0, sq, sk, shift, left, right,
-                BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
+                delta_ptr + row_q, off_q, off_do, stride_gs, full_lo + t * BM, n0,
+                sq, sk, shift, left, right, BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
             )  # fmt: skip
     dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + token_k * stride_dks
     dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + token_k * stride_dvs
