@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.autograd.function import once_differentiable
 
-from stable_attention import ops
+from stable_attention import configs, ops
 from stable_attention.api import check_device
 from stable_attention.describe import describe
 from stable_attention.dispatch import on_device
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 # The fastest of three each on an H200 with the default settings. Own tiles of 128 rows shrink to 64
-# where a scale or a mean belongs to 64 of them.
+# where a scale or a mean belongs to 64 of them (`_tile`).
 TILES = {
     ("forward", 64): Tile(128, 4, 3), ("forward", 128): Tile(128, 8, 3),
     ("dq", 64): Tile(64, 4, 2), ("dq", 128): Tile(128, 8, 2),
@@ -95,10 +95,13 @@ def _common(
     }  # fmt: skip
 
 
-def _tile(kernel: str, problem: Problem, settings: Settings) -> Tile:
+def _tile(kernel: str, problem: Problem, settings: Settings, device: torch.device) -> Tile:
     tile = TILES[kernel, problem.d]
-    of_blocks = settings.smooth_q or (settings.scales == "tile" and kernel != "forward")
-    return tile._replace(rows=BLOCK, warps=4) if of_blocks else tile
+    small = settings.smooth_q
+    if kernel != "forward":
+        # Ada has 99 KiB of shared memory a program.
+        small |= settings.scales == "tile" or configs.arch_of(device).startswith("sm8")
+    return tile._replace(rows=BLOCK, warps=problem.d // 16) if small else tile
 
 
 def _row_steps(problem: Problem) -> tuple[int, ...]:
@@ -107,7 +110,7 @@ def _row_steps(problem: Problem) -> tuple[int, ...]:
 
 
 def _forward_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Arguments:
-    tile = _tile("forward", problem, settings)
+    tile = _tile("forward", problem, settings, tensors[0].device)
     out = tensors[7]
     named = _common(problem, settings, tile, own=problem.sq, steps=1) | {
         "BM": tile.rows, "BN": BLOCK, "ROUNDED": settings.normalizer == "rounded",
@@ -143,7 +146,7 @@ def forward(
 
 
 def _dq_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Arguments:
-    tile = _tile("dq", problem, settings)
+    tile = _tile("dq", problem, settings, tensors[0].device)
     v, do, dq = tensors[6:9]
     named = _common(problem, settings, tile, own=problem.sq, steps=1) | {
         "BM": tile.rows, "BN": BLOCK, "ROW": settings.scales == "row",
@@ -156,7 +159,7 @@ def _dq_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Argume
 
 
 def _dkdv_arguments(problem: Problem, settings: Settings, *tensors: Any) -> Arguments:
-    tile = _tile("dkdv", problem, settings)
+    tile = _tile("dkdv", problem, settings, tensors[0].device)
     v, do, dk, dv = tensors[8:12]
     named = _common(problem, settings, tile, own=problem.sk, steps=0) | {
         "BM": BLOCK, "BN": tile.rows, "ROW": settings.scales == "row", "scale": problem.scale,
