@@ -34,7 +34,7 @@ from stable_attention.int8.settings import DEFAULT, PAPER
 
 Attention = Callable[..., torch.Tensor]
 HEADS, LENGTH, D = 8, 2048, 64
-SHAPES = ((4, 4096, 16, 128), (4, 4096, 16, 64), (1, 8192, 16, 128), (16, 1024, 12, 64))
+SHAPES = ((4, 4096, 16, 128), (4, 4096, 16, 64), (16, 1024, 12, 64))
 """Batch, length, heads, head dim; causal."""
 SETTINGS = {
     "as published": PAPER,
