@@ -208,7 +208,7 @@ def int8_speed(parts: Parts) -> Table:
         name: [r["kept"] for r in result["rows"] if r["backend"] == name] for name in INT8_PEERS
     }
     body.append(["bytes kept per element of O", *(span(x, "{:.1f}") for x in kept.values())])
-    return ["causal, ms forward + backward", *INT8_PEERS], body, []
+    return ["causal, ms forward + backward", *INT8_PEERS], body, [_changed(result)]
 
 
 def kernel_speed(parts: Parts) -> Table:
