@@ -167,6 +167,41 @@ def projection_time(parts: Parts) -> Table:
     return ["portable kernels", *PROJECTED], body, []
 
 
+INT8 = ("compensated", "as published", "ours without projection", "ours")
+INT8_PEERS = ("sage_int8", "stable_flash compensated", "stable_flash none", "SDPA-cuDNN")
+
+
+def int8_errors(parts: Parts) -> Table:
+    """Errors of dQ in nine regimes, and the largest of dK and of delta's mean."""
+    head = ["dQ", *(f"BF16 {x}" if x == DEFAULT else f"INT8 {x}" for x in INT8)]
+    found = _cells(parts, "regime")
+    body = [
+        [regime, *(f"{cell[x][0]['dq']:.3f}" for x in INT8)] for (regime,), cell in found.items()
+    ]
+    for key, label, form in (
+        ("dk", "largest dK", "{:.3f}"),
+        ("delta_mean", "largest delta", "{:.0e}"),
+    ):
+        largest = (max(abs(cell[x][0][key]) for cell in found.values()) for x in INT8)
+        body.append([label, *(form.format(x) for x in largest)])
+    return head, body, ["2,048 keys, d 64, causal, 8 heads."]
+
+
+def int8_speed(parts: Parts) -> Table:
+    """Milliseconds forward and backward, and bytes kept per element of O."""
+    body = []
+    for (b, s, h, d), cell in _cells(parts, "b", "s", "h", "d").items():
+        found = [cell[name][0] for name in INT8_PEERS]
+        times = [f"{x['forward_ms']:.2f} + {x['backward_ms']:.2f}" for x in found]
+        body.append([f"{b} x {s} tokens, {h} heads, d {d}", *times])
+    (result,) = parts.values()
+    kept = {
+        name: [r["kept"] for r in result["rows"] if r["backend"] == name] for name in INT8_PEERS
+    }
+    body.append(["bytes kept per element of O", *(span(x, "{:.1f}") for x in kept.values())])
+    return ["causal, ms forward + backward", *INT8_PEERS], body, [_changed(result)]
+
+
 def kernel_speed(parts: Parts) -> Table:
     """Speed beside each peer and cost of the stabilizer, a row a head dim."""
     (result,) = parts.values()
@@ -437,6 +472,8 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "projection-errors": ("projection", "errors", projection_errors),
     "projection-logits": ("projection", "logits", projection_logits),
     "projection-time": ("projection", "times", projection_time),
+    "int8-errors": ("int8", "errors", int8_errors),
+    "int8-speed": ("int8", "speed", int8_speed),
     "accuracy-context": ("accuracy", "context_parallel", accuracy_context),
     "context-speed": ("context_parallel", "speed", context_speed),
     "training-speed": ("training", "gpt2_124m", training_speed),

@@ -54,6 +54,7 @@ KERNELS = (
     rows.sum_kernel,
     quantise.mean_kernel,
     quantise.quantise_kernel,
+    quantise.turn_kernel,
     int8_forward.forward_kernel,
     int8_backward.dq_kernel,
     int8_backward.dkdv_kernel,

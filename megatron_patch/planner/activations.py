@@ -99,7 +99,8 @@ class Activations:
             found += self.norm("k norm", n.T * n.g, n.d, size=0)
             if n.q > n.g:  # the heads of a group are interleaved with its key: no view is possible
                 found.append(SavedTensor("q, made contiguous", query))
-        kept = BACKENDS[self.run.attention.backend].keeps_qk
+        switches = self.run.stability.guard == "switch"
+        kept = BACKENDS[self.run.attention.backend].keeps_qk or switches
         if model.position_embedding == "rope":
             if kept:
                 found.append(SavedTensor("rotated q and k", query + key))

@@ -141,6 +141,22 @@ def transformer_engine(x: Tensors) -> BackendResult:
     return x.result(out, q, k)
 
 
+def sage_int8(*, kernels: bool, **settings: Any) -> Runner:
+    """``sage_int8`` with settings: the kernels, or their oracle in PyTorch."""
+
+    def run(x: Tensors) -> BackendResult:
+        from stable_attention.int8.settings import Settings
+        from stable_attention.reference.int8 import int8_reference
+
+        attention: Callable[..., torch.Tensor] = int8_reference
+        if kernels:
+            from stable_attention.int8.launch import int8_attention as attention
+        q, k, v = x.leaves()
+        return x.result(attention(q, k, v, Settings(**settings), **x.call()), q, k)
+
+    return run
+
+
 def emulated(rounding: emulators.Rounding) -> Runner:
     """An implementation imitated rounding by rounding, one head at a time."""
 
@@ -191,16 +207,24 @@ ROUNDINGS = {
 }
 
 
+PAPER_INT8 = {"scales": "tile", "normalizer": "paper", "projection": False}
+INT8 = {"sage_int8": {}, "sage_int8 as published": PAPER_INT8}
+
+
 def backends(device: torch.device) -> dict[str, Runner]:
     """Every backend that can be tried on ``device``, in the order of the tables."""
     table: dict[str, Runner] = {}
     if device.type == "cuda" or ops.interpreting():
         table |= {f"stable_flash {name}": stable_flash(*kind) for name, kind in STABILIZERS.items()}
+        table |= {name: sage_int8(kernels=True, **kind) for name, kind in INT8.items()}
     if device.type == "cuda":
         table |= {"sdpa_flash": sdpa("FLASH_ATTENTION"), "sdpa_cudnn": sdpa("CUDNN_ATTENTION")}
         table |= {"te": transformer_engine}
     table |= {"sdpa_math": sdpa("MATH"), "reference": reference}
-    return table | {f"emulated {name}": emulated(kind) for name, kind in ROUNDINGS.items()}
+    table |= {f"emulated {name}": emulated(kind) for name, kind in ROUNDINGS.items()}
+    return table | {
+        f"emulated {name}": sage_int8(kernels=False, **kind) for name, kind in INT8.items()
+    }
 
 
 def choose(wanted: str, device: torch.device) -> dict[str, Runner]:

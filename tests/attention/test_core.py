@@ -380,7 +380,7 @@ def test_our_kernels_agree_with_the_reference(changes):
 
 
 def test_int8_attention_trains_through_the_module_and_takes_its_settings(caplog):
-    """On a CPU by the oracle: both passes, settings by name, a warning without QK-norm."""
+    """On a CPU by the oracle; without QK-norm it warns."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
     settings = config(**sizes, bf16=True)
     q = torch.randn(S, B, 2, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -393,7 +393,7 @@ BUGS = (
     Bug("phantom keys in a tile's scale", INT8_BACKWARD, "        if not ROW:\n            # Keys",
         "        if ROW:\n            # Keys", "int8 window, tile scales"),
     Bug("scale of dS with an epsilon", INT8_BACKWARD, "inverse_of(_largest(ds, ROW) + bad)",
-        "inverse_of(_largest(ds, ROW) + bad + 1e-2)", "int8 causal"),
+        "inverse_of(_largest(ds, ROW) + bad + 0.3)", "int8 causal"),
     Bug("dK without the mean of Q", INT8_BACKWARD, "* mu[None, :]\n    return dk, dv",
         "* 0.0\n    return dk, dv", "int8 smoothed Q"),
     Bug("rows of dS not projected", INT8_BACKWARD, "dq -= excess[:, None] * pk",

@@ -306,6 +306,23 @@ def test_a_borrowed_backward_is_planned_with_what_stands_in_for_o():
     assert of(backend="fa4") > of(backend="sdpa_flash")
 
 
+def test_int8_attention_keeps_codes_instead_of_normalized_queries_and_keys():
+    def of(backend: str, guard: str) -> int:
+        run = tiny_run(
+            SHAPE | {"kv_channels": 64, "qk_layernorm": True},
+            attention={"backend": backend},
+            training={"precision": "bf16"},
+        )
+        run = replace(run, stability=StabilityConfig(guard=guard))
+        (stage,) = memory.memory_of(run, layout_of(run, 1, 1), 1024)
+        return stage.activations + stage.kernel
+
+    compensated = of("stable_flash", "warn")
+    assert of("sage_int8", "warn") < compensated
+    # The guard may bring the other numerics in the middle of a run.
+    assert of("sage_int8", "switch") >= compensated
+
+
 def test_the_measurement_sees_a_tensor_that_is_kept():
     """Were the norm to keep a second copy of its input, the comparison would fail."""
     plain, planned = compare({})

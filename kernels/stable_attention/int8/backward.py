@@ -1,8 +1,9 @@
 """Backward INT8 attention: dQ by query tile, then (dK, dV) by key tile; dP = dO V^T in 16 bits.
 
-Shape legend: as in `int8.forward`; do8 and sdo are dO's codes and scales, v and dO 16-bit in the
-problem's layout, delta [B, H, S] float32. Every gradient tile is owned by one program: repeats are
-bitwise equal. The dQ pass may correct delta (projection), so it runs first.
+Shape legend: as in `int8.forward`; sdo are dO's scales, kt, qt and dot codes of K, Q and dO as
+`quantise.turned` stores them, v and dO 16-bit in the problem's layout, delta [B, H, S] float32.
+Every gradient tile is owned by one program: repeats are bitwise equal. The dQ pass may correct
+delta (projection), so it runs first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from stable_attention.int8.forward import NO_SPECIALIZE, block_bias
-from stable_attention.int8.quantise import inverse_of, nearest
+from stable_attention.int8.quantise import first_block, inverse_of, load_block, nearest
 from stable_attention.triton.geometry import (
     edge_tile,
     hide,
@@ -36,7 +37,7 @@ def _largest(x, ROW: tl.constexpr):
 @triton.jit
 def _dq_step(
     dq, pk, excess, error, q8, do, unit_q, mu, unit, lse, delta, bad,
-    k_ptr, v_ptr, k_scale, off_k, off_v, stride_vs, n, m0, sk, shift, left, right,
+    k_ptr, kt_ptr, v_ptr, k_scale, off_k, off_v, stride_vs, n, m0, sk, shift, left, right,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SMOOTH_Q: tl.constexpr,
     ROW: tl.constexpr, PROJECT: tl.constexpr,
@@ -60,7 +61,8 @@ def _dq_step(
     up, down = inverse_of(_largest(ds, ROW) + bad)
     ds8 = nearest(ds * up[:, None])
     # [BM, BN] @ [BN, D], exact within the tile
-    part = tl.dot(ds8, k8, out_dtype=tl.int32).to(tl.float32)
+    turned = load_block(kt_ptr, n // BN, BN, D)
+    part = tl.dot(ds8, turned, out_dtype=tl.int32).to(tl.float32)
     dq += part * (down * scale_k)[:, None]
     if PROJECT:
         excess += tl.sum(ds8.to(tl.int32), 1).to(tl.float32) * down
@@ -72,17 +74,18 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dq_kernel(
-    q8_ptr, k8_ptr, sq_ptr, sk_ptr, mu_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,
+    q8_ptr, k8_ptr, kt_ptr, sq_ptr, sk_ptr, mu_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
     stride_dqb, stride_dqs, stride_dqh, stride_qb, stride_qh, stride_kb, stride_kh,
-    sq, sk, tq, tk, heads, tiles, blocks, left, right, unit, scale,
+    sq, sk, tq, tk, heads, tiles, blocks, total, left, right, unit, scale,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EVEN: tl.constexpr,
     SMOOTH_Q: tl.constexpr, ROW: tl.constexpr, PROJECT: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, 1, HAS_RIGHT)
     b = tl.program_id(1)
+    block_k = first_block(cu_k_ptr, b, tk, sk, total, BN, VARLEN)
     start_q, sq = locate(cu_q_ptr, start_q_ptr, b, tq, sq, VARLEN)
     start_k, sk = locate(cu_k_ptr, start_k_ptr, b, tk, sk, VARLEN)
     m0 = tile * BM
@@ -93,6 +96,7 @@ def dq_kernel(
     h64 = h.to(tl.int64)
     row_q = b64 * stride_qb + h64 * stride_qh + start_q
     row_k = b64 * stride_kb + (h64 // GROUP) * stride_kh + start_k
+    kt_ptr += ((h64 // GROUP) * total + block_k) * (D * BN)
     v_ptr += b64 * stride_vb + (h64 // GROUP) * stride_vh + start_k.to(tl.int64) * stride_vs
     do_ptr += b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
     rows = m0 + tl.arange(0, BM)
@@ -122,14 +126,14 @@ def dq_kernel(
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             dq, pk, excess, error = _dq_step(
                 dq, pk, excess, error, q8, do, unit_q, mu, unit, lse, delta, bad,
-                k8_ptr + row_k * D, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs,
+                k8_ptr + row_k * D, kt_ptr, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs,
                 edge_tile(t, lo, full_lo, full_hi, BN), m0, sk, shift, left, right,
                 BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW, PROJECT,
             )  # fmt: skip
     for t in range(0, (full_hi - full_lo) // BN):
         dq, pk, excess, error = _dq_step(
             dq, pk, excess, error, q8, do, unit_q, mu, unit, lse, delta, bad,
-            k8_ptr + row_k * D, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs,
+            k8_ptr + row_k * D, kt_ptr, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs,
             full_lo + t * BN, m0, sk, shift, left, right,
             BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW, PROJECT,
         )  # fmt: skip
@@ -143,7 +147,7 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k8, v, scale_k, unit, q_ptr, do_ptr, do8_ptr, q_scale, do_scale, mu_ptr,
+    dk, dv, k8, v, scale_k, unit, q_ptr, qt_ptr, do_ptr, dot_ptr, q_scale, do_scale, mu_ptr,
     lse_ptr, delta_ptr, off_q, off_do, stride_gs, m0, n0, sq, sk, shift, left, right,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SMOOTH_Q: tl.constexpr,
@@ -174,7 +178,7 @@ def _dkdv_step(
         p = tl.where(seen, p, 0.0)
     up, down = inverse_of(_largest(p, ROW))
     p8 = nearest(p * up[:, None])
-    do8 = load_tile(do8_ptr, off_q, m0, D, sq, BM, D, D, MASKED)
+    do8 = load_block(dot_ptr, m0 // BM, BM, D)
     # [BN, BM] @ [BM, D], exact within the tile
     part = tl.dot(p8, do8, out_dtype=tl.int32).to(tl.float32)
     dv += part * (down * tl.load(do_scale + m0))[:, None]
@@ -186,7 +190,8 @@ def _dkdv_step(
     # A maximum drops NaN: 0, or NaN where the delta of a row is not finite.
     up, down = inverse_of(_largest(ds, ROW) + tl.sum(delta - delta, 0))
     ds8 = nearest(ds * up[:, None])
-    part = tl.dot(ds8, q8, out_dtype=tl.int32).to(tl.float32)
+    turned = load_block(qt_ptr, m0 // BM, BM, D)
+    part = tl.dot(ds8, turned, out_dtype=tl.int32).to(tl.float32)
     dk += part * (down * scale_q)[:, None]
     if SMOOTH_Q:
         dk += (tl.sum(ds8.to(tl.int32), 1).to(tl.float32) * down)[:, None] * mu[None, :]
@@ -195,18 +200,19 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dkdv_kernel(
-    q8_ptr, k8_ptr, do8_ptr, sq_ptr, sk_ptr, sdo_ptr, mu_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr,
+    q8_ptr, qt_ptr, k8_ptr, dot_ptr, sq_ptr, sk_ptr, sdo_ptr, mu_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_qb, stride_qh, stride_kb, stride_kh,
-    sq, sk, tq, tk, heads, tiles, blocks, left, right, unit, scale,
+    sq, sk, tq, tk, heads, tiles, blocks, total, left, right, unit, scale,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EVEN: tl.constexpr,
     SMOOTH_Q: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     tile, hk = tile_and_head(tl.program_id(0), tiles, heads // GROUP, 1, False)
     b = tl.program_id(1)
+    block_q = first_block(cu_q_ptr, b, tq, sq, total, BM, VARLEN)
     start_q, sq = locate(cu_q_ptr, start_q_ptr, b, tq, sq, VARLEN)
     start_k, sk = locate(cu_k_ptr, start_k_ptr, b, tk, sk, VARLEN)
     n0 = tile * BN
@@ -233,22 +239,23 @@ def dkdv_kernel(
         h64 = hk64 * GROUP + g
         row_q = b64 * stride_qb + h64 * stride_qh + start_q
         do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
+        turned = (h64 * total + block_q) * (D * BM)
         mu_h = mu_ptr + (b64 * heads + h64) * blocks * D if SMOOTH_Q else mu_ptr
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
                 dk, dv = _dkdv_step(
-                    dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, do_h, do8_ptr + row_q * D,
-                    sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q, delta_ptr + row_q,
-                    off_q, off_do, stride_gs, edge_tile(t, lo, full_lo, full_hi, BM), n0,
-                    sq, sk, shift, left, right,
+                    dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, qt_ptr + turned, do_h,
+                    dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q,
+                    delta_ptr + row_q, off_q, off_do, stride_gs,
+                    edge_tile(t, lo, full_lo, full_hi, BM), n0, sq, sk, shift, left, right,
                     BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
                 )  # fmt: skip
         for t in range(0, (full_hi - full_lo) // BM):
             dk, dv = _dkdv_step(
-                dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, do_h, do8_ptr + row_q * D,
-                sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q, delta_ptr + row_q,
-                off_q, off_do, stride_gs, full_lo + t * BM, n0, sq, sk, shift, left, right,
-                BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
+                dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, qt_ptr + turned, do_h,
+                dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q,
+                delta_ptr + row_q, off_q, off_do, stride_gs, full_lo + t * BM, n0,
+                sq, sk, shift, left, right, BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
             )  # fmt: skip
     dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + token_k * stride_dks
     dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + token_k * stride_dvs

@@ -1,7 +1,8 @@
 """Forward INT8 attention: S = Q K^T and O = P V as integer products.
 
 Shape legend: BM query rows, BN = BLOCK keys of a tile, D head dim. q8 and k8 are codes
-[B, H, S, D] (packed [H, T, D]), sq, sk, sv their scales, laid out like LSE. LSE is in log2 units
+[B, H, S, D] (packed [H, T, D]), v8 codes as `quantise.turned` stores them, sq, sk, sv the scales,
+laid out like LSE. LSE is in log2 units
 and of the smoothed scores: the backward's alone.
 """
 
@@ -10,13 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stable_attention.int8.quantise import LEAST, MAGIC, TOP
+from stable_attention.int8.quantise import LEAST, MAGIC, TOP, first_block, load_block
 from stable_attention.numerics import inverse
 from stable_attention.triton.geometry import edge_tile, hide, key_range, locate, tile_and_head
 from stable_attention.triton.memory import load_tile, store_tile, tile_offsets
 
 NO_SPECIALIZE = (
-    "sq", "sk", "tq", "tk", "heads", "tiles", "blocks", "left", "right",
+    "sq", "sk", "tq", "tk", "heads", "tiles", "blocks", "total", "left", "right",
     "stride_qb", "stride_qh", "stride_kb", "stride_kh",
 )  # fmt: skip
 
@@ -56,15 +57,16 @@ def _step(
     alpha = tl.exp2(m - base)
     # The largest P of the row in this tile is code 127. What lies below 2^-100 adds nothing.
     top = tl.exp2(tile_max - base)
-    top = tl.where(top > LEAST, top, 0.0)
-    up = tl.where(top > 0, tl.div_rn(TOP, tl.where(top > 0, top, 1.0)), 0.0)
+    # Both conditions let NaN pass: O divides by 0 where the sum is NaN, and would be 0.
+    top = tl.where(top < LEAST, 0.0, top)
+    up = tl.where(top == 0, 0.0, tl.div_rn(TOP, tl.where(top == 0, 1.0, top)))
     magic = p * up[:, None] + MAGIC
     p8 = magic.to(tl.int32, bitcast=True).to(tl.int8)
     weight = tl.div_rn(top, TOP)
     l = l * alpha + tl.sum(p, 1)
     if ROUNDED:
         l_rounded = l_rounded * alpha + tl.sum(magic - MAGIC, 1) * weight
-    v8 = load_tile(v_ptr, off, n, D, sk, BN, D, D, MASKED)
+    v8 = load_block(v_ptr, n // BN, BN, D)
     # [BM, BN] @ [BN, D], exact within the tile
     part = tl.dot(p8, v8, out_dtype=tl.int32).to(tl.float32)
     acc = acc * alpha[:, None] + part * (weight * tl.load(v_scale + n))[:, None]
@@ -76,13 +78,14 @@ def forward_kernel(
     q8_ptr, k8_ptr, v8_ptr, sq_ptr, sk_ptr, sv_ptr, mu_ptr, o_ptr, lse_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr,
     stride_ob, stride_os, stride_oh, stride_qb, stride_qh, stride_kb, stride_kh,
-    sq, sk, tq, tk, heads, tiles, blocks, left, right, unit,
+    sq, sk, tq, tk, heads, tiles, blocks, total, left, right, unit,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EVEN: tl.constexpr,
     SMOOTH_Q: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, 1, HAS_RIGHT)
     b = tl.program_id(1)
+    block_v = first_block(cu_k_ptr, b, tk, sk, total, BN, VARLEN)
     start_q, sq = locate(cu_q_ptr, start_q_ptr, b, tq, sq, VARLEN)
     start_k, sk = locate(cu_k_ptr, start_k_ptr, b, tk, sk, VARLEN)
     m0 = tile * BM
@@ -95,6 +98,7 @@ def forward_kernel(
     rows = m0 + tl.arange(0, BM)
     row_ok = rows < sq
     off = tile_offsets(D, BN, D)
+    v_h = v8_ptr + ((h // GROUP).to(tl.int64) * total + block_v) * (D * BN)
     q8 = load_tile(q8_ptr + row_q * D, tile_offsets(D, BM, D), m0, D, sq, BM, D, D, True)
     unit_q = tl.load(sq_ptr + row_q + rows, mask=row_ok, other=0.0) * unit
     mu = tl.zeros([D], tl.float32)
@@ -111,14 +115,14 @@ def forward_kernel(
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             acc, m, l, l_rounded = _step(
                 acc, m, l, l_rounded, q8, unit_q, mu, unit,
-                k8_ptr + row_k * D, v8_ptr + row_k * D, sk_ptr + row_k, sv_ptr + row_k, off,
+                k8_ptr + row_k * D, v_h, sk_ptr + row_k, sv_ptr + row_k, off,
                 edge_tile(t, lo, full_lo, full_hi, BN), m0, sk, shift, left, right,
                 BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROUNDED,
             )  # fmt: skip
     for t in range(0, (full_hi - full_lo) // BN):
         acc, m, l, l_rounded = _step(
             acc, m, l, l_rounded, q8, unit_q, mu, unit,
-            k8_ptr + row_k * D, v8_ptr + row_k * D, sk_ptr + row_k, sv_ptr + row_k, off,
+            k8_ptr + row_k * D, v_h, sk_ptr + row_k, sv_ptr + row_k, off,
             full_lo + t * BN, m0, sk, shift, left, right,
             BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROUNDED,
         )  # fmt: skip

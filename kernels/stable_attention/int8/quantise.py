@@ -109,6 +109,43 @@ def quantise_kernel(
     store_tile(code_ptr + row * D, nearest(codes), m0, D, n, BLOCK, D, D)
 
 
+@triton.jit
+def first_block(cu, b, t, s, total, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """Index of sequence b's first block among the ``total`` of a head; bad offsets are clamped."""
+    first = b * tl.cdiv(s, BLOCK)
+    if VARLEN:
+        begin = tl.minimum(tl.maximum(tl.load(cu + b), 0), t)
+        n = tl.minimum(tl.minimum(tl.maximum(tl.load(cu + b + 1) - begin, 0), s), t - begin)
+        first = tl.minimum(begin // BLOCK + b, total - tl.cdiv(n, BLOCK))
+    return first
+
+
+@triton.jit
+def load_block(ptr, block, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Block [BLOCK, D] of a head's codes as `turned` stores them: asynchronous, without a mask."""
+    first = block.to(tl.int64) * (D * BLOCK)
+    return tl.trans(tl.load(ptr + first + tile_offsets(BLOCK, D, BLOCK)))
+
+
+@triton.jit(do_not_specialize=("s", "t", "total", "stride_rb", "stride_rh"))
+def turn_kernel(
+    code_ptr, turned_ptr, cu_ptr, start_ptr, stride_rb, stride_rh, s, t, total,
+    D: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    first = first_block(cu_ptr, b, t, s, total, BLOCK, VARLEN)
+    start, n = locate(cu_ptr, start_ptr, b, t, s, VARLEN)
+    m0 = tile * BLOCK
+    if m0 >= n:
+        return
+    row = b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + start
+    x = load_tile(code_ptr + row * D, tile_offsets(D, BLOCK, D), m0, D, n, BLOCK, D, D, True)
+    place = (h.to(tl.int64) * total + first + tile) * (D * BLOCK)
+    tl.store(turned_ptr + place + tile_offsets(BLOCK, D, BLOCK), tl.trans(x))
+
+
 class Codes(NamedTuple):
     """An operand in INT8."""
 
@@ -184,3 +221,37 @@ def quantise(problem: Problem, x: torch.Tensor, side: Side, center: tl.constexpr
         functools.partial(_arguments, problem, side, center.value),
     )  # fmt: skip
     return Codes(codes, scale, scale.new_empty(0) if mu is None else mu)
+
+
+def block_count(problem: Problem, side: Side) -> int:
+    """Blocks of a head of `turned`: a packed sequence may fill its last one in part."""
+    if problem.varlen:
+        return side.tokens // BLOCK + problem.batch + 1
+    return problem.batch * triton.cdiv(side.length, BLOCK)
+
+
+def _turn_arguments(problem: Problem, side: Side, *tensors: Any) -> Any:
+    tiles = triton.cdiv(side.length, BLOCK)
+    positional = (
+        *tensors, *row_steps(side, problem.varlen), side.length, side.tokens,
+        block_count(problem, side),
+    )  # fmt: skip
+    named = {"D": problem.d, "BLOCK": BLOCK, "VARLEN": problem.varlen, "num_warps": 4}
+    return (tiles, side.heads, problem.batch), positional, named
+
+
+def turned(problem: Problem, codes: torch.Tensor, side: Side) -> torch.Tensor:
+    """Codes as [H, blocks, D, BLOCK]: products over tokens read them along the tokens.
+
+    8-bit tensor cores take no transposed operand; turned in registers, a tile is loaded late.
+    """
+    size = (side.heads, block_count(problem, side), problem.d, BLOCK)
+    found = torch.empty(size, dtype=torch.int8, device=codes.device)
+    if codes.numel() and problem.batch:
+        launch(
+            turn_kernel,
+            (problem, side[:3]),
+            (codes, found, side.cu, side.start),
+            functools.partial(_turn_arguments, problem, side),
+        )
+    return found
