@@ -72,11 +72,12 @@ _NOT_ON_HOPPER = frozenset(
         "softcap", "dropout", "different v head dim", "paper_bf16", "chunks", *PROJECTING,
     }
 )  # fmt: skip
+_NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32"})
 KERNEL_SETS = (
     KernelSet(
         name="hopper",
         archs=frozenset({"sm90"}),
-        features=frozenset(FEATURES) - _NOT_ON_HOPPER - {"dynamic_max", "o_lo in int8 or fp32"},
+        features=frozenset(FEATURES) - _NOT_ON_HOPPER - _NOT_FORWARD,
         head_dims=(64, 128),
         forward=hopper.forward,
         preprocess=preprocess,
@@ -90,6 +91,16 @@ KERNEL_SETS = (
         forward=forward,
         preprocess=preprocess,
         backward=hopper.backward,
+    ),
+    # A softcap needs the scores to the end of a backward step, and registers have no room for them.
+    KernelSet(
+        name="hopper_forward",
+        archs=frozenset({"sm90"}),
+        features=(frozenset(FEATURES) - _NOT_ON_HOPPER - _NOT_FORWARD) | {"softcap"},
+        head_dims=(64, 128),
+        forward=hopper.forward,
+        preprocess=preprocess,
+        backward=backward,
     ),
     KernelSet(
         name="triton",

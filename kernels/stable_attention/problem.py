@@ -296,8 +296,9 @@ class Options:
             type(x) in _SIMPLE for x in named.values()
         )
         # Only an immutable object cannot come again with another value.
-        parse = _parsed if simple else cls._parse
-        return parse(left, right, bool(allow_broken), **named)
+        if simple:
+            return _parsed(left, right, bool(allow_broken), **named)
+        return cls._parse(left, right, bool(allow_broken), **named)
 
     @classmethod
     def _parse(cls, left: int, right: int, allow_broken: bool, **named: Any) -> Options:

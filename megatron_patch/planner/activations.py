@@ -379,26 +379,29 @@ def score_bytes(run: RunConfig, n: RankShapes) -> int:
 
     A backward of another library is handed a tensor in place of O.
 
-    Score matrices of the unfused ones; dQ in float32, and two numbers a row, of ours on sm_90,
-    which is planned for whatever the GPU.
+    Score matrices of the unfused ones; dQ in float32, two numbers a row, and float32 dK and dV of
+    parts of the query heads, of ours on sm_90, which is planned for whatever the GPU.
     """
     row = BACKENDS[run.attention.backend]
-    sums = FLOAT * n.T * n.q * (n.d + 2) if _sums_dq(run, n, row.summed_head_dims) else 0
     borrowed = run.attention.backend == "fa4" or run.attention.backward not in OURS
     carrier = n.T * n.q * n.dv * n.w if borrowed else 0
+    sums = FLOAT * _summed(run, n, row.summed_head_dims)
     return row.score_bytes(n, _keys(run, n)) + sums + carrier
 
 
-def _sums_dq(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> bool:
-    every_layer_windowed = run.model.window is not None and run.model.window_skip_freq is None
-    return (
-        run.training.device == "cuda"
-        and n.d == n.dv
-        and n.d in head_dims
-        and run.parallel.context_parallel_size == 1
-        and run.model.attention_dropout == 0
-        and not every_layer_windowed
-    )
+def _summed(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> int:
+    """Numbers that the backward pass on sm_90 adds up; a bound (`hopper.launch.splits`)."""
+    if (
+        run.training.device != "cuda"
+        or n.d != n.dv
+        or n.d not in head_dims
+        or run.parallel.context_parallel_size > 1
+        or run.model.attention_dropout > 0
+    ):
+        return 0
+    parts = next(x for x in (4, 2, 1) if n.q // n.g % x == 0)
+    of_keys = 2 * n.g * n.d * parts if parts > 1 else 0
+    return n.T * (n.q * (n.d + 2) + of_keys)
 
 
 def _keys(run: RunConfig, n: RankShapes) -> int:

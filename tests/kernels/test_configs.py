@@ -103,11 +103,11 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"stabilizer": "dynamic_max"}, "hopper_backward"),
         ({"residual": "int8"}, "hopper_backward"),
         ({"residual": "int8", "stabilizer": "none"}, "hopper"),
-        ({"window": (4, 0)}, "triton"),
-        ({"softcap": 30.0}, "triton"),
+        ({"window": (4, 0)}, "hopper"),
+        ({"softcap": 30.0}, "hopper_forward"),
         ({"dropout_p": 0.1}, "triton"),
         ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
-        ({"causal": True, "keys": 24}, "triton"),
+        ({"causal": True, "keys": 24}, "hopper"),
         ({"d": 96}, "triton"),
         ({"stabilizer": "projected"}, "triton"),
     ],
@@ -140,6 +140,7 @@ def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPat
         assert dispatch.select(asked, device).name == name
     monkeypatch.setenv(dispatch.SELECTED, "hoper")
     with pytest.raises(
-        AttentionArgumentError, match="'hoper'; allowed: 'hopper', 'hopper_backward', 'triton'"
+        AttentionArgumentError,
+        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'hopper_forward', 'triton'",
     ):
         dispatch.select(asked, device)

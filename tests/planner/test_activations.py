@@ -272,6 +272,18 @@ def test_head_dims_whose_dq_is_summed_are_those_of_the_kernels():
     assert tuple(hopper.head_dims) == BACKENDS["stable_flash"].summed_head_dims
 
 
+def test_parts_of_query_heads_add_float32_gradients_of_keys():
+    from megatron_patch.planner.activations import score_bytes
+
+    def of(heads: int) -> int:
+        sizes = SimpleNamespace(T=10, q=heads, g=2, d=64, dv=64, w=2, s=10)
+        training = {"device": "cuda", "precision": "bf16"}
+        run = tiny_run(attention={"backend": "stable_flash"}, training=training)
+        return score_bytes(run, sizes)
+
+    assert of(4) - 2 * of(2) == 4 * 10 * (2 * 2 * 64 * 2)
+
+
 def switching(backend: str, stabilizer: str, guard: str) -> int:
     """Bytes the plan gives to the attention kernel."""
     run = tiny_run(

@@ -7,8 +7,9 @@ Three roles, each a partition of warps. The *producer* copies tiles of Q and blo
 shared memory. Two *consumers* of 4 warps have 64 queries of a tile each. Block j's scores are
 issued together with the product P V of block j - 1, and the softmax of j runs while that product
 does. Tiles are chained the same way: a tile's first scores are issued with the last product of the
-tile before, whose epilogue follows the new tile's first softmax. Blocks go from the last to the
-first, so that only the one that starts a tile looks at a mask. Consumers take turns in issuing.
+tile before, whose epilogue follows the new tile's first softmax. Blocks go from last to first: only
+the one that starts a tile looks at a mask, or those at the edges of a BAND (`tiles`). Consumers
+take turns in issuing.
 
 Under SEGMENT the tensor cores accumulate so many blocks at most (`numerics`, on truncation); then
 what they have joins a float32 total, rounded to nearest. Registers have room for 64 columns of it;
@@ -48,6 +49,7 @@ from stable_attention.hopper.softmax import (
     low_part,
     opaque_zeros,
     put_away,
+    softened,
     whole,
 )
 from stable_attention.hopper.tiles import (
@@ -99,14 +101,15 @@ def _first_scores(q, k, W: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _first_softmax(
-    s, unit, m, blocks, sk, right, left, end, W: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
+    s, unit, steepness, m, blocks, sk, right, left, end, W: gl.constexpr, CAUSAL: gl.constexpr,
+    CAPPED: gl.constexpr, BAND: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(P [64, TILE], shift) of the block that starts a row: its maximum is the shift.
 
     right, left, end: `_limits`.
     """
     first_key = (blocks - 1) * TILE
+    s = softened(s, steepness, CAPPED)
     if BAND:
         s = hidden_outside(s, right, left, end)
     elif CAUSAL:
@@ -168,10 +171,10 @@ def _consumer(
     o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
     q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
-    W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, SEGMENT: gl.constexpr,
-    ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr,
-    HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    steepness, W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
+    SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
@@ -229,8 +232,9 @@ def _consumer(
     arrive_named(SLOT_OF_K + k, ALL)
     k, k_parity = advance(k, k_parity, SLOTS)
     p, shift = _first_softmax(
-        first_s, unit, m, blocks, sk, to_right, to_left, end, W, CAUSAL, BAND, EVEN, S_L
-    )
+        first_s, unit, steepness, m, blocks, sk, to_right, to_left, end,
+        W, CAUSAL, CAPPED, BAND, EVEN, S_L,
+    )  # fmt: skip
     top = shift
     if SUM:
         l_lanes = by_lane(p)
@@ -266,6 +270,7 @@ def _consumer(
                 s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
                 arrive_named(SLOT_OF_K + k, ALL)
                 k, k_parity = advance(k, k_parity, SLOTS)
+                s = softened(s, steepness, CAPPED)
                 if BAND:
                     past = (begin + i + 1) * TILE
                     if at_edge(to_right + past, to_left + past, end + past, TILE):
@@ -341,8 +346,8 @@ def _consumer(
         l_sum = gl.convert_layout(gl.sum(l_lanes, 1), RO)
         total_factor = gl.exp2(total_shift - shift)
         p, shift = _first_softmax(
-            first_s, unit, next_m, next_blocks, sk, to_right, to_left, end,
-            W, CAUSAL, BAND, EVEN, S_L,
+            first_s, unit, steepness, next_m, next_blocks, sk, to_right, to_left, end,
+            W, CAUSAL, CAPPED, BAND, EVEN, S_L,
         )  # fmt: skip
         top = shift
         if SUM:
@@ -370,8 +375,8 @@ def _consumer(
         start = 0
         length = sq
         if PACKED:
-            done_t, _ = item_at(item, query_tiles, head_block, True)
-            _, start, length, _, _ = place_of(places, done_t, sq, sk, True)
+            t, _ = item_at(item, query_tiles, head_block, True)
+            _, start, length, _, _ = place_of(places, t, sq, sk, True)
         if HAS_MAX:
             if BAND:
                 row_top = gl.where(row_top > NOTHING, row_top, -float("inf"))
@@ -418,10 +423,11 @@ def forward_kernel(
     counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
-    D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, SEGMENT: gl.constexpr,
-    ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr,
-    HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    steepness, D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
+    SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -454,16 +460,16 @@ def forward_kernel(
                 o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
-                stride_ob, stride_oh, unit,
-                0, D, SLOTS, CAUSAL, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
+                stride_ob, stride_oh, unit, steepness,
+                0, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (_consumer, (
                 o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
-                stride_ob, stride_oh, unit,
-                1, D, SLOTS, CAUSAL, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
+                stride_ob, stride_oh, unit, steepness,
+                1, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (forward_producer, (

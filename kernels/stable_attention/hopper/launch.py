@@ -229,7 +229,7 @@ def backward(
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
-    assert accumulators is None, "chunks are the portable kernels' (`dispatch`)"
+    assert accumulators is None and not problem.softcap, "the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout, dk, dv))
     if not found:
@@ -381,10 +381,12 @@ def _forward_arguments(
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
         _divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
-        problem.scale * LOG2E,
+        (problem.softcap or problem.scale) * LOG2E,
+        2 * LOG2E * problem.scale / problem.softcap if problem.softcap else 0.0,
     )  # fmt: skip
     named: dict[str, object] = {
-        "D": d, "GROUP": problem.group, **mask, "EVEN": mask["BAND"] or problem.sk % bn == 0,
+        "D": d, "GROUP": problem.group, "CAPPED": problem.softcap > 0, **mask,
+        "EVEN": mask["BAND"] or problem.sk % bn == 0,
         "SLOTS": 2 if d == 128 else 3,
         "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,

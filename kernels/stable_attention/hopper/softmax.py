@@ -29,6 +29,14 @@ NOTHING = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
+def softened(s, steepness, CAPPED: gl.constexpr):
+    """`numerics.soften`; steepness: 2 log2 e times the scale over the cap."""
+    if CAPPED:
+        s = 1.0 - 2.0 / (gl.exp2(s * steepness) + 1.0)
+    return s
+
+
+@gluon.jit
 def by_lane(p):
     """Row sums of what each lane holds of p [64, N], without an exchange; [64, 4] in `LANES`."""
     x = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2])
@@ -237,5 +245,6 @@ __all__ = [
     "low_part",
     "opaque_zeros",
     "put_away",
+    "softened",
     "whole",
 ]

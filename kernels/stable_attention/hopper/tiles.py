@@ -8,6 +8,9 @@ Heads come in groups whose K and V, and the Q and dO that meet them, stay in L2.
 heads' tiles of one place follow each other: under a causal mask from the last to the first. That
 has the longest items of the forward pass first; in the backward pass it has them last, and the
 additions to a dQ tile in the order in which they get ready.
+
+A BAND has, for query i, keys i + sk - sq - left .. i + sk - sq + right: windows, causal masks with
+other lengths of q than of k, and all packed sequences, whose tiles are found in a table (`rows`).
 """
 
 from triton.experimental import gluon
