@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -13,7 +16,8 @@ from regimes import make_regime
 
 from stable_attention import AttentionArgumentError, fa4, stable_attention, vendors
 from stable_attention.chunks import chunk_forward
-from stable_attention.problem import Options
+from stable_attention.problem import Options, Problem
+from stable_attention.triton.backward import backward
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="GPUs: gpu/test_borrowed.py")
 
@@ -95,12 +99,23 @@ def test_sinks_take_their_share_and_get_their_gradient() -> None:
     _close(found[1], found[0])
 
 
-def test_rows_without_a_carrier_have_the_call_served_by_our_own_backward() -> None:
+def test_rows_without_a_carrier_have_the_call_served_by_our_own_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the same bits, and by one launch for the whole batch."""
+    launches: list[int] = []
+
+    def launched(problem: Problem, *tensors: Any, **named: Any) -> Any:
+        launches.append(problem.batch)
+        return backward(problem, *tensors, **named)
+
+    monkeypatch.setattr(vendors, "backward", launched)
     tensors = _drawn()
     tensors[3][1, 5, 1] = 0
     tensors[3][1, 5, 1, 3] = 1.0
     own, found = (_gradients(tensors, causal=True, backward=n) for n in ("own", "sdpa_flash"))
     assert all(map(torch.equal, found, own))
+    assert launches == [2]
 
 
 def test_a_gradient_of_lse_is_served_by_our_own_backward() -> None:
@@ -211,3 +226,28 @@ def test_fa4_must_do_with_a_gradient_of_lse_what_it_is_here_for() -> None:
     fa4.self_test(-1, torch.bfloat16, run)
     with pytest.raises(RuntimeError, match="dQ is off by"):
         fa4.self_test(-1, torch.bfloat16, lambda *x, **y: run(*x, factor=0.0, **y))
+
+
+FA4 = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from stable_attention import fa4
+how = {"scale": 0.1, "window": (-1, 0), "deterministic": False}
+with FakeTensorMode():
+    q, k, v, out, dout = (
+        torch.empty(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(5)
+    )
+    lse, dlse = (torch.empty(1, 2, 512, device="cuda") for _ in range(2))
+    fa4.attention(q, k, v, **how)
+    fa4._backward(dout, q, k, v, out, lse, dlse, **how)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_fa4_compiles_without_a_gpu(arch: str) -> None:
+    if why := fa4.missing():
+        pytest.skip(why)
+    target = {"FLASH_ATTENTION_ARCH": arch, "CUTE_DSL_ARCH": f"{arch}a"}
+    environment = os.environ | target | {"FLASH_ATTENTION_NUM_SMS": "132"}
+    subprocess.run([sys.executable, "-c", FA4], env=environment, check=True, timeout=900)

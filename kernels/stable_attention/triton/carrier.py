@@ -22,7 +22,7 @@ from stable_attention.triton.memory import load_tile, store_tile, tile_offsets
 from stable_attention.triton.options import padded
 
 # Rows of a tile and its warps.
-BLOCK_M = 32
+BLOCK_M = 64
 WARPS = 4
 # Columns of a part: four threads of 16 bytes each read a row's.
 PART = 32
