@@ -351,6 +351,18 @@ class Observer:
         if seen is not None:
             _add_hooks(wanted, seen, output)
 
+    def around(self, function: Any, sites: Sequence[Site]) -> Any:
+        """``function(module, q, k, v, mask, *rest, **named)``, whose calls for sites are seen."""
+        known = {site.module: site for site in sites}
+
+        def observed(module: Any, *args: Any, **named: Any) -> Any:
+            output = function(module, *args, **named)
+            if module in known:
+                self.called(known[module], args, named, output[0])
+            return output
+
+        return observed
+
     def _core_call(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen | None:
         """A call as Megatron-Core makes it; None: packed sequences."""
         module: Any = site.module
