@@ -11,7 +11,7 @@ import torch
 
 from megatron_patch.runtime.watcher import Stop
 from megatron_patch.stability.monitor import AttentionMonitor
-from megatron_patch.stability.observe import Seen, Site, seen_call, watched_modules
+from megatron_patch.stability.observe import Seen, seen_call, watched_modules
 
 
 def attention_callback(model: Any, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def attention_callback(model: Any, **options: Any) -> Any:
     return Callback()
 
 
-def _read(site: Site, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
+def _read(site: Any, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
     """A call of an attention function: q, k, v [b, h, s, d], output [b, s, h, d]."""
     q, k, v, mask, *_ = args
     packed = getattr(mask, "offsets", None) is not None or named.get("cu_seq_lens_q") is not None
