@@ -123,7 +123,7 @@ def train(args: argparse.Namespace) -> list[float]:
         history.append(reports[0]["loss"])
         if monitor is not None:
             found = monitor.after_step(number, loss=history[-1], grad_norm=norm)  # m
-            for action in found.actions if found else ():
+            for action in monitor.switched(found):
                 print(f"step {number}: {action}")  # a loop of one's own would carry it out
         if dist.get_rank() == 0:
             print(f"step {number}: loss {history[-1]:.4f}", flush=True)

@@ -79,7 +79,7 @@ class AttentionMonitor:
         optimizer: tells the learning rate, where `after_step` is not given it.
         directory: ``stability/``, ``captures/`` and ``switched.json`` go here.
         options: as the ``stability:`` section of a configuration.
-        groups: coordinates of this rank; default: of Megatron-Core's parallel state.
+        groups: of this rank; default: Megatron-Core's parallel state.
         log: takes a line for people; rank 0's counts.
         warmup_steps: of the learning rate, in which the rule does not look.
         name: of the run, for captures.

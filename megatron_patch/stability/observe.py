@@ -357,6 +357,18 @@ class Observer:
         """Whether a call is observed: not that of packed documents over context-parallel ranks."""
         return packed is None or self._cp_group is None or self._cp_group.size() == 1
 
+    def around(self, function: Any, sites: Sequence[Site]) -> Any:
+        """``function(module, q, k, v, mask, *rest, **named)``, whose calls for sites are seen."""
+        known = {site.module: site for site in sites}
+
+        def observed(module: Any, *args: Any, **named: Any) -> Any:
+            output = function(module, *args, **named)
+            if module in known:
+                self.called(known[module], args, named, output[0])
+            return output
+
+        return observed
+
     def _core_call(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen | None:
         """A call as Megatron-Core makes it, packed documents as one sequence; None: not seen."""
         module: Any = site.module

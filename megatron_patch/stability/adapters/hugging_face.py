@@ -11,7 +11,7 @@ import torch
 
 from megatron_patch.runtime.watcher import Stop
 from megatron_patch.stability.monitor import AttentionMonitor
-from megatron_patch.stability.observe import Seen, Site, seen_call, watched_modules
+from megatron_patch.stability.observe import Seen, seen_call, watched_modules
 
 
 def attention_callback(model: Any, **options: Any) -> Any:
@@ -28,32 +28,25 @@ def attention_callback(model: Any, **options: Any) -> Any:
              if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}  # fmt: skip
     if name not in FUNCTIONS.valid_keys() or not found:
         raise ValueError(
-            f"attn_implementation {name!r} of {type(model).__name__} calls no attention function "
-            "that can be watched; use stable_attention, sdpa or flash_attention_2"
+            f"attn_implementation {name!r} of {type(model).__name__} cannot be watched; use "
+            "stable_attention, sdpa or flash_attention_2"
         )
     watched = watched_modules(
         model, found, heads=text.num_attention_heads, read=_read, hooked=False, order="bshd",
         kv_heads=getattr(text, "num_key_value_heads", None), inputs_order="bhsd",
         library="compensated" if name == "stable_attention" else "",
     )  # fmt: skip
-    sites = {site.module: site for site in watched.sites}
-    monitor, original, losses = AttentionMonitor(watched, **options), FUNCTIONS[name], []  # type: ignore[var-annotated]
+    monitor, plain, losses = AttentionMonitor(watched, **options), FUNCTIONS[name], []  # type: ignore[var-annotated]
 
-    def observed(module: Any, q: Any, k: Any, v: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        out = original(module, q, k, v, mask, *rest, **named)
-        if module in sites:
-            monitor.observer.called(sites[module], (q, k, v, mask), named, out[0])
-        return out
-
-    def keep_loss(module: Any, args: Any, named: Any, output: Any) -> None:
+    def keep_loss(module: Any, args: Any, output: Any) -> None:
         if module.training and getattr(output, "loss", None) is not None:
             losses.append(output.loss.detach())
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            FUNCTIONS[name] = observed
-            self.handle = model.register_forward_hook(keep_loss, with_kwargs=True)
+            self.handle = model.register_forward_hook(keep_loss)
             monitor.resume(state.global_step)
+            FUNCTIONS[name] = monitor.observer.around(plain, watched.sites)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             losses.clear()
@@ -73,17 +66,16 @@ def attention_callback(model: Any, **options: Any) -> Any:
             monitor.finish(state.global_step)
             monitor.close()
             self.handle.remove()
-            FUNCTIONS[name] = original
+            FUNCTIONS[name] = plain
 
     return Callback()
 
 
-def _read(site: Site, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
+def _read(site: Any, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
     """A call of an attention function: q, k, v [b, h, s, d], output [b, s, h, d]."""
-    q, k, v, mask = args
-    if isinstance(mask, torch.Tensor) or getattr(mask, "offsets", None) is not None:
-        return None
-    if q.shape[2] != k.shape[2] or named.get("cu_seq_lens_q") is not None:
+    q, k, v, mask, *_ = args
+    packed = getattr(mask, "offsets", None) is not None or named.get("cu_seq_lens_q") is not None
+    if isinstance(mask, torch.Tensor) or packed or q.shape[2] != k.shape[2]:
         return None
     reach, causal = named.get("sliding_window"), named.get("is_causal")
     return seen_call(

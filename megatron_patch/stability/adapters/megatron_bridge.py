@@ -27,7 +27,7 @@ class AttentionCallback:
         """The model is built and loaded."""
         train, cfg = context.state.train_state, context.state.cfg
         warmup = getattr(cfg.scheduler, "lr_warmup_iters", 0) or 0
-        options = {"warmup_steps": warmup} | self._options
+        options: dict[str, Any] = {"warmup_steps": warmup} | self._options
         self.monitor = AttentionMonitor(context.model, context.optimizer, **options)
         self.monitor.resume(train.step)
         self._save_interval = cfg.checkpoint.save_interval

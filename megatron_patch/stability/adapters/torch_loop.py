@@ -11,8 +11,14 @@ from typing import Any
 
 import torch
 
-from megatron_patch.stability.observe import Seen, Site, Watched, seen_call, unwrapped
-from megatron_patch.stability.observe import watched_modules as modules
+from megatron_patch.stability.observe import (
+    Seen,
+    Site,
+    Watched,
+    seen_call,
+    unwrapped,
+    watched_modules,
+)
 
 
 def watch(
@@ -42,12 +48,15 @@ def watch(
     """
 
     def read(site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen:
+        q, k, v, *_ = args
         dropped = dropout_p if site.module.training else 0.0
-        return seen_call(site, *args[:3], output, causal=causal, scale=scale, dropout_p=dropped)
+        return seen_call(site, q, k, v, output, causal=causal, scale=scale, dropout_p=dropped)
 
     root = unwrapped(model)
     found = {name: m for name, m in root.named_modules() if re.fullmatch(names, name)}
     if not found:
         raise ValueError(f"no module of {type(root).__name__} is named {names!r}; named_modules()")
-    axes = {"order": order, "inputs_order": order}
-    return modules(model, found, heads=heads, kv_heads=kv_heads, read=read, library=library, **axes)
+    return watched_modules(
+        model, found, heads=heads, kv_heads=kv_heads, read=read, library=library,
+        order=order, inputs_order=order,
+    )  # fmt: skip
