@@ -7,11 +7,14 @@ and what to do; fields that decide nothing here are named, so that nothing is le
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.checkpoint.inspect import RequestError
+from megatron_patch.schema import effective
 from megatron_patch.schema import model as shape
+from megatron_patch.schema.kinds import kind_of
 from megatron_patch.schema.model import ModelConfig, MoEConfig, RopeScalingConfig
 
 ARCHITECTURES = {
@@ -129,6 +132,9 @@ def _gpt2(fields: _Fields) -> dict[str, Any]:
 
 def _llama(fields: _Fields, family: str) -> dict[str, Any]:
     layers, heads = fields.get("num_hidden_layers"), fields.get("num_attention_heads")
+    if not 1 <= layers <= MAX_LAYERS:
+        fields.problems.append(f"num_hidden_layers: {layers}, at most {MAX_LAYERS} are possible")
+        layers = 1
     fields.must("hidden_act", "silu", "the MLP is SwiGLU")
     base, scaling = _rope(fields)
     biases = _biases(fields, family)
@@ -246,7 +252,10 @@ def _experts(fields: _Fields, family: str, layers: int) -> MoEConfig:
     top_k = fields.get("num_experts_per_tok", 2)
     fields.seen |= {"num_experts", "num_local_experts"}
     name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
-    experts, coefficient = fields.get(name), fields.get("router_aux_loss_coef", 0.001, kind=float)
+    experts, coefficient = (
+        fields.get(name),
+        float(fields.get("router_aux_loss_coef", 0.001, kind=(float, int))),
+    )
     if family == "mixtral":
         if top_k == 1:
             text = "with one expert a token its share would be 1, and the router without gradient"
@@ -267,29 +276,9 @@ def _experts(fields: _Fields, family: str, layers: int) -> MoEConfig:
 # ------------------------------------------------------------------------------------- export
 
 
-def family_of(model: ModelConfig) -> str:
-    """The family that computes the same function.
-
-    Raises:
-        RequestError: none does; naming every key in the way.
-    """
-    gpt2 = model.position_embedding == "learned_absolute"
-    wrong = [
-        f"{key}: {value}, which no family here has"
-        for key, value, bad in (
-            ("model.mla", "set", model.mla is not None),
-            ("model.mtp", "set", model.mtp is not None),
-            ("model.softmax_type", model.softmax_type, model.softmax_type != "vanilla"),
-            ("model.position_embedding", "none", model.position_embedding == "none"),
-            ("model.rotary_percent", model.rotary_percent, not gpt2 and model.rotary_percent != 1),
-        )
-        if bad
-    ]
-    wrong += _unlike_gpt2(model) if gpt2 else _unlike_llama(model)
-    if wrong:
-        text = "this model cannot be exported; one trained with other values can:\n  "
-        raise RequestError(text + "\n  ".join(wrong))
-    if gpt2:
+def _family_of(model: ModelConfig) -> str:
+    """The family most like a model."""
+    if model.position_embedding == "learned_absolute":
         return "gpt2"
     if model.moe is not None:
         return "qwen3_moe" if model.qk_layernorm else "mixtral"
@@ -300,65 +289,36 @@ def family_of(model: ModelConfig) -> str:
     return "llama" if model.window is None else "mistral"
 
 
-def _unlike_gpt2(model: ModelConfig) -> list[str]:
-    width = shape.attention_head_dim(model) * model.num_attention_heads
-    groups = shape.query_groups(model)
-    wanted = [
-        ("normalization", model.normalization, "LayerNorm"),
-        ("add_bias_linear", model.add_bias_linear, True),
-        ("qk_layernorm", model.qk_layernorm, False),
-        ("window", model.window, None),
-        ("moe", model.moe, None),
-        ("num_query_groups", groups, model.num_attention_heads),
-        ("kv_channels", width // model.num_attention_heads,
-         model.hidden_size // model.num_attention_heads),
-    ]  # fmt: skip
-    wrong = [f"model.{k}: {v}, and gpt2 has {want}" for k, v, want in wanted if v != want]
-    if model.activation not in GELU.values():
-        wrong.append(f"model.activation: {model.activation}, and gpt2 has gelu, gelu_tanh or relu")
-    return wrong
-
-
-def _unlike_llama(model: ModelConfig) -> list[str]:
-    wanted = [("normalization", model.normalization, "RMSNorm"),
-              ("activation", model.activation, "swiglu")]  # fmt: skip
-    wrong = [f"model.{k}: {v}, and models with rope have {w}" for k, v, w in wanted if v != w]
-    biased = model.add_bias_linear or model.add_qkv_bias
-    if biased and (model.qk_layernorm or model.moe is not None):
-        wrong.append("biases beside model.qk_layernorm or model.moe: no family has both")
-    if model.add_bias_linear and model.window is not None:
-        wrong.append("model.window beside model.add_bias_linear: no family has both")
-    mixed = len(set(shape.windowed_layers(model) or [])) > 1
-    if mixed and (model.moe is not None or not (model.qk_layernorm or model.add_qkv_bias)):
-        wrong.append(
-            f"model.window_skip_freq: {model.window_skip_freq}: only qwen2 (add_qkv_bias) and "
-            "qwen3 (qk_layernorm) mix windows and full attention"
-        )
-    moe = model.moe
-    if moe is None:
-        return wrong
-    if moe.shared_expert_ffn_hidden_size is not None:
-        wrong.append("model.moe.shared_expert_ffn_hidden_size: no family here has a shared expert")
-    if moe.load_balancing == "sinkhorn":
-        wrong.append("model.moe.load_balancing: sinkhorn routes otherwise than these families")
-    if not model.qk_layernorm and (moe.top_k == 1 or not all(shape.moe_layers(model) or [])):
-        wrong.append("model.moe without model.qk_layernorm is mixtral: top_k of 2 or more, and "
-                     "layer_freq: 1, are needed")  # fmt: skip
-    return wrong
-
-
-def write(model: ModelConfig, *, vocab_size: int, precision: str, tanh: bool) -> dict[str, Any]:
+def write(model: ModelConfig, *, vocab_size: int, precision: str) -> dict[str, Any]:
     """The ``config.json`` of a model, in the form that transformers 4 and 5 read.
 
     Args:
         vocab_size: rows of the embedding that are exported.
         precision: bf16 or fp32, of the weights.
-        tanh: whether the run's fused GELU was the tanh form.
 
     Raises:
-        RequestError: no family computes this model.
+        RequestError: what it would be read as computes something else; naming the keys.
     """
-    family = family_of(model)
+    family = _family_of(model)
+    values = _written(model, family, vocab_size, precision)
+    try:
+        again, _, _ = read(values, seq_length=model.seq_length)
+    except RequestError as error:
+        raise RequestError(f"this model cannot be exported as {family}: {error}") from None
+    trees = [{"model": asdict(x)} for x in (again, model)]
+    wrong = [
+        f"{key}: {ours}, and {family} has {theirs}"
+        for key, theirs, ours in effective.changes(*trees)
+        if kind_of(key) == "meaning"
+        and not (key == "model.moe.load_balancing" and ours != "sinkhorn")  # routes alike
+    ]
+    if wrong:
+        text = f"this model cannot be exported; of the families {family} is nearest:\n  "
+        raise RequestError(text + "\n  ".join(wrong))
+    return values
+
+
+def _written(model: ModelConfig, family: str, vocab_size: int, precision: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -368,16 +328,14 @@ def write(model: ModelConfig, *, vocab_size: int, precision: str, tanh: bool) ->
         "initializer_range": model.init_std,
     }
     if family == "gpt2":
-        exact = model.activation == "gelu" and not tanh
+        named = {"gelu": "gelu", "relu": "relu"}
         return found | {
             "n_layer": model.num_layers,
             "n_embd": model.hidden_size,
             "n_head": model.num_attention_heads,
             "n_inner": shape.ffn_hidden_size(model),
             "n_positions": shape.longest_sequence(model),
-            "activation_function": (
-                "gelu" if exact else "relu" if model.activation == "relu" else "gelu_new"
-            ),
+            "activation_function": named.get(model.activation, "gelu_new"),
             "layer_norm_epsilon": model.norm_epsilon,
             "attn_pdrop": model.attention_dropout,
             "embd_pdrop": model.hidden_dropout,
@@ -423,7 +381,7 @@ def _written_windows(model: ModelConfig, family: str) -> dict[str, Any]:
     if pattern is None or family == "qwen3_moe":
         return found
     kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
-    return found | {"layer_types": kinds, "max_window_layers": pattern.index(1)}
+    return found | {"layer_types": kinds, "max_window_layers": (*pattern, 1).index(1)}
 
 
 def _written_moe(model: ModelConfig) -> dict[str, Any]:
