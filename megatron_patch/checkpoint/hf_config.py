@@ -172,18 +172,17 @@ def _biases(fields: _Fields, family: str) -> dict[str, bool]:
 
 def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
     """Base and scaling, from version 5's ``rope_parameters`` or from the two fields before it."""
-    given = fields.get("rope_parameters", None, kind=dict)
-    old = fields.get("rope_scaling", None, kind=dict)
-    fields.seen.add("rope_theta")
-    rope = dict(given or old or {})
+    new = fields.get("rope_parameters", None, kind=dict)
+    rope = dict(new or fields.get("rope_scaling", None, kind=dict) or {})
+    fields.seen |= {"rope_theta", "rope_scaling"}
     theta = rope.pop("rope_theta", fields.values.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    fields.must("partial_rotary_factor", 1.0, "these families turn whole heads")
-    fields.must(
-        "rope.partial_rotary_factor", 1.0, "whole heads are turned",
-        given=rope.pop("partial_rotary_factor", None),
-    )  # fmt: skip
+    for given in (
+        fields.values.get("partial_rotary_factor"),
+        rope.pop("partial_rotary_factor", None),
+    ):
+        fields.must("partial_rotary_factor", 1.0, "these families turn whole heads", given=given)
     if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < 1e30:
         fields.problems.append(f"rope_theta: {theta!r:.60}, a number above 0 is needed")
         theta = 1.0
@@ -197,33 +196,23 @@ def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
 
 
 def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingConfig | None:
-    try:
-        factor, length = float(rope.pop("factor")), rope.pop("original_max_position_embeddings")
-    except (KeyError, TypeError, ValueError) as error:
-        text = f"factor and original_max_position_embeddings are needed ({error!r})"
-        fields.problems.append(f"rope_type {kind}: {text}")
+    factor, length = rope.pop("factor", None), rope.get("original_max_position_embeddings")
+    if type(factor) not in (int, float) or type(length) is not int or not 1 < factor < 1e6:
+        text = f"factor {factor!r:.20} and original_max_position_embeddings {length!r:.20}"
+        fields.problems.append(f"rope_type {kind}: {text}: numbers above 1 are needed")
         return None
-    if kind == "llama3":
-        for name, value in (LLAMA3 | {"original_max_position_embeddings": length}).items():
-            told = rope.pop(name, value if name.startswith("orig") else None)
-            why = "Megatron-Core's constants are Llama 3's"
-            fields.must(f"rope.{name}", LLAMA3[name], why, given=told)
-    else:
-        for name, beta in (("beta_fast", 32), ("beta_slow", 1)):
-            fields.must(f"rope.{name}", beta, "the paper's is used", given=rope.pop(name, None))
-        usual = 0.1 * math.log(factor) + 1.0 if factor > 0 else 0.0
-        told = rope.pop("attention_factor", None)
-        if told is not None and not math.isclose(told, usual, rel_tol=1e-6):
-            fields.must("rope.attention_factor", usual, "YaRN's own is used", given=told)
-        fields.must(
-            "rope.truncate", True, "bounds are whole channels", given=rope.pop("truncate", None)
-        )
-    for name in sorted(rope):
-        if rope[name] is not None:
-            fields.problems.append(
-                f"rope.{name}: {rope[name]!r:.60}, no such option of {kind} here"
-            )
-    return RopeScalingConfig(kind=kind, factor=factor, original_max_position_embeddings=int(length))
+    constants: dict[str, Any] = dict(LLAMA3)
+    if kind == "yarn":
+        constants = {"beta_fast": 32, "beta_slow": 1, "truncate": True,
+                     "attention_factor": 0.1 * math.log(factor) + 1,
+                     "original_max_position_embeddings": length}  # fmt: skip
+    for name, value in rope.items():
+        wanted = constants.get(name)
+        if type(value) is not float or wanted is None or not math.isclose(value, wanted):
+            fields.must(f"rope.{name}", wanted, f"constants of {kind} are fixed", given=value)
+    return RopeScalingConfig(
+        kind=kind, factor=float(factor), original_max_position_embeddings=length
+    )
 
 
 def _windows(fields: _Fields, family: str, layers: int) -> dict[str, Any]:
