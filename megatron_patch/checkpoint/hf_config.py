@@ -96,6 +96,8 @@ def read(values: dict[str, Any], *, seq_length: int | None) -> tuple[ModelConfig
     found = _gpt2(fields) if family == "gpt2" else _llama(fields, family)
     longest = found.pop("longest")
     vocab = fields.get("vocab_size")
+    if vocab < 1:
+        fields.problems.append(f"vocab_size: {vocab}, at least 1 is needed")
     length = longest if seq_length is None else seq_length
     if not 1 <= length <= longest:
         fields.problems.append(f"--seq-length {length}: 1 to {longest}, the file's positions")
