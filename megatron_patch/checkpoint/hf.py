@@ -176,7 +176,7 @@ def _config_json(source: Path) -> dict[str, Any]:
             f"{source / 'config.json'} cannot be read ({error.strerror}); name the folder of a "
             "Hugging Face model on this machine"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{source / 'config.json'} is no JSON: {error}") from None
     if not isinstance(values, dict):
         raise RequestError(f"{source / 'config.json'} is no JSON object")
@@ -313,11 +313,13 @@ def _export(found: Found, out: Path, vocab_size: int | None, shard: int) -> list
     whole, index, run = load_whole(found)
     model, info, tokenizer = run.model, found.manifest.info, run.data.tokenizer
     imported = bool(info.get("weights_only"))  # its configuration has no section training
-    tanh = not imported and run.training.compile_fusions and core_fuses(run)
+    if model.activation == "gelu" and not imported and run.training.compile_fusions:
+        # Core's fused GELU is the tanh form.
+        model = replace(model, activation="gelu_tanh" if core_fuses(run) else "gelu")
     precision = info.get("precision") or run.training.precision
     rows = _table_rows(index)
     ids = _rows(tokenizer, rows, vocab_size, info.get("vocabulary"))
-    values = hf_config.write(model, vocab_size=ids, precision=precision, tanh=tanh)
+    values = hf_config.write(model, vocab_size=ids, precision=precision)
     family = str(values["model_type"])
     out.mkdir(parents=True, exist_ok=True)
     where = hf_weights.write(out, hf_weights.pieces(whole, model, family, ids), shard=shard)

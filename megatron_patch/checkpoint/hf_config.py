@@ -7,11 +7,14 @@ and what to do; fields that decide nothing here are named, so that nothing is le
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.checkpoint.inspect import RequestError
+from megatron_patch.schema import effective
 from megatron_patch.schema import model as shape
+from megatron_patch.schema.kinds import kind_of
 from megatron_patch.schema.model import ModelConfig, MoEConfig, RopeScalingConfig
 
 ARCHITECTURES = {
@@ -93,6 +96,8 @@ def read(values: dict[str, Any], *, seq_length: int | None) -> tuple[ModelConfig
     found = _gpt2(fields) if family == "gpt2" else _llama(fields, family)
     longest = found.pop("longest")
     vocab = fields.get("vocab_size")
+    if vocab < 1:
+        fields.problems.append(f"vocab_size: {vocab}, at least 1 is needed")
     length = longest if seq_length is None else seq_length
     if not 1 <= length <= longest:
         fields.problems.append(f"--seq-length {length}: 1 to {longest}, the file's positions")
@@ -129,6 +134,9 @@ def _gpt2(fields: _Fields) -> dict[str, Any]:
 
 def _llama(fields: _Fields, family: str) -> dict[str, Any]:
     layers, heads = fields.get("num_hidden_layers"), fields.get("num_attention_heads")
+    if not 1 <= layers <= MAX_LAYERS:
+        fields.problems.append(f"num_hidden_layers: {layers}, at most {MAX_LAYERS} are possible")
+        layers = 1
     fields.must("hidden_act", "silu", "the MLP is SwiGLU")
     base, scaling = _rope(fields)
     biases = _biases(fields, family)
@@ -166,18 +174,17 @@ def _biases(fields: _Fields, family: str) -> dict[str, bool]:
 
 def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
     """Base and scaling, from version 5's ``rope_parameters`` or from the two fields before it."""
-    given = fields.get("rope_parameters", None, kind=dict)
-    old = fields.get("rope_scaling", None, kind=dict)
-    fields.seen.add("rope_theta")
-    rope = dict(given or old or {})
+    new = fields.get("rope_parameters", None, kind=dict)
+    rope = dict(new or fields.get("rope_scaling", None, kind=dict) or {})
+    fields.seen |= {"rope_theta", "rope_scaling"}
     theta = rope.pop("rope_theta", fields.values.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    fields.must("partial_rotary_factor", 1.0, "these families turn whole heads")
-    fields.must(
-        "rope.partial_rotary_factor", 1.0, "whole heads are turned",
-        given=rope.pop("partial_rotary_factor", None),
-    )  # fmt: skip
+    for given in (
+        fields.values.get("partial_rotary_factor"),
+        rope.pop("partial_rotary_factor", None),
+    ):
+        fields.must("partial_rotary_factor", 1.0, "these families turn whole heads", given=given)
     if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < 1e30:
         fields.problems.append(f"rope_theta: {theta!r:.60}, a number above 0 is needed")
         theta = 1.0
@@ -191,33 +198,23 @@ def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
 
 
 def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingConfig | None:
-    try:
-        factor, length = float(rope.pop("factor")), rope.pop("original_max_position_embeddings")
-    except (KeyError, TypeError, ValueError) as error:
-        text = f"factor and original_max_position_embeddings are needed ({error!r})"
-        fields.problems.append(f"rope_type {kind}: {text}")
+    factor, length = rope.pop("factor", None), rope.get("original_max_position_embeddings")
+    if type(factor) not in (int, float) or type(length) is not int or not 1 < factor < 1e6:
+        text = f"factor {factor!r:.20} and original_max_position_embeddings {length!r:.20}"
+        fields.problems.append(f"rope_type {kind}: {text}: numbers above 1 are needed")
         return None
-    if kind == "llama3":
-        for name, value in (LLAMA3 | {"original_max_position_embeddings": length}).items():
-            told = rope.pop(name, value if name.startswith("orig") else None)
-            why = "Megatron-Core's constants are Llama 3's"
-            fields.must(f"rope.{name}", LLAMA3[name], why, given=told)
-    else:
-        for name, beta in (("beta_fast", 32), ("beta_slow", 1)):
-            fields.must(f"rope.{name}", beta, "the paper's is used", given=rope.pop(name, None))
-        usual = 0.1 * math.log(factor) + 1.0 if factor > 0 else 0.0
-        told = rope.pop("attention_factor", None)
-        if told is not None and not math.isclose(told, usual, rel_tol=1e-6):
-            fields.must("rope.attention_factor", usual, "YaRN's own is used", given=told)
-        fields.must(
-            "rope.truncate", True, "bounds are whole channels", given=rope.pop("truncate", None)
-        )
-    for name in sorted(rope):
-        if rope[name] is not None:
-            fields.problems.append(
-                f"rope.{name}: {rope[name]!r:.60}, no such option of {kind} here"
-            )
-    return RopeScalingConfig(kind=kind, factor=factor, original_max_position_embeddings=int(length))
+    constants: dict[str, Any] = dict(LLAMA3)
+    if kind == "yarn":
+        constants = {"beta_fast": 32, "beta_slow": 1, "truncate": True,
+                     "attention_factor": 0.1 * math.log(factor) + 1,
+                     "original_max_position_embeddings": length}  # fmt: skip
+    for name, value in rope.items():
+        wanted = constants.get(name)
+        if type(value) is not float or wanted is None or not math.isclose(value, wanted):
+            fields.must(f"rope.{name}", wanted, f"constants of {kind} are fixed", given=value)
+    return RopeScalingConfig(
+        kind=kind, factor=float(factor), original_max_position_embeddings=length
+    )
 
 
 def _windows(fields: _Fields, family: str, layers: int) -> dict[str, Any]:
@@ -246,7 +243,10 @@ def _experts(fields: _Fields, family: str, layers: int) -> MoEConfig:
     top_k = fields.get("num_experts_per_tok", 2)
     fields.seen |= {"num_experts", "num_local_experts"}
     name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
-    experts, coefficient = fields.get(name), fields.get("router_aux_loss_coef", 0.001, kind=float)
+    experts, coefficient = (
+        fields.get(name),
+        float(fields.get("router_aux_loss_coef", 0.001, kind=(float, int))),
+    )
     if family == "mixtral":
         if top_k == 1:
             text = "with one expert a token its share would be 1, and the router without gradient"
@@ -267,29 +267,9 @@ def _experts(fields: _Fields, family: str, layers: int) -> MoEConfig:
 # ------------------------------------------------------------------------------------- export
 
 
-def family_of(model: ModelConfig) -> str:
-    """The family that computes the same function.
-
-    Raises:
-        RequestError: none does; naming every key in the way.
-    """
-    gpt2 = model.position_embedding == "learned_absolute"
-    wrong = [
-        f"{key}: {value}, which no family here has"
-        for key, value, bad in (
-            ("model.mla", "set", model.mla is not None),
-            ("model.mtp", "set", model.mtp is not None),
-            ("model.softmax_type", model.softmax_type, model.softmax_type != "vanilla"),
-            ("model.position_embedding", "none", model.position_embedding == "none"),
-            ("model.rotary_percent", model.rotary_percent, not gpt2 and model.rotary_percent != 1),
-        )
-        if bad
-    ]
-    wrong += _unlike_gpt2(model) if gpt2 else _unlike_llama(model)
-    if wrong:
-        text = "this model cannot be exported; one trained with other values can:\n  "
-        raise RequestError(text + "\n  ".join(wrong))
-    if gpt2:
+def _family_of(model: ModelConfig) -> str:
+    """The family most like a model."""
+    if model.position_embedding == "learned_absolute":
         return "gpt2"
     if model.moe is not None:
         return "qwen3_moe" if model.qk_layernorm else "mixtral"
@@ -300,65 +280,36 @@ def family_of(model: ModelConfig) -> str:
     return "llama" if model.window is None else "mistral"
 
 
-def _unlike_gpt2(model: ModelConfig) -> list[str]:
-    width = shape.attention_head_dim(model) * model.num_attention_heads
-    groups = shape.query_groups(model)
-    wanted = [
-        ("normalization", model.normalization, "LayerNorm"),
-        ("add_bias_linear", model.add_bias_linear, True),
-        ("qk_layernorm", model.qk_layernorm, False),
-        ("window", model.window, None),
-        ("moe", model.moe, None),
-        ("num_query_groups", groups, model.num_attention_heads),
-        ("kv_channels", width // model.num_attention_heads,
-         model.hidden_size // model.num_attention_heads),
-    ]  # fmt: skip
-    wrong = [f"model.{k}: {v}, and gpt2 has {want}" for k, v, want in wanted if v != want]
-    if model.activation not in GELU.values():
-        wrong.append(f"model.activation: {model.activation}, and gpt2 has gelu, gelu_tanh or relu")
-    return wrong
-
-
-def _unlike_llama(model: ModelConfig) -> list[str]:
-    wanted = [("normalization", model.normalization, "RMSNorm"),
-              ("activation", model.activation, "swiglu")]  # fmt: skip
-    wrong = [f"model.{k}: {v}, and models with rope have {w}" for k, v, w in wanted if v != w]
-    biased = model.add_bias_linear or model.add_qkv_bias
-    if biased and (model.qk_layernorm or model.moe is not None):
-        wrong.append("biases beside model.qk_layernorm or model.moe: no family has both")
-    if model.add_bias_linear and model.window is not None:
-        wrong.append("model.window beside model.add_bias_linear: no family has both")
-    mixed = len(set(shape.windowed_layers(model) or [])) > 1
-    if mixed and (model.moe is not None or not (model.qk_layernorm or model.add_qkv_bias)):
-        wrong.append(
-            f"model.window_skip_freq: {model.window_skip_freq}: only qwen2 (add_qkv_bias) and "
-            "qwen3 (qk_layernorm) mix windows and full attention"
-        )
-    moe = model.moe
-    if moe is None:
-        return wrong
-    if moe.shared_expert_ffn_hidden_size is not None:
-        wrong.append("model.moe.shared_expert_ffn_hidden_size: no family here has a shared expert")
-    if moe.load_balancing == "sinkhorn":
-        wrong.append("model.moe.load_balancing: sinkhorn routes otherwise than these families")
-    if not model.qk_layernorm and (moe.top_k == 1 or not all(shape.moe_layers(model) or [])):
-        wrong.append("model.moe without model.qk_layernorm is mixtral: top_k of 2 or more, and "
-                     "layer_freq: 1, are needed")  # fmt: skip
-    return wrong
-
-
-def write(model: ModelConfig, *, vocab_size: int, precision: str, tanh: bool) -> dict[str, Any]:
+def write(model: ModelConfig, *, vocab_size: int, precision: str) -> dict[str, Any]:
     """The ``config.json`` of a model, in the form that transformers 4 and 5 read.
 
     Args:
         vocab_size: rows of the embedding that are exported.
         precision: bf16 or fp32, of the weights.
-        tanh: whether the run's fused GELU was the tanh form.
 
     Raises:
-        RequestError: no family computes this model.
+        RequestError: what it would be read as computes something else; naming the keys.
     """
-    family = family_of(model)
+    family = _family_of(model)
+    values = _written(model, family, vocab_size, precision)
+    try:
+        again, _, _ = read(values, seq_length=model.seq_length)
+    except RequestError as error:
+        raise RequestError(f"this model cannot be exported as {family}: {error}") from None
+    trees = [{"model": asdict(x)} for x in (again, model)]
+    wrong = [
+        f"{key}: {ours}, and {family} has {theirs}"
+        for key, theirs, ours in effective.changes(*trees)
+        if kind_of(key) == "meaning"
+        and not (key == "model.moe.load_balancing" and ours != "sinkhorn")  # routes alike
+    ]
+    if wrong:
+        text = f"this model cannot be exported; of the families {family} is nearest:\n  "
+        raise RequestError(text + "\n  ".join(wrong))
+    return values
+
+
+def _written(model: ModelConfig, family: str, vocab_size: int, precision: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -368,16 +319,14 @@ def write(model: ModelConfig, *, vocab_size: int, precision: str, tanh: bool) ->
         "initializer_range": model.init_std,
     }
     if family == "gpt2":
-        exact = model.activation == "gelu" and not tanh
+        named = {"gelu": "gelu", "relu": "relu"}
         return found | {
             "n_layer": model.num_layers,
             "n_embd": model.hidden_size,
             "n_head": model.num_attention_heads,
             "n_inner": shape.ffn_hidden_size(model),
             "n_positions": shape.longest_sequence(model),
-            "activation_function": (
-                "gelu" if exact else "relu" if model.activation == "relu" else "gelu_new"
-            ),
+            "activation_function": named.get(model.activation, "gelu_new"),
             "layer_norm_epsilon": model.norm_epsilon,
             "attn_pdrop": model.attention_dropout,
             "embd_pdrop": model.hidden_dropout,
@@ -423,7 +372,7 @@ def _written_windows(model: ModelConfig, family: str) -> dict[str, Any]:
     if pattern is None or family == "qwen3_moe":
         return found
     kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
-    return found | {"layer_types": kinds, "max_window_layers": pattern.index(1)}
+    return found | {"layer_types": kinds, "max_window_layers": (*pattern, 1).index(1)}
 
 
 def _written_moe(model: ModelConfig) -> dict[str, Any]:

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_patch.checkpoint import (
     content,
     last_checkpoint,
+    newest,
     optimizer_state,
     random_state,
     writer,
 )
 from megatron_patch.checkpoint.collective import make_collective
 from megatron_patch.checkpoint.content import Parts
-from megatron_patch.checkpoint.directory import CheckpointDirectory, key_of
 from megatron_patch.checkpoint.errors import (
     BadCheckpoint,
     CheckpointError,
@@ -80,23 +80,6 @@ class _Pending:
             self.digests = store.hash_files(self.attempt, self.plan.names)
         except BaseException as error:  # said by every rank at the next step boundary
             self.error = error
-
-
-def _of_step(path: Path, step: int) -> Path:
-    """The last checkpoint of a step in a run directory or store, or itself where it is of it.
-
-    Raises:
-        CheckpointError: there is none; naming the steps there are.
-    """
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    names = [path.name]
-    if not (path / MANIFEST).is_file():
-        names = CheckpointDirectory(root).complete_names()
-    for name in names:
-        if key_of(name)[0] == step:
-            return path if name == path.name else root / name
-    steps = ", ".join(str(s) for s in sorted({key_of(n)[0] for n in names})) or "none"
-    raise CheckpointError(f"checkpoint.load_step {step}: {path} has the steps {steps}")
 
 
 class Checkpointer:
@@ -362,16 +345,7 @@ class Checkpointer:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
         progress: TrainState | None
         if self.run.checkpoint.load_step is not None:
-            found: Path | CheckpointError = path
-            try:
-                if self.ranks.rank == 0:
-                    found = _of_step(path, self.run.checkpoint.load_step)
-            except CheckpointError as error:
-                found = error
-            found = self.ranks.broadcast(found)
-            if isinstance(found, CheckpointError):
-                raise found
-            path = found
+            path = self._of_step(path, self.run.checkpoint.load_step)
         if (path / MANIFEST).is_file():
             try:
                 found = self._open(path.parent).check(path)
@@ -386,6 +360,20 @@ class Checkpointer:
             if progress is None:
                 raise CheckpointError(f"checkpoint.load_from: there is no checkpoint in {root}")
         return progress if "step" in carried else None
+
+    def _of_step(self, path: Path, step: int) -> Path:
+        """As the function, on all ranks what the first one finds. Collective."""
+        answer: Path | CheckpointError | None = None
+        try:
+            if self.ranks.rank == 0:
+                answer = newest.of_step(path, step)
+        except CheckpointError as error:
+            answer = error
+        answer = self.ranks.broadcast(answer)
+        if isinstance(answer, CheckpointError):
+            raise answer
+        assert answer is not None
+        return answer
 
     def _load_newest(
         self, store: CheckpointStore, *, carried: frozenset[str], own: bool

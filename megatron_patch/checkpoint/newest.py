@@ -17,8 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier, pinned
-from megatron_patch.checkpoint.directory import ASIDE, LATEST, NEXT, CheckpointDirectory
+from megatron_patch.checkpoint.directory import (
+    ASIDE,
+    LATEST,
+    NEXT,
+    CheckpointDirectory,
+    parse_name,
+)
 from megatron_patch.checkpoint.errors import CheckpointError
+from megatron_patch.checkpoint.manifest import MANIFEST
 
 log = logging.getLogger(__name__)
 
@@ -144,3 +151,20 @@ def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
     if not directory.current:
         earlier.close(directory)
     return moved
+
+
+def of_step(path: Path, step: int) -> Path:
+    """The last checkpoint of a step in a run directory or store, or itself where it is of it.
+
+    Raises:
+        CheckpointError: there is none; naming the steps there are.
+    """
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    names = [path.name]
+    if not (path / MANIFEST).is_file():
+        names = CheckpointDirectory(root).complete_names()
+    found = {name: key[0] for name in names if (key := parse_name(name)) is not None}
+    for name in (name for name, its in found.items() if its == step):
+        return path if name == path.name else root / name
+    steps = ", ".join(map(str, sorted(set(found.values())))) or "none"
+    raise CheckpointError(f"checkpoint.load_step {step}: {path} has the steps {steps}")

@@ -110,6 +110,7 @@ RESHARDED: dict[str, dict[str, Any]] = {
     "tp": {},
     "pp": {},
     "pp with virtual stages": {"parallel": {"virtual_pipeline_model_parallel_size": 2}},
+    "pp with one layer first": {"parallel": {"num_layers_in_first_pipeline_stage": 1}},
 }
 
 

@@ -465,15 +465,15 @@ class TestRanks:
 
 
 def test_the_checkpoint_of_a_step(tmp_path: Path) -> None:
-    from megatron_patch.checkpoint.megatron import _of_step
+    from megatron_patch.checkpoint.newest import of_step
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=None)
     first, *_ = [save(store, step) for step in (5, 10)]
     for named in (tmp_path, store.root, first):
-        assert _of_step(named, 5) == first
+        assert of_step(named, 5) == first
     with pytest.raises(CheckpointError, match=r"load_step 7: .* has the steps 5, 10"):
-        _of_step(tmp_path, 7)
+        of_step(tmp_path, 7)
     with pytest.raises(CheckpointError, match=r"load_step 10: .* has the steps 5"):
-        _of_step(first, 10)
+        of_step(first, 10)
     (problem,) = CheckpointConfig(load_step=5).problems()
     assert problem.path == "checkpoint.load_step" and "rollback" in problem.message

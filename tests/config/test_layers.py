@@ -134,12 +134,12 @@ def test_overrides(write: Write, override: str, path: str, value: object) -> Non
 
 
 def test_elements_of_a_list_that_is_only_a_default(write: Write) -> None:
-    sets = ["data.split.0=0.9", "data.split.1=0.09", "data.blend.1.path=more"]
+    sets = ["data.split.0=0.9", "data.split.1=0.1", "data.blend.1.path=more"]
     loaded = config.load(write(MINIMAL), sets)
-    assert loaded.config.data.split == [0.9, 0.09, 0.01]
+    assert loaded.config.data.split == [0.9, 0.1, 0.0]
     assert [item.path for item in loaded.config.data.blend] == ["corpus", "more"]
     shown = next(line for line in loaded.render().splitlines() if "split" in line)
-    assert "--set data.split.0=0.9, --set data.split.1=0.09" in shown
+    assert "--set data.split.0=0.9, --set data.split.1=0.1" in shown
 
 
 def test_the_default_list_is_not_shared(write: Write) -> None:

@@ -27,7 +27,7 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
         ({"split": [0.0, 0.5, 0.5]}, "data.split", "nothing to train on"),
         ({"split": [1.0, 0.0, 0.0], "eval_interval": 5}, "data.split", "eval_interval 5"),
         ({"blend": [], "train": [A], "eval_interval": 5}, "data.valid", "no validation data"),
-        ({"eval_test": True}, "data.split", "leaves nothing for training.eval_test; give test"),
+        ({"split": [0.9, 0.1, 0.0], "eval_test": True}, "data.split", "eval_test; give test a"),
         ({"blend": [], "train": [A], "eval_test": True}, "data.test", "no test data"),
         ({"num_workers": -1}, "data.num_workers", "-1 is negative"),
         ({"num_workers": 100_000}, "data.num_workers", "100000: at most 64 threads a rank"),

@@ -40,6 +40,7 @@ def full(tiny: Any) -> dict[str, Any]:
         "moe": dataclasses.asdict(MoEConfig(num_experts=4)),
         "mla": dataclasses.asdict(MLAConfig()),
         "mtp": dataclasses.asdict(MTPConfig()),
+        "rope_scaling": {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
         "window": [8, 0],
         "window_skip_freq": 2,
         "num_layers": 6,
