@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_patch.checkpoint import content
 from megatron_patch.checkpoint.errors import MismatchError
 
+pytestmark = pytest.mark.usefixtures("rank")
 SCALES = "decoder.layers.self_attention.linear_qkv._extra_state"
 
 
