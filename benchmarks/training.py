@@ -7,8 +7,9 @@ Both commands start the trainer as a user would and write parts of docs/assets/t
 
 ``speed``: GPT-2 124M, one run after the other on the same GPUs: plain PyTorch under torch.compile,
 the trainer with every backend named, and plain PyTorch again (its two figures bound the machine's
-drift; with ``--core`` also Megatron-Core with Transformer Engine). ``long``: ``configs/long_context_3b_128k.yaml`` with one sequence a step, beside what the
-planner says; with fewer GPUs than 8, shorten ``--seq-length``.
+drift; with ``--core`` Megatron-Core with Transformer Engine, twice as well). ``long``:
+``configs/long_context_3b_128k.yaml`` with one sequence a step, beside what the planner says; with
+fewer GPUs than 8, shorten ``--seq-length``.
 
 Shapes of the plain model: x [b, s] token ids, h [b, s, c], q/k/v [b, heads, s, d], logits
 [b*s, vocab].
