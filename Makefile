@@ -9,7 +9,7 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu check format bench-attention docs clean
+.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu test-te check format bench-attention docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,6 +37,9 @@ test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; aft
 
 test-gpu: $(STAMP)  ## GPU tests only
 	$(BIN)/python -m pytest -m gpu -q
+
+test-te: $(STAMP)  ## GPU tests with Transformer Engine and Apex, which must be there
+	REQUIRE_TE=1 $(BIN)/python -m pytest -m "gpu and te" -q
 
 check: $(STAMP)  ## formatter, linters, types, order of the rooms
 	$(BIN)/ruff format --check .

@@ -7,8 +7,9 @@ Both commands start the trainer as a user would and write parts of docs/assets/t
 
 ``speed``: GPT-2 124M, one run after the other on the same GPUs: plain PyTorch under torch.compile,
 the trainer with every backend named, and plain PyTorch again (its two figures bound the machine's
-drift). ``long``: ``configs/long_context_3b_128k.yaml`` with one sequence a step, beside what the
-planner says; with fewer GPUs than 8, shorten ``--seq-length``.
+drift; with ``--core`` Megatron-Core with Transformer Engine, twice as well). ``long``:
+``configs/long_context_3b_128k.yaml`` with one sequence a step, beside what the planner says; with
+fewer GPUs than 8, shorten ``--seq-length``.
 
 Shapes of the plain model: x [b, s] token ids, h [b, s, c], q/k/v [b, heads, s, d], logits
 [b*s, vocab].
@@ -295,6 +296,20 @@ def run_plain(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
     return row | ({"error": machine.why(log.read_text())} if code else json.loads(out.read_text()))
 
 
+def run_core(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
+    out, log = Path(args.work) / f"{tag}.json", Path(args.work) / f"{tag}.log"
+    batch = {"micro_batch_size": args.micro_batch, "global_batch_size": args.global_batch}
+    sets = [*args.set, *(f"training.{key}={value}" for key, value in batch.items())]
+    command = [__file__, "core", "--config", args.config, "--out", str(out)]
+    command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    command += [part for text in sets for part in ("--set", text)]
+    devices = list(range(gpus))
+    code = machine.torchrun(command, processes=gpus, log=log, devices=devices, threads=4)
+    row: dict[str, Any] = {"system": "Megatron-Core, Transformer Engine", "gpus": gpus}
+    row |= {"exit": code} | ({"error": machine.why(log.read_text())} if code else {})
+    return row if code else row | json.loads(out.read_text())
+
+
 def run_trainer(args: argparse.Namespace, gpus: int, backend: str, fused: bool) -> dict[str, Any]:
     keys: dict[str, object] = {
         "attention.backend": backend,
@@ -328,9 +343,13 @@ def speed(args: argparse.Namespace) -> int:
         figures |= {name: getattr(args, name) for name in ("steps", "global_batch", "micro_batch")}
         plan = [("plain", "a"), *(("trainer", b) for b in args.backends)]
         plan += [("fused", args.backends[-1]), ("plain", "b")]
+        if args.core:  # between the others, twice: its two figures bound the drift as well
+            plan[1:1], plan[-1:-1] = [("core", "a")], [("core", "b")]
         for kind, name in plan:
             if kind == "plain":
                 row = run_plain(args, gpus, f"plain_{gpus}_{name}")
+            elif kind == "core":
+                row = run_core(args, gpus, f"core_{gpus}_{name}")
             else:
                 row = run_trainer(args, gpus, name, kind == "fused")
             if "error" not in row:
@@ -416,6 +435,7 @@ def main() -> int:
     one = command(commands, "speed", speed, 30, config="configs/gpt2_124m.yaml")
     one.add_argument("--tokens", required=True, help="uint16 token file of the same text")
     one.add_argument("--gpus", type=int, nargs="+", default=[1], help="GPU counts to time")
+    one.add_argument("--core", action="store_true", help="Megatron-Core's own loop as well")
     one.add_argument("--backends", nargs="+", default=["sdpa_cudnn", "sdpa_flash", "stable_flash"])
     one = command(commands, "long", long, 8, config="configs/long_context_3b_128k.yaml", warmup=3)
     one.add_argument("--gpus", type=int, default=8)

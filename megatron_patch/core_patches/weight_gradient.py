@@ -21,7 +21,7 @@ def accumulate(inputs: torch.Tensor, gradients: torch.Tensor, total: torch.Tenso
     Args:
         inputs: [tokens, in].
         gradients: [tokens, out], of the type of ``inputs``.
-        total: [out, in] of that type, or float32.
+        total: [out, in] of that type, or float32; slow where it does not begin at 16 bytes.
     """
     if inputs.dtype == total.dtype:
         total.addmm_(gradients.t(), inputs)

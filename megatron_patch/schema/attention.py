@@ -49,7 +49,7 @@ class AttentionConfig:
     dynamic_max_eps: float = 1e-3
     """``dynamic_max``: scores within this distance of the maximum count as repeats of it."""
     fp8: bool = False
-    """``te``: attention in FP8; needs ``training.fp8: current``."""
+    """FP8 attention by ``te``; needs ``training.fp8: current``."""
     allow_broken: bool = False
     """Must be true for ``stabilizer: paper_bf16``, which exists to reproduce the failure."""
     int8: Int8Config = field(default_factory=Int8Config)

@@ -115,7 +115,7 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool | None = None
     """Matrix products add weight gradients to the FP32 buffer; null: on a GPU."""
     fp8: Literal["none", "current", "blockwise", "mxfp8"] = "none"
-    """Transformer Engine's recipe for the linears of te layers; mxfp8 needs Blackwell."""
+    """FP8 recipe of the linears of te layers; mxfp8 needs Blackwell."""
 
     @property
     def accumulates_in_products(self) -> bool:

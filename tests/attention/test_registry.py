@@ -247,6 +247,22 @@ def test_a_borrowed_backward_is_refused_with_all_it_lacks():
     assert "flash-attn-4==" in complaint and "it is not installed" in complaint
 
 
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"cp": 2, "cp_comm_type": "p2p", "window": (8, 0)}, "sliding window [8, 0] under"),
+    ({"cp": 2, "cp_comm_type": "all_gather", "sinks": True}, "attention sinks under"),
+    ({"fp8": True}, "FP8 attention with head dimension 64"),
+    ({"fp8": True, "head_dim": 128, "v_head_dim": 128, "sinks": True}, "FP8 attention with attent"),
+])  # fmt: skip
+def test_transformer_engines_limits_are_said_before_a_start(changes, text):
+    (complaint,) = unsupported("te", facts(**changes))
+    assert complaint.startswith(text) and ". Use " in complaint
+    for allowed in ({"window": (8, 0)}, {"sinks": True}):
+        assert not list(unsupported("te", facts(cp=2, cp_comm_type="a2a", **allowed)))
+    assert not list(unsupported("te", facts(fp8=True, head_dim=128, v_head_dim=128)))
+    (complaint,) = unsupported("stable_flash", facts(fp8=True))
+    assert "attention.fp8" in complaint and complaint.endswith("use te")
+
+
 def test_fa4_says_what_to_install_and_has_two_stabilizers():
     (complaint,) = unsupported("fa4", facts(), machine=NO_FA4)
     assert "it is not installed" in complaint and "pip install flash-attn-4==" in complaint

@@ -89,6 +89,30 @@ def test_one_wrong_value_is_one_problem(model, path):
     assert paths(tiny_run(model)) == [path]
 
 
+FP8 = {"layer_spec": "te", "seq_length": 32}
+GPU = {"device": "cuda", "precision": "bf16"}
+
+
+@pytest.mark.parametrize(("model", "training", "path", "text"), [
+    ({"rope_fusion": "own"}, {}, "model.rope_fusion", "needs a GPU"),
+    ({"rope_fusion": "te", "mla": MLA}, GPU, "model.rope_fusion", "Use own"),
+    ({"rope_fusion": "te", "position_embedding": "none"}, GPU, "model.rope_fusion", "no effect"),
+    ({"rope_fusion": "own"}, GPU, None, ""),
+    ({"layer_spec": "te", "fp32_residual_connection": True}, GPU, "model.fp32_residual_connection",
+     "the type of their weights"),
+    (FP8, GPU | {"fp8": "current"}, None, ""),
+    ({"seq_length": 32}, GPU | {"fp8": "current"}, "training.fp8", "model.layer_spec: te"),
+    (FP8, {"device": "cuda", "fp8": "blockwise"}, "training.fp8", "precision: bf16"),
+    (FP8 | {"moe": moe(2)}, GPU | {"fp8": "current"}, "training.fp8", "experts"),
+    (FP8 | {"ffn_hidden_size": 72}, GPU | {"fp8": "current"}, "training.fp8", "is 72"),
+    (FP8 | {"seq_length": 20}, GPU | {"fp8": "current"}, "training.fp8", "there are 40"),
+])  # fmt: skip
+def test_what_transformer_engine_would_end_with_a_traceback(model, training, path, text):
+    found = list(problems(tiny_run(model, training=training)))
+    assert [p.path for p in found] == ([path] if path else [])
+    assert all(text in p.message for p in found)
+
+
 SHAPE6 = {"num_attention_heads": 6, "kv_channels": 8}
 BOTH = {CP: 8, KIND: "a2a+p2p"}
 UNDIVIDED = [

@@ -14,11 +14,17 @@ from minimal_config import TINY
 
 from megatron_patch.config import load, types
 from megatron_patch.schema import render
-from megatron_patch.schema.effective import DERIVED, IDLE
+from megatron_patch.schema.effective import DERIVED, EARLIER, IDLE
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.run import Loaded, RunConfig
 from megatron_patch.training import resume_rules
-from megatron_patch.training.resume_rules import another_run, check_data, data_keys, differences
+from megatron_patch.training.resume_rules import (
+    another_run,
+    check_data,
+    data_keys,
+    differences,
+    keep_recorded,
+)
 
 FOUND_AT_START = ("logging.peak_tflops",)
 """Keys whose default is not known before a device is."""
@@ -154,6 +160,7 @@ def test_numbers_lists_and_what_an_update_brought_are_equal(
 UNREAD = {
     "model.rotary_base": (["model.position_embedding=none"], "5e5", []),
     "model.rotary_percent": (["model.position_embedding=none"], "0.5", []),
+    "model.rope_fusion": (["model.position_embedding=none"], "none", []),
     "model.max_position_embeddings": ([], "64", ["model.position_embedding=learned_absolute"]),
     "model.add_qkv_bias": (["model.add_bias_linear=true"], "true", []),
     "model.moe.aux_loss_coeff": (
@@ -184,6 +191,26 @@ def test_what_nothing_reads_is_equal(tiny: Any, key: str) -> None:
     assert another_run(saved, tiny(*unread, setting)) is None
     found = differences(tiny(*read).dump_yaml(), tiny(*read, setting).dump_yaml())
     assert [name for name, _, _ in found] == [key]
+
+
+@pytest.mark.parametrize("key", EARLIER)
+def test_a_run_that_goes_on_keeps_the_default_it_began_with(tiny: Any, key: str, tmp_path) -> None:
+    """A record of before the key, then one with it; what somebody sets counts."""
+    name = key.rpartition(".")[2]
+    where = f"run_dir={tmp_path}"
+    fresh = tiny(where)
+    assert keep_recorded(fresh) is fresh
+    lines = [x for x in fresh.dump_yaml().splitlines() if not x.startswith(f"  {name}:")]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    kept = keep_recorded(fresh)
+    assert at(dataclasses.asdict(kept.config), key) == at(kept.tree, key) == EARLIER[key]
+    assert differences("\n".join(lines), kept.dump_yaml()) == []
+    (tmp_path / "config.yaml").write_text(fresh.dump_yaml())
+    assert keep_recorded(fresh).dump_yaml() == fresh.dump_yaml()
+    asked = tiny(where, f"{key}={str(EARLIER[key]).lower()}")
+    assert keep_recorded(asked).dump_yaml() == asked.dump_yaml()
+    (tmp_path / "config.yaml").write_text("a: [")
+    assert keep_recorded(fresh) is fresh
 
 
 def test_the_cases_people_ran_into_are_equal(tiny: Any) -> None:

@@ -1,0 +1,40 @@
+"""Checkpoints between local layers and Transformer Engine's, whose FP8 scales are objects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+from megatron_patch.checkpoint import content
+from megatron_patch.checkpoint.errors import MismatchError
+
+pytestmark = pytest.mark.usefixtures("rank")
+SCALES = "decoder.layers.self_attention.linear_qkv._extra_state"
+
+
+def an_object(key: str) -> ShardedObject:
+    return ShardedObject(key, None, (1,), (0,))
+
+
+def test_scales_of_layers_that_have_none_now_are_left_over():
+    index = SimpleNamespace(state_dict_metadata={f"{SCALES}/shard_0_1": None})
+    content.check_fit([[]], index, skip="never")
+    index.state_dict_metadata["decoder.other/shard_0_1"] = None
+    with pytest.raises(MismatchError, match=r"decoder\.other.*not in the model"):
+        content.check_fit([[]], index, skip="never")
+
+
+def test_scales_that_the_checkpoint_lacks_are_not_asked_for():
+    """And others are: `set_extra_state(None)` leaves a layer as it is."""
+    scales, other = an_object(SCALES), an_object("decoder.other")
+    request = {"model": {"a": scales, "b": other}, "optimizer": [scales]}
+    content.ask_for_saved_scales(request, SimpleNamespace(state_dict_metadata={}))
+    assert isinstance(request["model"]["a"], LocalNonpersistentObject)
+    assert request["model"]["a"].unwrap() is None and request["model"]["b"] is other
+    request = {"model": {"a": scales}}
+    saved = SimpleNamespace(state_dict_metadata={scales.unique_key: None})
+    content.ask_for_saved_scales(request, saved)
+    assert request["model"]["a"] is scales
