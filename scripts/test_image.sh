@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 result=$1 started=$SECONDS
-dockerfile=$(sha256sum Dockerfile)
+dockerfile=$(sha256sum Dockerfile) commit=$(git describe --always --dirty --abbrev=40 --match '')
 base=localhost/substitute-base image=localhost/megatron-patch:test
 mounts=(--volume /etc/ssl/certs:/etc/ssl/certs:ro) # a registry may stand behind an own authority
 export BUILDAH_ISOLATION=chroot
@@ -45,7 +45,7 @@ fi
 
 buildah bud --quiet --format docker "${mounts[@]}" --build-arg BASE="$base" \
   --build-arg APEX_REF= --build-arg TE_VERSION= \
-  --build-arg SOURCE_COMMIT="$(git rev-parse HEAD)" --tag "$image" .
+  --build-arg SOURCE_COMMIT="$commit" --tag "$image" .
 container=$(buildah from "$image")
 log=$(mktemp)
 inside id -un | tee "$log"
@@ -58,7 +58,7 @@ said() {
 cat >"$result" <<JSON
 {
  "utc": "$(date --utc +%FT%TZ)",
- "commit": "$(git rev-parse HEAD)",
+ "commit": "$commit",
  "dockerfile": "${dockerfile%% *}",
  "base": "$(inside sed -n 's/^PRETTY_NAME="\(.*\)"/\1/p' /etc/os-release), $(said 'python +[0-9.]+'), $(said 'torch +[0-9][^ ]*')",
  "user": "$(head -n 1 "$log")",

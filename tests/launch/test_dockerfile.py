@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -122,6 +123,13 @@ def ran_well(result: dict[str, str]) -> bool:
     """Whether `make test-image` came to its end: it stops at the first thing that fails."""
     good = result["doctor"] == "everything required works" and result["user"] == "trainer"
     return good and result["quickstart"].startswith("loss fell from ")
+
+
+def test_this_dockerfile_has_been_built_and_run():
+    """The support table says so; a changed Dockerfile has to be run again."""
+    result = json.loads((ROOT / "tests" / "launch" / "image.json").read_text())
+    assert ran_well(result)
+    assert result["dockerfile"] == hashlib.sha256(TEXT.encode()).hexdigest(), "make test-image"
 
 
 @pytest.mark.slow
