@@ -9,7 +9,11 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
+<<<<<<< HEAD
 .PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu test-te check format bench-attention docs clean
+=======
+.PHONY: help install quickstart test test-slow install-slurm test-slurm test-image test-gpu check format bench-attention docs clean
+>>>>>>> w45i
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,6 +39,9 @@ install-slurm:  ## Slurm and munge for test-slurm, with apt-get (root or sudo); 
 test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; after install-slurm)
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm tests/slurm -q
 
+test-image:  ## the Dockerfile on a substitute base (root, buildah, debootstrap, 25 GB; 15 minutes)
+	bash scripts/test_image.sh tests/launch/image.json
+
 test-gpu: $(STAMP)  ## GPU tests only
 	$(BIN)/python -m pytest -m gpu -q
 
@@ -57,7 +64,8 @@ format: $(STAMP)  ## rewrite in the house style
 
 bench-attention: $(STAMP)  ## attention beside its peers (needs a GPU; resumes)
 	PYTHONPATH=kernels $(BIN)/python benchmarks/attention.py --minutes $(or $(MINUTES),10)
-	$(BIN)/python benchmarks/tables.py --plots
+	PYTHONPATH=kernels $(BIN)/python benchmarks/attention.py --plot
+	$(BIN)/python benchmarks/tables.py
 
 bench-kernels: bench-attention  ## and accuracy, host time, memory errors (MINUTES=10 each; resumes)
 	PYTHONPATH=kernels $(BIN)/python benchmarks/accuracy.py --minutes $(or $(MINUTES),10)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -160,11 +160,17 @@ def compile_launch(launch: Launch, arch: str) -> Report:
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None
-    tool = knobs.nvidia.ptxas_blackwell if number >= 100 else knobs.nvidia.ptxas
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [tool.path, "-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
+        command = [
+            get_ptxas(number).path,
+            "-v",
+            f"--gpu-name={target[1]}",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)

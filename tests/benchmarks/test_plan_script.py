@@ -40,7 +40,7 @@ def test_a_stage_is_judged_by_its_fullest_rank():
         {"stage": stage, "allocated": size, "ratio": 100 / size}
         for stage, size in ((0, 80), (0, 95), (0, 70), (1, 120))
     ]
-    assert plan_memory.fullest(ranks) == [ranks[1], ranks[3]]
+    assert plan_memory.machine.fullest(ranks) == [ranks[1], ranks[3]]
     case = {"model": "m", "layout": "EP3"}
     assert plan_memory.off([case | {"by_rank": ranks[:3]}]) == []
     assert plan_memory.off([case | {"by_rank": ranks}]) == ["m EP3"]

@@ -1,9 +1,12 @@
-"""The Dockerfile cannot be built where the tests run; it is linted, parsed and held to the pins."""
+"""The Dockerfile is linted, parsed and held to the pins; `make test-image` builds and runs it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -49,8 +52,8 @@ def test_hadolint_finds_nothing():
 
 
 def test_base_is_pinned_by_tag_and_digest():
-    for stage in stages():
-        assert stage[0][1].startswith("nvcr.io/nvidia/pytorch:${BASE_TAG}@${BASE_DIGEST} AS ")
+    assert all(stage[0][1].startswith("${BASE} AS ") for stage in stages())
+    assert ("ARG", "BASE=nvcr.io/nvidia/pytorch:${BASE_TAG}@${BASE_DIGEST}") in instructions()
     arguments = dict(item[1].partition("=")[::2] for item in instructions() if item[0] == "ARG")
     (tag,) = re.findall(r"^ARG BASE_TAG=(\S+)$", TEXT, re.MULTILINE)
     assert re.fullmatch(r"\d\d\.\d\d-py3", tag)
@@ -77,7 +80,7 @@ def test_health_check_and_command_are_the_doctor():
 def test_apex_is_built_with_its_cuda_extensions():
     text = " ".join(arguments for _, arguments in stages()[0])
     assert "APEX_CPP_EXT=1 APEX_CUDA_EXT=1" in text and "--no-build-isolation" in text
-    assert "import amp_C" in " ".join(arguments for _, arguments in stages()[1])
+    assert "import torch, amp_C" in " ".join(arguments for _, arguments in stages()[1])
 
 
 def test_versions_are_those_of_the_project():
@@ -114,3 +117,27 @@ def test_only_what_is_needed_travels_to_the_builder():
             for source in [a for a in arguments.split() if not a.startswith("--")][:-1]:
                 assert source.split("/")[0] in allowed, source
                 assert (ROOT / source).exists(), source
+
+
+def ran_well(result: dict[str, str]) -> bool:
+    """Whether `make test-image` came to its end: it stops at the first thing that fails."""
+    good = result["doctor"] == "everything required works" and result["user"] == "trainer"
+    return good and result["quickstart"].startswith("loss fell from ")
+
+
+def test_this_dockerfile_has_been_built_and_run():
+    """The support table says so; a changed Dockerfile has to be run again."""
+    result = json.loads((ROOT / "tests" / "launch" / "image.json").read_text())
+    assert ran_well(result)
+    assert result["dockerfile"] == hashlib.sha256(TEXT.encode()).hexdigest(), "make test-image"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("buildah") and shutil.which("debootstrap")),
+    reason="needs root, buildah and debootstrap",
+)
+def test_the_image_on_a_substitute_base(tmp_path):
+    result = tmp_path / "image.json"
+    subprocess.run(["bash", ROOT / "scripts" / "test_image.sh", result], check=True)
+    assert ran_well(json.loads(result.read_text()))
