@@ -9,11 +9,7 @@ SCRIPTS := $(shell git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null)
 DOCKERFILES := $(wildcard Dockerfile)
 export OMP_NUM_THREADS ?= 1
 
-<<<<<<< HEAD
-.PHONY: help install quickstart test test-slow install-slurm test-slurm test-gpu test-te check format bench-attention docs clean
-=======
-.PHONY: help install quickstart test test-slow install-slurm test-slurm test-image test-gpu check format bench-attention docs clean
->>>>>>> w45i
+.PHONY: help install quickstart test test-slow install-slurm test-slurm test-image test-gpu test-te check format bench-attention docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
