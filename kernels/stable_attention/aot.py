@@ -150,10 +150,11 @@ def compile_launch(launch: Launch, arch: str) -> Report:
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None
+    tool = get_ptxas(number).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(number).path, "-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
+        command = [tool, "-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
