@@ -160,9 +160,11 @@ def compile_launch(launch: Launch, arch: str) -> Report:
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None
+    tool = get_ptxas(number).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
+<<<<<<< HEAD
         command = [
             get_ptxas(number).path,
             "-v",
@@ -171,6 +173,9 @@ def compile_launch(launch: Launch, arch: str) -> Report:
             "-o",
             os.devnull,
         ]
+=======
+        command = [tool, "-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
+>>>>>>> w45i
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)

@@ -100,7 +100,9 @@ class _Plan:
             most = max(problem.tq, problem.tk)
             tiles = [triton.cdiv(most, rows) + problem.batch for rows in (TILE.value, bm)]
             key_tiles = tiles[1]
-        return cls(problem, _banded(problem), entries(problem), splits(problem), *tiles, key_tiles)
+        first, second = tiles
+        parts = splits(problem)
+        return cls(problem, _banded(problem), entries(problem), parts, first, second, key_tiles)
 
 
 _plan = functools.lru_cache(maxsize=KEPT)(_Plan.of)
@@ -330,7 +332,7 @@ def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> A
     problem, tiles = plan.problem, plan.backward_tiles
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
-    named = {"BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2}
+    named: dict[str, object] = {"BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2}
     return (plan.entries * problem.heads * tiles,), positional, named
 
 
@@ -346,7 +348,7 @@ def _sum_arguments(
     positional = (
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
-    named = {
+    named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "num_warps": rows // 16,

@@ -186,10 +186,10 @@ def chunk_backward(
     lse5, delta5 = (x.reshape(q5.shape[:-1]) for x in (lse, delta))
     assert dq.dtype == dk.dtype == dv.dtype == rules.compute, "accumulators of another type"
     sums = five_dims(rules, dq, dk, dv)  # views of the caller's accumulators
-    for rows, keys, at in pieces:
-        inputs = (q5[..., rows, :], k5[..., keys, :], v5[..., keys, :])
-        given = (do5[..., rows, :], lse5[..., rows], delta5[..., rows])
-        views = (sums[0][..., rows, :], sums[1][..., keys, :], sums[2][..., keys, :])
+    for tokens, keys, at in pieces:
+        inputs = (q5[..., tokens, :], k5[..., keys, :], v5[..., keys, :])
+        given = (do5[..., tokens, :], lse5[..., tokens], delta5[..., tokens])
+        views = (sums[0][..., tokens, :], sums[1][..., keys, :], sums[2][..., keys, :])
         backward_one(inputs + given, views, rules, at)
 
 
