@@ -164,18 +164,7 @@ def compile_launch(launch: Launch, arch: str) -> Report:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-<<<<<<< HEAD
-        command = [
-            get_ptxas(number).path,
-            "-v",
-            f"--gpu-name={target[1]}",
-            file.name,
-            "-o",
-            os.devnull,
-        ]
-=======
         command = [tool, "-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
->>>>>>> w45i
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
