@@ -93,16 +93,19 @@ class _Plan:
 
     @classmethod
     def of(cls, problem: Problem) -> _Plan:
-        bm = QUERIES[problem.d]
-        tiles = [triton.cdiv(problem.sq, rows) for rows in (TILE.value, bm)]
-        key_tiles = triton.cdiv(problem.sk, BN)
-        if problem.varlen:
-            most = max(problem.tq, problem.tk)
-            tiles = [triton.cdiv(most, rows) + problem.batch for rows in (TILE.value, bm)]
-            key_tiles = tiles[1]
-        first, second = tiles
-        parts = splits(problem)
-        return cls(problem, _banded(problem), entries(problem), parts, first, second, key_tiles)
+        bm, most = QUERIES[problem.d], max(problem.tq, problem.tk)
+
+        def tiles(length: int, rows: int) -> int:
+            if problem.varlen:
+                return triton.cdiv(most, rows) + problem.batch
+            return triton.cdiv(length, rows)
+
+        return cls(
+            problem, _banded(problem), entries(problem), splits(problem),
+            query_tiles=tiles(problem.sq, TILE.value),
+            backward_tiles=tiles(problem.sq, bm),
+            key_tiles=tiles(problem.sk, min(bm, BN) if problem.varlen else BN),
+        )  # fmt: skip
 
 
 _plan = functools.lru_cache(maxsize=KEPT)(_Plan.of)
@@ -332,7 +335,9 @@ def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> A
     problem, tiles = plan.problem, plan.backward_tiles
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
-    named: dict[str, object] = {"BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2}
+    named: dict[str, object] = {
+        "BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2,
+    }  # fmt: skip
     return (plan.entries * problem.heads * tiles,), positional, named
 
 
