@@ -13,7 +13,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 LIBRARY = ROOT / "kernels" / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, ROOT / "research" / "report.md", LIBRARY]
 GENERATED = "configuration.md"
-IN_ALL, IN_README, IN_LIBRARY, IN_A_PAGE = 24_500, 700, 300, 2_000
+IN_ALL, IN_README, IN_LIBRARY, IN_A_PAGE = 25_000, 700, 300, 2_000
 """Words at most, as `wc -w` counts them."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
