@@ -100,7 +100,7 @@ def test_tokens_of_every_depth(cp: int, depths: int, masked: bool) -> None:
         for rank in range(cp if masked else 1):
             where = layout(cp_rank=rank, cp_size=cp)
             batches = [{"loss_mask": shard(m[None], rank=rank, size=cp, dim=1)} for m in mask]
-            session: Any = SimpleNamespace(run=run, layout=where)
+            session: Any = SimpleNamespace(run=run, layout=where, sequences=ROWS)
             total += auxiliary._tokens(session, batches, depths)
     assert total.tolist() == [mask[:, depth:].sum().item() for depth in range(1 + depths)]
 
