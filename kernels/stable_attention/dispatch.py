@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import triton
 
 from stable_attention import configs
 from stable_attention.hopper import launch as hopper
@@ -67,6 +68,8 @@ class KernelSet:
     backward: Callable[..., Any]
 
 
+# Triton 3.9 has removed calls of Gluon that the kernels of sm_90 make; 3.8 was not tried.
+GLUON = frozenset({"sm90"} if triton.__version__.startswith(("3.6.", "3.7.")) else ())
 _NOT_ON_HOPPER = frozenset(
     {
         "softcap", "dropout", "different v head dim", "paper_bf16", "chunks", *PROJECTING,
@@ -76,7 +79,7 @@ _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32"})
 KERNEL_SETS = (
     KernelSet(
         name="hopper",
-        archs=frozenset({"sm90"}),
+        archs=GLUON,
         features=frozenset(FEATURES) - _NOT_ON_HOPPER - _NOT_FORWARD,
         head_dims=(64, 128),
         forward=hopper.forward,
@@ -85,7 +88,7 @@ KERNEL_SETS = (
     ),
     KernelSet(
         name="hopper_backward",
-        archs=frozenset({"sm90"}),
+        archs=GLUON,
         features=frozenset(FEATURES) - _NOT_ON_HOPPER,
         head_dims=(64, 128),
         forward=forward,
