@@ -95,16 +95,6 @@ KERNEL_SETS = (
         preprocess=preprocess,
         backward=hopper.backward,
     ),
-    # A softcap needs the scores to the end of a backward step, and registers have no room for them.
-    KernelSet(
-        name="hopper_forward",
-        archs=frozenset({"sm90"}),
-        features=(frozenset(FEATURES) - _NOT_ON_HOPPER - _NOT_FORWARD) | {"softcap"},
-        head_dims=(64, 128),
-        forward=hopper.forward,
-        preprocess=preprocess,
-        backward=backward,
-    ),
     KernelSet(
         name="triton",
         archs=frozenset({"sm80", "sm90", "sm100", "interpreter"}),

@@ -104,7 +104,7 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"residual": "int8"}, "hopper_backward"),
         ({"residual": "int8", "stabilizer": "none"}, "hopper"),
         ({"window": (4, 0)}, "hopper"),
-        ({"softcap": 30.0}, "hopper_forward"),
+        ({"softcap": 30.0}, "triton"),
         ({"dropout_p": 0.1}, "triton"),
         ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
         ({"causal": True, "keys": 24}, "hopper"),
@@ -141,6 +141,6 @@ def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(dispatch.SELECTED, "hoper")
     with pytest.raises(
         AttentionArgumentError,
-        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'hopper_forward', 'triton'",
+        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'triton'",
     ):
         dispatch.select(asked, device)

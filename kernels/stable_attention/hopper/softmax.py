@@ -30,7 +30,10 @@ NOTHING = gl.constexpr(-3.0e38)
 
 @gluon.jit
 def softened(s, steepness, CAPPED: gl.constexpr):
-    """`numerics.soften`; steepness: 2 log2 e times the scale over the cap."""
+    """`numerics.soften`; steepness: 2 log2 e times the scale over the cap.
+
+    It compiles, and `dispatch` gives it no call before it has run on a GPU.
+    """
     if CAPPED:
         s = 1.0 - 2.0 / (gl.exp2(s * steepness) + 1.0)
     return s
