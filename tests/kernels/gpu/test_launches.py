@@ -67,7 +67,9 @@ def test_gradients_in_one_buffer(layout: str, kept: list[object]) -> None:
         return gradients(*qkv, layout=layout)
 
     want, _, got = run(1), run(2), run(1)
-    assert len(kept) == (5 if launched_on_hopper() and layout != "thd" else 4)
+    # Packed sequences take the places of their items, and sums, in launches of their own.
+    own = 7 if layout == "thd" else 5
+    assert len(kept) == (own if launched_on_hopper() else 4)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
