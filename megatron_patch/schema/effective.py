@@ -114,6 +114,7 @@ IDLE: dict[str, Callable[[RunConfig], bool]] = {
 EARLIER: dict[str, Any] = {
     "model.rope_fusion": "none",
     "training.gradient_accumulation_fusion": False,
+    "data.split": [0.98, 0.01, 0.01],
 }
 """Keys whose default is for new runs: what a run did whose record lacks them."""
 

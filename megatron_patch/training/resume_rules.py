@@ -144,7 +144,7 @@ def keep_recorded(loaded: Loaded) -> Loaded:
         if loaded.origins.get(key) != DEFAULT or not isinstance(before, dict):
             continue
         value = before.get(name, earlier)
-        if isinstance(value, (str, bool, type(None))):
+        if isinstance(value, (str, bool, list, type(None))):
             run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
             tree[section] = tree[section] | {name: value}
     return replace(loaded, config=run, tree=tree)
