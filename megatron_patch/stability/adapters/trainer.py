@@ -11,13 +11,20 @@ from megatron_patch.stability.monitor import AttentionMonitor
 from megatron_patch.stability.observe import attention_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_patch.monitor.hub import Monitor
+    from megatron_patch.parallel.setup import Layout
+    from megatron_patch.schema.run import RunConfig
     from megatron_patch.stability.monitor import Record
 
 
 class Stability(Watcher):
     """Telemetry, early warning, guard and captures of a run; begins anew at `load_state`."""
 
-    def __init__(self, run: Any, layout: Any, chunks: Any, *, monitor: Any, run_dir: Any) -> None:
+    def __init__(
+        self, run: RunConfig, layout: Layout, chunks: Any, *, monitor: Monitor, run_dir: Path
+    ) -> None:
         self._run, self._monitor, a = run, monitor, run.attention
         self.attention = AttentionMonitor(
             chunks, directory=run_dir, options=run.stability, groups=Groups.find(layout.device),
@@ -25,8 +32,18 @@ class Stability(Watcher):
             attention=attention_name(a.backend, a.stabilizer, a.backward),
         )  # fmt: skip
         self._latest: dict[str, float] = {}
-        for name in ("before_step", "grads_reduced", "before_save", "close"):
-            setattr(self, name, getattr(self.attention, name))
+
+    def before_step(self, step: int) -> None:
+        self.attention.before_step(step)
+
+    def grads_reduced(self) -> None:
+        self.attention.grads_reduced()
+
+    def before_save(self) -> None:
+        self.attention.before_save()
+
+    def close(self) -> None:
+        self.attention.close()
 
     def load_state(self, at: ResumePoint) -> None:
         options, self._latest = self._run.checkpoint, {}
