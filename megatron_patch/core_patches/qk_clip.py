@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_patch.parallel.buffers import own_values
 
@@ -41,6 +40,8 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
         ValueError: the optimizer keeps no FP32 weights that can be scaled.
     """
     found = [(chunk, attention) for chunk in model for attention in _measured(chunk)]
+    from megatron.core import parallel_state  # not before the CPU mode: the loop imports this
+
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     device = next(model[0].parameters()).device
     largest = torch.zeros(1, dtype=torch.float32, device=device)

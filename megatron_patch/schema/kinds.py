@@ -59,8 +59,9 @@ _KEYS: dict[Kind, str] = {
         optimizer.implementation
         data.verify data.num_workers
         attention.backend attention.stabilizer attention.backward attention.residual
-        attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken attention.int8
-        attention.fp8
+        attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken
+        attention.fp8 attention.int8.smooth_k attention.int8.smooth_q attention.int8.scales
+        attention.int8.normalizer attention.int8.projection
         parallel checkpoint logging stability faults cluster
     """,
 }

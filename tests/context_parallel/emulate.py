@@ -297,6 +297,10 @@ class SixteenBitMerges:
     def _round(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.dtype).to(x.dtype)
 
+    def projected_rows(self, *args: Any, **options: Any) -> Any:
+        """As the primitives'."""
+        return self.primitives.projected_rows(*args, **options)
+
     def chunk_forward(self, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         """As the primitives', O rounded."""
         out, *rest = self.primitives.chunk_forward(*args, **options)

@@ -23,7 +23,7 @@ from megatron_patch.training.step import forward_step
 ABSENT = {
     "1, label smoothing": "^model.*smooth|label_smooth",
     "2, gathered logits": "gather_output|parallel_output",
-    "4, quantized recompute": "fp8|fp4|saved_activations",
+    "4, activations saved in shares": "fp4|saved_activations",
     "5 and 10, padding masks": "padding",
     "6, cross attention": "cross|encoder|t5|retro",
     "7, images": "vision|^model.*image|llava",

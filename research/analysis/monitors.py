@@ -1,6 +1,6 @@
 """Our early warning, the sums of dK and dV, and two published monitors on the same runs.
 
-    python research/analysis/side_by_side.py --choose RUN ... --report RUN ... [--out DIR]
+    python research/analysis/monitors.py --choose RUN ... --report RUN ... [--out DIR]
 
 RUNs are run directories of a protocol with ``rivals`` (research/rivals.py), on other seeds after
 ``--report`` than after ``--choose``. Writes rivals.json and prints its table. No GPU, no torch.
