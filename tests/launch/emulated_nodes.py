@@ -42,6 +42,7 @@ class Nodes:
         agent: str = "torchrun",
         keys: tuple[str, ...] = (),
     ) -> None:
+        self.device = device
         self.attempt = folder / "attempt"
         for name in ("exit", "asked"):
             (self.attempt / name).mkdir(parents=True)
