@@ -20,6 +20,7 @@ from megatron_patch.report import collect, report
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
 from megatron_patch.stability.adapters.torch_loop import watch
+from megatron_patch.stability.guard import StabilityStop
 
 S, B, H, KV, D = 32, 2, 4, 2, 8
 EVERY = MonitorOptions(interval=1)
@@ -165,7 +166,9 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["stable_attention", "sdpa"])
-def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
+def test_a_hugging_face_model(
+    tmp_path: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The events of `Trainer` in its order (which itself needs accelerate)."""
     transformers = pytest.importorskip("transformers")
     from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -205,6 +208,15 @@ def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
     assert (told.layers["grad_norm"] > 0).all() and (told.heads["kappa"] > 0).all()
     model(input_ids=ids, labels=ids, use_cache=False)  # nothing is left behind
     assert not model._forward_hooks
+    # A stop is saved, and then fails the program.
+    events.on_train_begin(args, state, control)
+    asked = [Pin(3), Stop("by the test", StabilityStop.of("by the test", 3))]
+    monkeypatch.setattr(AttentionMonitor, "switched", lambda self, found: asked)
+    events.on_step_begin(args, state, control)
+    events.on_step_end(args, state, control)
+    assert control.should_save and control.should_training_stop
+    with pytest.raises(StabilityStop):
+        events.on_train_end(args, state, control)
 
 
 @pytest.mark.slow

@@ -157,7 +157,9 @@ def run(
 
 def test_every_step_of_its_loop_is_watched(tmp_path: Path, bridge: Any) -> None:
     saved: list[int] = []
+    clip = bridge.clip_qk
     run(bridge, tmp_path, saved, steps=3)
+    assert bridge.clip_qk is clip
     told = record.read(tmp_path)
     assert saved == [3]  # at its end, as Bridge does
     assert told.steps.tolist() == [1, 2, 3] and (told.scalars["lr"] == 1e-3).all()

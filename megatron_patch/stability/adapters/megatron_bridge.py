@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
 from megatron_patch.stability.monitor import AttentionMonitor
 
@@ -27,6 +28,10 @@ class AttentionCallback:
 
     def on_train_start(self, context: Any) -> None:
         """The model is built and loaded."""
+        from megatron.bridge.training import train as loop
+
+        self._loop, self._core_clip = loop, loop.clip_qk
+        loop.clip_qk = clip_qk  # hybrids, the distributed optimizer
         train, cfg = context.state.train_state, context.state.cfg
         warmup = getattr(cfg.scheduler, "lr_warmup_iters", 0) or 0
         options: dict[str, Any] = {"warmup_steps": warmup} | self._options
@@ -63,3 +68,4 @@ class AttentionCallback:
         """All steps are done."""
         self.monitor.finish(context.state.train_state.step)
         self.monitor.close()
+        self._loop.clip_qk = self._core_clip
