@@ -219,6 +219,35 @@ def test_a_hugging_face_model(
         events.on_train_end(args, state, control)
 
 
+def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
+    """`Trainer` itself, where accelerate is installed: records; a stop is saved, then raised."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from megatron_patch.stability.adapters.hugging_face import attention_callback
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=H, num_key_value_heads=KV, max_position_embeddings=S,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    rule = type(EVERY.rule)(confirm_steps=0, danger_error=1e-9)
+    options = MonitorOptions(interval=1, guard="stop", rule=rule)
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "saved"), max_steps=9, report_to=[], use_cpu=True,
+        per_device_train_batch_size=2, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    ids = torch.arange(S) % 32
+    rows = [{"input_ids": ids, "labels": ids}] * 40
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=rows)
+    trainer.add_callback(attention_callback(model, directory=tmp_path / "run", options=options))
+    with pytest.raises(StabilityStop, match="after step 3"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["checkpoint-3"]
+    told = record.read(tmp_path / "run")
+    # That of the last step is read at the end.
+    assert told.steps.tolist() == [1, 2, 3] and (told.heads["kappa"] > 0).all()
+
+
 @pytest.mark.slow
 def test_pretrain_of_the_wheel(tmp_path: Path) -> None:
     """megatron.training as its own program: records and a verdict line."""
