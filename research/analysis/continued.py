@@ -164,19 +164,15 @@ def _median(values: np.ndarray) -> float | None:
 
 def section(protocol: str) -> str:
     """Of the result file: other protocols have runs of the same names."""
-    name = protocol.removeprefix("stability_")
-    return "runs" if name in ("", "attribution_continued") else name
+    return protocol.removeprefix("stability_").replace("attribution_continued", "") or "runs"
 
 
 def markdown(found: dict[str, Any]) -> str:
     """A line a run: growth of each head, that of the control's behind it, and verdicts."""
     number, rows = shared.number, []
     for name, run in found.items():
-        heads = [
-            f"{h['layer']}.{h['head']}: {number(h['growth'])} ({number(h['control'])}) "
-            f"{h['verdict'] or '-'}"
-            for h in run["heads"]
-        ]
+        heads = [f"{h['layer']}.{h['head']}: {number(h['growth'])} ({number(h['control'])})"
+                 for h in run["heads"]]  # fmt: skip
         at = [shared.step(run[key]) for key in ("from_step", "judged_at", "until")]
         rows.append([name, *at, "; ".join(heads), run["verdict"]])
     head = ["run", "from step", "judged at", "until", "heads: growth (control)", "verdict"]

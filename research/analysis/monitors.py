@@ -16,10 +16,8 @@ run with an event an alarm that does not come before it is *missed*; in a quiet 
 Threshold. The highest score that any quiet run of ``--choose`` reaches twice in a row: the least at
 which none of them alarms. Nobody published one. The present rule has its own.
 
-Scores. The largest is the worst. ``fall`` and ``rise`` are changes over 500 steps.
-
-A run in which a monitor left less than two observations (it failed, or began later) does not count
-for its rows: *warned* and *false alarms* are of the runs that it saw.
+Scores. The largest is the worst. ``fall`` and ``rise`` are changes over 500 steps. A run in which a
+monitor left less than two observations (it failed) does not count in its rows.
 
 Cost. Of one observation, from step_seconds: its step and the next less twice the median of the five
 steps before it; median over observations, over `interval` median steps. That of the present rule
@@ -79,8 +77,8 @@ class Watched:
 def _rule(folder: Path) -> ExplosionConfig:
     """What an event is by the experiment that a run is of; the default, if it is of none."""
     try:
-        said = json.loads((folder.resolve().parents[1] / "experiment.json").read_text())
-        return ExplosionConfig(**said["explosion"])
+        path = folder.resolve().parents[1] / "experiment.json"
+        return ExplosionConfig(**json.loads(path.read_text())["explosion"])
     except (OSError, IndexError, ValueError, KeyError, TypeError):
         return ExplosionConfig()
 
@@ -185,26 +183,19 @@ def judged(runs: list[Watched], alarms: dict[str, int | None]) -> dict[str, Any]
 
 def compare(choosing: list[Watched], reported: list[Watched]) -> dict[str, Any]:
     """Every detector with its threshold and what it said of both groups of runs."""
-    own = {run.name: run.danger for run in (*choosing, *reported)}
+    every = (*choosing, *reported)
+    own = {run.name: run.danger for run in every}
     groups = {"chosen_on": choosing, "reported": reported}
     found: dict[str, Any] = {
         "present rule": {"threshold": None, "paid_by": "rule"}
         | {group: judged(runs, own) for group, runs in groups.items()}
     }
     for name, (payer, read) in SCORES.items():
-        scores = {run.name: read(run) for run in (*choosing, *reported)}
-        series = {
-            run.name: twice(run, scores[run.name])
-            for run in (*choosing, *reported)
-            if len(scores[run.name][0]) > 1
-        }
-        highest = [
-            series[r.name][1].max(initial=-np.inf)
-            for r in choosing
-            if r.event is None and r.name in series
-        ]
+        series = {r.name: twice(r, s) for r in every if len((s := read(r))[0]) > 1}
+        quiet = [series[r.name] for r in choosing if r.event is None and r.name in series]
+        highest = [largest.max(initial=-np.inf) for _, largest in quiet]
         limit = float(max(highest, default=np.inf))  # nothing to choose it on: it never alarms
-        alarms = {run: next((int(s) for s, v in zip(*both, strict=True) if v > limit), None)
+        alarms = {run: next((int(n) for n, v in zip(*both, strict=True) if v > limit), None)
                   for run, both in series.items()}  # fmt: skip
         found[name] = {"threshold": finite(limit), "paid_by": payer}
         found[name] |= {group: judged(runs, alarms) for group, runs in groups.items()}
