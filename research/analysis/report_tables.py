@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import monitors
 import shared
 from shared import RESULTS, number, step, table
 
@@ -292,6 +293,7 @@ def warning() -> str:
 
 _ALL = (runs, losses, heads, bias, halves, probes, continued, common, rescue, warning)
 TABLES: dict[str, Callable[[], str]] = {make.__name__: make for make in _ALL}
+TABLES["rivals"] = lambda: monitors.markdown(shared.read("rivals")["side_by_side"])
 
 
 def fill(text: str, names: Iterable[str] = TABLES) -> str:
