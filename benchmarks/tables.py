@@ -149,9 +149,21 @@ def projection_logits(parts: Parts) -> Table:
         [f"{size:.0e}"]
         + [f"{max(r[x] for r in cell[name] for x in ('dq', 'dk', 'dv')):.4f}" for name in names]
         for (size, dtype), cell in _cells(parts, "logits", "dtype").items()
-        if dtype == "torch.bfloat16"
+        if dtype == "torch.bfloat16" and size >= 1e4
     ]
     return ["logits", *names], body, []
+
+
+def projection_captures(parts: Parts) -> Table:
+    """Errors of the worst head of captured layers that have begun to diverge."""
+    names = (*PROJECTED, EXACT)
+    body = []
+    for (run, at), cell in _cells(parts, "run", "step").items():
+        label = f"{run.split()[0]}, {at:,}"
+        for what, name in (("dq", "dQ"), ("dk", "dK")):
+            worst = (max(row[what] for row in cell[x]) for x in names)
+            body.append([f"{name}, {label}", *(f"{x:.2g}" for x in worst)])
+    return ["worst head: run, step", *names], body, []
 
 
 def projection_time(parts: Parts) -> Table:
@@ -471,6 +483,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "accuracy-dq": ("accuracy", "delta", accuracy_dq),
     "projection-errors": ("projection", "errors", projection_errors),
     "projection-logits": ("projection", "logits", projection_logits),
+    "projection-captures": ("projection", "captures", projection_captures),
     "projection-time": ("projection", "times", projection_time),
     "int8-errors": ("int8", "errors", int8_errors),
     "int8-speed": ("int8", "speed", int8_speed),

@@ -87,7 +87,8 @@ class LayerNorms:
         if not self._pieces:
             return
         values = [buffer.grad_data[begin:end] for buffer, begin, end in self._pieces]
-        norms = torch.stack(torch._foreach_norm([v.float() for v in values]))
+        # Summed in float32, without a float32 copy of 16-bit gradients.
+        norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
         self.squares.index_add_(0, self._slots, norms.double().pow(2))
 
 

@@ -24,7 +24,7 @@ Shape legend: s tokens of this rank, b sequences, h query heads and kv key/value
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,15 @@ FIELDS = ("dk2", "dk_floor2", "dv2", "dv_floor2")
 ROUNDING = 0.2123
 """RMS error of rounding x to nearest over eps |x|: sqrt(E[m^-2] / 12), m = mantissa in [1, 2)
 with log m uniform, E[m^-2] = 3 / (8 ln 2)."""
+
+
+class _Kind(NamedTuple):
+    """Layers whose sums have one shape."""
+
+    name: str
+    heads: int
+    shape: tuple[int, ...]
+    eps: float
 
 
 class KeySums:
@@ -53,7 +62,7 @@ class KeySums:
         self.first_head, self._cp = first_head, cp
         self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
         self._dout: dict[int, torch.Tensor] = {}
-        self._found: dict[tuple[int, str], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self._found: dict[_Kind, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def clear(self) -> None:
         """Begin another observation."""
@@ -64,41 +73,54 @@ class KeySums:
     def add_output(self, seen: Seen, dout: torch.Tensor) -> None:
         """dO [s, b, h, dv] of a call; comes before its dK and dV."""
         if _holds(seen, "v"):
-            total = dout.sum(0, dtype=torch.float32)  # [b, h, dv]
-            self._dout[seen.site.layer] = total.unflatten(1, (seen.k.shape[2], -1)).sum(2)
+            self._dout[seen.site.layer] = dout.sum(0, dtype=torch.float32)  # [b, h, dv]
 
     @torch.no_grad()
     def add_input(self, seen: Seen, name: str, gradient: torch.Tensor) -> None:
         """dK or dV (``name`` k or v) of a call, [s, b, kv, d or dv]."""
-        layer = seen.site.layer
         if not _holds(seen, name):
             return
         total = gradient.sum(0, dtype=torch.float32)  # [b, kv, d]
-        if name == "v":
-            total -= self._dout.pop(layer)
         size = torch.linalg.vector_norm(gradient, dim=(0, 1, 3), dtype=torch.float32)
-        floor = (ROUNDING * torch.finfo(gradient.dtype).eps * size).square()
-        self._found[layer, name] = seen.q.shape[2], total, floor
+        kind = _Kind(name, seen.q.shape[2], total.shape, torch.finfo(gradient.dtype).eps)
+        self._found.setdefault(kind, {})[seen.site.layer] = total, size
 
     @torch.no_grad()
     def totals(self) -> torch.Tensor:
-        """Float64 [L, H, fields] of this rank's share. Collective over the CP group."""
-        entries = [(key, self._found[key]) for key in sorted(self._found)]
-        if self._cp is not None and entries:
-            flat = torch.cat([total.flatten() for _, (_, total, _) in entries])
+        """Float64 [L, H, fields] of this rank's share. Collective over the CP group.
+
+        All layers at once: an observation is bound by kernel launches.
+        """
+        kinds = sorted(self._found)
+        sums = [self._sum(kind) for kind in kinds]  # [n, b, kv, d]
+        if self._cp is not None and sums:
+            flat = torch.cat([x.flatten() for x in sums])
             torch.distributed.all_reduce(flat, group=self._cp)
             flat /= self._cp.size() ** 0.5  # every rank counts the square of the whole sum
-            parts = flat.split([total.numel() for _, (_, total, _) in entries])
-            for part, (_, (_, total, _)) in zip(parts, entries, strict=True):
-                total.copy_(part.view_as(total))
-        for (layer, name), (h, total, floor) in entries:
-            values = torch.stack([total.square().sum((0, 2)), floor], -1)  # [kv, 2]
-            values = values.repeat_interleave(h // values.shape[0], 0)
-            first = FIELDS.index(f"d{name}2")
-            rows = self._sums[layer, self.first_head : self.first_head + h]
-            rows[:, first : first + 2].add_(values)
+            parts = flat.split([x.numel() for x in sums])
+            sums = [part.view_as(x) for part, x in zip(parts, sums, strict=True)]
+        for kind, total in zip(kinds, sums, strict=True):
+            found = self._found[kind]
+            floor = torch.stack([size for _, size in found.values()]) * (ROUNDING * kind.eps)
+            both = torch.stack([total.square().sum((1, 3)), floor.square()], -1)  # [n, kv, 2]
+            known = dict(zip(found, both.unbind(), strict=True))
+            nothing = torch.zeros_like(both[0])
+            table = torch.stack([known.get(n, nothing) for n in range(len(self._sums))])
+            heads = slice(self.first_head, self.first_head + kind.heads)
+            first = FIELDS.index(f"d{kind.name}2")
+            place = self._sums[:, heads, first : first + 2]
+            place.add_(table.repeat_interleave(kind.heads // both.shape[1], 1))
         self._dout, self._found = {}, {}
         return self._sums
+
+    def _sum(self, kind: _Kind) -> torch.Tensor:
+        """sum dK, or sum dV - sum dO, of the layers of a kind in their order: [n, b, kv, d]."""
+        found = self._found[kind]
+        total = torch.stack([total for total, _ in found.values()])
+        if kind.name == "v":
+            dout = torch.stack([self._dout[layer] for layer in found])  # [n, b, h, dv]
+            total -= dout.unflatten(2, (total.shape[2], -1)).sum(3)
+        return total
 
 
 def _holds(seen: Seen, name: str) -> bool:

@@ -41,21 +41,24 @@ class StepWindow:
 
         Args:
             report: [sum of token losses, tokens] of this rank, or a mean loss, which counts as one
-                token; None: this rank has none.
+                token, the same kind in all steps; None: this rank has none.
             grad_norm: over all ranks, before clipping.
         """
         if report is not None and self._groups.reports_loss:
             if not isinstance(report, torch.Tensor):  # a fill, not a copy
                 report = torch.full((), report, dtype=torch.float64, device=self._groups.device)
-            if not report.dim():
-                report = torch.stack([report.detach().double(), report.new_ones(()).double()])
+            elif not report.dim():  # one launch; a loop may write the next one where this one is
+                report = report.detach().to(torch.float64, copy=True)
             self._reports.append(report)
         self._norms.append(grad_norm)
 
     def _losses(self) -> torch.Tensor:
         """[n, 2] of this rank; zeros on one that reports no loss."""
         if self._reports:
-            return torch.cat([self._before, torch.stack(self._reports).double()])
+            found = torch.stack(self._reports).double()
+            if found.dim() == 1:  # means
+                found = torch.stack([found, torch.ones_like(found)], 1)
+            return torch.cat([self._before, found])
         rest = self._before.new_zeros(len(self._norms) - len(self._before), 2)
         return torch.cat([self._before, rest])
 

@@ -3,8 +3,9 @@
     python research/analysis/continued.py runs/stability_attribution_continued
 
 EXPERIMENT is the directory of an experiment whose cells continue a run ``base``, with one cell
-``control`` in which nothing is changed. Writes continued_heads.json; no GPU, no torch. The rule was
-fixed before any such run was made:
+``control`` in which nothing is changed. Writes a section of continued_heads.json, ``runs`` for
+attribution_continued and the protocol's name for others, and prints its table; no GPU, no torch.
+The rule was fixed before any such run was made:
 
 Heads. Per seed, from the base alone: the three whose largest logit is first above 1,000, in that
 order (at one record the larger first); if fewer came so far, the largest at its end.
@@ -161,6 +162,23 @@ def _median(values: np.ndarray) -> float | None:
     return float(np.median(known)) if len(known) else None
 
 
+def section(protocol: str) -> str:
+    """Of the result file: other protocols have runs of the same names."""
+    return protocol.removeprefix("stability_").replace("attribution_continued", "") or "runs"
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """A line a run: growth of each head, that of the control's behind it, and verdicts."""
+    number, rows = shared.number, []
+    for name, run in found.items():
+        heads = [f"{h['layer']}.{h['head']}: {number(h['growth'])} ({number(h['control'])})"
+                 for h in run["heads"]]  # fmt: skip
+        at = [shared.step(run[key]) for key in ("from_step", "judged_at", "until")]
+        rows.append([name, *at, "; ".join(heads), run["verdict"]])
+    head = ["run", "from step", "judged at", "until", "heads: growth (control)", "verdict"]
+    return shared.table(head, rows)
+
+
 def _recorded(run: Path) -> bool:
     """Whether a run's telemetry is here: results may tell of runs of other machines."""
     return (run / record.FOLDER / "meta.json").is_file()
@@ -172,7 +190,8 @@ def main() -> int:
     args = parser.parse_args()
     path = args.experiment / "results" / "verdicts.json"
     try:
-        rows = json.loads(path.read_text())["runs"]
+        result = json.loads(path.read_text())
+        rows, protocol = result["runs"], str(result.get("name", ""))
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"{args.experiment} has no results: {error}")
     counted = {run["run"]: run for run in rows if not run.get("repeat_of")}
@@ -184,7 +203,8 @@ def main() -> int:
             found |= examine_seed(args.experiment, facts, begun)
     if not found:
         parser.error(f"{args.experiment} has no run that continues another one and has records")
-    print(f"wrote {shared.add_runs('continued_heads', 'runs', found, args.out)}")
+    print(markdown(found))
+    print(f"wrote {shared.add_runs('continued_heads', section(protocol), found, args.out)}")
     return 0
 
 

@@ -6,8 +6,8 @@ RUNs are run directories of a protocol with ``rivals`` (research/rivals.py), on 
 ``--report`` than after ``--choose``. Writes rivals.json and prints its table. No GPU, no torch.
 The procedure was fixed before any such run was made:
 
-Event. The first window of 50 steps after step 2,000 with a mean gradient norm above 1. A run
-without one is *quiet*.
+Event. By the protocol's rule; as it is by default, the first window of 50 steps after step 2,000
+with a mean gradient norm above 1. A run without one is *quiet*.
 
 Alarm. The present rule: its first ``danger``. A monitor: the first observation at which one head
 (or matrix) has a score above the threshold for the second time in a row, after the warm-up. In a
@@ -16,7 +16,8 @@ run with an event an alarm that does not come before it is *missed*; in a quiet 
 Threshold. The highest score that any quiet run of ``--choose`` reaches twice in a row: the least at
 which none of them alarms. Nobody published one. The present rule has its own.
 
-Scores. The largest is the worst. ``fall`` and ``rise`` are changes over 500 steps.
+Scores. The largest is the worst. ``fall`` and ``rise`` are changes over 500 steps. A run in which a
+monitor left less than two observations (it failed) does not count in its rows.
 
 Cost. Of one observation, from step_seconds: its step and the next less twice the median of the five
 steps before it; median over observations, over `interval` median steps. That of the present rule
@@ -26,6 +27,8 @@ is the whole telemetry's, the sums of dK and dV included.
 from __future__ import annotations
 
 import csv
+import io
+import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -65,23 +68,33 @@ class Watched:
     def read(cls, folder: Path) -> Watched:
         """Of a run with telemetry; SystemExit if it has none."""
         told = shared.telemetry(folder)
-        found = judge(read_rows(folder / "metrics.csv"), ExplosionConfig())
+        found = judge(read_rows(folder / "metrics.csv"), _rule(folder))
         danger = next((s for s, v in told.verdicts() if v.level == "danger"), None)
         settled, event = told.rule.settle_steps, found.first_large_gradient
         return cls(shared.run_name(folder), folder, settled, event, danger, found.steps)
 
 
+def _rule(folder: Path) -> ExplosionConfig:
+    """What an event is by the experiment that a run is of; the default, if it is of none."""
+    try:
+        path = folder.resolve().parents[1] / "experiment.json"
+        return ExplosionConfig(**json.loads(path.read_text())["explosion"])
+    except (OSError, IndexError, ValueError, KeyError, TypeError):
+        return ExplosionConfig()
+
+
 def of_file(run: Watched, monitor: str, column: str, *, whole: bool = False) -> Scores:
-    """A column of a file in rivals/, of heads or of whole matrices."""
+    """A column of a file in rivals/, of heads or of whole matrices; no steps if there is none."""
     found: dict[int, dict[tuple[int, int], float]] = {}
-    with (run.folder / "rivals" / f"{monitor}.csv").open(newline="") as file:
+    path = run.folder / "rivals" / f"{monitor}.csv"
+    with path.open(newline="") if path.exists() else io.StringIO() as file:
         for row in csv.DictReader(file):
             if (row["head"] == "-1") == whole and row[column]:
                 key = int(row["layer"]), int(row["head"])
                 found.setdefault(int(row["step"]), {})[key] = float(row[column])
     heads = sorted(set().union(*found.values()))
     table = [[line.get(head, np.nan) for head in heads] for _, line in sorted(found.items())]
-    return np.array(sorted(found)), np.array(table)
+    return np.array(sorted(found)), np.array(table).reshape(len(found), len(heads))
 
 
 def signs(*matrices: str, whole: bool) -> Callable[[Watched], Scores]:
@@ -158,7 +171,8 @@ def cost(run: Watched, phase: int, interval: int) -> float | None:
 
 
 def judged(runs: list[Watched], alarms: dict[str, int | None]) -> dict[str, Any]:
-    """Leads of the runs with an event, and which of the quiet ones alarmed."""
+    """Leads of the runs with an event, and which of the quiet ones alarmed; of runs it saw."""
+    runs = [run for run in runs if run.name in alarms]
     leads = {r.name: (None if (at := alarms[r.name]) is None else r.event - at)
              for r in runs if r.event is not None}  # fmt: skip
     leads = {name: lead if lead is not None and lead > 0 else None for name, lead in leads.items()}
@@ -169,17 +183,19 @@ def judged(runs: list[Watched], alarms: dict[str, int | None]) -> dict[str, Any]
 
 def compare(choosing: list[Watched], reported: list[Watched]) -> dict[str, Any]:
     """Every detector with its threshold and what it said of both groups of runs."""
-    own = {run.name: run.danger for run in (*choosing, *reported)}
+    every = (*choosing, *reported)
+    own = {run.name: run.danger for run in every}
     groups = {"chosen_on": choosing, "reported": reported}
     found: dict[str, Any] = {
         "present rule": {"threshold": None, "paid_by": "rule"}
         | {group: judged(runs, own) for group, runs in groups.items()}
     }
     for name, (payer, read) in SCORES.items():
-        series = {run.name: twice(run, read(run)) for run in (*choosing, *reported)}
-        highest = [series[r.name][1].max(initial=-np.inf) for r in choosing if r.event is None]
-        limit = float(max(highest))
-        alarms = {run: next((int(s) for s, v in zip(*both, strict=True) if v > limit), None)
+        series = {r.name: twice(r, s) for r in every if len((s := read(r))[0]) > 1}
+        quiet = [series[r.name] for r in choosing if r.event is None and r.name in series]
+        highest = [largest.max(initial=-np.inf) for _, largest in quiet]
+        limit = float(max(highest, default=np.inf))  # nothing to choose it on: it never alarms
+        alarms = {run: next((int(n) for n, v in zip(*both, strict=True) if v > limit), None)
                   for run, both in series.items()}  # fmt: skip
         found[name] = {"threshold": finite(limit), "paid_by": payer}
         found[name] |= {group: judged(runs, alarms) for group, runs in groups.items()}

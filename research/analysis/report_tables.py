@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import monitors
 import shared
 from shared import RESULTS, number, step, table
 
@@ -40,7 +41,7 @@ PROBED = (
     *(("s2", "paper_bf16-s2", 2802), ("fp32", "fp32_attention-s1", 15000)),
 )
 """Section of probes.json, run and step."""
-FROM_ZERO = ("baselines", "baselines_bf16_residual", "attribution")
+FROM_ZERO = ("baselines", "baselines_bf16_residual", "attribution", "projection")
 
 
 @functools.cache
@@ -84,8 +85,11 @@ def runs() -> str:
     rows = []
     for protocol in FROM_ZERO:
         for run in rows_of(protocol):
+            if run.get("origin"):
+                continue
             cut = "" if run["state"] in ("finished", "exploded") else " cut"
-            row = [run["cell"], str(run["seed"]), "BF16" if "bf16" in protocol else "FP32"]
+            cell = run["cell"].removesuffix("_from_0").replace("base", "none")
+            row = [cell, str(run["seed"]), "BF16" if "bf16" in protocol else "FP32"]
             row += [f"{run['steps']:,}{cut}", step(run["first_large_gradient"])]
             row += [step(run["exploded_at"]), number(run["largest_grad_norm"])]
             rows.append([*row, f"{run['final_loss']:.4f}"])
@@ -214,9 +218,9 @@ def probes() -> str:
     return table([*head, "rounded sum", "compensated"], rows)
 
 
-def continued() -> str:
+def continued(section: str = "runs", seeds: tuple[int, ...] = (1, 2)) -> str:
     """Verdicts of the cells that continue a run on its way, and how often its heads grew."""
-    every = shared.read("continued_heads")["runs"]["runs"].values()
+    every = shared.read("continued_heads")[section]["runs"].values()
     rows = []
     for cell in dict.fromkeys(run["cell"] for run in sorted(every, key=lambda run: run["place"])):
         row = [cell]
@@ -225,7 +229,8 @@ def continued() -> str:
             row.append(", ".join(f"{x:.{0 if x >= 10 else 2}f}" for x in grown) or "cut")
             row.append(run["verdict"].replace("untold", "-"))
         rows.append(row)
-    return table(["changed", "seed 1: growth", "verdict", "seed 2: growth", "verdict"], rows)
+    heads = [(f"seed {seed}: growth", "verdict") for seed in seeds]
+    return table(["changed", *itertools.chain(*heads)], rows)
 
 
 def common() -> str:
@@ -292,6 +297,8 @@ def warning() -> str:
 
 _ALL = (runs, losses, heads, bias, halves, probes, continued, common, rescue, warning)
 TABLES: dict[str, Callable[[], str]] = {make.__name__: make for make in _ALL}
+TABLES["projection"] = lambda: continued("projection", (1,))
+TABLES["rivals"] = lambda: monitors.markdown(shared.read("rivals")["side_by_side"])
 
 
 def fill(text: str, names: Iterable[str] = TABLES) -> str:

@@ -146,6 +146,8 @@ def test_the_verdict_on_continued_runs(
     monkeypatch.setattr(sys, "argv", ["continued.py", str(tmp_path), "--out", str(tmp_path)])
     assert scripts["continued"].main() == 0
     runs = json.loads((tmp_path / "continued_heads.json").read_text())["runs"]["runs"]
+    assert scripts["continued"].section("stability_attribution_continued") == "runs"
+    assert scripts["continued"].section("stability_projection") == "projection"
     assert {name: run["verdict"] for name, run in runs.items()} == {
         "control-s1": "goes on", "low_order_o-s1": "stops", "slow-s1": "stops",
     }  # fmt: skip
@@ -197,6 +199,8 @@ def test_monitors_are_compared_by_thresholds_of_other_runs(
     tables = {name: np.array([values, [0] * 10], float).T for name, values in scores.items()}
 
     def read(run: Any) -> Any:
+        if run.name == "blind":  # the monitor had failed there
+            return side.of_file(run, "nothing", "entropy")
         return steps, tables[run.name]
 
     monkeypatch.setattr(side, "SCORES", {"score": ("rule", read)})
@@ -205,12 +209,14 @@ def test_monitors_are_compared_by_thresholds_of_other_runs(
         return side.Watched(name, Path(), 200, event, danger, 1000)
 
     reported = [run("gone", 900, 850), run("late", 900, 950), run("false", None, None)]
+    reported.append(run("blind", 900, 850))
     found = side.compare([run("quiet", None, None)], reported)
     # In the warm-up nothing counts: the first 9 of the quiet run; one alone does not, either.
     assert found["score"]["threshold"] == 2
     assert found["score"]["reported"]["leads"] == {"gone": 300, "late": None}
     assert found["score"]["reported"]["false"] == ["false"]
-    assert found["present rule"]["reported"]["leads"] == {"gone": 50, "late": None}
+    leads = {"gone": 50, "late": None, "blind": 50}
+    assert found["present rule"]["reported"]["leads"] == leads
     assert "|score|2|1 of 2|300 / 300 / 300|1 of 1|0.50 %|" in side.markdown(
         {"detectors": found, "cost": {"rule": 0.005}}
     )

@@ -20,6 +20,7 @@ from megatron_patch.report import collect, report
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
 from megatron_patch.stability.adapters.torch_loop import watch
+from megatron_patch.stability.guard import StabilityStop
 
 S, B, H, KV, D = 32, 2, 4, 2, 8
 EVERY = MonitorOptions(interval=1)
@@ -165,7 +166,9 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["stable_attention", "sdpa"])
-def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
+def test_a_hugging_face_model(
+    tmp_path: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The events of `Trainer` in its order (which itself needs accelerate)."""
     transformers = pytest.importorskip("transformers")
     from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -205,6 +208,44 @@ def test_a_hugging_face_model(tmp_path: Path, implementation: str) -> None:
     assert (told.layers["grad_norm"] > 0).all() and (told.heads["kappa"] > 0).all()
     model(input_ids=ids, labels=ids, use_cache=False)  # nothing is left behind
     assert not model._forward_hooks
+    # A stop is saved, and then fails the program.
+    events.on_train_begin(args, state, control)
+    asked = [Pin(3), Stop("by the test", StabilityStop.of("by the test", 3))]
+    monkeypatch.setattr(AttentionMonitor, "switched", lambda self, found: asked)
+    events.on_step_begin(args, state, control)
+    events.on_step_end(args, state, control)
+    assert control.should_save and control.should_training_stop
+    with pytest.raises(StabilityStop):
+        events.on_train_end(args, state, control)
+
+
+def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
+    """`Trainer` itself, where accelerate is installed: records; a stop is saved, then raised."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from megatron_patch.stability.adapters.hugging_face import attention_callback
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=H, num_key_value_heads=KV, max_position_embeddings=S,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    rule = type(EVERY.rule)(confirm_steps=0, danger_error=1e-9)
+    options = MonitorOptions(interval=1, guard="stop", rule=rule)
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "saved"), max_steps=9, report_to=[], use_cpu=True,
+        per_device_train_batch_size=2, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    ids = torch.arange(S) % 32
+    rows = [{"input_ids": ids, "labels": ids}] * 40
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=rows)
+    trainer.add_callback(attention_callback(model, directory=tmp_path / "run", options=options))
+    with pytest.raises(StabilityStop, match="after step 3"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["checkpoint-3"]
+    told = record.read(tmp_path / "run")
+    # That of the last step is read at the end.
+    assert told.steps.tolist() == [1, 2, 3] and (told.heads["kappa"] > 0).all()
 
 
 @pytest.mark.slow

@@ -157,7 +157,9 @@ def run(
 
 def test_every_step_of_its_loop_is_watched(tmp_path: Path, bridge: Any) -> None:
     saved: list[int] = []
+    clip = bridge.clip_qk
     run(bridge, tmp_path, saved, steps=3)
+    assert bridge.clip_qk is clip
     told = record.read(tmp_path)
     assert saved == [3]  # at its end, as Bridge does
     assert told.steps.tolist() == [1, 2, 3] and (told.scalars["lr"] == 1e-3).all()
@@ -172,6 +174,6 @@ def test_danger_saves_and_ends_the_run(tmp_path: Path, bridge: Any) -> None:
     saved: list[int] = []
     with pytest.raises(SystemExit) as ended:
         run(bridge, tmp_path, saved, steps=9, guard="stop", more=math.inf)
-    # The record of the first step is read in the second.
-    assert ended.value.code == 0 and saved == [2]
+    # The record of the first step is read in the second, and no third update is made.
+    assert ended.value.code == 5 and saved == [2]
     assert record.read(tmp_path).scalars["level"].tolist()[-1] == 2

@@ -105,6 +105,14 @@ def test_a_step_between_two_records_launches_nothing() -> None:
     assert one.drain().tolist() == [[0.0, 2.0, 0.5], [1.0, 2.0, 0.5], [2.0, 2.0, 0.5]]
 
 
+def test_a_mean_loss_counts_as_one_token_and_is_kept() -> None:
+    one, loss = series(10), torch.tensor(3.0)
+    one.observe(loss, 0.5)
+    loss.fill_(7.0)
+    one.observe(4.0, 0.5)
+    assert one.drain().tolist() == [[3.0, 1.0, 0.5], [4.0, 1.0, 0.5]]
+
+
 def test_a_rank_without_losses_adds_zeros() -> None:
     """An earlier pipeline stage: after a resume, too."""
     saved = {"losses": [[6.0, 2.0], [7.0, 2.0]], "grad_norms": [6.5, 7.5]}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_patch.runtime.watcher import Stop
 from megatron_patch.stability.monitor import AttentionMonitor
 from megatron_patch.stability.observe import Seen, seen_call, watched_modules
 
@@ -18,7 +17,8 @@ def attention_callback(model: Any, **options: Any) -> Any:
     """A callback for `transformers.Trainer`; ``options`` as `AttentionMonitor` takes them.
 
     It stands around the function that ``attn_implementation`` names. A ``Pin`` saves a checkpoint,
-    a ``Stop`` saves and ends the training. ValueError: no such function can be watched.
+    a ``Stop`` saves, ends the training and raises its error out of ``Trainer.train``. ValueError:
+    no such function can be watched.
     """
     from transformers import TrainerCallback
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
@@ -28,8 +28,7 @@ def attention_callback(model: Any, **options: Any) -> Any:
              if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}  # fmt: skip
     if name not in FUNCTIONS.valid_keys() or not found:
         raise ValueError(
-            f"attn_implementation {name!r} of {type(model).__name__} cannot be watched; use "
-            "stable_attention, sdpa or flash_attention_2"
+            f"attn_implementation {name!r}: use stable_attention, sdpa or flash_attention_2"
         )
     watched = watched_modules(
         model, found, heads=text.num_attention_heads, read=_read, hooked=False, order="bshd",
@@ -44,7 +43,7 @@ def attention_callback(model: Any, **options: Any) -> Any:
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            self.handle = model.register_forward_hook(keep_loss)
+            self.handle, self.stop = model.register_forward_hook(keep_loss), None
             monitor.resume(state.global_step)
             FUNCTIONS[name] = monitor.observer.around(plain, watched.sites)
 
@@ -59,14 +58,16 @@ def attention_callback(model: Any, **options: Any) -> Any:
             (rate, *_), step = named["lr_scheduler"].get_last_lr(), state.global_step
             loss = torch.stack(losses).mean() if losses else 0.0
             for action in monitor.switched(monitor.after_step(step, loss=loss, lr=rate)):
-                control.should_save = True
-                control.should_training_stop |= isinstance(action, Stop)
+                control.should_save, self.stop = True, getattr(action, "error", self.stop)
+            control.should_training_stop |= self.stop is not None
 
         def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             monitor.finish(state.global_step)
             monitor.close()
             self.handle.remove()
             FUNCTIONS[name] = plain
+            if self.stop is not None:  # saved; a scheduler must not take it for a success
+                raise self.stop
 
     return Callback()
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
 from megatron_patch.stability.monitor import AttentionMonitor
 
@@ -15,16 +18,20 @@ from megatron_patch.stability.monitor import AttentionMonitor
 class AttentionCallback:
     """Events as Bridge names them; ``options`` as `AttentionMonitor` takes them.
 
-    Bridge saves and ends at multiples of its intervals alone: a ``Pin`` makes this step one of
-    ``checkpoint.save_interval``, a ``Stop`` of ``train.exit_interval``, too. A restart goes on with
-    the records of the directory, and with a switch that they tell of.
+    A ``Pin`` makes this step one of ``checkpoint.save_interval``. A ``Stop`` saves and exits with
+    the guard's code before the next update. A restart goes on with the records of the directory,
+    and with a switch that they tell of.
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = options
+        self._options, self._stop = options, False
 
     def on_train_start(self, context: Any) -> None:
         """The model is built and loaded."""
+        from megatron.bridge.training import train as loop
+
+        self._loop, self._core_clip = loop, loop.clip_qk
+        loop.clip_qk = clip_qk  # hybrids, the distributed optimizer
         train, cfg = context.state.train_state, context.state.cfg
         warmup = getattr(cfg.scheduler, "lr_warmup_iters", 0) or 0
         options: dict[str, Any] = {"warmup_steps": warmup} | self._options
@@ -42,15 +49,23 @@ class AttentionCallback:
     def on_train_step_end(self, context: Any) -> None:
         """The update is launched; the step is not counted yet."""
         self._reduced.__exit__(None, None, None)
+        if self._stop:
+            return self.on_train_end(context)  # it made no update; Bridge saves and exits
         cfg, step = context.state.cfg, context.state.train_state.step + 1
         loss = next(iter((context.loss_dict or {}).values()), math.nan)
         found = self.monitor.after_step(step, loss=loss, grad_norm=context.grad_norm)
-        for action in self.monitor.switched(found):
-            cfg.checkpoint.save_interval = step
+        actions = self.monitor.switched(found)
+        for action in actions:
             if isinstance(action, Stop):
-                cfg.train.exit_interval = step
+                answer = bool(cfg.checkpoint.save), True, getattr(action.error, "exit_code", 1)
+                # Asked before every update; a Bridge that ends at exit_interval exits with 0.
+                get_rerun_state_machine().should_checkpoint_and_exit = lambda answer=answer: answer
+                self._stop = True
+        if actions and not self._stop:
+            cfg.checkpoint.save_interval = step
 
     def on_train_end(self, context: Any) -> None:
         """All steps are done."""
         self.monitor.finish(context.state.train_state.step)
         self.monitor.close()
+        self._loop.clip_qk = self._core_clip
