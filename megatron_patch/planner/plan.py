@@ -11,7 +11,8 @@ from megatron_patch.planner.compute import Speed, speed_of
 from megatron_patch.planner.hardware import Gpu
 from megatron_patch.planner.layout import Layout, layout_of
 from megatron_patch.planner.memory import GIB, StageMemory, memory_of, save_bytes
-from megatron_patch.planner.parameters import Counts, model_counts, padded_vocab_size
+from megatron_patch.planner.parameters import Counts, model_counts
+from megatron_patch.schema.effective import padded_vocab_size
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.schema.run import RunConfig
 

@@ -14,10 +14,10 @@ from itertools import product
 from megatron_patch.config import checks
 from megatron_patch.planner.layout import layout_of
 from megatron_patch.planner.memory import CONTEXT, GIB, WORKSPACE, memory_of
-from megatron_patch.planner.parameters import padded_vocab_size
 from megatron_patch.planner.plan import Machine, Plan, Vocabulary, make_plan, problems_of
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema import render
+from megatron_patch.schema.effective import padded_vocab_size
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import RecomputeConfig
 

@@ -12,7 +12,6 @@ from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import determinism
-from megatron_patch.training.recorder import tokens_per_step
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.hub import Monitor
@@ -105,8 +104,8 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
     accumulate = t.global_batch_size // (t.micro_batch_size * layout.dp_size)
     monitor.say(
         f"batch: {t.global_batch_size} sequences of {run.model.seq_length} = "
-        f"{tokens_per_step(run):,} tokens a step; micro-batch {t.micro_batch_size}, "
-        f"{accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
+        f"{t.global_batch_size * run.model.seq_length:,} tokens a step; micro-batch "
+        f"{t.micro_batch_size}, {accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
     )
     if t.batch_size_rampup:
         first, increment, samples = t.batch_size_rampup

@@ -16,7 +16,8 @@ from megatron_patch.attention.core import CoreAttention
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config import checks
 from megatron_patch.core_patches.norms import LayerNorm, RMSNorm
-from megatron_patch.model.build import build_model, padded_vocab_size
+from megatron_patch.model.build import build_model
+from megatron_patch.schema.effective import padded_vocab_size
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 from megatron_patch.schema.training import RecomputeConfig
 

@@ -11,7 +11,7 @@ from test_parameters import GPT2, GQA, MLA, MOE, TIED_MTP, VOCAB, world_of
 
 from megatron_patch.planner import layout as layouts
 from megatron_patch.planner import states
-from megatron_patch.planner.parameters import padded_vocab_size
+from megatron_patch.schema.effective import padded_vocab_size
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 WHOLE = {DIST: False}
