@@ -38,8 +38,8 @@ from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.core_patches.weight_gradient import weight_gradient
 from megatron_patch.model.transformer_config import transformer_config
-from megatron_patch.schema.effective import padded_vocab_size, rope_kernel
-from megatron_patch.schema.model import longest_sequence
+from megatron_patch.schema.effective import rope_kernel
+from megatron_patch.schema.model import longest_sequence, padded_vocab_size
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -120,7 +120,8 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     stages = config.virtual_pipeline_model_parallel_size
-    padded = padded_vocab_size(run, vocab_size)
+    ranks = run.parallel.tensor_model_parallel_size
+    padded = padded_vocab_size(run.model, vocab_size, ranks=ranks)
     chunks = [
         _chunk(run, config, padded, None if stages is None else stage)
         for stage in range(stages or 1)

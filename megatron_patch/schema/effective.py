@@ -7,7 +7,6 @@ from the same functions.
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -32,16 +31,6 @@ def expert_tensor_parallel_size(run: RunConfig) -> int:
     """Ranks one expert's matrices are split over: as given, else those of every matrix."""
     parallel = run.parallel
     return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-
-
-def padded_vocab_size(run: RunConfig, n: int) -> int:
-    """``n`` tokens rounded up to a multiple of ``make_vocab_size_divisible_by`` that TP divides.
-
-    Padded rows take part in the softmax, so the size must not depend on the layout: with the usual
-    128 it is the same for every power of two up to TP128, and a checkpoint fits all of them.
-    """
-    step = math.lcm(run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
-    return -(-n // step) * step
 
 
 def rope_kernel(run: RunConfig) -> str | None:

@@ -26,7 +26,7 @@ def prepare_process(run: RunConfig) -> None:
         ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
     """
     setup.check_world_size(run, setup.launched_world_size())
-    determinism.enforce(run)
+    determinism.enforce(run.training)
     quiet.install()
     environment.hide_old_nvrx()
     if run.training.device == "cpu":
@@ -113,6 +113,6 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
             f"batch: from {first} sequences by {increment} to {t.global_batch_size} over "
             f"{samples:,} samples, full from step {t.batch_sizes.levels[-1][0] + 1:,} on"
         )
-    monitor.say(determinism.line(run))
+    monitor.say(determinism.line(t))
     for path in environment.other_copies():
         monitor.say(f"warning: another package named megatron_patch is on sys.path: {path}")
