@@ -56,11 +56,12 @@ from machine import (
     earlier,
     in_workers,
     interval,
+    markdown,
     parser,
     thousand,
     write_result,
 )
-from tables import DEFAULT, GRIDS, OURS, PASSES, PEERS, kernel_speed, markdown
+from tables import DEFAULT, GRIDS, OURS, PASSES, PEERS, kernel_speed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import fa4, stable_attention

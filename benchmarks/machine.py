@@ -3,7 +3,8 @@
 A result is figures with ``describe()`` beside them: machine, versions, commit, time. Benchmarks of
 the kernels add digests of their sources: figures of the same sources, GPU and versions may be
 joined (``same_origin``), and a page says when the tree's kernels have changed since. Arithmetic
-that scripts share with their tables (speeds, equal work, the fullest rank) is here.
+that scripts share with their tables (speeds, equal work, the fullest rank), and how a table is
+written, is here.
 
 A file of docs/assets holds the results of one topic by name ("parts"). A script replaces its part
 and leaves the others. ``python benchmarks/machine.py FILE ...`` takes the parts of files that were
@@ -317,6 +318,52 @@ def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if (rank["allocated"] or 0) > (best["allocated"] or 0):
             found[rank["stage"]] = rank
     return list(found.values())
+
+
+Table = tuple[list[str], list[list[str]], list[str]]
+"""Head, rows and the notes below; an empty note is left out."""
+
+
+def gpu_of(result: dict[str, Any]) -> str:
+    """H200 of NVIDIA H200, H100 of NVIDIA H100 80GB HBM3; CPU where there was no GPU."""
+    name = result["machine"].get("gpu", "CPU").removeprefix("NVIDIA ")
+    return name.removesuffix(" 80GB HBM3")
+
+
+def markdown(results: Iterable[dict[str, Any]], made: Table) -> str:
+    """Machine, day and commit of the results; the table, first column left-aligned; its notes."""
+    head, rows, notes = made
+    told = [
+        f"{gpu_of(r)}, {r['utc'][:10]}, {environment.short_commit(r['commit'])}" for r in results
+    ]
+    lines = [f"Measured: {'; '.join(dict.fromkeys(told))}.", ""]
+    lines += ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    below = [note for note in notes if note]
+    return "\n".join([*lines, *(["", *below] if below else [])])
+
+
+def versions(files: Iterable[Path]) -> str:
+    """Versions of software that GPU results were measured with."""
+    found: dict[str, set[str]] = {}
+    for path in files:
+        for result in json.loads(path.read_text()).values():
+            for name, version in result["versions"].items() if "gpu" in result["machine"] else ():
+                found.setdefault(name, set()).add(version)
+    names = [x for x in ("torch", "triton", "cudnn", "nccl", "megatron-core") if x in found]
+    told = ", ".join(f"{name} {' or '.join(sorted(found[name]))}" for name in names)
+    return f"Software of all GPU measurements: {told}."
+
+
+def cell(value: float | None, form: str) -> str:
+    """A figure, or "-" where there is none."""
+    return "-" if value is None else form.format(value)
+
+
+def span(values: list[float], form: str) -> str:
+    """A value, or the lowest and highest of several."""
+    ends = dict.fromkeys(form.format(x) for x in (min(values), max(values))) if values else ["-"]
+    return "–".join(ends)
 
 
 def main() -> int:

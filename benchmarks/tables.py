@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,26 @@ from machine import (
     RESULTS,
     ROOT,
     Row,
+    Table,
+    cell,
     context_digest,
     context_flops,
     dims,
     fullest,
     functions_digest,
+    gpu_of,
+    markdown,
     same_work,
+    span,
     speed,
     thousand,
+    versions,
 )
 
 from megatron_patch.runtime.environment import short_commit
 
 Parts = dict[str, dict[str, Any]]
 """A file of docs/assets: results by name."""
-Table = tuple[list[str], list[list[str]], list[str]]
-"""Head, rows and the notes below; an empty note is left out."""
 GRIDS = ("hidden 2048", "MLA", "GQA 64/8")
 PASSES = ("forward", "backward")
 OURS = ("none", "compensated", "compensated int8")
@@ -61,46 +65,6 @@ SMALL_MS = 1.5
 KINDS = {"PP": "pipeline", "EP": "experts", "CP": "context", "TP": "tensor", "DP": "data"}
 """Axis -> column of the planned memory; a layout of several axes counts in the first."""
 CHANGED = "**The {} changed since**: these are the figures of the commit named."
-
-
-def gpu_of(result: dict[str, Any]) -> str:
-    """H200 of NVIDIA H200, H100 of NVIDIA H100 80GB HBM3; CPU where there was no GPU."""
-    name = result["machine"].get("gpu", "CPU").removeprefix("NVIDIA ")
-    return name.removesuffix(" 80GB HBM3")
-
-
-def markdown(results: Iterable[dict[str, Any]], made: Table) -> str:
-    """Machine, day and commit of the results; the table, first column left-aligned; its notes."""
-    head, rows, notes = made
-    told = [f"{gpu_of(r)}, {r['utc'][:10]}, {short_commit(r['commit'])}" for r in results]
-    lines = [f"Measured: {'; '.join(dict.fromkeys(told))}.", ""]
-    lines += ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    below = [note for note in notes if note]
-    return "\n".join([*lines, *(["", *below] if below else [])])
-
-
-def versions(files: Iterable[Path]) -> str:
-    """Versions of software that GPU results were measured with."""
-    found: dict[str, set[str]] = {}
-    for path in files:
-        for result in json.loads(path.read_text()).values():
-            for name, version in result["versions"].items() if "gpu" in result["machine"] else ():
-                found.setdefault(name, set()).add(version)
-    names = [x for x in ("torch", "triton", "cudnn", "nccl", "megatron-core") if x in found]
-    told = ", ".join(f"{name} {' or '.join(sorted(found[name]))}" for name in names)
-    return f"Software of all GPU measurements: {told}."
-
-
-def cell(value: float | None, form: str) -> str:
-    """A figure, or "-" where there is none."""
-    return "-" if value is None else form.format(value)
-
-
-def span(values: list[float], form: str) -> str:
-    """A value, or the lowest and highest of several."""
-    ends = dict.fromkeys(form.format(x) for x in (min(values), max(values))) if values else ["-"]
-    return "–".join(ends)
 
 
 def _changed(result: dict[str, Any]) -> str:
@@ -169,8 +133,8 @@ def projection_captures(parts: Parts) -> Table:
 def projection_time(parts: Parts) -> Table:
     """Forward plus backward over that of ``none``, geometric means over the shapes."""
     body = []
-    for (d,), cell in sorted(_cells(parts, "d").items()):
-        ms = {name: [row["both_ms"] for row in rows] for name, rows in cell.items()}
+    for (d,), peers in sorted(_cells(parts, "d").items()):
+        ms = {name: [row["both_ms"] for row in rows] for name, rows in peers.items()}
         ratios = (
             statistics.geometric_mean(a / b for a, b in zip(ms[x], ms["none"], strict=True))
             for x in PROJECTED
@@ -202,8 +166,8 @@ def int8_errors(parts: Parts) -> Table:
 def int8_speed(parts: Parts) -> Table:
     """Milliseconds forward and backward, and bytes kept per element of O."""
     body = []
-    for (b, s, h, d), cell in _cells(parts, "b", "s", "h", "d").items():
-        found = [cell[name][0] for name in INT8_PEERS]
+    for (b, s, h, d), peers in _cells(parts, "b", "s", "h", "d").items():
+        found = [peers[name][0] for name in INT8_PEERS]
         times = [f"{x['forward_ms']:.2f} + {x['backward_ms']:.2f}" for x in found]
         body.append([f"{b} x {s} tokens, {h} heads, d {d}", *times])
     (result,) = parts.values()

@@ -39,21 +39,28 @@ def has_saved(run_dir: Path) -> bool:
     return (run_dir / FILE).exists()
 
 
-def refusal(run_dir: Path, root: Path) -> CheckpointError | None:
-    """Why a run whose store ``root`` is empty must not start at step 0; None: it is a new run."""
+def refuse_to_forget(run_dir: Path, root: Path) -> None:
+    """Do not start a run at step 0 whose store ``root`` is empty and once was not.
+
+    Raises:
+        CheckpointError: the run directory knows of a checkpoint; an UnavailableError where it
+            cannot be asked this time.
+    """
     file = run_dir / FILE
     try:
         text = file.read_bytes()
     except FileNotFoundError:
-        return None
+        return
     except OSError as error:
-        return no_checkpoint(f"cannot read {file}: {describe(error)}", passing=is_passing(error))
+        raise no_checkpoint(
+            f"cannot read {file}: {describe(error)}", passing=is_passing(error)
+        ) from None
     try:
         facts = json.loads(text)
         saved = f"step {int(facts['step']):,} was saved as {str(facts['path'])[:500]}"
     except (ValueError, KeyError, TypeError):
         saved = "checkpoints were saved (the file is damaged and does not tell where)"
-    return CheckpointError(
+    raise CheckpointError(
         f"there is no checkpoint in {os.path.abspath(root)}, but {file} says that {saved}: mount "
         "or put back the directory, or say in checkpoint.directory where it is now; to start anew "
         f"from step 0, delete {file}"

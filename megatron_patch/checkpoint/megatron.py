@@ -50,6 +50,7 @@ from megatron_patch.checkpoint.manifest import MANIFEST, FileDigest, read_key
 from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.checkpoint.train_state import TrainState
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime import environment
 from megatron_patch.schema.checkpoint import CARRIED
 
@@ -300,7 +301,10 @@ class Checkpointer:
             progress = self._load_newest(self.store, carried=EVERYTHING, own=True)
             if progress is not None:
                 return progress
-            self._refuse_to_forget()
+            if self._run_dir is not None:
+                self._asked(
+                    partial(last_checkpoint.refuse_to_forget, self._run_dir, self.store.root)
+                )
         if options.resume == "required":
             raise CheckpointError(
                 f"checkpoint.resume is required, and there is no checkpoint in {self.store.root}"
@@ -345,7 +349,7 @@ class Checkpointer:
         """Another run's checkpoint: its directory, that of its checkpoints, or the run's."""
         progress: TrainState | None
         if self.run.checkpoint.load_step is not None:
-            path = self._of_step(path, self.run.checkpoint.load_step)
+            path = self._asked(partial(newest.of_step, path, self.run.checkpoint.load_step))
         if (path / MANIFEST).is_file():
             try:
                 found = self._open(path.parent).check(path)
@@ -360,20 +364,6 @@ class Checkpointer:
             if progress is None:
                 raise CheckpointError(f"checkpoint.load_from: there is no checkpoint in {root}")
         return progress if "step" in carried else None
-
-    def _of_step(self, path: Path, step: int) -> Path:
-        """As the function, on all ranks what the first one finds. Collective."""
-        answer: Path | CheckpointError | None = None
-        try:
-            if self.ranks.rank == 0:
-                answer = newest.of_step(path, step)
-        except CheckpointError as error:
-            answer = error
-        answer = self.ranks.broadcast(answer)
-        if isinstance(answer, CheckpointError):
-            raise answer
-        assert answer is not None
-        return answer
 
     def _load_newest(
         self, store: CheckpointStore, *, carried: frozenset[str], own: bool
@@ -391,14 +381,10 @@ class Checkpointer:
             self._remember(found.path, found.manifest.step)
         return progress[0]
 
-    def _refuse_to_forget(self) -> None:
-        """Do not start a run anew whose directory knows of a checkpoint. Collective."""
-        problem: CheckpointError | None = None
-        if self._run_dir is not None and self.ranks.rank == 0:
-            problem = last_checkpoint.refusal(self._run_dir, self.store.root)
-        problem = self.ranks.broadcast(problem)
-        if problem is not None:
-            raise problem
+    def _asked[T](self, work: Callable[[], T]) -> T:
+        """`on_first_rank` over the ranks of the store, for CheckpointErrors. Collective."""
+        ranks = self.ranks
+        return on_first_rank(work, CheckpointError, rank=ranks.rank, to_all=ranks.broadcast)
 
     def _apply(self, found: Found, carried: frozenset[str], *, own: bool) -> TrainState:
         """Load a verified checkpoint into the live objects. Collective.

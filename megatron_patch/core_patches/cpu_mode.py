@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_patch.core_patches.replace import patched
 from megatron_patch.runtime import environment
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ ANNOUNCEMENT = (
 )
 
 _CPU = torch.device("cpu")
-_undo: list[tuple[Any, str, Any]] = []
 _exit = contextlib.ExitStack()
 _hidden: list[str] = []
 _installed = False
@@ -55,10 +55,7 @@ def install() -> None:
     # Dynamo inspects torch.cuda's functions when it first wraps one (core does while it is
     # imported, torch when an optimizer is built) and fails on replaced ones. Making this list
     # imports both, so that it sees the originals.
-    replacements = [*_core_replacements(), *_replacements()]
-    for owner, name, value in replacements:
-        _undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
+    _exit.enter_context(patched(*_core_replacements(), *_replacements()))
     _exit.enter_context(_CudaIsCpu())
     # Core wraps about thirty small functions (activations, routing, losses) in torch.compile. On a
     # CPU the first step would call a C++ compiler, which a machine need not have, and the fused
@@ -79,15 +76,7 @@ def uninstall() -> None:
     while _hidden:
         sys.modules.pop(_hidden.pop(), None)
     _exit.close()
-    while _undo:
-        owner, name, value = _undo.pop()
-        setattr(owner, name, value)
     logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_drop_rng_warning)
-
-
-def installed() -> bool:
-    """Whether CPU mode is active in this process."""
-    return _installed
 
 
 def _drop_rng_warning(record: logging.LogRecord) -> bool:

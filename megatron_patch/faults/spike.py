@@ -29,6 +29,7 @@ import torch
 
 from megatron_patch.faults import skips
 from megatron_patch.faults.skips import Skips
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
@@ -278,17 +279,9 @@ class SpikePolicy(Watcher):
             self.detector.history.extend((float(a), float(b)) for a, b in saved["history"])
         if at.rewound:  # the windows are those that `plan_rewind` made
             return
-        found: list[Any] = [None, None]
-        if self._layout.print_rank:
-            try:
-                found[0] = skips.read(self._run_dir)
-            except ValueError as error:
-                found[1] = error
-        torch.distributed.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            raise found[1]
-        if found[0] is not None:
-            self.skips = found[0]
+        found = on_first_rank(lambda: skips.read(self._run_dir), ValueError, rank=self._layout.rank)
+        if found is not None:
+            self.skips = found
         elif saved is not None:
             self.skips = Skips.from_dict(saved["skips"])
             if self.skips.windows and self._layout.print_rank:

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import time
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.faults.ledger import node
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.run import RunConfig
@@ -52,11 +52,6 @@ def writing(out: Path) -> Iterator[None]:
         ) from error
 
 
-def node_name() -> str:
-    """Slurm's name of this node."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
-
-
 def measure(run: RunConfig, out: Path) -> dict[str, Any]:
     """Everything about this node; written to ``out/<node>.json``.
 
@@ -68,7 +63,7 @@ def measure(run: RunConfig, out: Path) -> dict[str, Any]:
         clock = _clock(out)
     report = environment.report()
     facts: dict[str, Any] = {
-        "node": node_name(),
+        "node": node(),
         "index": int(os.environ.get("SLURM_NODEID", "0")),
         "versions": {name: report.get(name) for name in VERSIONS},
         "platform": platform.platform(),
@@ -101,7 +96,7 @@ def _clock(out: Path) -> dict[str, float]:
     The stamp is from some moment of the write: the skew is known to half of ``write_seconds``.
     Nodes pass here at different times, so their clocks are compared through the server's.
     """
-    probe = out / f".clock.{node_name()}"
+    probe = out / f".clock.{node()}"
     before = time.time()
     probe.write_text("x")
     after = time.time()

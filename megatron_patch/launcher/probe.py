@@ -64,10 +64,10 @@ def measure(device: Any, *, per_node: int, size: int) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.launcher.preflight import node_name
+    from megatron_patch.faults import ledger
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    nodes, node = world // per_node, node_name()
+    nodes, node = world // per_node, ledger.node()
     buffer = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     rows: list[dict[str, Any]] = []
     # new_group is collective over the world: every rank makes every group, in the same order.

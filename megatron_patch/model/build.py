@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +39,14 @@ from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.core_patches.weight_gradient import weight_gradient
 from megatron_patch.model.transformer_config import transformer_config
 from megatron_patch.schema.effective import rope_kernel
-from megatron_patch.schema.model import longest_sequence
+from megatron_patch.schema.model import longest_sequence, padded_vocab_size
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_patch.schema.run import RunConfig
 
-__all__ = ["BuiltModel", "build_model", "layer_specs", "padded_vocab_size", "transformer_config"]
+__all__ = ["BuiltModel", "build_model", "layer_specs", "transformer_config"]
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +78,8 @@ class BuiltModel:
     """The attention backend of every kind of layer in the whole model."""
     config: TransformerConfig
     """The configuration all chunks share; the training loop sets its hooks on it."""
-
-
-def padded_vocab_size(run: RunConfig, n: int) -> int:
-    """``n`` tokens rounded up to a multiple of ``make_vocab_size_divisible_by`` that TP divides.
-
-    Padded rows take part in the softmax, so the size must not depend on the layout: with the usual
-    128 it is the same for every power of two up to TP128, and a checkpoint fits all of them.
-    """
-    step = math.lcm(run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
-    return -(-n // step) * step
+    vocab_size: int
+    """Rows of the embedding: token ids, padded."""
 
 
 def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> BuiltModel:
@@ -129,11 +120,13 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     stages = config.virtual_pipeline_model_parallel_size
+    ranks = run.parallel.tensor_model_parallel_size
+    padded = padded_vocab_size(run.model, vocab_size, ranks=ranks)
     chunks = [
-        _chunk(run, config, padded_vocab_size(run, vocab_size), None if stages is None else stage)
+        _chunk(run, config, padded, None if stages is None else stage)
         for stage in range(stages or 1)
     ]
-    return BuiltModel(chunks, selections, config)
+    return BuiltModel(chunks, selections, config, padded)
 
 
 def _check_transformer_engine(run: RunConfig) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.planner.sizes import FLOAT, INT64, RankShapes, rank_shapes
+from megatron_patch.schema.effective import expert_tensor_parallel_size
 from megatron_patch.schema.model import (
     MLAConfig,
     MoEConfig,
@@ -64,6 +65,7 @@ class Activations:
         self.run, self.model, self.n = run, run.model, rank_shapes(run, vocab)
         self.fused = run.training.compile_fusions
         recompute = run.training.recompute
+        self.etp = expert_tensor_parallel_size(run)
         self.modules = recompute.modules if recompute.granularity == "selective" else []
 
     # --- what is saved ------------------------------------------------------------------------
@@ -190,11 +192,6 @@ class Activations:
         if moe.shared_expert_ffn_hidden_size is not None:
             found += self.mlp(n.T, moe.shared_expert_ffn_hidden_size // n.tp)
         return found
-
-    @property
-    def etp(self) -> int:
-        """Ranks one expert's matrices are split over."""
-        return self.run.parallel.expert_tensor_parallel_size or self.n.tp
 
     def expert_tokens(self, moe: MoEConfig) -> int:
         """N: tokens the experts of one rank are given together if the router balances them."""

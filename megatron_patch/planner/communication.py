@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_patch.attention.registry import layer_cp_comm_type
 from megatron_patch.planner.layout import Layout, micro_batches
 from megatron_patch.planner.parameters import chunk_parameters, chunks_of
 from megatron_patch.planner.sizes import FLOAT, RankShapes, rank_shapes
@@ -54,8 +55,9 @@ def traffic_of(run: RunConfig, layout: Layout, stage: int, vocab: int) -> list[T
         found.append(Traffic("pp", "activations and their gradients", sent, link))
     if layout.cp > 1:
         # The depths of multi-token prediction take their modes from the first layers.
-        modes = Counter(cp_mode(run, number) for number in (*layers, *range(1, depths + 1)))
+        modes = Counter(layer_cp_comm_type(run, n) for n in (*layers, *range(1, depths + 1)))
         for mode, times in modes.items():
+            assert mode is not None, "every depth has one, by the checks"
             for axis_link, size in cp_per_layer(run, layout, n, mode).items():
                 found.append(Traffic("cp", mode, count * times * size, axis_link))
     moe = run.model.moe
@@ -95,12 +97,6 @@ def _tensor(run: RunConfig, n: RankShapes, first: bool, last: bool) -> float:
     depths = _depths(run, last)
     ends = (2 if first else 0) + (3 if n.sp else 2) * ((1 + depths) if last else 0)
     return one * ends + depths * tensor_per_layer(run, n)
-
-
-def cp_mode(run: RunConfig, number: int) -> str:
-    """How layer ``number`` (1-based) communicates over the context-parallel group."""
-    kind = run.parallel.cp_comm_type
-    return kind[number - 1] if isinstance(kind, list) else kind
 
 
 def cp_per_layer(run: RunConfig, layout: Layout, n: RankShapes, mode: str) -> dict[str, float]:

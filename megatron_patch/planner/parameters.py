@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_patch.schema.effective import expert_tensor_parallel_size
 from megatron_patch.schema.model import (
     MLAConfig,
     MoEConfig,
@@ -66,12 +67,6 @@ def chunks_of(run: RunConfig, stage: int) -> list[Chunk]:
     return chunks
 
 
-def padded_vocab_size(run: RunConfig, n: int) -> int:
-    """As `model.build.padded_vocab_size`, which needs torch to be imported."""
-    step = math.lcm(run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
-    return -(-n // step) * step
-
-
 def chunk_parameters(run: RunConfig, chunk: Chunk, vocab: int) -> list[Parameter]:
     """Parameters of ``chunk`` on one rank, in the order of ``named_parameters()``.
 
@@ -92,7 +87,7 @@ class _Namer:
         self.tp = run.parallel.tensor_model_parallel_size
         self.te = run.model.layer_spec == "te"
         p = run.parallel
-        self.etp = p.expert_tensor_parallel_size or self.tp
+        self.etp = expert_tensor_parallel_size(run)
         # As core: experts divided like everything else are reduced like everything else.
         self.own_group = p.expert_model_parallel_size > 1 or self.etp != self.tp
 

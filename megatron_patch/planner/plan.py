@@ -11,7 +11,8 @@ from megatron_patch.planner.compute import Speed, speed_of
 from megatron_patch.planner.hardware import Gpu
 from megatron_patch.planner.layout import Layout, layout_of
 from megatron_patch.planner.memory import GIB, StageMemory, memory_of, save_bytes
-from megatron_patch.planner.parameters import Counts, model_counts, padded_vocab_size
+from megatron_patch.planner.parameters import Counts, model_counts
+from megatron_patch.schema.model import padded_vocab_size
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.schema.run import RunConfig
 
@@ -99,7 +100,12 @@ def vocabulary_of(run: RunConfig, given: int | None) -> Vocabulary:
         learned = run.model.position_embedding == "learned_absolute"
         ids, whose = ASSUMED_WITH_LEARNED_POSITIONS if learned else ASSUMED_VOCABULARY
         origin = f"ASSUMED {whose}: {tokenizer.path} is not here; --vocab-size N says otherwise"
-    return Vocabulary(ids, padded_vocab_size(run, ids), origin)
+    return Vocabulary(ids, padded(run, ids), origin)
+
+
+def padded(run: RunConfig, ids: int) -> int:
+    """Rows of the embedding, over all ranks."""
+    return padded_vocab_size(run.model, ids, ranks=run.parallel.tensor_model_parallel_size)
 
 
 def problems_of(run: RunConfig, machine: Machine) -> Iterator[Problem]:
@@ -117,13 +123,13 @@ def problems_of(run: RunConfig, machine: Machine) -> Iterator[Problem]:
 def make_plan(run: RunConfig, machine: Machine, vocabulary: Vocabulary) -> Plan:
     """The plan of a run that `problems_of` has nothing against."""
     layout = layout_of(run, machine.nodes, machine.gpus_per_node)
-    padded = padded_vocab_size(run, vocabulary.ids)
+    rows = padded(run, vocabulary.ids)
     return Plan(
         run=run,
         machine=machine,
         layout=layout,
-        vocabulary=Vocabulary(vocabulary.ids, padded, vocabulary.origin),
-        counts=model_counts(run, padded),
-        stages=memory_of(run, layout, padded),
-        speed=speed_of(run, layout, machine.gpu, padded),
+        vocabulary=Vocabulary(vocabulary.ids, rows, vocabulary.origin),
+        counts=model_counts(run, rows),
+        stages=memory_of(run, layout, rows),
+        speed=speed_of(run, layout, machine.gpu, rows),
     )

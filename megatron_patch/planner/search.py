@@ -14,8 +14,7 @@ from itertools import product
 from megatron_patch.config import checks
 from megatron_patch.planner.layout import layout_of
 from megatron_patch.planner.memory import CONTEXT, GIB, WORKSPACE, memory_of
-from megatron_patch.planner.parameters import padded_vocab_size
-from megatron_patch.planner.plan import Machine, Plan, Vocabulary, make_plan, problems_of
+from megatron_patch.planner.plan import Machine, Plan, Vocabulary, make_plan, padded, problems_of
 from megatron_patch.planner.states import states_of
 from megatron_patch.schema import render
 from megatron_patch.schema.run import RunConfig
@@ -144,12 +143,12 @@ def _complaints(run: RunConfig, machine: Machine) -> Iterator[object]:
 def _fits(run: RunConfig, machine: Machine, vocabulary: Vocabulary) -> bool:
     """Whether every stage fits; looks at the state alone first, which is quick."""
     layout = layout_of(run, machine.nodes, machine.gpus_per_node)
-    padded = padded_vocab_size(run, vocabulary.ids)
+    rows = padded(run, vocabulary.ids)
     budget = machine.gpu.memory * GIB
     for stage in {0, layout.pp - 1}:
-        if states_of(run, layout, stage, padded).total + CONTEXT + WORKSPACE > budget:
+        if states_of(run, layout, stage, rows).total + CONTEXT + WORKSPACE > budget:
             return False
-    return all(stage.total <= budget for stage in memory_of(run, layout, padded))
+    return all(stage.total <= budget for stage in memory_of(run, layout, rows))
 
 
 def _changes(run: RunConfig, candidate: RunConfig) -> dict[str, str]:

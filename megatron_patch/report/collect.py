@@ -60,8 +60,6 @@ class RunFacts:
     """(when, what)."""
     telemetry: Telemetry | None = None
     telemetry_problem: str = ""
-    experiment: dict[str, Any] = field(default_factory=dict)
-    """experiment.json of a run of an experiment."""
     notes: list[str] = field(default_factory=list)
     """What could not be read."""
 
@@ -96,7 +94,6 @@ def collect(run_dir: Path) -> RunFacts:
     facts.config = list(_config(run_dir, facts.notes))
     facts.name = facts.value("name", facts.name)
     facts.attempts = _attempts(run_dir, facts.notes)
-    facts.experiment = _json(run_dir / "experiment.json", facts.notes)
     log = _tail(run_dir / "train.log")
     logged = [found for line in log.splitlines() if (found := _EVENT.match(line[:2000]))]
     facts.events = [(found["utc"], found["text"][:500]) for found in logged[-MAX_EVENTS:]]

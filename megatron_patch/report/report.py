@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -170,12 +169,10 @@ def environment() -> jinja2.Environment:
 
 def render(facts: RunFacts) -> str:
     """The page: one HTML file without script, without a request, for screen and paper."""
-    shown = {k: v for k, v in facts.experiment.items() if k != "environment"}
     return environment().get_template("report.html.j2").render(
         facts=facts,
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         answers=list(answers(facts)),
-        experiment=json.dumps(shown, indent=1, sort_keys=True) if shown else "",
         curves=curves(facts),
         rows=_last_rows(facts),
         panel=None if facts.telemetry is None else stability_panel(facts.telemetry),

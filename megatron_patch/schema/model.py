@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -163,6 +164,17 @@ def ffn_hidden_size(model: ModelConfig) -> int:
     if model.activation != "swiglu":
         return 4 * model.hidden_size
     return -(-(8 * model.hidden_size) // (3 * 256)) * 256
+
+
+def padded_vocab_size(model: ModelConfig, ids: int, *, ranks: int) -> int:
+    """``ids`` rounded up to a multiple of ``make_vocab_size_divisible_by`` that ``ranks`` divides.
+
+    ``ranks`` is the tensor-parallel size. Padded rows take part in the softmax, so the size must
+    not depend on it: with the usual 128 it is the same for every power of two up to 128, and a
+    checkpoint fits all of them.
+    """
+    step = math.lcm(model.make_vocab_size_divisible_by, ranks)
+    return -(-ids // step) * step
 
 
 def is_moe_layer(layer_freq: int | list[int], layer_number: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 SHOWN = 100
 
@@ -80,6 +81,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem], *, note: str = "") -> None:
         """Keep ``problems`` sorted by file and line; ``note`` is a last line of the text."""
         self.problems: tuple[Problem, ...] = tuple(sorted(problems, key=_position))
+        self.note = note
         count = len(self.problems)
         self.exit_code = 1 if count and all(p.may_pass for p in self.problems) else 2
         lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
@@ -89,6 +91,9 @@ class ConfigError(ValueError):
         if note:
             lines.append(note)
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), self.problems, note=self.note), ()
 
 
 def _position(problem: Problem) -> tuple[bool, Place, str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_patch.schema.problem import Problem
@@ -86,27 +86,10 @@ class StabilityConfig:
 
     REMOVED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
-            (
-                "watch_growth",
-                "danger_growth",
-                "norm_needs_head",
-                "reference_steps",
-                "smooth_steps",
-            ),
+            ("watch_growth", "danger_growth", "norm_needs_head", "reference_steps", "smooth_steps"),
             _NORM,
         ),
-        **{
-            name: f"it is stability.rule.{name} now"
-            for name in (
-                "watch_head_growth",
-                "danger_head_growth",
-                "head_steps",
-                "head_logit",
-                "danger_error",
-                "watch_logit",
-                "confirm_steps",
-            )
-        },
+        **{item.name: f"it is stability.rule.{item.name} now" for item in fields(RuleConfig)},
         "capture_sequences": "one sequence is saved",
         "capture_micro_batch": "the first micro-batch is saved",
         "capture_at_grad_norm": "use capture_at: [watch, danger], or name capture_steps",

@@ -14,7 +14,7 @@ import torch
 from megatron_patch.schema.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+    from megatron_patch.schema.training import TrainingConfig
 
 NCCL_ALGORITHMS = ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain")
 """Values of NCCL_ALGO that fix the order of a reduction (Megatron-LM accepts the same)."""
@@ -25,7 +25,7 @@ _REQUIRED = {
 }
 
 
-def enforce(run: RunConfig) -> None:
+def enforce(options: TrainingConfig) -> None:
     """Switch everything to repeatable algorithms, before CUDA and NCCL start.
 
     Variables that are not set get the first accepted value.
@@ -33,7 +33,7 @@ def enforce(run: RunConfig) -> None:
     Raises:
         ConfigError: a variable of the environment is set to something not repeatable.
     """
-    if not run.training.deterministic:
+    if not options.deterministic:
         return
     problems = []
     for name, accepted in _REQUIRED.items():
@@ -55,11 +55,11 @@ def enforce(run: RunConfig) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def line(run: RunConfig) -> str:
+def line(options: TrainingConfig) -> str:
     """The start-up line about it."""
-    if run.training.deterministic:
+    if options.deterministic:
         return "deterministic: yes; a resume on the same layout and software repeats every bit"
-    if run.training.device == "cpu":
+    if options.device == "cpu":
         return "deterministic: not enforced (training.deterministic: false)"
     return (
         "deterministic: no; a resume agrees to rounding, not bitwise "

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from megatron_patch.data import tokenizers
@@ -22,11 +21,12 @@ from megatron_patch.data.errors import DataError
 from megatron_patch.data.loader import build_loaders
 from megatron_patch.data.position import Position
 from megatron_patch.faults.skips import Skips
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.schema.checkpoint import CARRIED
 from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 from megatron_patch.schema.kinds import Kind, entry, kind_of
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
-from megatron_patch.training.resume_rules import continue_run, differences
+from megatron_patch.training.resume_rules import another_run, continue_run, differences
 from megatron_patch.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -88,17 +88,26 @@ class Inheritance:
             ConfigError: its weights mean something else here, nothing would be trained, or an
                 intended change is none; on all ranks.
         """
-        verdict: list[Any] = [None, []]
-        if self._layout.print_rank:
+
+        def examine() -> Parent:
             try:
-                verdict = list(self._examine(path, state))
+                parent, problems = self._examine(path, state)
             except Exception as error:  # the other ranks wait
                 text = f"{path}: what it records of its run cannot be read ({error!r:.300})"
-                verdict = [None, [Problem("checkpoint.load_from", text)]]
-        torch.distributed.broadcast_object_list(verdict, src=0)
-        if verdict[1]:
-            raise ConfigError(verdict[1])
-        self.parent = verdict[0]
+                problems = [Problem("checkpoint.load_from", text)]
+            if problems:
+                raise ConfigError(problems)
+            return parent
+
+        self.parent = on_first_rank(examine, ConfigError, rank=self._layout.rank)
+
+    def another_run(self, saved: str) -> str | None:
+        """Why a checkpoint saved with the configuration ``saved`` is not this run's; None: it is.
+
+        The run directory's own copy cannot tell: a new one may name an old
+        ``checkpoint.directory``.
+        """
+        return another_run(saved, self._loaded)
 
     def resume(
         self, checkpointer: Checkpointer, scheduler: Any, *, step: int, batch: int

@@ -12,7 +12,6 @@ from megatron_patch.parallel import setup
 from megatron_patch.runtime import environment
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import determinism
-from megatron_patch.training.recorder import tokens_per_step
 
 if TYPE_CHECKING:
     from megatron_patch.monitor.hub import Monitor
@@ -27,7 +26,7 @@ def prepare_process(run: RunConfig) -> None:
         ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
     """
     setup.check_world_size(run, setup.launched_world_size())
-    determinism.enforce(run)
+    determinism.enforce(run.training)
     quiet.install()
     environment.hide_old_nvrx()
     if run.training.device == "cpu":
@@ -105,8 +104,8 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
     accumulate = t.global_batch_size // (t.micro_batch_size * layout.dp_size)
     monitor.say(
         f"batch: {t.global_batch_size} sequences of {run.model.seq_length} = "
-        f"{tokens_per_step(run):,} tokens a step; micro-batch {t.micro_batch_size}, "
-        f"{accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
+        f"{t.global_batch_size * run.model.seq_length:,} tokens a step; micro-batch "
+        f"{t.micro_batch_size}, {accumulate} accumulated; {t.precision}, {t.train_steps:,} steps"
     )
     if t.batch_size_rampup:
         first, increment, samples = t.batch_size_rampup
@@ -114,6 +113,6 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
             f"batch: from {first} sequences by {increment} to {t.global_batch_size} over "
             f"{samples:,} samples, full from step {t.batch_sizes.levels[-1][0] + 1:,} on"
         )
-    monitor.say(determinism.line(run))
+    monitor.say(determinism.line(t))
     for path in environment.other_copies():
         monitor.say(f"warning: another package named megatron_patch is on sys.path: {path}")

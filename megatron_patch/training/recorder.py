@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,23 +15,15 @@ from megatron_patch.runtime.watcher import StepResult
 from megatron_patch.training import auxiliary
 from megatron_patch.training.session import Session
 
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
-
 GIB = 1024**3
 
 
-def tokens_per_step(run: RunConfig) -> int:
-    """Tokens of one global batch."""
-    return run.training.global_batch_size * run.model.seq_length
-
-
-def device_peak(run: RunConfig, layout: Layout) -> tuple[float | None, str]:
-    """(peak TFLOP/s or None, the start-up line that says where it comes from)."""
+def device_peak(session: Session) -> tuple[float | None, str]:
+    """(dense BF16 peak in TFLOP/s or None, the start-up line that says where it comes from)."""
+    run = session.run
     if run.training.device == "cpu":
         return None, "MFU: omitted, the CPU has no tensor-core peak to compare with"
-    name = torch.cuda.get_device_name(layout.device)
+    name = torch.cuda.get_device_name(session.layout.device)
     if run.logging.peak_tflops is not None:
         return run.logging.peak_tflops, f"MFU: against logging.peak_tflops of {name}"
     peak = peak_tflops(name)
@@ -44,12 +35,13 @@ def device_peak(run: RunConfig, layout: Layout) -> tuple[float | None, str]:
 class Recorder:
     """Clock and bookkeeping between two records.
 
-    ``vocab_size`` is the padded vocabulary, for the FLOP count, ``peak`` the dense BF16 peak of one
-    device in TFLOP/s (None leaves MFU out).
+    ``vocab_size`` is the padded vocabulary, for the FLOP count; ``line`` says what MFU compares
+    with.
     """
 
-    def __init__(self, session: Session, *, vocab_size: int, peak: float | None) -> None:
-        self._session, self._peak = session, peak
+    def __init__(self, session: Session, *, vocab_size: int) -> None:
+        self._session = session
+        self._peak, self.line = device_peak(session)
         self._flops = flops_per_token(session.run, vocab_size=vocab_size)
         self._tokens = 0
         self._began = time.perf_counter()

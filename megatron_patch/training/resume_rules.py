@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema import render
@@ -180,10 +180,7 @@ def _effect(key: str, loaded: Loaded) -> str:
 
 
 def another_run(saved: str, loaded: Loaded) -> str | None:
-    """Why a checkpoint saved with the configuration ``saved`` is not this run's, by the same rule.
-
-    The run directory's own copy cannot tell: a new one may name an old ``checkpoint.directory``.
-    """
+    """Why a checkpoint saved with the configuration ``saved`` is another run's; None: it is not."""
     refused = _refused(differences(saved, loaded.dump_yaml()), loaded)
     if not refused:
         return None
@@ -253,19 +250,18 @@ def continue_run(
         ConfigError: data or schedule are others, and no key asks for that.
     """
     run = loaded.config
-    verdict: list[Any] = [[], []]
-    if layout.print_rank:
-        before: Mapping[str, Any] = checkpoint or {}
-        verdict[:] = check_data(
+    before: Mapping[str, Any] = checkpoint or {}
+    problems, lines = on_first_rank(
+        lambda: check_data(
             run.directory / "data.sha256",
             loaders.fingerprint,
             step=step if checkpoint is not None else 0,
             identities=loaders.identities,
             recorded=dict(before.get("extra") or {}).get(DATA_RECORD),
             moved=data_keys(before, loaded),
-        )
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    problems, lines = verdict
+        ),
+        rank=layout.rank,
+    )
     if checkpoint is not None:
         found, changes = schedule.go_on(run, scheduler, checkpoint, step=step)
         problems, lines = problems + found, lines + changes

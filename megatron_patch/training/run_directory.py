@@ -24,6 +24,7 @@ import torch
 
 from megatron_patch.checkpoint import last_checkpoint, pinned
 from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
@@ -132,27 +133,27 @@ def take(loaded: Loaded, layout: Layout) -> RunDirectory:
     """
     run = loaded.config
     directory = RunDirectory(run.directory)
-    problems: list[Problem] = []
-    tokens: dict[str, Path] = {}
-    if layout.print_rank:
+
+    def open_here() -> tuple[bool, dict[str, Path]]:
+        nonlocal directory
         sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in AXES}
         report = {"world_size": layout.world_size, **sizes, **environment.report()}
-        try:
-            directory = open_run(loaded, report)
-            if not directory.finished:
-                directory.take_store(run)
-            tokens = _leave_tokens(run, directory)
-        except ConfigError as error:
-            problems = list(error.problems)
-    verdict: list[Any] = [problems, directory.finished, tokens]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    problems, directory.finished, tokens = verdict
-    for key, token in tokens.items():
-        path = run.directory if key == "run_dir" else run.checkpoint_directory
-        problems += _one_directory(key, path, token, layout)
-    if problems:
+        directory = open_run(loaded, report)
+        if not directory.finished:
+            directory.take_store(run)
+        return directory.finished, _leave_tokens(run, directory)
+
+    try:
+        directory.finished, tokens = on_first_rank(open_here, ConfigError, rank=layout.rank)
+        problems: list[Problem] = []
+        for key, token in tokens.items():
+            path = run.directory if key == "run_dir" else run.checkpoint_directory
+            problems += _one_directory(key, path, token, layout)
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError:
         directory.close()
-        raise ConfigError(problems)
+        raise
     return directory
 
 

@@ -62,7 +62,7 @@ def build_session(
 
     from megatron_patch.data.loader import needs_data
     from megatron_patch.data.tokenizers import build as build_tokenizer
-    from megatron_patch.model.build import build_model, padded_vocab_size
+    from megatron_patch.model.build import build_model
     from megatron_patch.training import optimizer as optimizers
     from megatron_patch.training.schedule import build_schedule
 
@@ -100,7 +100,7 @@ def build_session(
         ),
         hooks_enabled=run.parallel.overlap_param_gather,
     )
-    padded = padded_vocab_size(run, vocab_size)
+    padded = built.vocab_size
     monitor.say(parameter_line(built.chunks, layout, padded))
     return session, padded
 

@@ -32,6 +32,7 @@ from megatron_patch.faults.spike import RewindsUsedUp, SpikePolicy
 from megatron_patch.faults.straggler import Stragglers
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime import garbage
 from megatron_patch.runtime.heartbeat import Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, RewindWanted, StepResult, Stop
@@ -41,8 +42,8 @@ from megatron_patch.training.evaluate import evaluate, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError, unwrap
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
-from megatron_patch.training.recorder import Recorder, device_peak
-from megatron_patch.training.resume_rules import DATA_RECORD, another_run, keep_recorded
+from megatron_patch.training.recorder import Recorder
+from megatron_patch.training.resume_rules import DATA_RECORD, keep_recorded
 from megatron_patch.training.saver import Saver, check_host_memory
 from megatron_patch.training.session import build_session
 from megatron_patch.training.signals import NO_STOP, REASONS, StopFlags
@@ -150,10 +151,9 @@ def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
     """
     if ledger.LIMIT not in os.environ:
         return
-    report = [ledger.check(run_dir) if layout.print_rank else None]
-    torch.distributed.broadcast_object_list(report, src=0)
-    if report[0] is not None:
-        raise ledger.SameStepError(report[0])
+    report = on_first_rank(lambda: ledger.check(run_dir), rank=layout.rank)
+    if report is not None:
+        raise ledger.SameStepError(report)
 
 
 class Trainer:
@@ -176,10 +176,9 @@ class Trainer:
         for line in self.loaders.describe():
             monitor.say(line)
         self.session, vocab = build_session(run, layout, self.loaders, stop=stop, monitor=monitor)
-        peak, line = device_peak(run, layout)
-        monitor.say(line)
+        self.recorder = Recorder(self.session, vocab_size=vocab)
+        monitor.say(self.recorder.line)
         self.heartbeat = Heartbeat(layout.rank)
-        self.recorder = Recorder(self.session, vocab_size=vocab, peak=peak)
         self.inheritance = Inheritance(loaded, layout, self.loaders)
         self.checkpointer = self._make_checkpointer()
         check_host_memory(self.checkpointer, monitor)
@@ -197,7 +196,7 @@ class Trainer:
         return Checkpointer(
             self.run, self.layout, s.chunks, s.optimizer, s.schedule,
             config_text=self.loaded.dump_yaml(), run_dir=self.run_dir,
-            foreign=partial(another_run, loaded=self.loaded), inherit=self.inheritance.check,
+            foreign=self.inheritance.another_run, inherit=self.inheritance.check,
             extra=self._extra,
         )  # fmt: skip
 

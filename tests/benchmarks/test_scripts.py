@@ -18,8 +18,7 @@ machine = benchmark_scripts.load("machine")
 tables = benchmark_scripts.load("tables")
 SCRIPTS = (
     "attention", "accuracy", "context_parallel", "training", "step_profile", "telemetry_cost",
-    "layouts", "plan", "search_tiles", "compare_trees", "sanitizer", "soak", "machine",
-    "tables",
+    "layouts", "plan", "search_tiles", "compare_trees", "sanitizer", "machine", "tables",
 )  # fmt: skip
 HEAD = {
     "machine": {"cpu": "x86_64", "gpu": "NVIDIA H100 80GB HBM3"},
@@ -97,7 +96,7 @@ def test_markers(tmp_path: Path) -> None:
 
 
 def render(name: str, parts: tables.Parts) -> str:
-    return tables.markdown(parts.values(), tables.TABLES[name][2](parts))
+    return machine.markdown(parts.values(), tables.TABLES[name][2](parts))
 
 
 def test_results_are_stored_by_part(tmp_path: Path) -> None:

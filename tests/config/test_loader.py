@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import yaml
 from minimal_config import MINIMAL
 
 from megatron_patch import config
+from megatron_patch.parallel.setup import LayoutError
 from megatron_patch.schema.problem import Place, Problem
 
 Write = Callable[..., Path]
@@ -148,6 +150,13 @@ def test_terminal_escapes_do_not_reach_the_terminal() -> None:
     text = str(config.ConfigError([problem]))
     assert "\x1b" not in text
     assert "c\\x1b[2J:3:4: a\\x1b[31m: b" in text
+
+
+def test_every_rank_gets_the_error_of_the_first_one() -> None:
+    error = LayoutError([Problem("a", "b", may_pass=True)], note="and so on")
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is LayoutError and found.problems == error.problems
+    assert str(found) == str(error) and found.exit_code == 1
 
 
 @pytest.mark.parametrize("name", ["a b", "../x", "", "-x", ".x", "x" * 129, "é", "$(id)", "a\nb"])

@@ -281,7 +281,7 @@ def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path: Path) -> None:
     """And where the disk is full half a line is left to nobody."""
     file = tmp_path / FILE
     file.write_text('{"step": 3, "lo')
-    layout: Any = SimpleNamespace(print_rank=True, world_size=1)
+    layout: Any = SimpleNamespace(rank=0, print_rank=True, world_size=1)
     policy = SpikePolicy(
         SpikeConfig(), MagicMock(), layout, roots=[], run_dir=tmp_path, log=MagicMock(),
         samples=lambda batch: [],

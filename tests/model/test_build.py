@@ -16,7 +16,8 @@ from megatron_patch.attention.core import CoreAttention
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config import checks
 from megatron_patch.core_patches.norms import LayerNorm, RMSNorm
-from megatron_patch.model.build import build_model, padded_vocab_size
+from megatron_patch.model.build import build_model
+from megatron_patch.planner.plan import padded
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 from megatron_patch.schema.training import RecomputeConfig
 
@@ -147,11 +148,11 @@ def test_initial_weights_follow_the_configuration():
 def test_vocabulary_is_padded_to_the_tensor_parallel_multiple():
     run_shape = {"make_vocab_size_divisible_by": 128}
     run = tiny_run(run_shape, parallel={"tensor_model_parallel_size": 4})
-    assert padded_vocab_size(run, 1) == padded_vocab_size(run, 128) == 128
-    assert padded_vocab_size(run, 50257) == 50304
+    assert padded(run, 1) == padded(run, 128) == 128
+    assert padded(run, 50257) == 50304
     three = tiny_run(run_shape, parallel={"tensor_model_parallel_size": 3})
-    assert padded_vocab_size(three, 50257) == 50304
-    assert padded_vocab_size(three, 50305) == 50688
+    assert padded(three, 50257) == 50304
+    assert padded(three, 50305) == 50688
 
 
 def test_start_up_lines_and_the_deprecation_note(caplog):

@@ -19,8 +19,9 @@ from megatron_cpu import CP, PP, SP, TP, VP, single_rank, tiny_run
 from test_parameters import GPT2
 
 from megatron_patch.attention.backends import BACKENDS, reference
-from megatron_patch.planner import activations, memory, parameters
+from megatron_patch.planner import activations, memory
 from megatron_patch.planner.layout import layout_of
+from megatron_patch.planner.plan import padded
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.stability import StabilityConfig
 from megatron_patch.schema.training import RecomputeConfig
@@ -72,7 +73,7 @@ def compare(model, parallel=None, training=None, *, world=1, rank=0, vocab=1000,
     )
     found = dry_run.step(run, rank=rank, world=world, vocab=vocab, fake=fake)
     layout = layout_of(run, 1, world)
-    stages = memory.memory_of(run, layout, parameters.padded_vocab_size(run, vocab))
+    stages = memory.memory_of(run, layout, padded(run, vocab))
     return found.activations, stages[rank * layout.pp // world]
 
 

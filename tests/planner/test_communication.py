@@ -8,6 +8,7 @@ import pytest
 from megatron_cpu import CP, DIST, EP, PP, SP, TP, VP, tiny_run
 from test_parameters import MOE
 
+from megatron_patch.attention.registry import layer_cp_comm_type
 from megatron_patch.planner import communication, hardware, states
 from megatron_patch.planner.layout import NETWORK, NODE, layout_of
 from megatron_patch.planner.sizes import rank_shapes
@@ -134,7 +135,7 @@ def test_depths_of_multi_token_prediction_communicate_too():
         run, layout, plain = traffic(parallel, world=2)
         _, _, more = traffic(parallel, world=2, model=depths)
         n, micro = rank_shapes(run, VOCAB), 16
-        modes = [communication.cp_mode(run, number) for number in (1, 2)]
+        modes = [layer_cp_comm_type(run, number) for number in (1, 2)]
         each = [communication.cp_per_layer(run, layout, n, mode)[NODE] for mode in modes]
         assert sent(more, "cp") - sent(plain, "cp") == pytest.approx(micro * sum(each))
     _, _, plain = traffic({EP: 4}, world=8, model=MOE)

@@ -11,7 +11,7 @@ from test_parameters import GPT2, GQA, MLA, MOE, TIED_MTP, VOCAB, world_of
 
 from megatron_patch.planner import layout as layouts
 from megatron_patch.planner import states
-from megatron_patch.planner.parameters import padded_vocab_size
+from megatron_patch.planner.plan import padded
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 WHOLE = {DIST: False}
@@ -77,7 +77,7 @@ def test_every_rank_holds_what_the_plan_says(model, parallel, dp, precision, mon
     replica = world_of({k: v for k, v in parallel.items() if k != EP})
     world = replica * dp
     layout = layouts.layout_of(run, 1, world)
-    vocab = padded_vocab_size(run, VOCAB)
+    vocab = padded(run, VOCAB)
     for rank in range(world):
         found = allocated(run, rank, world)
         block = layout.tp * layout.dp
@@ -94,7 +94,7 @@ def test_every_rank_holds_what_the_plan_says_of_muon(model, parallel, dp):
     pytest.importorskip("emerging_optimizers")
     run = tiny_run({"num_layers": 4, **model}, parallel=parallel, training={"precision": "bf16"})
     run = replace(run, optimizer=replace(run.optimizer, name="muon"))
-    layout, vocab = layouts.layout_of(run, 1, dp), padded_vocab_size(run, VOCAB)
+    layout, vocab = layouts.layout_of(run, 1, dp), padded(run, VOCAB)
     most = states.states_of(run, layout, 0, vocab)
     for rank in range(dp):
         found = allocated(run, rank, dp)

@@ -43,7 +43,6 @@ def test_nothing_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
     run = make_run(
         tmp_path / "run", losses=FLAT, name=name, log=log, hostile=name, telemetry=telemetry
     )
-    (run / "experiment.json").write_text(json.dumps({"variant": name, name: name}))
     (run / "events.jsonl").write_text(json.dumps({"utc": name, "kind": name}) + "\n{torn")
     report.write(run, run / "out.html")
     found = checked((run / "out.html").read_text(encoding="utf-8"))
@@ -298,7 +297,7 @@ def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said
     assert "The stability telemetry could not be read" in found and said in found
 
 
-@pytest.mark.parametrize("name", ["environment.json", "experiment.json", "FINISHED"])
+@pytest.mark.parametrize("name", ["environment.json", "FINISHED"])
 @pytest.mark.parametrize("content", ["null", "[]", '"x"', "3"])
 def test_files_that_hold_no_object_are_a_note(tmp_path: Path, name: str, content: str) -> None:
     run = make_run(tmp_path / "run", losses=FLAT)

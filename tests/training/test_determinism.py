@@ -28,14 +28,14 @@ def clean(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_happens_unasked() -> None:
-    determinism.enforce(run_config())
+    determinism.enforce(run_config().training)
     assert not any(name in os.environ for name in VARIABLES)
 
 
 def test_the_environment_is_filled_in() -> None:
     import torch
 
-    determinism.enforce(run_config(training={"deterministic": True}))
+    determinism.enforce(run_config(training={"deterministic": True}).training)
     assert [os.environ[name] for name in VARIABLES] == [":4096:8", "^NVLS", "0"]
     assert torch.are_deterministic_algorithms_enabled()
 
@@ -48,12 +48,12 @@ def test_a_contradicting_environment_is_refused(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}={value}; unset it"):
-        determinism.enforce(run_config(training={"deterministic": True}))
+        determinism.enforce(run_config(training={"deterministic": True}).training)
 
 
 def test_an_accepted_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    determinism.enforce(run_config(training={"deterministic": True}))
+    determinism.enforce(run_config(training={"deterministic": True}).training)
     assert os.environ["NCCL_ALGO"] == "Ring"
 
 

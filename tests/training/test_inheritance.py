@@ -243,7 +243,7 @@ def started(
 
     def start(config: Any) -> tuple[Inheritance, Loaders]:
         loaders = build_loaders(config.config, ALONE)
-        return Inheritance(config, SimpleNamespace(print_rank=True), loaders), loaders
+        return Inheritance(config, SimpleNamespace(rank=0), loaders), loaders
 
     return start
 

@@ -139,12 +139,14 @@ def test_checkpoints_lie_outside_by_name_or_by_link(open_run: Any, tmp_path: Pat
 
 class TestLastCheckpoint:
     def test_a_new_run_has_none(self, tmp_path: Path) -> None:
-        assert last_checkpoint.refusal(tmp_path, tmp_path / "checkpoints") is None
+        last_checkpoint.refuse_to_forget(tmp_path, tmp_path / "checkpoints")
 
     def test_both_directories_and_the_remedy_are_named(self, tmp_path: Path) -> None:
         last_checkpoint.remember(tmp_path, Path("/data/ck/step_7"), step=7000)
-        error = last_checkpoint.refusal(tmp_path, tmp_path / "checkpoints")
-        assert isinstance(error, CheckpointError) and error.exit_code == 4
+        with pytest.raises(CheckpointError) as refused:
+            last_checkpoint.refuse_to_forget(tmp_path, tmp_path / "checkpoints")
+        error = refused.value
+        assert error.exit_code == 4
         for words in ("step 7,000", "/data/ck/step_7", f"in {tmp_path / 'checkpoints'}",
                       f"delete {tmp_path / last_checkpoint.FILE}"):  # fmt: skip
             assert words in str(error)
@@ -155,7 +157,8 @@ class TestLastCheckpoint:
         self, tmp_path: Path, text: str
     ) -> None:
         (tmp_path / last_checkpoint.FILE).write_text(text)
-        assert "is damaged" in str(last_checkpoint.refusal(tmp_path, tmp_path / "checkpoints"))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            last_checkpoint.refuse_to_forget(tmp_path, tmp_path / "checkpoints")
 
     def test_a_file_that_cannot_be_read_now_is_tried_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,8 +167,9 @@ class TestLastCheckpoint:
             raise OSError(errno.ESTALE, "Stale file handle")
 
         monkeypatch.setattr(Path, "read_bytes", fail)
-        error = last_checkpoint.refusal(tmp_path, tmp_path)
-        assert error is not None and error.exit_code == 1
+        with pytest.raises(CheckpointError) as refused:
+            last_checkpoint.refuse_to_forget(tmp_path, tmp_path)
+        assert refused.value.exit_code == 1
 
     def test_a_full_disk_does_not_cost_the_checkpoint(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
-from megatron_patch.schema.model import attention_head_dim, ffn_hidden_size, is_moe_layer
+from megatron_patch.schema.model import (
+    attention_head_dim,
+    ffn_hidden_size,
+    is_moe_layer,
+    query_groups,
+)
 from megatron_patch.schema.problem import Problem, at_least
 from megatron_patch.schema.run import RunConfig
-
-LLAMA3_LENGTH = 8192
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -138,9 +141,8 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
         text = "'learned_absolute' is not supported by multi-token prediction (model.mtp): use rope"
         yield Problem("model.position_embedding", text)
     yield from _rope_scaling(run)
-    if model.position_embedding != "rope" or model.mla is not None:
-        return
-    if model.num_attention_heads < 1:
+    heads = model.num_attention_heads
+    if model.position_embedding != "rope" or model.mla is not None or heads < 1:
         return
     width = attention_head_dim(model)
     if width < 1 or not 0 < model.rotary_percent <= 1:  # said by _sizes and _ranges
@@ -167,10 +169,8 @@ def _rope_scaling(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.factor", f"{scaling.factor}: must be more than 1, at most 10,000")
     length = scaling.original_max_position_embeddings
     if scaling.kind == "llama3":
-        if length != LLAMA3_LENGTH:
-            text = (
-                f"{length}: Megatron-Core's llama3 scaling has {LLAMA3_LENGTH}; set that, or yarn"
-            )
+        if length != 8192:
+            text = f"{length}: Megatron-Core's llama3 scaling has 8192; set that, or yarn"
             yield Problem(f"{path}.original_max_position_embeddings", text)
         return
     if length < 1:
@@ -224,8 +224,7 @@ def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
     if moe is None or p.use_distributed_optimizer or p.expert_model_parallel_size == 1:
         return
     stages, layers = p.pipeline_model_parallel_size, run.model.num_layers
-    chunks = p.virtual_pipeline_model_parallel_size or 1
-    freq = moe.layer_freq
+    chunks, freq = p.virtual_pipeline_model_parallel_size or 1, moe.layer_freq
     dealt = p.stage_layers(layers)
     if dealt is None or (len(freq) != layers if isinstance(freq, list) else freq < 1):
         return  # other checks say so
@@ -315,7 +314,7 @@ def _latent(run: RunConfig) -> Iterator[Problem]:
             f"{model.position_embedding!r}: multi-latent attention always rotates "
             "model.mla.qk_pos_emb_head_dim channels; use rope",
         )
-    tp = max(1, run.parallel.tensor_model_parallel_size)
+    tp = run.parallel.tensor_model_parallel_size
     if tp > 1 and not run.parallel.sequence_parallel:
         yield from _latent_without_sequence_parallelism(run, tp)
     if model.qk_layernorm and mla.q_lora_rank is None and model.layer_spec == "local":
@@ -463,9 +462,7 @@ def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
     """Under a2a the heads of a tensor-parallel rank are dealt to the ranks of a group."""
     model, parallel = run.model, run.parallel
     tp = max(1, parallel.tensor_model_parallel_size)
-    groups = model.num_attention_heads
-    if model.mla is None and model.num_query_groups is not None:
-        groups = model.num_query_groups
+    groups = query_groups(model) if model.mla is None else model.num_attention_heads
     dealt = {"query": model.num_attention_heads // tp}
     backend = BACKENDS[run.attention.backend]
     if backend.cp and not backend.chunk_primitives:  # ours replicates key/value heads as needed

@@ -1,6 +1,6 @@
 """SIGKILLs, automatic restart and resume, and the same bits as an unbroken run.
 
-    python benchmarks/soak.py --state DIR [--kills 500] [--minutes 25] [--ranks 4] [--out DIR]
+    python tests/faults/soak.py --state DIR [--kills 500] [--minutes 25] [--ranks 4] [--out DIR]
 
 A run is killed again and again until it reaches its end; then weights, optimizer, random streams,
 metrics and the data of every step are compared with those of an unbroken run, bit by bit. That is
@@ -18,16 +18,14 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
-
 from fault_lab import hooks, lab
-from machine import environment, parser, write_result
+
+from megatron_patch.runtime import environment
 
 STEPS, INTERVAL = 30, 4
 SETS = (f"training.train_steps={STEPS}", f"checkpoint.interval={INTERVAL}")
@@ -219,7 +217,8 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    found = parser(__doc__, Path("runs/soak"))
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("--out", type=Path, default=Path("runs/soak"), help="folder of the result")
     found.add_argument("--state", type=Path, required=True, help="folder; survives restarts")
     found.add_argument("--kills", type=int, default=500)
     found.add_argument("--minutes", type=float, default=25.0)
@@ -229,7 +228,8 @@ def main() -> int:
     lab.preimport()
     figures = soak(args)
     print(json.dumps(figures, indent=1))
-    print(write_result("soak", figures, args.out, part=f"{args.ranks} ranks"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "soak.json").write_text(json.dumps(environment.report() | figures, indent=1) + "\n")
     return 1 if figures["different"] or figures["wrong"] else 0
 
 

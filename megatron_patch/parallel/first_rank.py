@@ -1,0 +1,40 @@
+"""What the first rank finds out, every rank goes by: results and refusals alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _to_all(value: Any) -> Any:
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_first_rank[T](
+    work: Callable[[], T],
+    *errors: type[Exception],
+    rank: int,
+    to_all: Callable[[Any], Any] = _to_all,
+) -> T:
+    """What ``work`` returns on the first rank, where alone it is called. Collective.
+
+    Args:
+        errors: raised on every rank when ``work`` raises them. Any other ends the first rank alone.
+        rank: this one.
+        to_all: the first rank's value, on every rank; default: over the process group.
+    """
+    result: Any = None
+    problem: Exception | None = None
+    if rank == 0:
+        try:
+            result = work()
+        except errors as error:
+            problem = error
+    result, problem = to_all((result, problem))
+    if problem is not None:
+        raise problem
+    return result
