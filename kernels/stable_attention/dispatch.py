@@ -72,7 +72,9 @@ class KernelSet:
 GLUON = frozenset({"sm90"} if triton.__version__.startswith(("3.6.", "3.7.")) else ())
 _NOT_ON_HOPPER = frozenset(
     {
-        "softcap", "dropout", "different v head dim", "paper_bf16", "chunks", *PROJECTING,
+        "softcap", "dropout", "different v head dim", "paper_bf16", "chunks",
+        # One pass makes dQ and dK, so that dK has the delta of O.
+        *(name for name in PROJECTING if name != "compensated_projected"),
     }
 )  # fmt: skip
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32"})

@@ -372,6 +372,13 @@ def largest_key(rank, tile, BN: tl.constexpr):
 
 
 @triton.jit
+def key_of_rank(rank):
+    """(key, whether there is one) of a row's largest dS: its size in BF16 in the upper 16 bits, the
+    key in the lower ones. One integer maximum finds both, in any order."""
+    return rank & 0xFFFF, rank > 0xFFFF
+
+
+@triton.jit
 def score_slope(ds, s, CAPPED: tl.constexpr):
     """Chain rule through the softcap: s = tanh(.) here, whose derivative is 1 - s^2."""
     if CAPPED:

@@ -28,7 +28,7 @@ PACKAGE = HERE.parent.parent / "kernels" / "stable_attention"
 FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
 MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
-PROJECTION = "triton/projection.py"
+PROJECTION, HOPPER_ROWS = "triton/projection.py", "hopper/rows.py"
 INT8_FORWARD, INT8_BACKWARD = "int8/forward.py", "int8/backward.py"
 INT8_CODES = "int8/quantise.py"
 PHILOX, OPTIONS = "philox.py", "triton/options.py"
@@ -382,6 +382,13 @@ BUGS = (
         "large logits, projected"),
     Bug("second plane rounded away", NUMERICS, "lo = (base - (hi - back)) + (log - back)",
         "lo = log * 0.0", "large logits, projected"),
+    Bug("hopper: row sums to zero in spite of a sink", HOPPER_ROWS, "excess -= tl.load(target_ptr",
+        "excess -= 0.0 * tl.load(target_ptr", "hopper, sinks"),
+    Bug("hopper: key of another group", HOPPER_ROWS, "(h // GROUP) * stride_kh", "0 * stride_kh",
+        "hopper, projected"),
+    Bug("hopper: one plane of LSE for large logits", HOPPER_ROWS,
+        "tl.where(largest <= ONE_PLANE, ENOUGH, rest)", "tl.where(largest <= 1e30, ENOUGH, rest)",
+        "hopper, large logits"),
     # --- INT8
     Bug("codes cut off, not rounded", INT8_CODES, "nearest(codes), m0", "codes.to(tl.int8), m0",
         "int8 causal"),

@@ -110,6 +110,7 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"causal": True, "keys": 24}, "hopper"),
         ({"d": 96}, "triton"),
         ({"stabilizer": "projected"}, "triton"),
+        ({"stabilizer": "compensated_projected"}, "hopper"),
     ],
 )
 def test_hopper_serves_what_its_row_says(

@@ -30,8 +30,10 @@ from stable_attention.hopper.barriers import (
     pass_turn,
     tma_add,
     wait_for_turn,
+    warp_sync,
 )
 from stable_attention.hopper.producer import PAIR, backward_producer
+from stable_attention.hopper.rows import ENOUGH
 from stable_attention.hopper.tiles import (
     first_row_of,
     item_at,
@@ -80,7 +82,7 @@ def _step(
     zero_s, zero_dq,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     BAND: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
-    S_L: gl.constexpr, A_L: gl.constexpr,
+    PROJECT: gl.constexpr, S_L: gl.constexpr, A_L: gl.constexpr,
 ):  # fmt: skip
     """Fold query tile m into dk and dv, and finish dQ of the tile before unless FIRST.
 
@@ -101,8 +103,17 @@ def _step(
     )
     if not AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
-    shift = shift_s.index(slot).reshape((BM,)).load(columns)
-    p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
+    if PROJECT:
+        planes = shift_s.index(slot).reshape((2 * BM,))
+        x = s * unit - gl.expand_dims(planes.slice(0, BM).load(columns), 0)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        # Where one plane of LSE is enough (`rows`), nothing is taken off each score.
+        if gl.max(planes.slice(BM, 1).load(one), 0) < ENOUGH:
+            x = x - gl.expand_dims(planes.slice(BM, BM).load(columns), 0)
+        p = gl.exp2(x)
+    else:
+        shift = shift_s.index(slot).reshape((BM,)).load(columns)
+        p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
     if BAND:
         # Of the first query and this consumer's first key: which keys it may see.
         middle = m * BM + (sk - sq) - (n * BN + W * 64)
@@ -166,7 +177,7 @@ def _consumer(
     head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr,
+    SPLITS: gl.constexpr, AHEAD: gl.constexpr, PROJECT: gl.constexpr,
 ):  # fmt: skip
     DQ: gl.constexpr = D if BM == 128 else D // 2
     # Query tiles that the diagonal crosses. Keys past the end lie in the last key tile only, and a
@@ -227,7 +238,8 @@ def _consumer(
                 queries, keys, left, right, unit,
                 q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                 ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, CAUSAL or TAIL, True, AHEAD, S_L, A_L,
+                zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, CAUSAL or TAIL, True, AHEAD,
+                PROJECT, S_L, A_L,
             )  # fmt: skip
             for g in range(0, GROUP):
                 begin = gl.where(g == 0, 1, 0)
@@ -242,7 +254,7 @@ def _consumer(
                                 ds_full, ds_empty, dq_full, dq_empty,
                                 q_full, q_empty, do_full, do_empty,
                                 zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, True, False, AHEAD,
-                                S_L, A_L,
+                                PROJECT, S_L, A_L,
                             )  # fmt: skip
                     begin = EDGE
                 for t in range(begin, count):
@@ -252,7 +264,8 @@ def _consumer(
                         queries, keys, left, right, unit,
                         q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                         ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, TAIL, False, AHEAD, S_L, A_L,
+                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, TAIL, False, AHEAD,
+                        PROJECT, S_L, A_L,
                     )  # fmt: skip
             mbarrier.arrive(v_empty, count=1)
             b = head // kv_heads
@@ -288,14 +301,101 @@ def _consumer(
 
 
 @gluon.jit
+def _widened(x):
+    """float32 of 16-bit x whose columns are packed in pairs: an instruction each, where the
+    compiler takes two for every second one."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def _sums_of_rows(ds, first_key, rank_ptr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """Row sums [64] of half a tile dS [BN keys, BM queries] as it multiplies K: of 64 of 128
+    queries, or of 64 keys. Ranks in memory (`numerics.key_of_rank`) follow its largest. One warp,
+    a lane two queries."""
+    like: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 1], [1, 0])
+    eights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], ds.dtype)
+    COUNT: gl.constexpr = BM * BN // 1024
+    # Swizzled tiles are 64 columns wide, and their pattern comes again every 8 rows.
+    tiles = ds._reinterpret(ds.dtype, [2 * COUNT, 8, 64], eights)
+    excess = gl.zeros([64], gl.float32, gl.SliceLayout(0, like))
+    rank = gl.zeros([64], gl.int32, gl.SliceLayout(0, like))
+    if BM == 64:
+        first_key += H * 64
+    # Opaque, or each rank takes two instructions.
+    size = gl.inline_asm_elementwise(
+        "mov.b32 $0, 0x7FFF0000;", "=r,r", [rank], dtype=gl.int32, is_pure=True, pack=1
+    )
+    size = gl.expand_dims(size, 0)
+    places = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, like)), 1)
+    for i in range(0, COUNT):
+        x = _widened(tiles.index(H * COUNT + i).load(like))
+        largest = gl.max((x.to(gl.int32, bitcast=True) & size) | places, 0)
+        excess += gl.sum(x, 0)
+        rank = gl.maximum(rank, largest | (first_key + i * 8))
+    rows = H * (BM - 64) + gl.arange(0, 64, rank.type.layout)
+    gl.atomic_max(rank_ptr + rows, rank, sem="relaxed")
+    return excess
+
+
+@gluon.jit
+def _adder(
+    counter, places, rank_ptr, ds_s, excess_s, item_s,
+    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty,
+    sq, sk, left, right, key_tiles, query_tiles, head_block,
+    BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The second half of the row sums of every dS tile, for its writer."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if PACKED:
+        key_tiles = gl.load(counter + 2)
+    done = 0  # tiles of the items before
+    item_slot = 0
+    item_parity = 0
+    running = True
+    while running:
+        mbarrier.wait(item_full.index(item_slot), item_parity)
+        item = gl.max(item_s.index(item_slot).load(one), 0)
+        mbarrier.arrive(item_empty.index(item_slot), count=1)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
+        running = item >= 0
+        if running:
+            t, head = item_at(item, key_tiles, head_block, CAUSAL or BAND)
+            n, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
+            first_row = first_row_of(places, t, PACKED)
+            first, seen = query_tiles_of(
+                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
+            )
+            count = gl.maximum(seen, 1)
+            for u in range(0, count * GROUP):
+                tile = (head * GROUP + u // count) * query_tiles + first_row + first + u % count
+                slot = (done + u) & 1
+                mbarrier.wait(ds_full.index(slot), ((done + u) >> 1) & 1)
+                excess = _sums_of_rows(ds_s.index(slot), n * BN, rank_ptr + tile * BM, 1, BM, BN)
+                mbarrier.arrive(ds_empty.index(slot), count=1)
+                mbarrier.wait(excess_empty, slot ^ 1)
+                excess_s.store(excess)
+                warp_sync(u)
+                mbarrier.arrive(excess_full.index(slot), count=1)
+            done += count * GROUP
+
+
+@gluon.jit
 def _writer(
-    sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
+    sum_desc, turns, counter, places, excess_ptr, rank_ptr, ds_s, excess_s, dq_s, item_s,
+    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty, dq_full, dq_empty,
     sq, sk, left, right, key_tiles, query_tiles, head_block,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, DQ: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PROJECT: gl.constexpr,
 ):  # fmt: skip
     """Every second dQ tile: await the turn, store or add, free the buffer once it has been read,
-    pass the turn on once all is written."""
+    pass the turn on once all is written. PROJECT: add the row sums of dS too."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if PACKED:
         key_tiles = gl.load(counter + 2)
@@ -324,9 +424,19 @@ def _writer(
                 turn = turn_of(m, n, queries, keys, right, BM, BN, CAUSAL, BAND)
                 if BAND:
                     turn = gl.where(seen > 0, turn, -1)
+                row = tile * BM
+                if PROJECT:
+                    # Tiles of dS and of dQ have the same numbers, and this writer's the slot W.
+                    mbarrier.wait(ds_full.index(W), (number >> 1) & 1)
+                    excess = _sums_of_rows(ds_s.index(W), n * BN, rank_ptr + row, 0, BM, BN)
+                    mbarrier.arrive(ds_empty.index(W), count=1)
+                    mbarrier.wait(excess_full.index(W), (number >> 1) & 1)
+                    later = excess_s.load(excess.type.layout)
+                    mbarrier.arrive(excess_empty, count=1)
+                    if BM == 64:
+                        excess += later
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(dq_full.index(number & 1), (number >> 1) & 1)
-                row = tile * BM
                 second_row = row
                 column = DQ
                 if BM == 128:
@@ -341,6 +451,11 @@ def _writer(
                 tma.store_wait(0)
                 mbarrier.arrive(dq_empty, count=1)
                 if turn >= 0:
+                    if PROJECT:
+                        rows = row + gl.arange(0, 64, excess.type.layout)
+                        gl.atomic_add(excess_ptr + rows, excess, sem="relaxed")
+                        if BM == 128:
+                            gl.atomic_add(excess_ptr + 64 + rows, later, sem="relaxed")
                     pass_turn(turns + tile)
             done += count * GROUP
     tma.store_wait(0)
@@ -363,13 +478,13 @@ def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, sum_desc,
-    turns, counter, places, part_ptr,
+    turns, counter, places, part_ptr, excess_ptr, rank_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit, scale,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLITS: gl.constexpr, AHEAD: gl.constexpr, PROJECT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DQ: gl.constexpr = D if BM == 128 else D // 2
@@ -379,7 +494,9 @@ def backward_kernel(
     do_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
     k_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
     v_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
-    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
+    PLANES: gl.constexpr = 2 if PROJECT else 1
+    SMALL: gl.constexpr = 504 - 2 * REGISTERS  # of the partitions of one warp
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, PLANES * BM], shift_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [PAIR, BN, BM], ds_layout)
@@ -387,7 +504,7 @@ def backward_kernel(
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_full = _new_barriers(1, PAIR)
-    item_empty = _new_barriers(4, PAIR)
+    item_empty = _new_barriers(5 if PROJECT else 4, PAIR)
     k_fulls = _new_barriers(1, 1)
     k_empties = _new_barriers(2, 1)
     v_fulls = _new_barriers(1, 1)
@@ -397,57 +514,136 @@ def backward_kernel(
     do_full = _new_barriers(1, PAIR)
     do_empty = _new_barriers(2, PAIR)
     ds_full = _new_barriers(2, PAIR)
-    ds_empty = _new_barriers(2, PAIR)
+    ds_empty = _new_barriers(4 if PROJECT else 2, PAIR)
     dq_full = _new_barriers(2, PAIR)
     dq_empties = _new_barriers(1, 1)
+    excess_full = _new_barriers(1, PAIR)
+    excess_empties = _new_barriers(1, 1)
+    excess_empty = excess_empties.index(0)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    excess_s = gl.allocate_shared_memory(gl.float32, [64 if PROJECT else 1], plain)
     k_full = k_fulls.index(0)
     k_empty = k_empties.index(0)
     v_full = v_fulls.index(0)
     v_empty = v_empties.index(0)
     dq_empty = dq_empties.index(0)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
-                item_full, item_empty, k_full, k_empty, v_full, v_empty,
-                q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
-                counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                0, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
-            )),
-            (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
-                item_full, item_empty, k_full, k_empty, v_full, v_empty,
-                q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
-                counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                1, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
-            )),
-            (backward_producer, (
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
-                q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
-                item_full, item_empty, k_full, k_empty, v_full, v_empty,
-                q_full, q_empty, do_full, do_empty,
-                sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
-                stride_qb, stride_qh, stride_kb, stride_kh,
-                stride_vb, stride_vh, stride_gb, stride_gh,
-                BM, BN, CAUSAL, BAND, PACKED, GROUP, SPLITS,
-            )),
-            (_writer, (
-                sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
-                dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
-                0, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP,
-            )),
-            (_writer, (
-                sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
-                dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
-                1, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP,
-            )),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
-    )  # fmt: skip
+    if PROJECT:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
+                    item_s,
+                    item_full, item_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
+                    counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles,
+                    query_tiles,
+                    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+                    scale,
+                    0, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
+                    PROJECT,
+                )),
+                (_consumer, (
+                    dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
+                    item_s,
+                    item_full, item_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
+                    counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles,
+                    query_tiles,
+                    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+                    scale,
+                    1, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
+                    PROJECT,
+                )),
+                (backward_producer, (
+                    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
+                    q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
+                    item_full, item_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, do_full, do_empty,
+                    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
+                    stride_qb, stride_qh, stride_kb, stride_kh,
+                    stride_vb, stride_vh, stride_gb, stride_gh,
+                    BM, BN, CAUSAL, BAND, PACKED, GROUP, SPLITS,
+                )),
+                (_writer, (
+                    sum_desc, turns, counter, places, excess_ptr, rank_ptr, ds_s, excess_s, dq_s,
+                    item_s,
+                    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty,
+                    dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
+                    0, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP, PROJECT,
+                )),
+                (_writer, (
+                    sum_desc, turns, counter, places, excess_ptr, rank_ptr, ds_s, excess_s, dq_s,
+                    item_s,
+                    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty,
+                    dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
+                    1, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP, PROJECT,
+                )),
+                (_adder, (
+                    counter, places, rank_ptr, ds_s, excess_s, item_s,
+                    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty,
+                    sq, sk, left, right, key_tiles, query_tiles, head_block,
+                    BM, BN, CAUSAL, BAND, PACKED, GROUP,
+                )),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, SMALL, SMALL, SMALL, SMALL],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
+                    item_s,
+                    item_full, item_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
+                    counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles,
+                    query_tiles,
+                    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+                    scale,
+                    0, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
+                    PROJECT,
+                )),
+                (_consumer, (
+                    dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
+                    item_s,
+                    item_full, item_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
+                    counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles,
+                    query_tiles,
+                    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+                    scale,
+                    1, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
+                    PROJECT,
+                )),
+                (backward_producer, (
+                    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
+                    q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
+                    item_full, item_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, do_full, do_empty,
+                    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
+                    stride_qb, stride_qh, stride_kb, stride_kh,
+                    stride_vb, stride_vh, stride_gb, stride_gh,
+                    BM, BN, CAUSAL, BAND, PACKED, GROUP, SPLITS,
+                )),
+                (_writer, (
+                    sum_desc, turns, counter, places, excess_ptr, rank_ptr, ds_s, excess_s, dq_s,
+                    item_s,
+                    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty,
+                    dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
+                    0, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP, PROJECT,
+                )),
+                (_writer, (
+                    sum_desc, turns, counter, places, excess_ptr, rank_ptr, ds_s, excess_s, dq_s,
+                    item_s,
+                    item_full, item_empty, ds_full, ds_empty, excess_full, excess_empty,
+                    dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
+                    1, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP, PROJECT,
+                )),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )  # fmt: skip
 
 
 __all__ = ["backward_kernel"]

@@ -168,13 +168,14 @@ def _store_rows(
 
 @gluon.jit
 def _consumer(
-    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+    o_desc, low_desc, lse_ptr, row_ptr, rest_ptr, max_ptr, sink_ptr, counter, places,
     q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
     steepness, W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
     SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, PLANES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
@@ -394,7 +395,16 @@ def _consumer(
         place = head.to(gl.int64) * tq + start + rows
         if SUM:
             gl.store(lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < length)
-        if ROUNDED:
+        if PLANES:
+            # `numerics.log_sum_exp_planes`
+            log = gl.log2(gl.where(l > 0, l, 1.0))
+            base = gl.where(l > 0, row_shift, 0.0)
+            first = base + log
+            back = first - base
+            lse = gl.where(l > 0, first, -float("inf"))
+            gl.store(row_ptr + place, lse, mask=rows < length)
+            gl.store(rest_ptr + place, (base - (first - back)) + (log - back), mask=rows < length)
+        elif ROUNDED:
             gl.store(row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < length)
         share = weight * (1.0 / l)
         if BAND:
@@ -419,15 +429,15 @@ def _consumer(
     ]
 )  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+    q_desc, k_desc, v_desc, o_desc, low_desc, lse_ptr, row_ptr, rest_ptr, max_ptr, sink_ptr,
     counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
     steepness, D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
     SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, PLANES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -457,20 +467,20 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+                o_desc, low_desc, lse_ptr, row_ptr, rest_ptr, max_ptr, sink_ptr, counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
                 stride_ob, stride_oh, unit, steepness,
                 0, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
-                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+                HAS_LOW, HAS_MAX, HAS_SINK, PLANES, Q_IN_REGISTERS,
             )),
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+                o_desc, low_desc, lse_ptr, row_ptr, rest_ptr, max_ptr, sink_ptr, counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
                 stride_ob, stride_oh, unit, steepness,
                 1, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
-                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+                HAS_LOW, HAS_MAX, HAS_SINK, PLANES, Q_IN_REGISTERS,
             )),
             (forward_producer, (
                 q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s,

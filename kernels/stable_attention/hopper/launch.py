@@ -31,6 +31,7 @@ from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
 from stable_attention.hopper.tiles import FIELDS, TILE
 from stable_attention.layouts import strides
 from stable_attention.problem import UNLIMITED, Extras, Problem
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
 from stable_attention.triton.launches import KEPT, Arguments, launch
@@ -53,6 +54,8 @@ PROCESSORS = 132
 """Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
 SEGMENT = 1024
 """Keys that the tensor cores add up before "compensated" adds in float32 (`numerics`)."""
+RANKED = 2**16
+"""Keys that `numerics.key_of_rank` tells apart."""
 
 
 def _divisor(heads: int, most: int) -> int:
@@ -169,6 +172,9 @@ def forward(
             extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
+    rest = None
+    if row is not None and problem.planes > 1:
+        row, rest = row.unbind()
     sinks = extras.sinks if problem.has_sinks else None
     for part, cut in _parts(problem, found):
         plan = _plan(part)
@@ -178,8 +184,8 @@ def forward(
             (plan,),
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
-                cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                counter, places,
+                cut(lse), cut(row), cut(rest), result.max_logits if with_max_logits else None,
+                sinks, counter, places,
             ),
             functools.partial(_forward_arguments, plan),
             own=2,
@@ -237,16 +243,24 @@ def backward(
     assert accumulators is None and not problem.softcap, "the portable kernels' (`dispatch`)"
     dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout, dk, dv))
-    if not found:
+    projects = bool(KNOWN[problem.stabilizer].projection)
+    if not found or (projects and problem.sk > RANKED):
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
         )
+    rest = target = None
+    if projects:
+        lse, rest = lse.unbind()
+        if delta.dim() > lse.dim():
+            delta, target, _ = delta.unbind()
     for part, cut in _parts(problem, found):
         _launch(
             _plan(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
             lse=cut(lse),
+            rest=cut(rest),
             delta=cut(delta),
+            target=cut(target),
             extras=extras,
         )
     return dq, dk, dv
@@ -283,7 +297,9 @@ def _launch(
     dv: torch.Tensor,
     *,
     lse: torch.Tensor,
+    rest: torch.Tensor | None,
     delta: torch.Tensor,
+    target: torch.Tensor | None,
     extras: Extras,
 ) -> None:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
@@ -291,16 +307,22 @@ def _launch(
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
-    shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
+    planes = problem.planes
+    shift, padded = new((1 + planes, tiles, bm), dtype=torch.float32).split((planes, 1))
+    shift, padded = shift.view(tiles, planes * bm), padded[0]
+    excess = rank = None
+    if planes > 1:
+        excess, rank = new((2, tiles, bm), dtype=torch.float32).unbind()
+        rank = rank.view(torch.int32)
     turns = new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
     of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
         rows_kernel,
         (plan,),
-        (lse, delta, shift, padded, turns, counter, of_queries),
+        (lse, rest, delta, shift, padded, excess, rank, turns, counter, of_queries),
         functools.partial(_rows_arguments, plan),
-        own=5,
+        own=7,
     )
     partial = None
     if parts > 1:
@@ -309,25 +331,45 @@ def _launch(
     launch(
         backward_kernel,
         (plan,),
-        (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys, partial),
+        (
+            q,
+            k,
+            v,
+            dout,
+            dk,
+            dv,
+            shift,
+            padded,
+            sums,
+            turns,
+            counter,
+            of_keys,
+            partial,
+            excess,
+            rank,
+        ),
         functools.partial(_backward_arguments, plan),
-        own=7,
+        own=9,
     )
     touched = turns if plan.band else None
-    todo = [(dq, sums, touched, of_queries, False, problem.scale)]
+    todo: list[Any] = [
+        (dq, (target, k if planes > 1 else None), (excess, rank), sums, touched, of_queries,
+         False, problem.scale)
+    ]  # fmt: skip
+    none = (None, None)
     if partial is not None:
         of_k, of_v = partial.unbind()
         todo += [
-            (dk, of_k, None, of_keys, True, problem.scale),
-            (dv, of_v, None, of_keys, True, 1.0),
+            (dk, none, none, of_k, None, of_keys, True, problem.scale),
+            (dv, none, none, of_v, None, of_keys, True, 1.0),
         ]
-    for out, total, adds, table, keys, scale in todo:
+    for out, given, found, total, adds, table, keys, scale in todo:
         launch(
             sum_kernel,
             (plan, keys, scale),
-            (out, total, adds, None if places is None else counter, table),
+            (out, *given, *found, total, adds, None if places is None else counter, table),
             functools.partial(_sum_arguments, plan, keys, scale),
-            own=4,
+            own=6,
         )
 
 
@@ -336,26 +378,35 @@ def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> A
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
     named: dict[str, object] = {
-        "BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2,
+        "BM": QUERIES[problem.d], "PACKED": problem.varlen, "PROJECT": problem.planes > 1,
+        "num_warps": 2,
     }  # fmt: skip
     return (plan.entries * problem.heads * tiles,), positional, named
 
 
 def _sum_arguments(
-    plan: _Plan, keys: bool, scale: float, out: torch.Tensor, total: torch.Tensor, *others: Any
-) -> Arguments:
+    plan: _Plan, keys: bool, scale: float, out: torch.Tensor, target: torch.Tensor | None,
+    k: torch.Tensor | None, excess: torch.Tensor | None, rank: torch.Tensor | None,
+    total: torch.Tensor, *others: Any,
+) -> Arguments:  # fmt: skip
     problem = plan.problem
     heads, length, tiles, rows = (
         (problem.kv_heads, problem.sk, plan.key_tiles, BN)
         if keys
         else (problem.heads, problem.sq, plan.backward_tiles, QUERIES[problem.d])
     )
+    of_rows: tuple[int, ...] = (0, 0)
+    if target is not None:
+        of_rows = (0, target.stride(0)) if problem.varlen else target.stride()[:2]
     positional = (
-        total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
+        total, out, target, k, excess, rank, *others, *strides(out, problem.layout), *of_rows,
+        *(strides(k, problem.layout) if k is not None else (0, 0, 0)),
+        length, heads, tiles, scale,
     )  # fmt: skip
     named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
+        "PROJECT": k is not None, "TARGET": target is not None, "GROUP": problem.group,
         "num_warps": rows // 16,
     }  # fmt: skip
     return (plan.entries * heads * tiles,), positional, named
@@ -370,6 +421,7 @@ def _forward_arguments(
     low: torch.Tensor | None,
     lse: torch.Tensor | None,
     row: torch.Tensor | None,
+    rest: torch.Tensor | None,
     max_logits: torch.Tensor | None,
     sinks: torch.Tensor | None,
     counter: torch.Tensor,
@@ -383,7 +435,7 @@ def _forward_arguments(
     positional = (
         tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
         tiled(out, layout, 64), None if low is None else tiled(low, layout, 64),
-        lse, row, max_logits, sinks, counter, places,
+        lse, row, rest, max_logits, sinks, counter, places,
         *(s for x in (q, k, v, out) for s in steps(x, layout)),
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
@@ -398,6 +450,7 @@ def _forward_arguments(
         "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
+        "PLANES": rest is not None,
         # At d = 128 there is no room for them.
         "Q_IN_REGISTERS": d == 64,
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
@@ -424,7 +477,7 @@ def _backward_arguments(
     bounds, mask = _mask(problem)
 
     def of_rows(x: torch.Tensor) -> TensorDescriptor:
-        return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
+        return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [1, x.shape[1]], ROW)
 
     positional = (
         tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
@@ -443,8 +496,10 @@ def _backward_arguments(
         "GROUP": problem.group // parts, "SPLITS": parts,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
+        "PROJECT": problem.planes > 1,
         # Of a consumer; what the kernel starts with leaves these to it.
-        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+        "REGISTERS": 232 if problem.planes > 1 and d == 64 and not plan.band else 240,
+        "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, _processors(q.device)),), positional, named
 
