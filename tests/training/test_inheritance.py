@@ -12,14 +12,20 @@ import pytest
 import torch
 from byte_corpus import byte_corpus
 from minimal_config import TINY
-from training_ranks import figures, run_ranks
+from training_ranks import figures, metrics, run_ranks
 
 from megatron_patch.config import load
 from megatron_patch.data.loader import Loaders, build_loaders
 from megatron_patch.schema import kinds
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.run import RunConfig
-from megatron_patch.training.inheritance import Inheritance, check_length, compare, judge
+from megatron_patch.training.inheritance import (
+    Inheritance,
+    check_begin,
+    check_length,
+    compare,
+    judge,
+)
 
 # ------------------------------------------------------------------------- the table of keys
 
@@ -231,6 +237,13 @@ def test_a_run_beyond_its_end_is_no_success(loaded: Callable[..., Any]) -> None:
     assert error.value.exit_code == 2 and "checkpoint rollback" in str(error.value)
 
 
+def test_no_step_goes_before_its_schedule(loaded: Callable[..., Any]) -> None:
+    run = loaded("optimizer.begin_step=4").config
+    check_begin(run, step=4)
+    with pytest.raises(ConfigError, match="4, but the run goes on after step 3, .* set it to 3"):
+        check_begin(run, step=3)
+
+
 # ------------------------------------------------------------- what a checkpoint recorded
 
 
@@ -383,6 +396,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
              "faults.spike.loss_z=null", "faults.spike.grad_norm_z=500", "checkpoint.interval=1",
              "training.global_batch_size=4")  # fmt: skip
     leave = "training.exit_at_step=7"
+    spiky += ("optimizer.begin_step=4", "optimizer.warmup_steps=2")
     run("rewound", end, parent, *spiky, leave, spike={"step": 7, "times": 1})
     run("rewound", end, parent, *spiky, attempt=" resumed")
     run("same", end, parent, "training.exit_at_step=6", ranks=2)
@@ -443,6 +457,14 @@ def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain: Any) -> None:
     assert "going back to step 6; global batches 6-6 are left out" in log
     assert [n for _, n in windows(rewound, 16)] == [*range(32, 44), *range(44, 48)]
     assert [n for _, n in windows(resumed, 4)] == list(range(48, 52))
+
+
+def test_a_kept_step_counter_warms_up_again(chain: Any) -> None:
+    """Steps 5 and 6 are the warm-up, through a rewind; the decay to step 8 goes on."""
+    folder, _ = chain
+    found = {step: float(row["lr"]) for step, row in metrics(folder / "runs" / "rewound").items()}
+    peak = found[6]
+    assert found[5] == peak / 2 and peak > found[7] > found[8]
 
 
 def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain: Any) -> None:
