@@ -240,7 +240,7 @@ def test_a_run_beyond_its_end_is_no_success(loaded: Callable[..., Any]) -> None:
 def test_no_step_goes_before_its_schedule(loaded: Callable[..., Any]) -> None:
     run = loaded("optimizer.begin_step=4").config
     check_begin(run, step=4)
-    with pytest.raises(ConfigError, match="4, but the run goes on after step 3, .* set it to 3"):
+    with pytest.raises(ConfigError, match=r"4, but the run goes on after step 3, .* set it to 3"):
         check_begin(run, step=3)
 
 
