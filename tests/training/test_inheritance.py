@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -406,10 +407,12 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
     run("meant", end, parent, "model.rotary_base=500000", intended, "optimizer.lr=0.02",
         "training.exit_at_step=5")  # fmt: skip
     run("nothing", "training.train_steps=4", parent)
-    run("weights", "training.train_steps=3", parent, "checkpoint.load_weights_only=true",
-        "training.global_batch_size=4", "training.exit_at_step=2")  # fmt: skip
+    run("weights", "training.train_steps=4", "checkpoint.load_from=runs/parent",
+        "checkpoint.load_step=4", "checkpoint.load_weights_only=true", "training.exit_at_step=3",
+        "training.global_batch_size=4", "training.batch_size_rampup=[2,1,4]")  # fmt: skip
     stage = ["training.train_steps=3", parent, "checkpoint.carry_over=[optimizer, data]",
-             "training.global_batch_size=4", "optimizer.warmup_steps=1"]  # fmt: skip
+             "training.global_batch_size=4", "optimizer.warmup_steps=1",
+             "training.eval_test=true", "data.split=[0.9,0.05,0.05]"]  # fmt: skip
     run("stage", *stage, "training.exit_at_step=2")
     run("stage", *stage, attempt=" resumed")
     results = run_ranks(folder, corpus, 2, list(runs.values()))
@@ -511,6 +514,7 @@ def test_a_stage_counts_from_zero_and_reads_on(chain: Any) -> None:
     assert "step 4, weights and optimizer, data; what differs from it:" in log
     assert "  schedule  schedule starts anew: learning rate 0.01 at step 1" in log
     assert "took the weights and optimizer of step 4" in log
+    assert re.search(r"test split: loss \d\.\d+ after step 3\n", log)
 
 
 @pytest.mark.parametrize(
@@ -537,8 +541,9 @@ def test_shipped_stages_load(tmp_path: Path, stage: str, monkeypatch: pytest.Mon
 
 
 def test_weights_alone_start_everything_anew_and_say_so(chain: Any) -> None:
+    """Of an older checkpoint than the newest; the batch grows: 2, 3 and 4 samples."""
     folder, results = chain
-    assert [n for _, n in windows(results["weights"][0], 8)] == list(range(8))
+    assert [n for _, n in windows(results["weights"][0], 12)] == list(range(9))
     log = log_of(folder, "weights")
     assert "step 4, weights only; what differs from it:" in log
     assert "  data      every dataset starts at its first sample" in log
