@@ -122,7 +122,8 @@ def check_options(
         MismatchError: an option that cannot change on a resume differs.
     """
     remedy = (
-        "set it back, or start from its weights with checkpoint.load_from and load_weights_only"
+        "set it back, or start a new run from it with checkpoint.load_from, without optimizer in "
+        "checkpoint.carry_over"
     )
     if info.get("weights_only"):
         raise MismatchError(
@@ -213,10 +214,15 @@ def check_fit(asked: list[list[Any]], index: Metadata, *, skip: str) -> None:
     ]
     if problems:
         more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise MismatchError(
-            "the checkpoint does not fit this configuration:\n  "
-            + "\n  ".join(problems[:SHOWN] + more)
+        text = "\n  ".join(
+            ["the checkpoint does not fit this configuration:", *problems[:SHOWN], *more]
         )
+        if all(problem.startswith("optimizer.") for problem in problems):
+            text += (
+                "\nthe model fits, the optimizer is another one: set optimizer.name back, or leave "
+                "optimizer out of checkpoint.carry_over"
+            )
+        raise MismatchError(text)
     validate_sharding_integrity(asked)
 
 

@@ -479,7 +479,8 @@ class Checkpointer:
             self._warn("took the %s of step %d", what, progress.step)
             return progress
         self.parts.schedule.num_steps = 0  # core adds the saved steps to those it has taken
-        self.parts.schedule.load_state_dict(dict(run["schedule"]))
+        steps = max(0, progress.step - self.run.optimizer.begin_step)
+        self.parts.schedule.load_state_dict(dict(run["schedule"]) | {"num_steps": steps})
         self.loaded_extra = dict(run.get("extra", {}))
         if same_layout:
             random_state.restore(loaded[content.RNG])

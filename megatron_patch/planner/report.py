@@ -136,6 +136,8 @@ def _speed(plan: Plan, tokens: float) -> list[str]:
         f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU "
         f"{speed.mfu:.1%} (estimate; calibrated on GPT-2 124M, docs/planning.md)"
     )
+    if plan.run.optimizer.name == "muon":
+        lines.append("  without Muon's own matrix products and launches (docs/training.md)")
     lines.append(f"  {tokens / 1e9:,.1f}B tokens: {speed.days(tokens):,.1f} days")
     return lines
 

@@ -245,7 +245,8 @@ def _loss(facts: RunFacts) -> Answer:
 
 def _gradients(facts: RunFacts) -> Answer:
     try:
-        warmup = float(facts.value("optimizer.warmup_steps", "0"))
+        keys = ("optimizer.begin_step", "optimizer.warmup_steps")
+        warmup = sum(float(facts.value(key, "0")) for key in keys)
     except ValueError:
         warmup = 0.0
     late = [w for w in _windows(facts, "grad_norm") if w[0] > warmup and math.isfinite(w[1])]

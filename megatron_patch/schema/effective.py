@@ -27,6 +27,11 @@ def decay_steps(run: RunConfig) -> int:
     return run.optimizer.decay_steps or run.training.train_steps
 
 
+def warmup_end(run: RunConfig) -> int:
+    """Step at which the warm-up of the learning rate is over."""
+    return run.optimizer.begin_step + run.optimizer.warmup_steps
+
+
 def expert_tensor_parallel_size(run: RunConfig) -> int:
     """Ranks one expert's matrices are split over: as given, else those of every matrix."""
     parallel = run.parallel

@@ -40,7 +40,7 @@ _KEYS: dict[Kind, str] = {
         training.micro_batch_size
         training.exit_at_step training.exit_after_minutes
         optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps
-        optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
+        optimizer.begin_step optimizer.schedule_from optimizer.decay_steps optimizer.wsd_decay_steps
         optimizer.wsd_decay_style optimizer.weight_decay optimizer.beta1 optimizer.beta2
         optimizer.eps optimizer.clip_grad optimizer.name optimizer.muon_momentum optimizer.qk_clip
         model.hidden_dropout model.attention_dropout model.moe.aux_loss_coeff

@@ -186,6 +186,8 @@ class OptimizerConfig:
     """Decay after the warm-up; wsd: over the last wsd_decay_steps only."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
+    begin_step: int = 0
+    """Step after which warm-up and decay begin; to warm up again, the loaded checkpoint's."""
     decay_steps: int | None = None
     """Step at which min_lr is reached; default: training.train_steps."""
     schedule_from: Literal["start", "now"] = "start"
@@ -214,7 +216,9 @@ class OptimizerConfig:
     def problems(self) -> Iterator[Problem]:
         yield from self._rates()
         yield from self._adam()
-        yield from at_least("optimizer", self, {"warmup_steps": 0, "decay_steps": 1})
+        yield from at_least(
+            "optimizer", self, {"warmup_steps": 0, "begin_step": 0, "decay_steps": 1}
+        )
         if self.schedule != "wsd" and self.wsd_decay_steps is not None:
             yield Problem(
                 "optimizer.wsd_decay_steps",

@@ -126,6 +126,7 @@ class Inheritance:
         Raises:
             ConfigError: the run is beyond its end, or data or schedule are not those of its steps.
         """
+        check_begin(self._loaded.config, step=step)
         if self.parent is not None:
             lines = self.begin(batch=batch)
         else:
@@ -354,6 +355,21 @@ def check_length(run: RunConfig, *, step: int) -> None:
             "earlier checkpoint"
         )
         raise ConfigError([Problem("training.train_steps", text)])
+
+
+def check_begin(run: RunConfig, *, step: int) -> None:
+    """Refuse a schedule that begins after the next step: that one has no learning rate.
+
+    Raises:
+        ConfigError: ``optimizer.begin_step`` is above the steps done.
+    """
+    if run.optimizer.begin_step > step:
+        text = (
+            f"{run.optimizer.begin_step}, but the run goes on after step {step:,}, which has no "
+            f"learning rate then: set it to {step}, or name a later checkpoint "
+            "(checkpoint.load_from, load_step)"
+        )
+        raise ConfigError([Problem("optimizer.begin_step", text)])
 
 
 # ------------------------------------------------------------------------ what was recorded

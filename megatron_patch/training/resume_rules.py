@@ -76,6 +76,7 @@ rate and clip are what saves a run that diverges; new values count from the next
 SCHEDULE = (
     "optimizer.schedule",
     "optimizer.warmup_steps",
+    "optimizer.begin_step",
     "optimizer.decay_steps",
     "optimizer.wsd_decay_steps",
     "optimizer.wsd_decay_style",

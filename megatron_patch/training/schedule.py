@@ -1,5 +1,7 @@
 """Learning-rate schedules, through Megatron-Core's OptimizerParamScheduler.
 
+Its ``num_steps`` counts from ``optimizer.begin_step``.
+
 The scheduler is stepped before the update, so update n (1-based) uses lr(n): warm-up reaches the
 peak at update ``warmup_steps`` (no update is spent at learning rate 0), and the update numbered
 ``decay_steps`` uses exactly ``min_lr``.
@@ -34,6 +36,7 @@ class Schedule:
     min_lr: float
     schedule: str
     warmup_steps: int
+    begin_step: int
     decay_steps: int
     wsd_decay_steps: int | None
     wsd_decay_style: str
@@ -48,17 +51,19 @@ class Schedule:
     def saved(cls, content: Mapping[str, Any], run: RunConfig) -> Schedule:
         """The schedule of a checkpoint, by its plain data.
 
-        ``config``, its configuration as YAML, has two values that ``schedule``, the state of the
+        ``config``, its configuration as YAML, has three values that ``schedule``, the state of the
         scheduler, lacks; ``run`` has them where a checkpoint has no configuration.
         """
         state, written = content["schedule"], yaml.safe_load(content.get("config") or "{}")
         o = written.get("optimizer") or {}
+        begin = o.get("begin_step", 0)
         return cls(
             lr=state["max_lr"],
             min_lr=state["min_lr"],
             schedule=next(k for k, v in _STYLES.items() if v == state["lr_decay_style"]),
             warmup_steps=state["lr_warmup_steps"],
-            decay_steps=state["lr_decay_steps"],
+            begin_step=begin,
+            decay_steps=begin + state["lr_decay_steps"],
             wsd_decay_steps=o.get("wsd_decay_steps", run.optimizer.wsd_decay_steps),
             wsd_decay_style=o.get("wsd_decay_style", run.optimizer.wsd_decay_style),
         )
@@ -73,7 +78,7 @@ class Schedule:
             max_lr=self.lr,
             min_lr=self.min_lr,
             lr_warmup_steps=self.warmup_steps,
-            lr_decay_steps=self.decay_steps,
+            lr_decay_steps=self.decay_steps - self.begin_step,
             lr_decay_style=_STYLES[self.schedule],
             start_wd=weight_decay,
             end_wd=weight_decay,
@@ -88,12 +93,12 @@ class Schedule:
     def rate(self, step: int) -> float:
         """Learning rate of the update numbered ``step``, from 1."""
         scheduler = self.build(SimpleNamespace(param_groups=[]))
-        scheduler.num_steps = step
+        scheduler.num_steps = step - self.begin_step
         return float(scheduler.get_lr({}))
 
     def shape(self) -> dict[str, Any]:
         """What only ``schedule_from: now`` changes, as far as it has an effect."""
-        names = ["schedule", "warmup_steps"]
+        names = ["schedule", "warmup_steps", "begin_step"]
         names += ["decay_steps"] * (self.schedule != "constant")
         names += ["wsd_decay_steps", "wsd_decay_style"] * (self.schedule == "wsd")
         return {name: getattr(self, name) for name in names}
@@ -120,7 +125,8 @@ def go_on(
         What stands against going on, and a line for every change of a learning rate.
     """
     o, before, now = run.optimizer, Schedule.saved(content, run), Schedule.of(run)
-    if o.schedule_from == "start" and o.decay_steps is None:
+    same_begin = now.begin_step == before.begin_step
+    if o.schedule_from == "start" and o.decay_steps is None and same_begin:
         now = replace(now, decay_steps=before.decay_steps)
     change = f"learning rate of step {step + 1:,}: {before.rate(step + 1):.4g} -> "
     change += f"{now.rate(step + 1):.4g}; at the end {before.end()} -> {now.end()}"
@@ -136,7 +142,7 @@ def go_on(
             )
             for name in names
         ], []
-    scheduler.lr_decay_steps = now.decay_steps
+    scheduler.lr_decay_steps = now.decay_steps - now.begin_step
     scheduler.step(increment=0)
     lines = [] if (now.lr, now.min_lr, new) == (before.lr, before.min_lr, old) else [change]
     return [], lines + _ends_elsewhere(run, now, step)

@@ -23,7 +23,14 @@ def test_scales_of_layers_that_have_none_now_are_left_over():
     index = SimpleNamespace(state_dict_metadata={f"{SCALES}/shard_0_1": None})
     content.check_fit([[]], index, skip="never")
     index.state_dict_metadata["decoder.other/shard_0_1"] = None
-    with pytest.raises(MismatchError, match=r"decoder\.other.*not in the model"):
+    with pytest.raises(MismatchError, match=r"decoder\.other.*not in the model") as error:
+        content.check_fit([[]], index, skip="never")
+    assert "carry_over" not in str(error.value)
+
+
+def test_another_optimizer_is_told_from_another_model():
+    index = SimpleNamespace(state_dict_metadata={"optimizer.state.momentum_buffer.decoder.x": None})
+    with pytest.raises(MismatchError, match="leave optimizer out of"):
         content.check_fit([[]], index, skip="never")
 
 

@@ -122,8 +122,9 @@ def test_a_missing_tokenizer_is_assumed_aloud(capsys, tmp_path, monkeypatch):
     _, out, _ = run_plan(capsys, "--config", path)
     assert "ASSUMED GPT-2's: data/tokenizer.json is not here" in out
     assert "124,475,904 parameters" in out  # 50,257 rows padded to 50,304
-    _, out, _ = run_plan(capsys, "--config", path, "--vocab-size", 32768)
-    assert "111," in out and "ASSUMED" not in out
+    muon = ("--set", "optimizer.name=muon")
+    _, out, _ = run_plan(capsys, "--config", path, "--vocab-size", 32768, *muon)
+    assert "111," in out and "ASSUMED" not in out and "without Muon's own" in out
     _, out, _ = run_plan(capsys, "--config", CONFIGS / "llama_8b_8k.yaml")
     assert "vocabulary 128,256" in out and "ASSUMED Llama 3's" in out
 

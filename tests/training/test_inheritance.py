@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,14 +13,20 @@ import pytest
 import torch
 from byte_corpus import byte_corpus
 from minimal_config import TINY
-from training_ranks import figures, run_ranks
+from training_ranks import figures, metrics, run_ranks
 
 from megatron_patch.config import load
 from megatron_patch.data.loader import Loaders, build_loaders
 from megatron_patch.schema import kinds
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.run import RunConfig
-from megatron_patch.training.inheritance import Inheritance, check_length, compare, judge
+from megatron_patch.training.inheritance import (
+    Inheritance,
+    check_begin,
+    check_length,
+    compare,
+    judge,
+)
 
 # ------------------------------------------------------------------------- the table of keys
 
@@ -231,6 +238,13 @@ def test_a_run_beyond_its_end_is_no_success(loaded: Callable[..., Any]) -> None:
     assert error.value.exit_code == 2 and "checkpoint rollback" in str(error.value)
 
 
+def test_no_step_goes_before_its_schedule(loaded: Callable[..., Any]) -> None:
+    run = loaded("optimizer.begin_step=4").config
+    check_begin(run, step=4)
+    with pytest.raises(ConfigError, match=r"4, but the run goes on after step 3, .* set it to 3"):
+        check_begin(run, step=3)
+
+
 # ------------------------------------------------------------- what a checkpoint recorded
 
 
@@ -383,6 +397,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
              "faults.spike.loss_z=null", "faults.spike.grad_norm_z=500", "checkpoint.interval=1",
              "training.global_batch_size=4")  # fmt: skip
     leave = "training.exit_at_step=7"
+    spiky += ("optimizer.begin_step=4", "optimizer.warmup_steps=2")
     run("rewound", end, parent, *spiky, leave, spike={"step": 7, "times": 1})
     run("rewound", end, parent, *spiky, attempt=" resumed")
     run("same", end, parent, "training.exit_at_step=6", ranks=2)
@@ -392,10 +407,12 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
     run("meant", end, parent, "model.rotary_base=500000", intended, "optimizer.lr=0.02",
         "training.exit_at_step=5")  # fmt: skip
     run("nothing", "training.train_steps=4", parent)
-    run("weights", "training.train_steps=3", parent, "checkpoint.load_weights_only=true",
-        "training.global_batch_size=4", "training.exit_at_step=2")  # fmt: skip
+    run("weights", "training.train_steps=4", "checkpoint.load_from=runs/parent",
+        "checkpoint.load_step=4", "checkpoint.load_weights_only=true", "training.exit_at_step=3",
+        "training.global_batch_size=4", "training.batch_size_rampup=[2,1,4]")  # fmt: skip
     stage = ["training.train_steps=3", parent, "checkpoint.carry_over=[optimizer, data]",
-             "training.global_batch_size=4", "optimizer.warmup_steps=1"]  # fmt: skip
+             "training.global_batch_size=4", "optimizer.warmup_steps=1",
+             "training.eval_test=true", "data.split=[0.9,0.05,0.05]"]  # fmt: skip
     run("stage", *stage, "training.exit_at_step=2")
     run("stage", *stage, attempt=" resumed")
     results = run_ranks(folder, corpus, 2, list(runs.values()))
@@ -445,6 +462,14 @@ def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain: Any) -> None:
     assert [n for _, n in windows(resumed, 4)] == list(range(48, 52))
 
 
+def test_a_kept_step_counter_warms_up_again(chain: Any) -> None:
+    """Steps 5 and 6 are the warm-up, through a rewind; the decay to step 8 goes on."""
+    folder, _ = chain
+    found = {step: float(row["lr"]) for step, row in metrics(folder / "runs" / "rewound").items()}
+    peak = found[6]
+    assert found[5] == peak / 2 and peak > found[7] > found[8]
+
+
 def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain: Any) -> None:
     folder, results = chain
     assert [r[0]["code"] for r in (results["same"], results["parent resumed"])] == [0, 0]
@@ -489,6 +514,7 @@ def test_a_stage_counts_from_zero_and_reads_on(chain: Any) -> None:
     assert "step 4, weights and optimizer, data; what differs from it:" in log
     assert "  schedule  schedule starts anew: learning rate 0.01 at step 1" in log
     assert "took the weights and optimizer of step 4" in log
+    assert re.search(r"test split: loss \d\.\d+ after step 3\n", log)
 
 
 @pytest.mark.parametrize(
@@ -515,8 +541,9 @@ def test_shipped_stages_load(tmp_path: Path, stage: str, monkeypatch: pytest.Mon
 
 
 def test_weights_alone_start_everything_anew_and_say_so(chain: Any) -> None:
+    """Of an older checkpoint than the newest; the batch grows: 2, 3 and 4 samples."""
     folder, results = chain
-    assert [n for _, n in windows(results["weights"][0], 8)] == list(range(8))
+    assert [n for _, n in windows(results["weights"][0], 12)] == list(range(9))
     log = log_of(folder, "weights")
     assert "step 4, weights only; what differs from it:" in log
     assert "  data      every dataset starts at its first sample" in log

@@ -118,18 +118,19 @@ class Attempt:
         groups = Groups()
         scheduler = build_schedule(run, groups)
         if before is not None:
-            scheduler.load_state_dict(dict(before.content["schedule"]))
-            step = scheduler.num_steps
+            step = before.content["step"]
+            steps = {"num_steps": step - run.optimizer.begin_step}  # as the checkpointer counts
+            scheduler.load_state_dict(dict(before.content["schedule"]) | steps)
             self.problems, self.lines = go_on(run, scheduler, before.content, step=step)
             if self.problems:
                 return
-        for step in range(scheduler.num_steps + 1, until + 1):
+        for step in range((0 if before is None else before.content["step"]) + 1, until + 1):
             scheduler.step(increment=1)
             self.rates[step] = groups.param_groups[0]["lr"]
-        written = {
-            name: getattr(run.optimizer, name) for name in ("wsd_decay_steps", "wsd_decay_style")
-        }
+        names = ("wsd_decay_steps", "wsd_decay_style", "begin_step")
+        written = {name: getattr(run.optimizer, name) for name in names}
         self.content = {
+            "step": until,
             "schedule": scheduler.state_dict(),
             "config": yaml.safe_dump({"optimizer": written}),
         }
@@ -245,6 +246,24 @@ def began_with(style: dict[str, Any], key: str) -> Any:
     return {"decay_steps": 20, "warmup_steps": 2, "wsd_decay_style": "minus_sqrt"}.get(
         key, style.get(key)
     )
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("stop", [0, 2, 15])
+def test_a_kept_counter_warms_up_again(style: dict[str, Any], stop: int) -> None:
+    """From step 20 on as a new run from step 0, however often it resumes."""
+    style = style | {"decay_steps": 40}
+    again = style | {"warmup_steps": 4, "begin_step": 20, "schedule_from": "now"}
+    again["decay_steps"] = 60
+    began = Attempt(20, 20, **style)
+    (problem,) = Attempt(60, 60, before=began, **style | {"begin_step": 20}).problems
+    assert problem.path == "optimizer.begin_step"
+    stopped = Attempt(20 + stop, 60, before=began, **again)
+    found = Attempt(60, 60, before=stopped, **again)
+    fresh = Attempt(40, 40, **style | {"warmup_steps": 4})
+    assert found.rates == began.rates | {20 + step: rate for step, rate in fresh.rates.items()}
+    kept = Attempt(60, 60, before=stopped, **again | {"schedule_from": "start"})
+    assert kept.rates == found.rates and kept.lines == []
 
 
 def test_a_rate_that_rescues_a_run_is_changed_at_once_and_said() -> None:

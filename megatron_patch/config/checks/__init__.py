@@ -26,21 +26,28 @@ def optimizer_problems(run: RunConfig) -> Iterator[Problem]:
         text = f"{o.qk_clip} with model.qk_layernorm, which undoes the scaling: leave one out"
         yield Problem("optimizer.qk_clip", text)
     decay = decay_steps(run)
-    if decay >= 1 and o.warmup_steps >= decay:
+    length = decay - o.begin_step
+    if decay >= 1 and o.warmup_steps >= length:
+        begin = f" after optimizer.begin_step {o.begin_step}" * (o.begin_step > 0)
         yield Problem(
             "optimizer.warmup_steps",
-            f"{o.warmup_steps}: the warm-up must end before the decay does, at step {decay} "
+            f"{o.warmup_steps}{begin}: the warm-up must end before the decay does, at step {decay} "
             "(optimizer.decay_steps, by default training.train_steps)",
         )
+    if o.begin_step and run.checkpoint.load_from and "step" not in run.checkpoint.carried:
+        text = (
+            f"{o.begin_step}: steps start at 0 without step in checkpoint.carry_over; leave it out"
+        )
+        yield Problem("optimizer.begin_step", text)
     if o.schedule != "wsd":
         return
     path = "optimizer.wsd_decay_steps"
     if o.wsd_decay_steps is None:
         yield Problem(path, "is required by schedule wsd: the length of the final decay")
-    elif not 1 <= o.wsd_decay_steps <= decay - o.warmup_steps:
+    elif not 1 <= o.wsd_decay_steps <= length - o.warmup_steps:
         yield Problem(
             path,
-            f"{o.wsd_decay_steps}: must be between 1 and {decay - o.warmup_steps}, the "
+            f"{o.wsd_decay_steps}: must be between 1 and {length - o.warmup_steps}, the "
             "steps between the end of the warm-up and the end of the decay",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.runtime.watcher import Action, ResumePoint, StepResult, Watcher
+from megatron_patch.schema.effective import warmup_end
 from megatron_patch.stability import names
 from megatron_patch.stability.groups import Groups
 from megatron_patch.stability.monitor import AttentionMonitor
@@ -28,7 +29,7 @@ class Stability(Watcher):
         self._run, self._monitor, a = run, monitor, run.attention
         self.attention = AttentionMonitor(
             chunks, directory=run_dir, options=run.stability, groups=Groups.find(layout.device),
-            log=monitor.say, warmup_steps=run.optimizer.warmup_steps, name=run.name,
+            log=monitor.say, warmup_steps=warmup_end(run), name=run.name,
             attention=attention_name(a.backend, a.stabilizer, a.backward),
         )  # fmt: skip
         self._latest: dict[str, float] = {}
