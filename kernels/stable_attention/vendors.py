@@ -151,7 +151,7 @@ def _finished(
 
 # Whatever the forward made of O, delta is ours; "paper_bf16" rounds in its backward too.
 _FORWARDS = frozenset({"compensated", "dynamic_max", "none", "low_order_o", "consistent_sum"})
-_COMMON = _FORWARDS | {"causal", "sinks", "gqa"}
+_COMMON = _FORWARDS | {"causal", "sinks", "gqa", "o_lo in int8 or fp32"}
 _GPUS = frozenset({"sm80", "sm90", "sm100"})
 
 VENDORS = (

@@ -16,6 +16,7 @@ from regimes import make_regime
 
 from stable_attention import AttentionArgumentError, fa4, stable_attention, vendors
 from stable_attention.chunks import chunk_forward
+from stable_attention.describe import describe
 from stable_attention.problem import Options, Problem
 from stable_attention.triton.backward import backward
 
@@ -64,8 +65,7 @@ def test_errors_are_those_of_our_own_backward(name: str) -> None:
     assert borrowed < 0.5 * error(stock)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize(("layout", "causal"), [("bshd", True), ("sbhd", False), ("bhsd", True)])
 def test_layouts(layout: str, causal: bool) -> None:
     tensors = _drawn(layout)
     own, found = (
@@ -87,14 +87,13 @@ def test_one_buffer_of_q_k_and_v_gets_one_of_gradients() -> None:
 
 
 def test_sinks_take_their_share_and_get_their_gradient() -> None:
-    tensors = _drawn()
-    sinks = torch.tensor([0.5, -1.0])
+    *inputs, dout = _drawn()
+    inputs.append(torch.tensor([0.5, -1.0]))
     found = []
     for name in ("own", "sdpa_flash"):
-        leaf = sinks.clone().requires_grad_()
-        found.append(_gradients(tensors, causal=True, sinks=leaf, backward=name))
-        out = stable_attention(*tensors[:3], causal=True, sinks=leaf, backward=name)
-        found[-1].append(torch.autograd.grad(out, leaf, tensors[3])[0])
+        *qkv, sinks = leaves = [x.clone().requires_grad_() for x in inputs]
+        out = stable_attention(*qkv, causal=True, sinks=sinks, backward=name)
+        found.append(list(torch.autograd.grad(out, leaves, dout)))
     assert torch.equal(found[0].pop(), found[1].pop())
     _close(found[1], found[0])
 
@@ -147,6 +146,17 @@ def test_what_a_vendor_lacks_is_refused_in_the_forward(lacks: str) -> None:
     assert "allowed: 'auto', 'own'." in text
 
 
+def test_without_a_gradient_nothing_is_refused() -> None:
+    """Such as one query beside cached keys, of a model that trained with a borrowed backward."""
+    q, k, v, _ = _drawn()
+    with torch.no_grad():
+        found, own = (
+            stable_attention(q[:, -1:], k, v, causal=True, backward=x)
+            for x in ("sdpa_cudnn", "own")
+        )
+    assert torch.equal(found, own)
+
+
 def test_all_that_is_lacking_is_said() -> None:
     q, k, v, _ = _drawn()
     with pytest.raises(AttentionArgumentError, match="lacks causal, sq != sk, gqa, softcap"):
@@ -169,15 +179,23 @@ def test_all_that_is_lacking_is_said() -> None:
         stable_attention(q, k, v, backward="vendor")
 
 
+def _chosen(**options: Any) -> str | None:
+    """Whose backward a call gets; None is our own."""
+    q, k, v, _ = _drawn()
+    found = vendors.select(describe(q, k, v, Options.of(**options))[0], q.device)
+    return None if found is None else found.name
+
+
 def test_auto_is_our_own_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = _drawn()
-    auto, own = (_gradients(tensors, backward=name) for name in ("auto", "own"))
-    assert all(map(torch.equal, auto, own))
+    assert _chosen() is None
     monkeypatch.setitem(vendors.AUTO, "interpreter", "sdpa_flash")
-    assert not all(map(torch.equal, _gradients(tensors, backward="auto"), own))
-    capped = {"softcap": 9.0}
-    auto, own = (_gradients(tensors, backward=name, **capped) for name in ("auto", "own"))
-    assert all(map(torch.equal, auto, own))
+    assert _chosen() == "sdpa_flash"
+    assert _chosen(softcap=9.0) is None and _chosen(backward="own") is None
+
+
+@pytest.mark.parametrize("residual", ["int8", "fp32"])
+def test_how_o_lo_is_stored_is_nothing_to_a_vendor(residual: str) -> None:
+    assert _chosen(residual=residual, backward="sdpa_flash") == "sdpa_flash"
 
 
 def test_the_default_is_not_spelled_out_in_a_spec() -> None:
