@@ -104,7 +104,7 @@ def unfused(q, k, v):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("backend", [*FUSED, "reference"])
+@pytest.mark.parametrize("backend", [*FUSED, "fa4", "reference"])
 def test_forward_and_gradients(backend, head_dim):
     here(backend, head_dim=head_dim, v_head_dim=head_dim)
     exact = results(unfused, head_dim, torch.float32)
