@@ -205,14 +205,14 @@ BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
 def borrowed(parts: Parts) -> Table:
     """Borrowed backwards over our own: the largest error of dQ by length, and the times."""
     errors, captures, times = (parts[part]["rows"] for part in ("errors", "captures", "speed"))
-    sets = {f"dQ, {n:,} keys": [r for r in errors if r["n"] == n] for n in (512, 2048, 8192, 32768)}
-    sets["dQ, captures"] = captures
+    sets = {f"{n:,} keys": [r for r in errors if r["n"] == n] for n in (512, 2048, 8192, 32768)}
+    sets["captures"] = captures
     body = []
     for name in BORROWED:
         dq = ([r["dq"][name] / r["dq"]["own"] for r in rows] for rows in sets.values())
         ms = [r[name]["backward"] / r["own"]["backward"] for r in times]
         body.append([f"`{name}`", *(f"{max(x):.3f}" for x in dq), span(ms, "{:.2f}")])
-    return ["over own", *sets, "time"], body, [_changed(parts["speed"])]
+    return ["error of dQ over our own", *sets, "time"], body, [_changed(parts["speed"])]
 
 
 def kernel_speed(parts: Parts) -> Table:
