@@ -208,7 +208,7 @@ def borrowed(parts: Parts) -> Table:
     sets = {f"{n:,} keys": [r for r in errors if r["n"] == n] for n in (512, 2048, 8192, 32768)}
     sets["captures"] = captures
     body = []
-    for name in BORROWED:
+    for name in [x for x in BORROWED if x in errors[0]["dq"]]:
         dq = ([r["dq"][name] / r["dq"]["own"] for r in rows] for rows in sets.values())
         ms = [r[name]["backward"] / r["own"]["backward"] for r in times]
         body.append([f"`{name}`", *(f"{max(x):.3f}" for x in dq), span(ms, "{:.2f}")])
