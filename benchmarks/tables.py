@@ -199,18 +199,16 @@ def int8_speed(parts: Parts) -> Table:
     return ["causal, ms forward + backward", *INT8_PEERS], body, [_changed(result)]
 
 
-BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
-
-
 def borrowed(parts: Parts) -> Table:
     """Borrowed backwards over our own: the largest error of dQ by length, and the times."""
-    errors, captures, times = (parts[part]["rows"] for part in ("errors", "captures", "speed"))
+    errors, captures = (parts[part]["rows"] for part in ("errors", "captures"))
+    times = [r for part in parts if part.startswith("speed") for r in parts[part]["rows"]]
     sets = {f"{n:,} keys": [r for r in errors if r["n"] == n] for n in (512, 2048, 8192, 32768)}
     sets["captures"] = captures
     body = []
-    for name in [x for x in BORROWED if x in errors[0]["dq"]]:
+    for name in (x for x in ("sdpa_cudnn", "sdpa_flash", "fa4") if x in errors[0]["dq"]):
         dq = ([r["dq"][name] / r["dq"]["own"] for r in rows] for rows in sets.values())
-        ms = [r[name]["backward"] / r["own"]["backward"] for r in times]
+        ms = [r[name]["backward"] / r["own"]["backward"] for r in times if name in r]
         body.append([f"`{name}`", *(f"{max(x):.3f}" for x in dq), span(ms, "{:.2f}")])
     return ["error of dQ over our own", *sets, "time"], body, [_changed(parts["speed"])]
 
