@@ -174,12 +174,12 @@ def test_a_model_trains_alike_with_every_backend(backend):
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         built = build_model(run, vocab_size=1000)
         assert built.selections[0].backend == name
+        parameters = list(built.chunks[0].parameters())
+        for p in parameters:  # the forward takes it: fused gradients of weights are added to it
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
         tokens = torch.randint(0, 1000, (2, 128), generator=torch.Generator().manual_seed(3)).cuda()
         positions = torch.arange(128, device="cuda").repeat(2, 1)
         loss = built.chunks[0](tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
-        parameters = list(built.chunks[0].parameters())
-        for p in parameters:  # where Apex is installed, gradients of weights are added to this
-            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
         loss.backward()
         assert all((p.main_grad if p.grad is None else p.grad).isfinite().all() for p in parameters)
         losses.append(loss.item())
