@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ from stable_attention.describe import describe
 from stable_attention.problem import Options, Problem
 from stable_attention.triton.backward import backward
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="GPUs: gpu/test_borrowed.py")
 
 
@@ -191,6 +196,23 @@ def test_auto_is_our_own_where_nothing_was_measured(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(vendors.AUTO, "interpreter", "sdpa_flash")
     assert _chosen() == "sdpa_flash"
     assert _chosen(softcap=9.0) is None and _chosen(backward="own") is None
+
+
+def test_auto_is_what_the_stored_figures_say() -> None:
+    """On sm90: the fastest of those that repeat and keep our errors; nothing where none has run."""
+    stored = json.loads((ROOT / "docs" / "assets" / "borrowed.json").read_text())
+    rows = [r["dq"] for part in ("errors", "captures") for r in stored[part]["rows"]]
+    times = [r for part, x in stored.items() if part.startswith("speed") for r in x["rows"]]
+    ratios: dict[str, float] = {"own": 1.0}
+    for row in (
+        x for x in vendors.VENDORS if {"sm90"} <= x.archs and "deterministic" in x.features
+    ):
+        key = "fa4 deterministic" if row.name == "fa4" else row.name
+        found = [r[key]["backward"] / r["own"]["backward"] for r in times if key in r]
+        if found and all(dq.get(row.name, math.inf) <= 1.1 * dq["own"] for dq in rows):
+            ratios[row.name] = statistics.geometric_mean(found)
+    fastest = min(ratios, key=lambda name: ratios[name])
+    assert ({} if fastest == "own" else {"sm90": fastest}) == vendors.AUTO
 
 
 @pytest.mark.parametrize("residual", ["int8", "fp32"])
