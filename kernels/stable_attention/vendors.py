@@ -204,7 +204,7 @@ VENDORS = (
 AUTO: dict[str, str] = {}
 """The backward that "auto" is on an architecture, for the problems it can serve: measured there to
 be faster than our own, to have its errors and to repeat bit for bit. Our own where nothing stands
-here: on sm90 it is the fastest at every shape of docs/assets/borrowed.json."""
+here: on sm90 it is the fastest of those that repeat (docs/assets/borrowed.json)."""
 
 
 def lacks(row: Vendor, problem: Problem, arch: str) -> Iterator[str]:
