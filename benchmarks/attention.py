@@ -26,6 +26,7 @@ the slower one.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -166,18 +167,12 @@ def ours(name: str, shape: Shape) -> Call:
     return run
 
 
-def flash_attention_4(shape: Shape) -> Call:
-    if why := fa4.missing():
-        raise RuntimeError(why)
-    how: dict[str, Any] = {"scale": shape.d**-0.5, "window": (-1, 0 if shape.causal else -1)}
-    return lambda q, k, v: fa4.attention(q, k, v, deterministic=False, **how)
-
-
 def peers(shape: Shape) -> dict[str, Call]:
     """Name -> attention over [b, s, h, d] tensors; the first pass."""
     found = {name: ours(name, shape) for name in (*OURS, *ALSO) if name != "FA4"}
     if "FA4" in ALSO:
-        found["FA4"] = flash_attention_4(shape)
+        how: dict[str, Any] = {"scale": shape.d**-0.5, "window": (-1, 0 if shape.causal else -1)}
+        found["FA4"] = functools.partial(fa4.attention, deterministic=False, **how)
     if DEVICE == "cpu":
         return {"SDPA-math": sdpa(SDPBackend.MATH, shape)} | found
     return {
@@ -300,9 +295,8 @@ def compile_all(wanted: list[Shape], *, with_flex: bool, workers: int, end: floa
         return
     began = time.monotonic()
     jobs = [(shape, with_flex) for shape in wanted]
-    for fault in filter(
-        None, in_workers(compile_ahead, jobs, workers=workers, seconds=max(1.0, end - began))
-    ):
+    faults = in_workers(compile_ahead, jobs, workers=workers, seconds=max(1.0, end - began))
+    for fault in filter(None, faults):
         print("compile ahead:", fault, flush=True)
     print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
 
@@ -328,7 +322,6 @@ class Run:
         figures = {
             "rows": rows,
             "complete": all(self.has(s, "compensated") for s in self.wanted),
-            "flex_complete": all(self.has(s, FLEX) for s in self.wanted),
         }
         write_result("attention", figures, self.args.out, part="speed", head=self.head)
         return figures
@@ -342,9 +335,8 @@ class Run:
         self.save()
         brief = {n: c.get("error") or (c["forward"], c["backward"]) for n, c in cells.items()}
         left = (self.end - time.monotonic()) / 60
-        print(
-            f"{len(self.rows)}/{len(self.wanted)}, {left:.1f} min left: {shape} {brief}", flush=True
-        )
+        done = f"{len(self.rows)}/{len(self.wanted)}, {left:.1f} min left"
+        print(f"{done}: {shape} {brief}", flush=True)
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
 

@@ -154,12 +154,9 @@ def int8_errors(parts: Parts) -> Table:
     body = [
         [regime, *(f"{cell[x][0]['dq']:.3f}" for x in INT8)] for (regime,), cell in found.items()
     ]
-    for key, label, form in (
-        ("dk", "largest dK", "{:.3f}"),
-        ("delta_mean", "largest delta", "{:.0e}"),
-    ):
+    for key, label, form in (("dk", "dK", "{:.3f}"), ("delta_mean", "delta", "{:.0e}")):
         largest = (max(abs(cell[x][0][key]) for cell in found.values()) for x in INT8)
-        body.append([label, *(form.format(x) for x in largest)])
+        body.append([f"largest {label}", *(form.format(x) for x in largest)])
     return head, body, ["2,048 keys, d 64, causal, 8 heads."]
 
 
@@ -176,6 +173,20 @@ def int8_speed(parts: Parts) -> Table:
     }
     body.append(["bytes kept per element of O", *(span(x, "{:.1f}") for x in kept.values())])
     return ["causal, ms forward + backward", *INT8_PEERS], body, [_changed(result)]
+
+
+def borrowed(parts: Parts) -> Table:
+    """Borrowed backwards over our own: the largest error of dQ by length, and the times."""
+    errors, captures = (parts[part]["rows"] for part in ("errors", "captures"))
+    times = [r for part in parts if part.startswith("speed") for r in parts[part]["rows"]]
+    sets = {f"{n:,} keys": [r for r in errors if r["n"] == n] for n in (512, 2048, 8192, 32768)}
+    sets["captures"] = captures
+    body = []
+    for name in (x for x in ("sdpa_cudnn", "sdpa_flash", "fa4") if x in errors[0]["dq"]):
+        dq = ([r["dq"][name] / r["dq"]["own"] for r in rows] for rows in sets.values())
+        ms = [r[name]["backward"] / r["own"]["backward"] for r in times if name in r]
+        body.append([f"`{name}`", *(f"{max(x):.3f}" for x in dq), span(ms, "{:.2f}")])
+    return ["largest error of dQ over our own", *sets, "time"], body, [_changed(parts["speed"])]
 
 
 def kernel_speed(parts: Parts) -> Table:
@@ -402,9 +413,8 @@ def layouts_agree(parts: Parts) -> Table:
             good = sum(bool(row["agrees"]) for row in found)
             worst = [f"{max(row[x] for row in found):.1e}" for x in ("loss", "grad_norm")]
             rows.append([f"{model}, up to {name}", *worst, f"{good} of {len(found)}"])
-        notes.append(
-            f"Layouts: {', '.join(dict.fromkeys(x['layout'] for x in result['layouts']))}."
-        )
+        kinds = dict.fromkeys(x["layout"] for x in result["layouts"])
+        notes.append(f"Layouts: {', '.join(kinds)}.")
         same = sum(bool(row["bitwise"]) for row in result["resume"])
         notes.append(f"Bitwise resumes: {same} of {len(result['resume'])}.")
     return ["model", "loss", "gradient norm", "agree"], rows, notes
@@ -450,6 +460,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "projection-captures": ("projection", "captures", projection_captures),
     "projection-time": ("projection", "times", projection_time),
     "int8-errors": ("int8", "errors", int8_errors),
+    "borrowed": ("borrowed", "", borrowed),
     "int8-speed": ("int8", "speed", int8_speed),
     "accuracy-context": ("accuracy", "context_parallel", accuracy_context),
     "context-speed": ("context_parallel", "speed", context_speed),

@@ -67,19 +67,14 @@ def cost(seconds: dict[int, float], interval: int) -> dict[str, Any] | None:
         return None
     step_seconds = statistics.median(steps)
     extra, nothing = statistics.median(observed), statistics.median(control)
-    low, _, high = statistics.quantiles(observed, n=4)
     return {
         "observations": len(observed),
         "from_step": min(seconds),
         "to_step": last,
         "step_seconds": step_seconds,
         "observation_seconds": extra,
-        "quartiles": [low, high],
         "between_seconds": nothing,
         "share": (extra - nothing) / interval / step_seconds,
-        "share_of_means": statistics.mean(x - y for x, y in zip(observed, control, strict=True))
-        / interval
-        / step_seconds,
     }
 
 

@@ -151,7 +151,7 @@ def _finished(
 
 # Whatever the forward made of O, delta is ours; "paper_bf16" rounds in its backward too.
 _FORWARDS = frozenset({"compensated", "dynamic_max", "none", "low_order_o", "consistent_sum"})
-_COMMON = _FORWARDS | {"causal", "sinks", "gqa"}
+_COMMON = _FORWARDS | {"causal", "sinks", "gqa", "o_lo in int8 or fp32"}
 _GPUS = frozenset({"sm80", "sm90", "sm100"})
 
 VENDORS = (
@@ -203,7 +203,8 @@ VENDORS = (
 
 AUTO: dict[str, str] = {}
 """The backward that "auto" is on an architecture, for the problems it can serve: measured there to
-be faster than our own, and to have its errors. Our own where nothing stands here."""
+be faster than our own, to have its errors and to repeat bit for bit. Our own where nothing stands
+here: on sm90 it is the fastest of those that repeat (docs/assets/borrowed.json)."""
 
 
 def lacks(row: Vendor, problem: Problem, arch: str) -> Iterator[str]:

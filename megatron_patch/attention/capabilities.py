@@ -32,6 +32,9 @@ class Machine:
 OURS = ("auto", "own")
 """Values of ``attention.backward`` that need no other library."""
 
+DELTA_ALONE = ("compensated", "dynamic_max", "none")
+"""Stabilizers whose backward differs in delta alone, which other libraries can be given."""
+
 EXACT_DELTA = ("stable_flash/compensated", "fa4/compensated")
 """How meta.json names attention (backend/stabilizer[_projected][/backward]) begins where the
 low-order part of O is in delta: the guard has nothing to switch to."""
@@ -149,10 +152,12 @@ def unsupported_backward(
 ) -> Iterator[str]:
     """What a backward of another library (a row of `BACKENDS`) cannot do for our own forward.
 
-    Sinks, maximum logits and the stabilizer are the forward's.
+    Sinks, maximum logits and most stabilizers are the forward's.
     """
     if facts.dropout:
         yield "attention dropout (model.attention_dropout) is drawn by each library in its own way"
+    if facts.stabilizer not in DELTA_ALONE:
+        yield f"attention.stabilizer {facts.stabilizer!r} changes more of the backward than delta"
     asked = dataclasses.replace(
         facts, sinks=False, max_logits=False, dropout=False, stabilizer="compensated"
     )

@@ -384,6 +384,9 @@ def stability_panel(telemetry: Telemetry) -> dict[str, Any]:
         "records": len(steps),
         "steps": (steps[0], steps[-1]),
         "interval": telemetry.meta.get("interval", "?"),
+        "attention": telemetry.meta["attention"]
+        .replace("/", ", ", 1)
+        .replace("/", ", backward of "),
         "changes": rows,
         "count": count,
         "rule": telemetry.rule,

@@ -243,6 +243,9 @@ def test_a_borrowed_backward_is_refused_with_all_it_lacks():
     # Those are the forward's, which is our own.
     mild = facts(backward="sdpa_cudnn", sinks=True, max_logits=True, stabilizer="none")
     assert not list(unsupported("stable_flash", mild, machine=NO_FA4))
+    for stabilizer in ("projected", "compensated_projected", "paper_bf16"):
+        (complaint,) = unsupported("stable_flash", facts(backward="fa4", stabilizer=stabilizer))
+        assert f"attention.stabilizer '{stabilizer}' changes more of the backward" in complaint
     (complaint,) = unsupported("stable_flash", facts(backward="fa4"), machine=NO_FA4)
     assert "flash-attn-4==" in complaint and "it is not installed" in complaint
 

@@ -123,6 +123,19 @@ def attention(**more: Any) -> dict[str, Any]:
     return {"speed": result | {"functions": machine.functions_digest()} | more}
 
 
+def test_borrowed_backwards() -> None:
+    def row(n: int, **dq: float) -> dict[str, Any]:
+        return {"n": n, "dq": {"own": 0.01, "sdpa_cudnn": 0.01, "sdpa_flash": 0.011} | dq}
+
+    errors = [row(n, fa4=fa4) for n in (512, 2048, 8192, 32768) for fa4 in (0.01, n * 1e-5)]
+    times = [{"own": cell(1, 2), "sdpa_cudnn": cell(1, x), "sdpa_flash": cell(1, 4),
+              "fa4": cell(1, 2)} for x in (3, 5)]  # fmt: skip
+    rows = {"errors": errors, "captures": [row(9, fa4=0.02)], "speed": times}
+    text = render("borrowed", {part: HEAD | {"rows": x} for part, x in rows.items()})
+    assert "| `sdpa_cudnn` | 1.000 | 1.000 | 1.000 | 1.000 | 1.000 | 1.50–2.50 |" in text
+    assert "| `fa4` | 1.000 | 2.048 | 8.192 | 32.768 | 2.000 | 1.00 |" in text
+
+
 def test_speeds_of_kernels() -> None:
     text = render("kernel-speed", attention())
     assert "| d 128 | 1 | 0.80, 1.00 | 1.60, 1.67 | - | 1.25, 1.00 |" in text

@@ -163,3 +163,15 @@ def test_packed_sequences() -> None:
     assert not lacking
     alone = stable_attention.cure(*(x[None, 7:] for x in (q, k, v, dout)), causal=True).out
     assert torch.equal(found[7:], alone[0])
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "pytorch"])
+def test_rows_that_see_no_key_carry_nothing(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(ops, "interpreting", lambda: False)
+    q, k, v, dout = torch.randn(
+        4, 1, 12, 2, 16, generator=torch.Generator().manual_seed(5)
+    ).bfloat16()
+    found, lacking = stable_attention.cure(q, k[:, :8], v[:, :8], dout, causal=True)
+    assert not lacking
+    assert not found[:, :4].any() and found[:, 4:].any(-1).all()

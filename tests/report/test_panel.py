@@ -31,6 +31,7 @@ def test_the_page_says_what_its_figures_mean(tmp_path: Path) -> None:
     ):
         assert definition in text, definition
     assert "what to do: docs/stability.md, What to do" in text
+    assert "Attention: stable_flash, none." in text
     # Nothing is explained that is not drawn.
     assert "growth over the median head's" not in text
     long = make_run(tmp_path / "long", losses=FLAT)

@@ -60,7 +60,10 @@ def warm(run: RunConfig) -> None:
         torch.randn(1, n, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for n in (heads, max(groups, 1), max(groups, 1))
     )
-    out = stable_attention(q, k, v, layout="bhsd", causal=True, stabilizer=run.attention.stabilizer)
+    a = run.attention
+    out = stable_attention(
+        q, k, v, layout="bhsd", causal=True, stabilizer=a.stabilizer, backward=a.backward
+    )
     assert isinstance(out, torch.Tensor)  # no LSE was asked for
     out.sum().backward()
     torch.cuda.synchronize()
