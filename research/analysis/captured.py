@@ -1,6 +1,6 @@
 """What captured heads say about the errors of attention; plain causal attention, on a CPU.
 
-    python research/analysis/captured.py growth|shared|centered|exponent|sizes [CAPTURE ...]
+    python research/analysis/captured.py MODE [CAPTURE ...]
 
 A CAPTURE is a file that ``stability.capture_at`` wrote; default: those of the test suite. Every
 query head of its first sequence is taken apart in float64; kernels are emulated rounding by
@@ -20,6 +20,8 @@ centered    K minus its mean over tokens, V minus the mean of O. share |mean K|^
             what rounding the centered K to 16 bits moves a row's logits by
 exponent    exp2(s c - m c) as one multiply-add is not 1 at the maximum: relative RMS errors of
             delta by exponent and by the sum that divides O, all else exact
+recomputed  error of dK where delta is exact and P of the backward comes from one float32 LSE, its
+            exponent rounded in three orders; dS is rounded to BF16 in all
 sizes       Frobenius norms of dQ and dK, and of their errors by plain numerics, `compensated`,
             `projected`, `compensated_projected` and attention in float32
 """
@@ -202,6 +204,25 @@ def exponent(one: Head) -> dict[str, Any]:
     return found
 
 
+def recomputed(one: Head) -> dict[str, Any]:
+    raw, lse = one.scores(), torch.logsumexp(one.scores() * one.scale, -1, keepdim=True)
+    dk, dp = one.true_ds().T @ one.q, one.dout @ one.v.T
+    delta = (one.weights() * dp).sum(-1, keepdim=True)
+    c = torch.tensor(one.scale * math.log2(math.e), dtype=torch.float32)
+    s, log2e = raw.float(), torch.tensor(math.log2(math.e), dtype=torch.float32)
+    base2, natural = (lse * math.log2(math.e)).float(), lse.float() * log2e
+    ways = {
+        "LSE in base 2, multiply-add": (s.double() * c.double() - base2.double()).float(),
+        "natural LSE, multiply-add": (s.double() * c.double() - natural.double()).float(),
+        "natural LSE, product first": s * c - natural,
+    }
+    found: dict[str, Any] = {"largest_logit": float(raw.max() * one.scale)}
+    for name, exponents in ways.items():
+        ds = (torch.exp2(exponents.double()) * (dp - delta)).bfloat16().double()
+        found[name] = _ratio(ds.T @ one.q - dk, dk)
+    return found
+
+
 def sizes(one: Head) -> dict[str, Any]:
     ds = one.true_ds() * one.scale
     true = {"dq": ds @ one.k, "dk": ds.T @ one.q}
@@ -229,6 +250,7 @@ def sizes(one: Head) -> dict[str, Any]:
 
 EXAMINE: dict[str, Callable[[Head], dict[str, Any]]] = {"growth": growth, "shared": shared_rows}
 EXAMINE |= {"centered": centered, "exponent": exponent, "sizes": sizes}
+EXAMINE["recomputed"] = recomputed
 
 
 def main() -> int:

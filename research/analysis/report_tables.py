@@ -194,7 +194,8 @@ def halves() -> str:
         for kind in kinds:
             left = statistics.median(h[kind]["noise"] / h["none"]["noise"] for h in of)
             row.append(f"{left:.2f}")
-        rows.append([*row, f"{statistics.median(h['shared_error'] for h in every):.2g}"])
+        shared_error = [h["shared_error"] for h in every if h["shared_error"] is not None]
+        rows.append([*row, f"{statistics.median(shared_error):.2g}"])
     head = ["largest logit", "heads", "noise, plain", "left by low-order O", "by rounded sum"]
     return table([*head, "by both", "shared rounding"], rows)
 
@@ -218,19 +219,21 @@ def probes() -> str:
     return table([*head, "rounded sum", "compensated"], rows)
 
 
-def continued(section: str = "runs", seeds: tuple[int, ...] = (1, 2)) -> str:
+def continued() -> str:
     """Verdicts of the cells that continue a run on its way, and how often its heads grew."""
-    every = shared.read("continued_heads")[section]["runs"].values()
     rows = []
-    for cell in dict.fromkeys(run["cell"] for run in sorted(every, key=lambda run: run["place"])):
-        row = [cell]
-        for run in sorted((r for r in every if r["cell"] == cell), key=lambda run: run["seed"]):
-            grown = [h["growth"] for h in run["heads"] if h["growth"] is not None]
-            row.append(", ".join(f"{x:.{0 if x >= 10 else 2}f}" for x in grown) or "cut")
-            row.append(run["verdict"].replace("untold", "-"))
-        rows.append(row)
-    heads = [(f"seed {seed}: growth", "verdict") for seed in seeds]
-    return table(["changed", *itertools.chain(*heads)], rows)
+    for section, more in (("runs", ""), ("projection", ", second base")):
+        every = shared.read("continued_heads")[section]["runs"].values()
+        for cell in dict.fromkeys(
+            run["cell"] for run in sorted(every, key=lambda run: run["place"])
+        ):
+            row = [cell + more]
+            for run in sorted((r for r in every if r["cell"] == cell), key=lambda run: run["seed"]):
+                grown = [h["growth"] for h in run["heads"] if h["growth"] is not None]
+                row.append(", ".join(f"{x:.{0 if x >= 10 else 2}f}" for x in grown) or "cut")
+                row.append(run["verdict"].replace("untold", "-"))
+            rows.append([*row, "", ""] if more else row)
+    return table(["changed", "seed 1: growth", "verdict", "seed 2: growth", "verdict"], rows)
 
 
 def common() -> str:
@@ -297,7 +300,6 @@ def warning() -> str:
 
 _ALL = (runs, losses, heads, bias, halves, probes, continued, common, rescue, warning)
 TABLES: dict[str, Callable[[], str]] = {make.__name__: make for make in _ALL}
-TABLES["projection"] = lambda: continued("projection", (1,))
 TABLES["rivals"] = lambda: monitors.markdown(shared.read("rivals")["side_by_side"])
 
 
