@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.te]
 SHAPE = {"hidden_size": 256, "num_attention_heads": 2, "kv_channels": 128, "ffn_hidden_size": 512}
 TE = {"layer_spec": "te", "rope_fusion": "te"}
 GPU = {"device": "cuda", "precision": "bf16"}
+PLAIN = {"gradient_accumulation_fusion": False, "compile_fusions": False}
 
 
 def needs(module: str) -> None:
@@ -54,7 +55,7 @@ def built(model=None, attention=None, **training):
     run = tiny_run(
         SHAPE | (model or {}),
         attention={"backend": "stable_flash"} | (attention or {}),
-        training=GPU | {"gradient_accumulation_fusion": False} | training,
+        training=GPU | PLAIN | training,
     )
     (chunk,) = build_model(run, vocab_size=VOCAB).chunks
     return chunk.bfloat16()
