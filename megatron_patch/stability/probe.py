@@ -136,18 +136,25 @@ def transformer_engine_fp8(x: Tensors) -> BackendResult:
     """``te fp8``: attention in FP8 as ``attention.fp8`` trains on Hopper, with settled scales."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     recipe = DelayedScaling(
         amax_history_len=1, amax_compute_algo="most_recent", reduce_amax=False, fp8_dpa=True
     )
-    # Each pass takes its scales from the maxima of the one before.
-    return _transformer_engine(x, passes=3, inside=partial(te.autocast, recipe=recipe))
+    # Each pass takes its scales from the maxima of the one before. Those of the backward pass are
+    # renewed by linear layers, of which there are none here.
+    renew = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
+    return _transformer_engine(x, passes=3, inside=partial(te.autocast, recipe=recipe), after=renew)
 
 
 def _transformer_engine(
-    x: Tensors, *, passes: int, inside: Callable[[], Any] = nullcontext
+    x: Tensors,
+    *,
+    passes: int,
+    inside: Callable[[], Any] = nullcontext,
+    after: Callable[[], None] = lambda: None,
 ) -> BackendResult:
-    """The last of ``passes`` forward and backward ones, forward inside ``inside()``."""
+    """The last of ``passes`` passes: forward inside ``inside()``, backward, ``after()``."""
     from transformer_engine.pytorch import DotProductAttention
 
     if not x.causal or x.window is not None:
@@ -162,6 +169,7 @@ def _transformer_engine(
             flat = module(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, k, v)))
         out = flat.view(*flat.shape[:2], heads, dv).permute(1, 2, 0, 3)
         found = x.result(out, q, k)
+        after()
     return found
 
 
