@@ -179,6 +179,7 @@ def core(args: argparse.Namespace) -> int:
     layout = setup.initialize(run)
     weight_gradient.install()  # Apex's kernel where it is installed, else cuBLAS
     config = transformer_config(run)
+    config.moe_grouped_gemm = config.num_moe_experts is not None
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
