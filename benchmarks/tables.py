@@ -326,21 +326,13 @@ def context_speed(parts: Parts) -> Table:
 
 
 def training_speed(parts: Parts) -> Table:
-    """Tokens/s and MFU of GPT-2 124M, the trainer beside plain PyTorch, a column a GPU count."""
-    runs = [(name, run) for name, result in parts.items() for run in result["runs"]]
+    """Tokens/s, a row a system and a column a shape or number of GPUs."""
     rows = []
-    for system in dict.fromkeys(run["system"] for _, run in runs if "error" not in run):
-        rows.append([system])
-        for name in parts:
-            found = [r for n, r in runs if (n, r["system"]) == (name, system) and "error" not in r]
-            rows[-1].append(span([r["tokens_per_s"] for r in found], "{:,.0f}"))
-            rows[-1].append(span([100 * r["mfu"] for r in found], "{:.1f}"))
-    head = ["medians"]
-    for name in parts:
-        head += [f"{name.split(', ')[1]}: tokens/s", "MFU, %"]
-    first = next(iter(parts.values()))
-    sequences = f"{first['global_batch']} sequences of 1,024 tokens a step"
-    return head, rows, [f"{sequences}, {first['micro_batch']} at once."]
+    shapes = [[run for run in result["runs"] if "error" not in run] for result in parts.values()]
+    for system in dict.fromkeys(run["system"] for runs in shapes for run in runs):
+        cells = ([r["tokens_per_s"] for r in runs if r["system"] == system] for runs in shapes)
+        rows.append([system, *(span(values, "{:,.0f}") for values in cells)])
+    return ["tokens/s", *(name.split(", ")[1] for name in parts)], rows, []
 
 
 def training_long(parts: Parts) -> Table:
@@ -464,7 +456,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "int8-speed": ("int8", "speed", int8_speed),
     "accuracy-context": ("accuracy", "context_parallel", accuracy_context),
     "context-speed": ("context_parallel", "speed", context_speed),
-    "training-speed": ("training", "gpt2_124m", training_speed),
+    "training-speed": ("training", "rounds", training_speed),
     "training-long": ("training", "long context", training_long),
     "training-backends": ("training", "first steps", training_backends),
     "step-parts": ("step_profile", "", step_parts),

@@ -1,13 +1,12 @@
 """Training runs, timed: tokens/s and MFU beside plain PyTorch and at long context.
 
-    python benchmarks/training.py speed --tokens FILE --dataset PREFIX --tokenizer FILE --gpus 1
+    python benchmarks/training.py speed --tokens FILE --dataset PREFIX --tokenizer FILE
     python benchmarks/training.py long --dataset PREFIX --tokenizer FILE --gpus 8
 
 Both commands start the trainer as a user would and write parts of docs/assets/training.json.
 
-``speed``: GPT-2 124M, one run after the other on the same GPUs: plain PyTorch under torch.compile,
-the trainer with every backend named, and plain PyTorch again (its two figures bound the machine's
-drift; with ``--core`` Megatron-Core with Transformer Engine, twice as well). ``long``:
+``speed``: one run after the other on the same GPUs, several rounds: plain PyTorch under
+torch.compile (GPT-2), the trainer, Megatron-Core with Transformer Engine, variants. ``long``:
 ``configs/long_context_3b_128k.yaml`` with one sequence a step, beside what the planner says; with
 fewer GPUs than 8, shorten ``--seq-length``.
 
@@ -18,6 +17,7 @@ Shapes of the plain model: x [b, s] token ids, h [b, s, c], q/k/v [b, heads, s, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -25,6 +25,7 @@ import shutil
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ def core(args: argparse.Namespace) -> int:
     layout = setup.initialize(run)
     weight_gradient.install()  # Apex's kernel where it is installed, else cuBLAS
     config = transformer_config(run)
+    config.moe_grouped_gemm = config.num_moe_experts is not None
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
@@ -284,84 +286,67 @@ def medians(run_dir: Path, warmup: int, columns: tuple[str, ...]) -> dict[str, A
 
 
 def run_plain(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
-    work = Path(args.work)
-    work.mkdir(parents=True, exist_ok=True)
-    out, log = work / f"{tag}.json", work / f"{tag}.log"
-    command = [__file__, "plain", "--tokens", args.tokens, "--out", str(out)]
-    for name in ("steps", "warmup", "micro_batch", "global_batch"):
+    command = ["plain", "--tokens", args.tokens]
+    for name in ("micro_batch", "global_batch"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    devices = list(range(gpus))
-    code = machine.torchrun(command, processes=gpus, log=log, devices=devices, threads=4)
-    row: dict[str, Any] = {"system": "plain PyTorch, torch.compile", "gpus": gpus, "exit": code}
-    return row | ({"error": machine.why(log.read_text())} if code else json.loads(out.read_text()))
+    return run_rank(args, gpus, f"plain_{tag}", command)
 
 
 def run_core(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
-    out, log = Path(args.work) / f"{tag}.json", Path(args.work) / f"{tag}.log"
     batch = {"micro_batch_size": args.micro_batch, "global_batch_size": args.global_batch}
     sets = [*args.set, *(f"training.{key}={value}" for key, value in batch.items())]
-    command = [__file__, "core", "--config", args.config, "--out", str(out)]
-    command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    command += [part for text in sets for part in ("--set", text)]
+    command = ["core", "--config", args.config, *(x for text in sets for x in ("--set", text))]
+    return run_rank(args, gpus, f"core_{tag}", command)
+
+
+def run_rank(args: argparse.Namespace, gpus: int, tag: str, command: list[str]) -> dict[str, Any]:
+    """One of this file's rank commands on ``gpus`` GPUs: its exit code and figures, or error."""
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    out, log = work / f"{tag}.json", work / f"{tag}.log"
+    steps = ["--steps", str(args.steps), "--warmup", str(args.warmup), "--out", str(out)]
     devices = list(range(gpus))
-    code = machine.torchrun(command, processes=gpus, log=log, devices=devices, threads=4)
-    row: dict[str, Any] = {"system": "Megatron-Core, Transformer Engine", "gpus": gpus}
-    row |= {"exit": code} | ({"error": machine.why(log.read_text())} if code else {})
-    return row if code else row | json.loads(out.read_text())
+    code = machine.torchrun(
+        [__file__, *command, *steps], processes=gpus, log=log, devices=devices, threads=4
+    )
+    return {"exit": code} | (
+        {"error": machine.why(log.read_text())} if code else json.loads(out.read_text())
+    )
 
 
-def run_trainer(args: argparse.Namespace, gpus: int, backend: str, fused: bool) -> dict[str, Any]:
+def run_trainer(
+    args: argparse.Namespace, gpus: int, tag: str, settings: list[str]
+) -> dict[str, Any]:
     keys: dict[str, object] = {
-        "attention.backend": backend,
         "training.micro_batch_size": args.micro_batch,
         "training.global_batch_size": args.global_batch,
         "logging.interval": 4,
         "optimizer.warmup_steps": args.warmup,
-        "training.compile_fusions": fused,
     }
-    name = f"trainer_{backend}{'_fused' * fused}_{gpus}"
-    devices = list(range(gpus))
-    run_dir, row = train(args, name, devices, keys)
-    row |= {"system": f"trainer, {backend}{', compile_fusions' * fused}", "gpus": gpus}
-    if row["exit"] == 0:
-        row |= medians(run_dir, args.warmup, ("tokens_per_s",))
-        row["step_seconds"] = args.global_batch * CONTEXT / row["tokens_per_s"]
-    return row
+    more = dict(setting.split("=", 1) for setting in settings)
+    run_dir, row = train(args, f"trainer_{tag}", list(range(gpus)), keys | more)
+    return row if row["exit"] else row | medians(run_dir, args.warmup, ("tokens_per_s",))
 
 
 def speed(args: argparse.Namespace) -> int:
-    from megatron_patch.config import load
-    from megatron_patch.monitor.flops import flops_per_token
-    from megatron_patch.monitor.peaks import peak_tflops
-
-    flops = flops_per_token(load(args.config).config, vocab_size=32768)
-    peak = peak_tflops(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
-    failed = False
-    for gpus in args.gpus:
-        rows: list[dict[str, Any]] = []
-        figures = {"runs": rows, "flops_per_token": flops, "peak_tflops": peak}
-        figures |= {name: getattr(args, name) for name in ("steps", "global_batch", "micro_batch")}
-        plan = [("plain", "a"), *(("trainer", b) for b in args.backends)]
-        plan += [("fused", args.backends[-1]), ("plain", "b")]
-        if args.core:  # between the others, twice: its two figures bound the drift as well
-            plan[1:1], plan[-1:-1] = [("core", "a")], [("core", "b")]
-        for kind, name in plan:
-            if kind == "plain":
-                row = run_plain(args, gpus, f"plain_{gpus}_{name}")
-            elif kind == "core":
-                row = run_core(args, gpus, f"core_{gpus}_{name}")
-            else:
-                row = run_trainer(args, gpus, name, kind == "fused")
-            if "error" not in row:
-                row["tflops_per_gpu"] = row["tokens_per_s"] * flops / gpus / 1e12
-                row |= {"mfu": row["tflops_per_gpu"] / peak} if peak else {}
-            rows.append(row)
-            failed |= "error" in row
-            print(row, flush=True)
-            # After every run: a machine that is lost takes the next one along, not all of them.
-            part = f"gpt2_124m, {gpus} GPU{'s' * (gpus > 1)}"
-            machine.write_result("training", figures, args.out, part=part)
-    return int(failed)
+    """All systems in turn, ``--rounds`` times; written after every run."""
+    systems: dict[str, Any] = {"trainer": partial(run_trainer, settings=[])}
+    if args.tokens:
+        systems = {"plain PyTorch, torch.compile": run_plain} | systems
+    systems["Megatron-Core, Transformer Engine"] = run_core
+    for variant in args.variant:
+        name, _, keys = variant.partition(":")
+        systems[f"trainer, {name}"] = partial(run_trainer, settings=keys.split(","))
+    rows: list[dict[str, Any]] = []
+    figures = {name: getattr(args, name) for name in ("steps", "global_batch", "micro_batch")}
+    for turn, (index, (name, run)) in itertools.product(
+        range(args.rounds), enumerate(systems.items())
+    ):
+        rows.append({"system": name, "round": turn} | run(args, args.gpus, f"{index}"))
+        print(rows[-1], flush=True)
+        part = f"rounds, {args.label}"
+        machine.write_result("training", figures | {"runs": rows}, args.out, part=part)
+    return int(any("error" in row for row in rows))
 
 
 # long
@@ -417,7 +402,7 @@ def command(
     one.add_argument("--steps", type=int, default=steps, help="optimizer steps of every run")
     one.add_argument("--warmup", type=int, default=warmup, help="steps that are not timed")
     if name != "long":
-        one.add_argument("--micro-batch", type=int, default=32, help="sequences at once")
+        one.add_argument("--micro-batch", type=int, default=64, help="sequences at once")
         one.add_argument("--global-batch", type=int, default=256, help="sequences a step")
     one.add_argument("--out", type=Path, default=machine.RESULTS, help="folder of the result")
     if config:
@@ -433,10 +418,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="speed | long")
     one = command(commands, "speed", speed, 30, config="configs/gpt2_124m.yaml")
-    one.add_argument("--tokens", required=True, help="uint16 token file of the same text")
-    one.add_argument("--gpus", type=int, nargs="+", default=[1], help="GPU counts to time")
-    one.add_argument("--core", action="store_true", help="Megatron-Core's own loop as well")
-    one.add_argument("--backends", nargs="+", default=["sdpa_cudnn", "sdpa_flash", "stable_flash"])
+    one.add_argument("--tokens", help="uint16 token file of the same text: plain PyTorch's GPT-2")
+    one.add_argument("--label", default="GPT-2 124M", help="name of the shape in the result")
+    one.add_argument("--gpus", type=int, default=1)
+    one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...")
     one = command(commands, "long", long, 8, config="configs/long_context_3b_128k.yaml", warmup=3)
     one.add_argument("--gpus", type=int, default=8)
     one.add_argument("--gpu", default="h200", help="kind of GPU the plan assumes")

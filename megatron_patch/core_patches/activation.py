@@ -30,19 +30,22 @@ def activation_function(run: RunConfig) -> Activation:
         "squared_relu": squared_relu,
     }
     name = run.model.activation
-    if name == "gelu_tanh" and run.training.compile_fusions and core_fuses(run):
+    if name == "gelu_tanh" and run.training.compiles_fusions and core_fuses(run):
         return F.gelu  # by which core knows what to fuse; its fused kernel is the tanh form
-    if name == "squared_relu" and run.training.compile_fusions and run.model.moe is None:
+    if name == "squared_relu" and run.training.compiles_fusions and run.model.moe is None:
         return fused_squared_relu
     return plain[name]
 
 
 def core_fuses(run: RunConfig) -> bool:
-    """Whether Megatron-Core can fuse the activation: SwiGLU, and GELU with a bias."""
+    """Whether Megatron-Core can fuse the activation: SwiGLU, and GELU with a bias.
+
+    Its GELU is the tanh form: ``gelu`` becomes that only where fusions are asked for by name.
+    """
     model = run.model
-    return model.activation == "swiglu" or (
-        model.activation in ("gelu", "gelu_tanh") and model.add_bias_linear
-    )
+    tanh = model.activation == "gelu_tanh"
+    tanh = tanh or (model.activation == "gelu" and bool(run.training.compile_fusions))
+    return model.activation == "swiglu" or (tanh and model.add_bias_linear)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

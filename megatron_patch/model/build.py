@@ -178,7 +178,7 @@ def _with_our_modules(run: RunConfig, spec: Any) -> Any:
         if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
             return KEEP
         last = _ALONG_THE_STREAM.get(name)
-        if last is None or not run.training.compile_fusions:
+        if last is None or not run.training.compiles_fusions:
             return norm_class(kind)
         return residual.stream_norm_class(kind, last=last)
 

@@ -129,7 +129,7 @@ def _fp8(run: RunConfig) -> dict[str, Any]:
 
 
 def _fusions(run: RunConfig) -> dict[str, Any]:
-    on = run.training.compile_fusions
+    on = run.training.compiles_fusions
     return {
         "bias_activation_fusion": on and core_fuses(run),
         "bias_dropout_fusion": on,

@@ -63,7 +63,7 @@ class Activations:
 
     def __init__(self, run: RunConfig, vocab: int) -> None:
         self.run, self.model, self.n = run, run.model, rank_shapes(run, vocab)
-        self.fused = run.training.compile_fusions
+        self.fused = run.training.compiles_fusions
         recompute = run.training.recompute
         self.etp = expert_tensor_parallel_size(run)
         self.modules = recompute.modules if recompute.granularity == "selective" else []

@@ -118,6 +118,7 @@ IDLE: dict[str, Callable[[RunConfig], bool]] = {
 
 EARLIER: dict[str, Any] = {
     "model.rope_fusion": "none",
+    "training.compile_fusions": False,
     "training.gradient_accumulation_fusion": False,
     "data.split": [0.98, 0.01, 0.01],
 }

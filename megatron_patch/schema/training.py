@@ -110,8 +110,8 @@ class TrainingConfig:
     """Save and stop gracefully after this step."""
     check_finite: bool = True
     """Stop before the update when loss or gradients are not finite; names step, rank, parameter."""
-    compile_fusions: bool = False
-    """Compile norms with the additions before them, bias + activation, and cross entropy."""
+    compile_fusions: bool | None = None
+    """Compile norms with the additions before them, activation, cross entropy; null: on a GPU."""
     gradient_accumulation_fusion: bool | None = None
     """Matrix products add weight gradients to the FP32 buffer; null: on a GPU."""
     fp8: Literal["none", "current", "blockwise", "mxfp8"] = "none"
@@ -121,6 +121,12 @@ class TrainingConfig:
     def accumulates_in_products(self) -> bool:
         """``gradient_accumulation_fusion``, or what its null stands for."""
         given = self.gradient_accumulation_fusion
+        return self.device == "cuda" if given is None else given
+
+    @property
+    def compiles_fusions(self) -> bool:
+        """``compile_fusions``, or what its null stands for."""
+        given = self.compile_fusions
         return self.device == "cuda" if given is None else given
 
     @property

@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +129,32 @@ def reference(x: Tensors) -> BackendResult:
 
 def transformer_engine(x: Tensors) -> BackendResult:
     """``te``: whichever kernel Transformer Engine picks for this call."""
+    return _transformer_engine(x, passes=1)
+
+
+def transformer_engine_fp8(x: Tensors) -> BackendResult:
+    """``te fp8``: attention in FP8 as ``attention.fp8`` trains on Hopper, with settled scales."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    recipe = DelayedScaling(
+        amax_history_len=1, amax_compute_algo="most_recent", reduce_amax=False, fp8_dpa=True
+    )
+    # Each pass takes its scales from the maxima of the one before. Those of the backward pass are
+    # renewed by linear layers, of which there are none here.
+    renew = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
+    return _transformer_engine(x, passes=3, inside=partial(te.autocast, recipe=recipe), after=renew)
+
+
+def _transformer_engine(
+    x: Tensors,
+    *,
+    passes: int,
+    inside: Callable[[], Any] = nullcontext,
+    after: Callable[[], None] = lambda: None,
+) -> BackendResult:
+    """The last of ``passes`` passes: forward inside ``inside()``, backward, ``after()``."""
     from transformer_engine.pytorch import DotProductAttention
 
     if not x.causal or x.window is not None:
@@ -135,10 +163,14 @@ def transformer_engine(x: Tensors) -> BackendResult:
     module = DotProductAttention(
         heads, (d, dv), attn_mask_type="causal", qkv_format="sbhd", softmax_scale=x.scale
     )
-    q, k, v = x.leaves()
-    flat = module(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, k, v)))
-    out = flat.view(*flat.shape[:2], heads, dv).permute(1, 2, 0, 3)
-    return x.result(out, q, k)
+    for _ in range(passes):
+        q, k, v = x.leaves()
+        with inside():
+            flat = module(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, k, v)))
+        out = flat.view(*flat.shape[:2], heads, dv).permute(1, 2, 0, 3)
+        found = x.result(out, q, k)
+        after()
+    return found
 
 
 def sage_int8(*, kernels: bool, **settings: Any) -> Runner:
@@ -219,7 +251,7 @@ def backends(device: torch.device) -> dict[str, Runner]:
         table |= {name: sage_int8(kernels=True, **kind) for name, kind in INT8.items()}
     if device.type == "cuda":
         table |= {"sdpa_flash": sdpa("FLASH_ATTENTION"), "sdpa_cudnn": sdpa("CUDNN_ATTENTION")}
-        table |= {"te": transformer_engine}
+        table |= {"te": transformer_engine, "te fp8": transformer_engine_fp8}
     table |= {"sdpa_math": sdpa("MATH"), "reference": reference}
     table |= {f"emulated {name}": emulated(kind) for name, kind in ROUNDINGS.items()}
     return table | {

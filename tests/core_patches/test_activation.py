@@ -49,3 +49,12 @@ def test_which_one_a_model_gets(model, on, expected):
     assert activation.activation_function(run) is expected
     mlp = fused(model, on=on).decoder.layers[0].mlp
     assert model.get("moe") or mlp.activation_func is expected
+
+
+def test_on_a_gpu_fusions_are_the_default_and_leave_gelu_exact():
+    gelu = {"activation": "gelu", "add_bias_linear": True}
+    default = tiny_run(gelu, training={"device": "cuda"})
+    assert default.training.compiles_fusions and not activation.core_fuses(default)
+    asked = tiny_run(gelu, training={"device": "cuda", "compile_fusions": True})
+    assert activation.core_fuses(asked)
+    assert not tiny_run(gelu).training.compiles_fusions

@@ -8,19 +8,22 @@ import os
 import pytest
 import torch
 from megatron_cpu import SEQ, VOCAB, tiny_run
+from regimes import make_regime
 
 from megatron_patch.core_patches.rope import own_rope
 from megatron_patch.core_patches.weight_gradient import weight_gradient
+from megatron_patch.stability import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
 SHAPE = {"hidden_size": 256, "num_attention_heads": 2, "kv_channels": 128, "ffn_hidden_size": 512}
 TE = {"layer_spec": "te", "rope_fusion": "te"}
 GPU = {"device": "cuda", "precision": "bf16"}
+PLAIN = {"gradient_accumulation_fusion": False, "compile_fusions": False}
 
 
 def needs(module: str) -> None:
     if importlib.util.find_spec(module) is None:
-        if os.environ.get("REQUIRE_TE"):
+        if os.environ.get("REQUIRE_TE") and module == "transformer_engine":
             pytest.fail(f"REQUIRE_TE is set, but there is no {module}")
         pytest.skip(f"needs {module}")
 
@@ -52,7 +55,7 @@ def built(model=None, attention=None, **training):
     run = tiny_run(
         SHAPE | (model or {}),
         attention={"backend": "stable_flash"} | (attention or {}),
-        training=GPU | {"gradient_accumulation_fusion": False} | training,
+        training=GPU | PLAIN | training,
     )
     (chunk,) = build_model(run, vocab_size=VOCAB).chunks
     return chunk.bfloat16()
@@ -98,6 +101,21 @@ def test_fp8_linears_are_near_bf16(recipe):
                 gradients[name].flatten().float(), grad.flatten().float(), 0
             )
             assert cosine > 0.9, name
+
+
+def test_fp8_attention_runs_and_is_coarser_than_bf16():
+    q, k, v, dout = (x[None] for x in make_regime("gauss", heads=2, n=512, d=128, device="cuda"))
+    tensors = probe.Tensors(q, k, v, dout, 128**-0.5, True, None)
+    true = probe.reference(tensors)
+    errors = {}
+    for run in (probe.transformer_engine, probe.transformer_engine_fp8):
+        found = run(tensors)
+        for name in ("out", "dq"):
+            want = getattr(true, name).float()
+            error = (getattr(found, name).float() - want).norm() / want.norm()
+            errors.setdefault(name, []).append(error.item())
+    assert all(bf16 < 0.01 < fp8 for bf16, fp8 in errors.values()), errors
+    assert errors["out"][1] < 0.2, errors
 
 
 @pytest.mark.parametrize("name", ["te", "apex"])

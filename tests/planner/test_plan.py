@@ -162,8 +162,8 @@ def test_step_time_of_gpt2_124m_is_the_measured_one(gpus):
 def test_more_of_everything_costs_more():
     """Monotone where it must be: memory in the batch, time in the layers."""
     one = planned("gpt2_124m.yaml", "h200", 1)
-    more = planned("gpt2_124m.yaml", "h200", 1, "training.micro_batch_size=32")
-    assert more.worst.total > one.worst.total
+    less = planned("gpt2_124m.yaml", "h200", 1, "training.micro_batch_size=32")
+    assert one.worst.total > less.worst.total
     deep = planned("gpt2_124m.yaml", "h200", 1, "model.num_layers=24")
     assert deep.speed.step.total > one.speed.step.total
     assert deep.worst.states.total > one.worst.states.total
