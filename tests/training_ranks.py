@@ -33,7 +33,7 @@ training:
   device: cpu
   precision: fp32
   train_steps: 5
-  global_batch_size: 8
+  global_batch_size: 4
   micro_batch_size: 1
   eval_steps: 1
 optimizer: {lr: 1.0e-2, warmup_steps: 2}

@@ -68,7 +68,7 @@ def run(name: str, ranks: int, *keys: str) -> dict[str, Any]:
     common = {
         "name": name,
         "training.train_steps": END,
-        "training.global_batch_size": 4,
+        "training.global_batch_size": 2,
         "data.eod_mask_loss": "true",
         "checkpoint.interval": 1,
         "checkpoint.keep_last": END,
@@ -148,10 +148,10 @@ TWO_MORE: Table = {
 }
 FOUR: Table = {
     "tp2": ("fp32", [CP2, TP2, SP]),
-    "pp2": ("fp32", [CP2, PP2]),
     "packed_pp2": ("packed", [CP2, PP2]),
 }
 FOUR_MORE: Table = {
+    "pp2": ("fp32", [CP2, PP2]),
     "cp4_both": ("fp32", [CP4, f"{KIND}=a2a+p2p", SIZES]),
     "pp2_virtual": ("fp32", [CP2, PP2, VPP2]),
     "dp2": ("fp32", [CP2, *OVERLAP]),
