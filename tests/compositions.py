@@ -3,7 +3,7 @@
 The reference is the bare model of one process: no wrappers, no schedule, no optimizer. Its losses
 are written out from the batch: the sum over the tokens that count, divided by how many there are.
 
-    FOLDER=... CASES='["name"]' python -m torch.distributed.run ... compositions.py
+    python compositions.py '["name"]'      (in the folder of the references, on every rank)
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -454,11 +453,11 @@ CASES = TWO | TWO_MORE | FOUR | FAULTS
 
 
 def main() -> None:
-    """Run the cases named in the environment, those of one layout after each other."""
+    """Run the cases named in the argument, those of one layout after each other."""
     cpu_mode.install()  # before anything of Megatron is imported
     from megatron.core.parallel_state import destroy_model_parallel
 
-    folder, chosen = Path(os.environ["FOLDER"]), json.loads(os.environ["CASES"])
+    folder, chosen = Path(), json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     expected = torch.load(folder / "reference.pt", weights_only=True)

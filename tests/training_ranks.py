@@ -90,6 +90,14 @@ def run_ranks(
     ]
 
 
+def run_script(script: Path, arguments: list[str], folder: Path, ranks: int) -> None:
+    """Run ``python SCRIPT ARGUMENTS`` on ``ranks`` processes; AssertionError if one fails."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = [folder / f"{script.stem}.log{rank}" for rank in range(ranks)]
+    codes = _wait(start_ranks(script, arguments, folder, store.port, logs), 600)
+    assert not any(codes), (codes, *(log.read_text()[-3000:] for log in logs))
+
+
 def start_ranks(
     script: Path, arguments: list[str], folder: Path, port: int, logs: list[Path]
 ) -> list[BaseProcess]:

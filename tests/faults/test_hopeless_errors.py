@@ -106,9 +106,9 @@ def test_damaged_checkpoints_end_every_attempt_alike(tmp_path: Path, corpus: Pat
     for shard in saved.glob("step_*/__*.distcp"):
         shard.write_bytes(shard.read_bytes()[::-1])
     before = sorted(saved.rglob("*"))
-    found = launch(tmp_path, nodes)
-    assert {rank: code for rank, (code, _) in found.items()} == {0: 4, 1: 4}
-    assert "no good checkpoint" in found[0][1]
+    (again,) = run_ranks(nodes[0], corpus, 2, [{"set": []}], config=nodes[0] / "run.yaml")
+    assert [rank["code"] for rank in again] == [4, 4]
+    assert "no good checkpoint" in again[0]["error"]
     assert sorted(saved.rglob("*")) == before and not (tmp_path / "run" / "FINISHED").exists()
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from training_ranks import run_script
 
 pytestmark = pytest.mark.multiprocess
 
@@ -17,17 +15,7 @@ pytestmark = pytest.mark.multiprocess
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    worker = Path(__file__).with_name("two_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(worker)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "SEEN": str(folder)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(Path(__file__).with_name("two_ranks.py"), [], folder, 2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -51,9 +51,7 @@ def results(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
         "long, now": [LONG, NOW, "data.split=[0.9,0.05,0.05]"],
     }
     small = "model.num_layers=2"
-    runs = [
-        {"set": [f"name={what.split(',')[0]}", small, *keys]} for what, keys in plan.items()
-    ]
+    runs = [{"set": [f"name={what.split(',')[0]}", small, *keys]} for what, keys in plan.items()]
     return dict(zip(plan, (one for (one,) in run_ranks(folder, corpus, 1, runs)), strict=True))
 
 
