@@ -170,23 +170,6 @@ def test_refused_requeue_is_an_error(shims):
     assert shims.requeues() == 60
 
 
-@pytest.mark.parametrize(
-    ("queue", "status", "says"),
-    [("RUNNING", "0", "job 999 (RUNNING) has this run directory"),
-     ("PENDING", "0", "job 999 (PENDING) has this run directory"),
-     ("Unable to contact slurm controller", "1", "")],
-)  # fmt: skip
-def test_no_double_start(shims, queue, status, says):
-    """Whose lock it is, test_lock.py asks in more ways."""
-    (shims.run / "launch").mkdir()
-    (shims.run / "launch" / "lock").write_text("999\n")
-    (shims.shim / "queue").write_text(queue)
-    (shims.shim / "queue_rc").write_text(status)
-    code, output = shims.drive("finish")
-    assert code == 1 and shims.calls("srun") == [] and says in output
-    assert (shims.run / "launch" / "lock").read_text() == "999\n"
-
-
 def test_chain_goes_on_in_the_next_task(shims):
     array = {"SLURM_ARRAY_JOB_ID": "1230", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MAX": "4"}
     chain = "  continuation: chain\n"
