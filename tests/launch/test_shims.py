@@ -92,7 +92,7 @@ def test_killed_rank_is_told_from_one_that_waited_for_it(shims):
     assert [json.loads(line)["rank"] for line in ledger] == [1]
 
 
-@pytest.mark.parametrize("code", [2, 3, 4])
+@pytest.mark.parametrize("code", [2, 3, 4, 7, 8])
 def test_hopeless_ends_are_never_retried(shims, code):
     got, output = shims.drive(f"leave 0 143; leave 1 {code}; exit 143")
     assert got == code and shims.requeues() == 0 and len(shims.calls("srun")) == 1, output
