@@ -379,12 +379,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
     run("smaller", end, parent, "training.global_batch_size=4", attempt=" resumed", ranks=2)
     blended = [end, "checkpoint.load_from=smaller@6", "training.global_batch_size=16", *both]
     run("blended", *blended, ranks=2)
-    spiky = ("faults.spike.action=rewind", "faults.spike.window=8", "faults.spike.min_history=4",
-             "faults.spike.loss_z=null", "faults.spike.grad_norm_z=500", "checkpoint.interval=1",
-             "training.global_batch_size=4")  # fmt: skip
-    leave = "training.exit_at_step=7"
-    run("rewound", end, parent, *spiky, leave, spike={"step": 7, "times": 1})
-    run("rewound", end, parent, *spiky, attempt=" resumed")
     run("same", end, parent, "training.exit_at_step=6", ranks=2)
     run("parent", end, "training.exit_at_step=6", attempt=" resumed")
     run("base", end, parent, "model.rotary_base=500000")
@@ -432,17 +426,6 @@ def test_a_chain_reads_every_window_once(chain: Any) -> None:
     ):
         assert line in log, line
     assert "meaning" not in log and "samples taken (0.0" in log_of(folder, "smaller")
-
-
-def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain: Any) -> None:
-    """Global batches go on counting, and are of four samples now: batch 6 is windows 40 to 43."""
-    folder, results = chain
-    (rewound,), (resumed,) = results["rewound"], results["rewound resumed"]
-    assert (rewound["code"], resumed["code"]) == (0, 0)
-    log = log_of(folder, "rewound")
-    assert "going back to step 6; global batches 6-6 are left out" in log
-    assert [n for _, n in windows(rewound, 16)] == [*range(32, 44), *range(44, 48)]
-    assert [n for _, n in windows(resumed, 4)] == list(range(48, 52))
 
 
 def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain: Any) -> None:
