@@ -89,8 +89,8 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    persistent = arch == "sm90"  # kernels that only Hopper has
-    assert len(rows) == (15 + 5 * persistent if which == "few" else 43 + 10 * persistent)
+    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 19, "all": 53}
+    assert len(rows) == counts[which]
     for row in rows:
         assert row["shared"] <= row["limit"], row
         spills = MAX_SPILLS[arch].get(row["d"], ELSEWHERE)
