@@ -3,7 +3,7 @@
 The reference is the bare model of one process: no wrappers, no schedule, no optimizer. Its losses
 are written out from the batch: the sum over the tokens that count, divided by how many there are.
 
-    FOLDER=... CASES='["name"]' python -m torch.distributed.run ... compositions.py
+    python compositions.py '["name"]'      (in the folder of the references, on every rank)
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -66,19 +65,19 @@ def moe(**keys: Any) -> MoEConfig:
     return MoEConfig(num_experts=4, ffn_hidden_size=16, aux_loss_coeff=0.5, **keys)
 
 
+DENSE = {
+    "num_query_groups": 2,
+    "normalization": "LayerNorm",
+    "qk_layernorm": True,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "position_embedding": "learned_absolute",
+    "activation": "gelu",
+    "tie_embeddings": True,
+}
 FEATURES = {
-    "dense": Features(
-        {
-            "num_query_groups": 2,
-            "normalization": "LayerNorm",
-            "qk_layernorm": True,
-            "add_bias_linear": True,
-            "add_qkv_bias": True,
-            "position_embedding": "learned_absolute",
-            "activation": "gelu",
-            "tie_embeddings": True,
-        }
-    ),
+    "dense": Features(DENSE),
+    "dense compiled": Features(DENSE, training={"compile_fusions": True}),
     "sinks": Features({"softmax_type": "learnable", "window": [6, 0], "window_skip_freq": 2}),
     "core sinks": Features({"softmax_type": "learnable"}, attention={"backend": "mcore_local"}),
     "mla": Features({"mla": QUERY_MLA, "qk_layernorm": True}),
@@ -349,6 +348,7 @@ class Case:
 TWO = {
     "dense dp2": Case("dense"),
     "dense tp2 sp": Case("dense", TP2SP),
+    "dense compiled tp2 sp": Case("dense compiled", TP2SP),
     "dense cp2": Case("dense", CP2),
     "dense pp2": Case("dense", PP2),
     "sinks tp2": Case("sinks", TP2),
@@ -439,7 +439,17 @@ def unsummed_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "mark_sinks", unmark)
 
 
+def stock_latent_attention(patch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core's own: each rank keeps its heads' part of the rotary key's gradient."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megatron_patch.model import build
+
+    patch.setattr(build, "MLASelfAttention", MLASelfAttention)
+
+
 FAULTS = {
+    "core's latent attention": Case("mla keys", TP2, fault=stock_latent_attention),
     "core sinks unmarked": Case("core sinks", TP2, fault=unmarked_sinks),
     "own sinks unmarked": Case("sinks", TP2, fault=unmarked_sinks),
     "copies marked": Case("mla", TP2SP, fault=copies_marked_as_parts),
@@ -454,11 +464,11 @@ CASES = TWO | TWO_MORE | FOUR | FAULTS
 
 
 def main() -> None:
-    """Run the cases named in the environment, those of one layout after each other."""
+    """Run the cases named in the argument, those of one layout after each other."""
     cpu_mode.install()  # before anything of Megatron is imported
     from megatron.core.parallel_state import destroy_model_parallel
 
-    folder, chosen = Path(os.environ["FOLDER"]), json.loads(os.environ["CASES"])
+    folder, chosen = Path(), json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     expected = torch.load(folder / "reference.pt", weights_only=True)

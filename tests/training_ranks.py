@@ -33,7 +33,7 @@ training:
   device: cpu
   precision: fp32
   train_steps: 5
-  global_batch_size: 8
+  global_batch_size: 4
   micro_batch_size: 1
   eval_steps: 1
 optimizer: {lr: 1.0e-2, warmup_steps: 2}
@@ -88,6 +88,14 @@ def run_ranks(
     return [
         [report[i] for report in reports[: run.get("ranks", ranks)]] for i, run in enumerate(runs)
     ]
+
+
+def run_script(script: Path, arguments: list[str], folder: Path, ranks: int) -> None:
+    """Run ``python SCRIPT ARGUMENTS`` on ``ranks`` processes; AssertionError if one fails."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = [folder / f"{script.stem}.log{rank}" for rank in range(ranks)]
+    codes = _wait(start_ranks(script, arguments, folder, store.port, logs), 600)
+    assert not any(codes), (codes, *(log.read_text()[-3000:] for log in logs))
 
 
 def start_ranks(

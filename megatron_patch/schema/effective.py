@@ -10,7 +10,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from megatron_patch.schema import model
@@ -192,11 +192,14 @@ def _is_idle(run: RunConfig, key: str) -> bool:
         return False
 
 
+_hints = cache(typing.get_type_hints)
+
+
 def _read(section: type, tree: Any, path: str, unknown: dict[str, Any]) -> Any:
     """A section of a tree as its dataclass; a key without default that is not there is None."""
     if not isinstance(tree, Mapping):
         return tree
-    hints, values = typing.get_type_hints(section), dict[str, Any]()
+    hints, values = _hints(section), dict[str, Any]()
     for item in fields(section):
         inner = f"{path}{item.name}"
         if item.name in tree:

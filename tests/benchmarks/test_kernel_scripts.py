@@ -91,6 +91,7 @@ def test_sanitizer_that_cannot_run_says_so(tmp_path: Path, monkeypatch: pytest.M
     assert not json.loads((tmp_path / "sanitizer.json").read_text())["available"]
 
 
+@pytest.mark.slow
 def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
     """Other tiles, and a changed copy; a broken version is a line, not an end."""
     for name, right, wrong in (

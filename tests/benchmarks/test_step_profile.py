@@ -45,13 +45,6 @@ def test_kernels_by_part_and_time_without_any(script: Any, tmp_path: Path, name:
     assert first["operator"] == "aten::mm [[2, 3], [3, 4]]"
 
 
-def test_a_trace_of_a_cpu_is_refused(script: Any, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": EVENTS[:1]}))
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        script.read_trace(path, 2)
-
-
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +56,3 @@ def test_what_was_put_into_runs_is_found(script: Any, tmp_path: Path) -> None:
     # Checkpoints of 5 s in three of the 37 observed steps are in no median.
     assert two["observations"] == 37
     assert abs(one["between_seconds"]) < 1e-3 and one["step_seconds"] == pytest.approx(0.125, 0.01)
-
-
-def test_stored_attempts_stay(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first", "second"):
-        run = write(tmp_path / name, (1, 2000, 0.125, 0.025))
-        monkeypatch.setattr(sys, "argv", ["x", run, "--out", str(tmp_path)])
-        assert script.main() == 0
-    rows = json.loads((tmp_path / "telemetry_cost.json").read_text())["runs"]["attempts"]
-    assert [row["run"] for row in rows] == ["first", "second"]
-    assert "read_at" in rows[0] and "read_at" not in rows[1]
-
-
-def test_runs_that_tell_nothing_are_refused(script: Any, tmp_path: Path) -> None:
-    lost = write(tmp_path / "lost", (1, 900, 0.1, 0.1), (901, 999, 0.1, 0.1), logged=1)
-    for run, told in (
-        (write(tmp_path / "short", (1, 300, 0.1, 0.1)), "no attempt has 10 observations"),
-        (lost, "2 attempts"),
-        (str(tmp_path / "nothing"), "is no run directory"),
-        (write(tmp_path / "often", (1, 900, 0.1, 0.1), interval=10), "21 or more needed"),
-    ):
-        with pytest.raises(SystemExit, match=told):
-            script.from_runs([Path(run)], known=[])

@@ -64,7 +64,16 @@ BITWISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BITWISE)
+SELDOM = ("single, whole optimizer", "dp, bf16, background", "dp", "pp", "pp with one layer first")
+"""Of what the other cases of their table have, too."""
+
+
+def sampled(table: dict[str, Any]) -> list[Any]:
+    """Names of its cases, `SELDOM` marked slow."""
+    return [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in table]
+
+
+@pytest.mark.parametrize("case", sampled(BITWISE))
 def test_same_layout_resumes_bitwise(ranks: Any, tmp_path: Path, case: str) -> None:
     """Weights, moments, step counters, losses and every random stream go on as if unbroken."""
     layout, world, changes = BITWISE[case]
@@ -131,7 +140,7 @@ def test_experts_are_resharded(ranks: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(result["losses"], unbroken["losses"][2:], rtol=2e-6)
 
 
-@pytest.mark.parametrize("case", RESHARDED)
+@pytest.mark.parametrize("case", sampled(RESHARDED))
 def test_another_layout_holds_the_same_state(
     ranks: Any, single: dict[str, Any], tmp_path: Path, case: str
 ) -> None:

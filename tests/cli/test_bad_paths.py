@@ -87,19 +87,6 @@ def test_report_into_a_directory_that_is_a_link(place: Path) -> None:
     assert Path("folder/x.html").is_file()
 
 
-def test_report_into_a_fifo(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever reads gets the page, and the FIFO stays; `/dev/null` is the same case."""
-    os.mkfifo("pipe")
-    command = [sys.executable, "-c", "print(len(open('pipe').read()))"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
-        try:
-            assert app.run(["report", "run", "-o", "pipe"]) == 0
-            assert stat.S_ISFIFO(os.stat("pipe").st_mode)
-            assert int(reader.communicate(timeout=60)[0]) > 1000
-        finally:
-            reader.kill()
-
-
 @pytest.mark.parametrize("minor", [3, 7])
 def test_report_into_a_device(place: Path, capsys: pytest.CaptureFixture[str], minor: int) -> None:
     """A null device takes the page, a full one refuses it; both stay what they are."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_patch.stability.capture import CaptureFile
@@ -25,6 +26,7 @@ def save_capture(path: Path) -> None:
     ).save(path)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_says_nothing_of_parts_that_it_does_not_use(tmp_path: Path) -> None:
     """In a process of its own: what libraries say at their import they say once."""
     save_capture(tmp_path / "a.pt")

@@ -194,7 +194,7 @@ def it_is_compiled():
 
 @shows("latent attention")
 def a_rank_hands_on_its_columns():
-    """And nothing sums the gradient later: tests/model/test_parallel.py, "mla tp2 stock"."""
+    """And nothing sums the gradient later: tests/compositions.py, "core's latent attention"."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     layer = SimpleNamespace(

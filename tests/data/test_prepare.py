@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import shutil
 import subprocess
+import sysconfig
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -205,7 +207,12 @@ def test_the_manifest_says_what_was_read_and_names_no_directory(
     assert digest.stdout.split()[0] == made.bin.sha256
 
 
-def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
+def test_the_standard_library_is_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two packages of it: training a tokenizer on all of them takes 20 seconds."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("email", "asyncio"):
+        shutil.copytree(library / name, tmp_path / "lib" / name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     tokenizer = tmp_path / "tok.json"
     changes = {
         "corpus": "python-stdlib",
@@ -214,7 +221,7 @@ def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
         "train_bpe": 512,
     }
     made = make(tmp_path / "out", **changes)
-    assert made.documents > 100 and made.tokens > 500_000
+    assert made.documents > 40 and made.tokens > 100_000
     assert made.tokenizer.vocab_size == 512
     assert [s.name for s in made.sources] == ["python-stdlib"]
     before = tokenizer.read_bytes()

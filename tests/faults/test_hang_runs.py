@@ -76,7 +76,8 @@ def test_a_slow_rank_is_named(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MP_SLOW", "1:0.25")
-    keys = ["training.train_steps=9", "faults.straggler_interval=4", "logging.interval=3"]
+    keys = ["training.train_steps=9", "training.global_batch_size=8"]
+    keys += ["faults.straggler_interval=4", "logging.interval=3"]
     runs = [
         # A busy machine makes one rank of two slow now and then; not a thousand times.
         {"set": ["name=even", *keys, "faults.straggler_ratio=1000"]},

@@ -22,7 +22,6 @@ from pathlib import Path
 from random import Random
 from typing import get_args
 
-import pytest
 from bounded import examples, fuzz, randoms
 
 from megatron_patch import config
@@ -268,15 +267,3 @@ def test_the_command_line_ends_with_0_or_2(tmp_path: Path, count: int) -> None:
         assert done.returncode in (0, 2) and b"Traceback" not in done.stderr, done.stderr
 
     fuzz(check, count, rng=randoms)
-
-
-@pytest.mark.parametrize("what", [ZeroDivisionError, RecursionError])
-def test_a_traceback_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: type[Exception]
-) -> None:
-    def crash(*_: object) -> None:
-        raise what
-
-    monkeypatch.setattr(config, "load", crash)
-    with pytest.raises(what):
-        outcome(tmp_path / "x.yaml", [])

@@ -490,7 +490,9 @@ def main() -> int:
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import torch
+    import torch.fx.experimental.symbolic_shapes  # with sympy: a second of every child's
     import triton
+    import triton.experimental.gluon.language
 
     torch.set_num_threads(1)
     assert triton.__version__ and "stable_attention" not in sys.modules

@@ -16,7 +16,9 @@ from suite import FEATURES
 
 @pytest.mark.parametrize("line", FEATURES)
 def test_feature(line: str) -> None:
-    check_case(Case.parse(line)).raise_if_bad()
+    """Every third also without LSE: they have all forward paths."""
+    again = FEATURES.index(line) % 3 == 0
+    check_case(Case.parse(line), again=again).raise_if_bad()
 
 
 def _random_cases(count: int) -> list[Case]:

@@ -235,7 +235,9 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compile")) for n in WRAPPED]
+)
 def test_wrapped_models(name: str) -> None:
     def wrapped(kind, **shape):
         return WRAPPED[name](tiny(kind, "eager" if name == "set afterwards" else hf.NAME, **shape))

@@ -27,8 +27,9 @@ def op_arguments(q, k, v, sinks=None, with_lse=True, **options):
     return (q, k, v, sinks, *small, problem.sq, problem.sk, problem.encode(), True, with_lse)
 
 
-@pytest.mark.parametrize("stabilizer", ["compensated", "none"])
-@pytest.mark.parametrize("residual", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("stabilizer", "residual"), [("compensated", "bf16"), ("compensated", "int8"), ("none", "bf16")]
+)
 def test_opcheck(stabilizer, residual):
     """Schema, fake tensors, autograd registration and AOT dispatch agree with the kernels."""
     q, k, v = randn(1, 20, 2, 16), randn(1, 24, 1, 16), randn(1, 24, 1, 8)
@@ -94,8 +95,9 @@ def test_compile_with_dynamic_shapes_compiles_once_and_matches_eager():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (3, 0), (2**31 - 1, 2)])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("window", "dynamic"), [((-1, -1), None), ((3, 0), True), ((2**31 - 1, 2), None)]
+)
 def test_compile_of_a_longest_sequence_that_comes_from_data(window, dynamic):
     """max_seqlen is then a number that tracing does not know, in checks and in the window."""
 
@@ -311,8 +313,15 @@ def test_flash_attention_packed_signatures_agree(d):
         assert torch.equal(fa.flash_attn_func(q, k, v, window_size=pair), want)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (3, 1, 2, 0), (0, 2, 3, 1)])
-@pytest.mark.parametrize("size", [(1, 24, 1, 1), (2, 24, 2, 1), (2, 24, 2, 3)])
+@pytest.mark.parametrize(
+    ("size", "order"),
+    [
+        ((1, 24, 1, 1), (0, 1, 2, 3)),
+        ((2, 24, 2, 1), (0, 3, 2, 1)),
+        ((2, 24, 2, 3), (3, 1, 2, 0)),
+        ((2, 24, 2, 1), (0, 2, 3, 1)),
+    ],
+)
 def test_flash_attention_pads_whatever_the_strides(size, order):
     """A head dim of 1 keeps its stride in .contiguous(), and the padded tensor was refused."""
     back = [order.index(i) for i in range(4)]
@@ -338,8 +347,9 @@ AUTOCAST = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("dtypes", "cast", "want"), AUTOCAST)
+@pytest.mark.parametrize(
+    ("dtypes", "cast", "want", "compiled"), [(*case, i % 2 == 1) for i, case in enumerate(AUTOCAST)]
+)
 def test_autocast_casts_as_torch_does(dtypes, cast, want, compiled):
     """Also the operator itself; gradients come in the dtypes of q, k and v."""
     qkv = [torch.randn(1, 20, 2, 16).to(x).requires_grad_() for x in dtypes]

@@ -33,10 +33,10 @@ def test_there_are_enough_bugs_and_each_names_a_member_of_the_suite() -> None:
     assert {bug.caught_by for bug in BUGS} <= set(MEMBERS)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_patch_applies_to_the_shipped_text(bug) -> None:
-    text = (PACKAGE / bug.file).read_text()
-    assert bug.apply(text) != text
+def test_patches_apply_to_the_shipped_text() -> None:
+    for bug in BUGS:
+        text = (PACKAGE / bug.file).read_text()
+        assert bug.apply(text) != text, bug.name
 
 
 def test_unchanged_kernels_pass(verdicts: dict[str, dict]) -> None:

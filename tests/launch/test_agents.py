@@ -79,12 +79,6 @@ def test_with_nvrx_a_step_that_ends_has_used_its_restarts_up(shims):
     assert "RANK_AGENT=nvrx\n" in text and "MEGATRON_PATCH_SAME_STEP_LIMIT=3\n" in text
 
 
-@pytest.mark.parametrize(("code", "text"), [(7, "max_rewinds are used up"), (8, "the same step")])
-def test_what_a_retry_meets_again_is_not_retried(shims, code, text):
-    found, output = shims.drive(f"step 7; leave 0 {code}; leave 1 {code}; exit {code}")
-    assert found == code and shims.requeues() == 0 and text in output
-
-
 def test_a_hang_is_restarted(shims):
     code, output = shims.drive("step 7; leave 0 6; leave 1 6; exit 1", "finish")
     assert code == 0 and len(shims.calls("srun")) == 2, output

@@ -271,7 +271,9 @@ def test_unwritable_shared_directory_is_an_error(tmp_path):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [
+    pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)
+])  # fmt: skip
 def test_probe_over_gloo(tmp_path, nodes, per_node):
     """All-reduce inside nodes of several ranks, and over several nodes."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from run_config import run_config
@@ -61,39 +58,3 @@ def test_context_parallelism_keeps_the_order_of_launches(monkeypatch: pytest.Mon
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
     setup._communication_environment(run_config(parallel={"context_parallel_size": 2}))
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-
-
-ALONE = """
-import random, sys
-import numpy as np, torch
-from run_config import run_config
-from megatron_patch.core_patches import cpu_mode
-from megatron_patch.parallel import setup
-cpu_mode.install()
-run = run_config()
-draws = []
-for _ in range(2):  # a second start in one process draws the same numbers
-    layout = setup.initialize(run)
-    draws.append((random.random(), np.random.rand(), float(torch.rand(()))))
-    assert layout.print_rank and layout.is_last_stage
-    assert (layout.dp_size, layout.tp_size, layout.device.type) == (1, 1, "cpu")
-    assert layout.describe() == "rank 0 (tp 0, pp 0, cp 0, dp 0, ep 0)"
-    setup.destroy()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        del __import__("os").environ[name]
-setup.destroy()
-assert draws[0] == draws[1], draws
-"""
-
-
-def test_initialize_and_destroy_in_a_fresh_process() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        env=environment,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -6,8 +6,6 @@ import fcntl
 import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -329,28 +327,3 @@ def test_records_that_are_damaged_are_a_note(tmp_path: Path, damage: Any) -> Non
     assert app.run(["report", str(run)]) == 0
     found = " ".join(checked((run / "report.html").read_text(encoding="utf-8")).text)
     assert "could not be read: the steps of records.bin do not rise" in found
-
-
-def test_in_a_headless_browser(tmp_path: Path) -> None:
-    """Chromium draws the page, runs nothing of it, and asks nobody for anything."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no headless browser here")
-    hostile = "".join(HOSTILE[:4])
-    run = make_run(tmp_path / "run", losses=FLAT, name=hostile, hostile=hostile, telemetry=True)
-    out = tmp_path / "out.html"
-    report.write(run, out)
-    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-    common += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
-    log = tmp_path / "net.json"
-    done = subprocess.run(
-        [*common, f"--log-net-log={log}", "--dump-dom", out.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    found = checked("<!DOCTYPE html>" + done.stdout.partition("<!DOCTYPE html>")[2].strip())
-    assert found.count["img"] == DRAWINGS and "script" not in found.count
-    assert "evil.invalid" not in log.read_text()
-    shot = tmp_path / "shot.png"
-    arguments = [*common, f"--screenshot={shot}", "--window-size=900,1200", out.as_uri()]
-    subprocess.run(arguments, capture_output=True, timeout=120)
-    assert shot.stat().st_size > 20_000

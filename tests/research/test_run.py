@@ -299,48 +299,6 @@ def test_one_process_at_a_time(protocol: Path, tmp_path: Path) -> None:
         Directory(tmp_path / "out", experiment, print)
 
 
-def test_an_out_that_cannot_be_used(protocol: Path, tmp_path: Path) -> None:
-    experiment = read(protocol)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "train.log").touch()
-    with pytest.raises(ExperimentError, match="is the directory of a run"):
-        Directory(tmp_path / "run", experiment, print)
-    (tmp_path / "file").touch()
-    with pytest.raises(ExperimentError, match="cannot be written"):
-        Directory(tmp_path / "file" / "below", experiment, print)
-
-
-def test_user_errors(
-    tmp_path: Path, go: Go, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cases = (
-        (["--only", "nothing"], "--only nothing: is no cell, run or seed"),
-        (["--steps", "200"], "is more than the protocol's 100"),
-        (["--set", "optimizer.nothing=1"], "optimizer.nothing"),
-        (["--set", "training.device=cuda"], "this process sees 0 GPU(s)"),
-        (["--gpus", "1", "--gpus-per-run", "2"], "1 GPU(s) for runs of 2"),
-    )
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for more, told in cases:
-        assert go(*more) == 2
-        assert told in capsys.readouterr().err
-    assert go("--results") == 2
-    assert "is no experiment: it has no experiment.json" in capsys.readouterr().err
-    assert go("--dry-run") == 0
-    assert "tiny: 3 runs of 100 steps" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
-
-
-def test_data_that_are_not_there_are_told_once_and_start_nothing(
-    protocol: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    command = [str(protocol), "--out", str(tmp_path / "out")]
-    assert run.main([*command, "--set", f"data.blend.0.path={tmp_path / 'gone'}"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("gone") >= 1 and "no run is started" in said and "prepare-data" in said
-    assert not (tmp_path / "out").exists()
-
-
 TORCHRUN = """\
 megatron-patch: step 7: gradients not finite; stopped before the update
   parameters with a non-finite gradient ...

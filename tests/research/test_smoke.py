@@ -32,6 +32,7 @@ cells:
 """
 
 
+@pytest.mark.slow  # test_run.py has the runner's part, with a stand-in of the trainer
 @pytest.mark.multiprocess
 def test_an_interrupted_protocol_goes_on_and_changes_one_thing(
     corpus: Path, tmp_path: Path

@@ -77,7 +77,9 @@ def test_other_copies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert str(other.resolve()) in environment.other_copies()
 
 
-@pytest.mark.parametrize(("release", "hidden"), [("0.4.1", True), ("0.6.0", False)])
+@pytest.mark.parametrize(("release", "hidden"), [
+    ("0.4.1", True), pytest.param("0.6.0", False, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_core_can_be_imported_beside_an_old_nvidia_resiliency_ext(
     tmp_path: Path, release: str, hidden: bool
 ) -> None:

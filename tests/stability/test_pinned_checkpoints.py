@@ -62,10 +62,7 @@ def runs(own_worker: None, folder: Path, corpus: Path) -> dict[str, Any]:
     plan = {
         "first": run("warn", "stability.guard=warn", at(9)),
         "resumed": run("warn", "stability.guard=warn", at(13)),
-        "switch": run("switch", "stability.guard=switch", at(13)),
         "stop": run("stop", "stability.guard=stop"),
-        "background": run("background", "checkpoint.async_save=true", at(13)),
-        "off": run("off", "stability.guard=off", at(13)),
     }
     found = training_ranks.run_ranks(folder, corpus, 2, list(plan.values()))
     left = steps(folder, "warn")
@@ -93,19 +90,26 @@ def test_going_back_to_it_works_and_keeps_it(runs: Any, folder: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("name", "code", "left"),
-    [("switch", 0, [4, 12, 13]), ("stop", 5, [4, 6, 8]), ("background", 0, [4, 12, 13])],
-)
-def test_whatever_the_guard_does_and_however_it_saves(
-    runs: Any, folder: Path, name: str, code: int, left: list[int]
-) -> None:
-    assert [rank["code"] for rank in runs[name]] == [code] * 2
-    assert steps(folder, name) == left and pinned.read(root(folder, name)) == PINNED
+def test_a_run_that_the_guard_stops_has_it(runs: Any, folder: Path) -> None:
+    assert [rank["code"] for rank in runs["stop"]] == [5] * 2
+    assert steps(folder, "stop") == [4, 6, 8] and pinned.read(root(folder, "stop")) == PINNED
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_without_a_guard_nobody_judges(runs: Any, folder: Path) -> None:
+def test_whatever_the_guard_does_and_however_it_saves(
+    own_worker: None, folder: Path, corpus: Path
+) -> None:
+    plan = {
+        "switch": run("switch", "stability.guard=switch", at(13)),
+        "background": run("background", "checkpoint.async_save=true", at(13)),
+        "off": run("off", "stability.guard=off", at(13)),
+    }
+    found = training_ranks.run_ranks(folder, corpus, 2, list(plan.values()))
+    assert [rank["code"] for ranks in found for rank in ranks] == [0] * 6
+    for name in ("switch", "background"):
+        assert steps(folder, name) == [4, 12, 13] and pinned.read(root(folder, name)) == PINNED
+    # Without a guard nobody judges.
     assert steps(folder, "off") == [12, 13]
     assert not (root(folder, "off") / pinned.FILE).exists()
 

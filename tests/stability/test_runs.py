@@ -108,47 +108,37 @@ def two(folder: Path, single: Path, corpus: Path) -> dict[str, Any]:
     """Two processes: step 3 in every layout; then runs whose first head is sick from step 6 on."""
     switch, sick = "stability.guard=switch", {"sick": 6}
     runs = [
-        run("tp2", BEGIN, *WATCH, *TAKE, f"{TP}=2"),
-        run("tp2_sp", BEGIN, *WATCH, f"{TP}=2", f"{SP}=true"),
+        run("tp2_sp", BEGIN, *WATCH, *TAKE, f"{TP}=2", f"{SP}=true"),
         run("tp2_whole", BEGIN_WHOLE, *WATCH, f"{TP}=2", WHOLE),
-        run("pp2", BEGIN, *WATCH, f"{PP}=2"),
         run("pp2_virtual", BEGIN, *WATCH, f"{PP}=2", f"{VPP}=2"),
         run("dp2", BEGIN, *WATCH),
-        run("dp2_whole", BEGIN_WHOLE, *WATCH, WHOLE),
         run("cp2", BEGIN, *WATCH, "parallel.context_parallel_size=2", *TAKE),
         run("ep2", *ONE_STEP, *EXPERTS, "parallel.expert_model_parallel_size=2"),
-        run("mqa_tp2", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2"),
         run("mqa_tp2_sp", BEGIN_MQA, *WATCH, *MULTI_QUERY, f"{TP}=2", f"{SP}=true"),
         run("warn", *SMALL, "stability.guard=warn", **sick),
         run("switch", *SMALL, switch, *SIGNS, **sick),
         run("disk", *SMALL, switch, *SIGNS, *FULL_DISK, full=[3, 8], **sick),
-        run("again", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **sick),
-        run("again", *SMALL, switch, *SIGNS, **sick),
-        run("edge", *SMALL, switch, f"training.exit_at_step={SWITCHED - 1}", *SIGNS, **sick),
-        run("edge", *SMALL, switch, *SIGNS, **sick),
-        run("back", *SMALL, switch, "training.exit_at_step=8", **sick),
-        run("back", *SMALL, "stability.guard=warn", "training.train_steps=10", **sick),
+        run("paused", *SMALL, switch, "training.exit_at_step=8", *SIGNS, **sick),
+        run("paused", *SMALL, switch, *SIGNS, **sick),
         run("stop", *SMALL, *FAST, "stability.guard=stop", **sick),
-        *(
-            run("halted", *SMALL, "stability.guard=stop", "training.train_steps=11", *keys, **sick)
-            for keys in ((), (CHANGED, "training.exit_at_step=9"), (CHANGED,))
-        ),
         run("first", *SMALL, "stability.guard=warn", "training.exit_at_step=7", **sick),
         run("second", *SMALL, "stability.guard=warn", "checkpoint.load_from=runs/first", **sick),
         run("changed", *SMALL, CHANGED, "checkpoint.load_from=runs/first", **sick),
     ]
-    results = training_ranks.run_ranks(folder, corpus, 2, runs)
+    return dict(zip(attempts(runs), training_ranks.run_ranks(folder, corpus, 2, runs), strict=True))
+
+
+def attempts(runs: list[dict[str, Any]]) -> list[str]:
+    """Names of the runs; a later attempt has its number behind it."""
     names = [r["set"][0].removeprefix("name=") for r in runs]
-    for name, new in (("again", "paused"), ("edge", "edge_paused"), ("back", "back_paused"),
-                      ("halted", "halted_first"), ("halted", "halted_changed")):  # fmt: skip
-        names[names.index(name)] = new
-    return dict(zip(names, results, strict=True))
+    counts = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name} {n + 1}" if n else name for name, n in zip(names, counts, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def pair(two: dict[str, Any], folder: Path) -> Path:
     layouts = [two[name] for name in two if name[:2] in ("tp", "pp", "dp", "cp", "ep", "mq")]
-    assert len(layouts) == 11 and all(rank["code"] == 0 for r in layouts for rank in r)
+    assert len(layouts) == 7 and all(rank["code"] == 0 for r in layouts for rank in r)
     return folder / "runs"
 
 
@@ -162,9 +152,7 @@ def told(runs: Path, name: str) -> Telemetry:
 LOOSE = {"delta_error_mean", "delta_error_rms", "delta_error_sign"}
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "core", "local", "tp2", "tp2_sp", "tp2_whole", "pp2", "pp2_virtual"]
-)
+@pytest.mark.parametrize("name", ["full", "core", "local", "tp2_sp", "tp2_whole", "pp2_virtual"])
 def test_every_head_of_every_layer_is_told_the_same(pair: Path, name: str) -> None:
     same_heads(told(pair, "one"), told(pair, name))
 
@@ -184,9 +172,9 @@ def same_heads(one: Telemetry, other: Telemetry) -> None:
             np.testing.assert_allclose(b, a, rtol=3e-4, atol=1e-6, err_msg=metric)
 
 
-@pytest.mark.parametrize("name", ["mqa_tp2", "mqa_tp2_sp"])
-def test_fewer_key_heads_than_tensor_parallel_ranks(pair: Path, name: str) -> None:
+def test_fewer_key_heads_than_tensor_parallel_ranks(pair: Path) -> None:
     """The early warning's head growth reads these norms: none may be missing."""
+    name = "mqa_tp2_sp"
     one, other = told(pair, "mqa"), told(pair, name)
     assert all(np.isfinite(other.heads[norm][-1]).all() for norm in ("wq_norm", "wk_norm"))
     same_heads(one, other)
@@ -203,8 +191,7 @@ def test_fewer_key_heads_than_tensor_parallel_ranks(pair: Path, name: str) -> No
         torch.testing.assert_close(getattr(part, x), getattr(whole, x), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["full", "local", "tp2", "tp2_sp", "tp2_whole", "pp2",
-                                  "pp2_virtual", "dp2", "dp2_whole"])  # fmt: skip
+@pytest.mark.parametrize("name", ["full", "local", "tp2_sp", "tp2_whole", "pp2_virtual", "dp2"])
 def test_layer_gradients_count_every_value_once(pair: Path, name: str) -> None:
     one, other = told(pair, "one"), told(pair, name)
     a, b = one.layers["grad_norm"][-1], other.layers["grad_norm"][-1]
@@ -295,7 +282,7 @@ def test_captures_are_the_same_from_one_and_from_two_ranks(pair: Path) -> None:
         assert one.q.shape == (32, 1, 3, 8) and one.k.shape == (32, 1, 2, 8)
         assert one.causal and one.micro_batch == 0 and one.layer == layer
         parts = [
-            CaptureFile.load(pair / "tp2" / "captures" / capture.file_name(3, layer, r))
+            CaptureFile.load(pair / "tp2_sp" / "captures" / capture.file_name(3, layer, r))
             for r in (0, 1)
         ]
         assert [p.heads for p in parts] == [[1], [2, 3]]
@@ -367,7 +354,7 @@ def test_signs_start_captures_once(two: Any, folder: Path) -> None:
     runs = folder / "runs"
     watch = f"step_{SWITCHED:08d}.layer_000.tp_0.watch.pt"
     danger = f"step_{SWITCHED + 1:08d}.layer_000.tp_0.danger.pt"
-    for name, names in (("switch", [watch, danger]), ("again", [watch])):
+    for name, names in (("switch", [watch, danger]), ("paused", [watch])):
         assert sorted(p.name for p in (runs / name / "captures").iterdir()) == names, name
     first, second = (CaptureFile.load(runs / "switch" / "captures" / n) for n in (watch, danger))
     assert (first.trigger, second.trigger) == ("watch", "danger")
@@ -378,45 +365,16 @@ def test_signs_start_captures_once(two: Any, folder: Path) -> None:
 def test_a_resume_keeps_the_switch_and_repeats_every_bit(two: Any, folder: Path) -> None:
     runs = folder / "runs"
     assert [r["step"] for r in two["paused"]] == [8, 8]
-    assert figures(runs / "again") == figures(runs / "switch")
-    assert [r["weights"] for r in two["again"]] == [r["weights"] for r in two["switch"]]
-    log = (runs / "again" / "train.log").read_text()
+    assert figures(runs / "paused") == figures(runs / "switch")
+    assert [r["weights"] for r in two["paused 2"]] == [r["weights"] for r in two["switch"]]
+    log = (runs / "paused" / "train.log").read_text()
     assert f"it switched after step {SWITCHED}; stabilizer compensated since then" in log
-    a, b = record.read(runs / "again"), record.read(runs / "switch")
+    a, b = record.read(runs / "paused"), record.read(runs / "switch")
     for metric in HEAD_METRICS:
         if metric not in ("wq_norm", "wk_norm"):  # their iteration starts anew
             np.testing.assert_array_equal(a.heads[metric], b.heads[metric], err_msg=metric)
     for name, values in a.scalars.items():
         np.testing.assert_array_equal(values, b.scalars[name], err_msg=name)
-
-
-def test_a_stop_at_the_record_of_danger_switches_where_the_run_would_have(
-    two: Any, folder: Path
-) -> None:
-    """The record is read as the run ends, and the switch still comes after the step after it."""
-    runs = folder / "runs"
-    assert [r["step"] for r in two["edge_paused"]] == [SWITCHED - 1] * 2
-    assert figures(runs / "edge") == figures(runs / "switch")
-    assert [r["weights"] for r in two["edge"]] == [r["weights"] for r in two["switch"]]
-    log = (runs / "edge" / "train.log").read_text()
-    assert f"it switched after step {SWITCHED}; stabilizer compensated since then" in log
-    a, b = record.read(runs / "edge"), record.read(runs / "switch")
-    np.testing.assert_array_equal(a.scalars["switched"], b.scalars["switched"])
-
-
-def test_another_guard_setting_takes_the_switch_back(two: Any, folder: Path) -> None:
-    """The records tell of it, and the rule begins anew: it judges other numerics."""
-    assert [r["step"] for r in two["back"]] == [10, 10]
-    told = record.read(folder / "runs" / "back")
-    switched = told.scalars["switched"].tolist()
-    assert switched == [0.0] * (SWITCHED - 2) + [SWITCHED] * (10 - SWITCHED) + [0.0] * 2
-    assert [p.step for p in told.points() if p.compensated] == list(range(SWITCHED, 9))
-    assert [p.step for p in told.history().points] == [9, 10]
-    # The head is sick again, as it is with these numerics: one record does not confirm it.
-    assert [v.level for _, v in told.verdicts()][-2:] == ["watch", "danger"]
-    assert told.scalars["level"].tolist()[-2:] == [1.0, 2.0]
-    log = (folder / "runs" / "back" / "train.log").read_text()
-    assert "stability.guard is warn now: attention is as configured" in log
 
 
 def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
@@ -425,17 +383,6 @@ def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
     saved = folder / "runs" / "stop" / "checkpoints"
     assert [p.name[:13] for p in saved.glob("step_*")] == [f"step_{SWITCHED:08d}"]
     assert not (folder / "runs" / "stop" / "FINISHED").exists()
-
-
-def test_with_other_attention_the_rule_starts_anew_for_good(two: Any, folder: Path) -> None:
-    """Not only at the resume that changed it: the next one must not meet the old danger again."""
-    assert [r["code"] for r in two["halted_first"]] == [5, 5]
-    assert [(r["code"], r["step"]) for r in two["halted_changed"]] == [(0, 9)] * 2
-    assert [(r["code"], r["step"]) for r in two["halted"]] == [(0, 11)] * 2
-    told = record.read(folder / "runs" / "halted")
-    said = [verdict.level for _, verdict in told.verdicts()]
-    assert said[SWITCHED - 2] == "danger" and said[SWITCHED:] == ["ok"] * 3
-    assert [p.step for p in told.history().points] == [9, 10, 11]
 
 
 def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Path) -> None:

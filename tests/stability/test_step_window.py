@@ -16,7 +16,8 @@ from training_ranks import figures
 from megatron_patch.stability import record
 from megatron_patch.stability.step_window import StepWindow
 
-WATCH = ["stability.interval=3", "training.train_steps=6", "training.deterministic=true"]
+WATCH = ["stability.interval=3", "training.train_steps=6", "training.deterministic=true",
+         "model.num_layers=2"]  # fmt: skip
 STOP, SAVE = "training.exit_at_step=2", "checkpoint.interval=5"
 NAN = {"step": 6, "rank": None, "parameter": "decoder.final_layernorm.weight"}
 PIPE = "parallel.pipeline_model_parallel_size=2"

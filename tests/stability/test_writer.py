@@ -262,7 +262,7 @@ def test_a_resume_does_not_hold_the_whole_run_in_memory(repeated: bool, tmp_path
     assert record.read(tmp_path).steps.tolist() == [*range(10, 2990, 10)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_end_of_a_run_is_judged_as_in_the_whole_of_it(seed: int, tmp_path: Path) -> None:
     """Switches of the guard, other attention, a run before: wherever the records are cut."""
     rng = np.random.default_rng(seed)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +18,7 @@ import pytest
 import torch
 from compositions import CASES, FAULTS, FEATURES, FOUR, ROWS, TWO, TWO_MORE
 from megatron_cpu import SEQ, layout, single_rank
+from training_ranks import run_script
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.schema.data import DataConfig
@@ -46,14 +44,7 @@ def expected(folder: Path) -> dict[str, dict[str, float]]:
 
 def run_cases(folder: Path, ranks: int, names: Any) -> list[dict[str, Any]]:
     """What every rank saw of each case; one start."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), compositions.__file__]
-    environment = {"OMP_NUM_THREADS": "1", "FOLDER": str(folder), "CASES": json.dumps(list(names))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=os.environ | environment
-    )
-    said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))
-    assert done.returncode == 0, said[-3000:] or done.stderr[-3000:]
+    run_script(Path(compositions.__file__), [json.dumps(list(names))], folder, ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

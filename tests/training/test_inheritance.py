@@ -379,11 +379,11 @@ def chain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
     folder = tmp_path_factory.mktemp("chain")
     other = byte_corpus(folder / "other", (f"{n} is followed by {n + 1}. " * 9 for n in range(60)))
     both = [f"data.blend=[{{path: {other}, weight: 0.5}}, {{path: {corpus}, weight: 0.5}}]"]
-    end = "training.train_steps=8"
+    end, eight = "training.train_steps=8", "training.global_batch_size=8"
     runs: dict[str, dict[str, Any]] = {}
 
     def run(name: str, *keys: str, ranks: int = 1, attempt: str = "", **more: Any) -> None:
-        keys = ("model.num_layers=1", "faults.hang_seconds=null", *keys)
+        keys = ("model.num_layers=1", "faults.hang_seconds=null", eight, *keys)
         runs[name + attempt] = {"set": [f"name={name}", *keys], "ranks": ranks, "read": True} | more
 
     run("parent", end, "training.exit_at_step=4")

@@ -28,7 +28,7 @@ MOE = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32", "model.moe.aux
 
 
 def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
-    return {"set": [f"name={name}", "training.global_batch_size=4", *keys], **faults}
+    return {"set": [f"name={name}", *keys], **faults}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minimal_config import TINY
@@ -16,7 +17,7 @@ from megatron_patch.config import load, types
 from megatron_patch.schema import render
 from megatron_patch.schema.effective import DERIVED, EARLIER, IDLE
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
-from megatron_patch.schema.run import Loaded, RunConfig
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.training import resume_rules
 from megatron_patch.training.resume_rules import (
     another_run,
@@ -68,11 +69,6 @@ def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return tree
 
 
-def as_loaded(tiny: Any, tree: dict[str, Any]) -> Loaded:
-    """``tree`` as if it had been loaded."""
-    return dataclasses.replace(tiny(), tree=tree)
-
-
 # --------------------------------------------------------------------------------- equal
 
 
@@ -117,7 +113,7 @@ def _section_of(path: str) -> type:
     return section
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(before=st.sets(st.sampled_from(sorted(SPELLINGS))), after=st.sets(
     st.sampled_from(sorted(SPELLINGS))))  # fmt: skip
 def test_a_value_that_is_written_out_is_equal(
@@ -267,9 +263,10 @@ def leaves(full: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
-    tiny: Any, full: dict[str, Any]
+    tiny: Any, full: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = set()
+    monkeypatch.setattr(yaml, "safe_load", lambda text: yaml.load(text, yaml.CSafeLoader))
+    refused, run = set(), tiny()
     for path, tp in leaves(full):
         tree = full
         learned = ("data.reset_position_ids", "model.max_position_embeddings")
@@ -280,9 +277,9 @@ def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
         if path == "optimizer.muon_momentum":
             tree = put(full, "optimizer.name", "muon")
         saved, changed = render.dump(tree), put(tree, path, another(tp, at(tree, path), path))
-        why = another_run(saved, as_loaded(tiny, changed)) or ""
-        assert differences(saved, render.dump(changed)), path
+        why = another_run(saved, dataclasses.replace(run, tree=changed)) or ""
         lines = [line for line in why.splitlines() if line.startswith(f"  {path}")]
+        assert lines or differences(saved, render.dump(changed)), path
         free = (*resume_rules.CHANGEABLE, *resume_rules.DATA, "optimizer.decay_steps")
         assert bool(lines) != resume_rules._under(path, free), (path, why)
         refused |= {path} if lines else set()

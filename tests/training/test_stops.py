@@ -14,11 +14,11 @@ pytestmark = pytest.mark.multiprocess
 
 DETERMINISTIC = "training.deterministic=true"
 GENTLE = ["optimizer.lr=1e-3", "optimizer.min_lr=5e-4"]
-PARAMETER = "decoder.layers.2.mlp.linear_fc1.weight"
+PARAMETER = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
 def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
-    return {"set": [f"name={name}", *keys], **faults}
+    return {"set": [f"name={name}", "model.num_layers=2", *keys], **faults}
 
 
 def on(step: int, rank: int, **more: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(two: Any, folder: Pa
 
 def test_only_a_run_that_reached_train_steps_is_marked_finished(two: Any, folder: Path) -> None:
     marker = json.loads((folder / "runs" / "whole" / "FINISHED").read_text())
-    assert marker["step"] == 5 and marker["consumed_tokens"] == 5 * 8 * 32
+    assert marker["step"] == 5 and marker["consumed_tokens"] == 5 * 4 * 32
     assert not (folder / "runs" / "nan_whole" / "FINISHED").exists()
 
 
@@ -159,7 +159,7 @@ def one(folder: Path, corpus: Path) -> dict[str, list[dict[str, Any]]]:
         "usr1": run("usr1", signal=on(1, 0, name="SIGUSR1")),
         "int": run("int", signal=on(4, 0, name="SIGINT")),
         "early": run("early", signal=on(0, 0, name="SIGTERM")),
-        "other": run("limit", "model.num_layers=2"),
+        "other": run("limit", "model.num_layers=3"),
         "required": run("none", "checkpoint.resume=required"),
         "fast": run("gentle", "training.exit_at_step=3"),
         "gentle": run("gentle", *GENTLE, "optimizer.clip_grad=0.05"),
