@@ -122,10 +122,10 @@ def projection_captures(parts: Parts) -> Table:
     """Errors of the worst head of captured layers that have begun to diverge."""
     names = (*PROJECTED, EXACT)
     body = []
-    for (run, at), cell in _cells(parts, "run", "step").items():
+    for (run, at), kinds in _cells(parts, "run", "step").items():
         label = f"{run.split()[0]}, {at:,}"
         for what, name in (("dq", "dQ"), ("dk", "dK")):
-            worst = (max(row[what] for row in cell[x]) for x in names)
+            worst = (max(row[what] for row in kinds[x]) for x in names)
             body.append([f"{name}, {label}", *(f"{x:.2g}" for x in worst)])
     return ["worst head: run, step", *names], body, []
 
