@@ -98,7 +98,7 @@ def projection_errors(parts: Parts) -> Table:
     body = [
         [regime, *(f"{cell[name][0]['dq']:.4f}" for name in names)]
         for (n, regime), cell in found.items()
-        if n == 2048
+        if n == 2048 and regime in ("tie2s", "tie3", "near8w", "diffuse", "gauss")
     ]
     for what, label in (("dq", "dQ"), ("dk", "dK")):
         worst = (max(c[x][0][what] / c[EXACT][0][what] for c in found.values()) for x in names)
@@ -120,13 +120,14 @@ def projection_logits(parts: Parts) -> Table:
 
 def projection_captures(parts: Parts) -> Table:
     """Errors of the worst head of captured layers that have begun to diverge."""
-    names = (*PROJECTED, EXACT)
-    body = []
-    for (run, at), kinds in _cells(parts, "run", "step").items():
-        label = f"{run.split()[0]}, {at:,}"
-        for what, name in (("dq", "dQ"), ("dk", "dK")):
-            worst = (max(row[what] for row in kinds[x]) for x in names)
-            body.append([f"{name}, {label}", *(f"{x:.2g}" for x in worst)])
+    found, names = _cells(parts, "run", "step"), (*PROJECTED, EXACT)
+    body = [
+        [f"dQ, {run.split()[0]}, {at:,}"]
+        + [f"{max(row['dq'] for row in kinds[x]):.2g}" for x in names]
+        for (run, at), kinds in found.items()
+    ]
+    worst = (max(row["dk"] for kinds in found.values() for row in kinds[x]) for x in names)
+    body.append(["largest dK", *(f"{x:.2g}" for x in worst)])
     return ["worst head: run, step", *names], body, []
 
 
@@ -197,12 +198,13 @@ def kernel_speed(parts: Parts) -> Table:
         grid = "" if row["grid"] == GRIDS[0] else f"{row['grid']}, "
         kinds.setdefault(f"{grid}d {dims(row)}", []).append(row)
     kinds["all"] = result["rows"]
+    peers = [p for p in (*PEERS, "FA4") if any(p in row["peers"] for row in result["rows"])]
     body = [
-        [kind, str(len(rows)), *(_both(rows, DEFAULT, peer) for peer in PEERS)]
+        [kind, str(len(rows)), *(_both(rows, DEFAULT, peer) for peer in peers)]
         + [_both(rows, "none", DEFAULT)]
         for kind, rows in kinds.items()
     ]
-    head = ["forward, backward", "shapes", *(f"speed / {peer}" for peer in PEERS), "time / `none`"]
+    head = ["forward, backward", "shapes", *(f"speed / {peer}" for peer in peers), "time / `none`"]
     # Calls that took the host longer than the idle work before them.
     host = [found.get("host", 0.0) for r in result["rows"] for found in r["peers"].values()]
     slow = sum(ms > result["queued_ms"] for ms in host)
@@ -442,7 +444,6 @@ def plan_memory(parts: Parts) -> Table:
 TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "cost": ("attention", "speed", readme_cost),
     "kernel-speed": ("attention", "speed", kernel_speed),
-    "kernel-speed-portable": ("attention", "portable speed", kernel_speed),
     "kernel-host": ("attention", "host", kernel_host),
     "kernel-float32": ("attention", "float32", kernel_float32),
     "accuracy-delta": ("accuracy", "delta", accuracy_delta),
