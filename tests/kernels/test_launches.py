@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import os
+import sys
 import weakref
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stable_attention.triton import launches
+from stable_attention import configs, stable_attention
+from stable_attention.hopper import launch as hopper
+from stable_attention.triton import launches, preprocess
 from stable_attention.triton.launches import launch
 
 NAMES = ("x", "x_desc", "y", "size", "WIDTH")
@@ -199,6 +204,59 @@ def test_lengths_that_never_come_again_do_not_pile_up(monkeypatch: pytest.Monkey
     for _ in range(3):
         call(kernel, *pair())
     assert len(kernel.kept) == 1
+
+
+PASSES = {"forward": 115, "backward": 105}
+"""Python calls within the library of one call as in training, by pass, with a few to spare."""
+
+
+def test_a_call_is_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time is counted, not measured: kernels do nothing, launches are kept."""
+    monkeypatch.setattr(launches, "CompiledKernel", Compiled)
+    monkeypatch.setattr(configs, "arch_of", lambda device: "sm90")
+    for module in (hopper, preprocess):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            fake = Anything(getattr(module, name).arg_names)
+            monkeypatch.setattr(module, name, fake)
+    q, k, v = (torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout = torch.zeros_like(q)
+
+    def forward() -> torch.Tensor:
+        return stable_attention(q, k, v, layout="bhsd", causal=True)
+
+    for _ in range(3):
+        out = forward()
+        torch.autograd.grad(out, (q, k, v), dout)
+    out = forward()
+    passes = {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
+    for name, run in passes.items():
+        seen: collections.Counter[str] = collections.Counter()
+
+        def note(frame: FrameType, event: str, argument: object, seen=seen) -> None:
+            if event == "call" and f"{os.sep}stable_attention{os.sep}" in frame.f_code.co_filename:
+                seen[frame.f_code.co_name] += 1
+
+        sys.setprofile(note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        assert 20 < seen.total() <= PASSES[name], (name, seen.most_common(20))
+
+
+class Anything:
+    """Stands for a jitted function that does nothing."""
+
+    pre_run_hooks: tuple[object, ...] = ()
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names = arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *positional, **named: Compiled([])
 
 
 class Driver:

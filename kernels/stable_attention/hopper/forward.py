@@ -34,7 +34,7 @@ from stable_attention.hopper.barriers import (
     arrive_named,
     sync_named,
 )
-from stable_attention.hopper.producer import ALL, SLOT_OF_K, forward_producer
+from stable_attention.hopper.producer import ALL, ITEM, SLOT_OF_K, forward_producer
 from stable_attention.hopper.softmax import (
     LANES,
     NOTHING,
@@ -55,7 +55,6 @@ from stable_attention.hopper.softmax import (
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
-    item_at,
     key_blocks_of,
     limits_of,
     place_of,
@@ -75,6 +74,18 @@ def _take_turn(W: gl.constexpr):
 @gluon.jit
 def _pass_turn(W: gl.constexpr):
     arrive_named(TURN + 1 - W, "256")
+
+
+@gluon.jit
+def _announced(item_s, buffer, one: gl.constexpr):
+    """(head counted over the batch or -1, tile, batch entry, head within it) of an item."""
+    first = buffer * ITEM
+    return (
+        gl.max(item_s.index(first).load(one), 0),
+        gl.max(item_s.index(first + 1).load(one), 0),
+        gl.max(item_s.index(first + 2).load(one), 0),
+        gl.max(item_s.index(first + 3).load(one), 0),
+    )
 
 
 @gluon.jit
@@ -168,10 +179,10 @@ def _store_rows(
 
 @gluon.jit
 def _consumer(
-    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
     q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-    sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
-    steepness, W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    sq, sk, tq, left, right, key_blocks, stride_ob, stride_oh, unit, steepness,
+    W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
     SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
     HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
@@ -214,17 +225,16 @@ def _consumer(
     tiles = 0
     if W == 1:
         arrive_named(TURN, "256")
-    if PACKED:
-        query_tiles = gl.maximum(gl.load(counter + 1), 1)
     mbarrier.wait(q_full.index(0), 0)
-    item = gl.max(item_s.index(0).load(one), 0)
-    t, head = item_at(gl.maximum(item, 0), query_tiles, head_block, CAUSAL or BAND)
+    head, t, b, h = _announced(item_s, 0, one)
+    if PACKED:
+        t = gl.where(head >= 0, t, 0)
     m, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
     last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
     to_right, to_left, end = limits_of(m, last, queries, keys, left, right, W)
     q = _operand(q_s, 0, W, Q_IN_REGISTERS, Q_L)
     # Of packed sequences there may be fewer tiles than programs.
-    mbarrier.wait(k_full.index(k), k_parity, pred=item >= 0)
+    mbarrier.wait(k_full.index(k), k_parity, pred=head >= 0)
     _take_turn(W)
     first_made = _first_scores(q, k_s.index(k), W, CAUSAL)
     _pass_turn(W)
@@ -239,7 +249,7 @@ def _consumer(
     if SUM:
         l_lanes = by_lane(p)
     p_rounded = p.to(dtype)
-    while item >= 0:
+    while head >= 0:
         total_shift = shift
         l_total = gl.zeros([64], gl.float32, RE)
         if SEGMENT:
@@ -321,10 +331,11 @@ def _consumer(
         buffer = tiles & 1
         tiles += 1
         mbarrier.wait(q_full.index(tiles & 1), (tiles >> 1) & 1)
-        next_one = gl.max(item_s.index(tiles & 1).load(one), 0)
-        more = next_one >= 0
-        t, next_head = item_at(gl.maximum(next_one, 0), query_tiles, head_block, CAUSAL or BAND)
-        next_m, _, next_queries, _, keys = place_of(places, t, sq, sk, PACKED)
+        next_head, next_t, next_b, next_h = _announced(item_s, tiles & 1, one)
+        more = next_head >= 0
+        if PACKED:
+            next_t = gl.where(more, next_t, 0)
+        next_m, _, next_queries, _, keys = place_of(places, next_t, sq, sk, PACKED)
         last, next_blocks = key_blocks_of(
             next_m, key_blocks, next_queries, keys, left, right, CAUSAL, BAND
         )
@@ -371,11 +382,9 @@ def _consumer(
                     acc = near
             l = gl.convert_layout(part, RO)
         rows = m * TILE + W * 64 + gl.arange(0, 64, RO)
-        h = head % heads
         start = 0
         length = sq
         if PACKED:
-            t, _ = item_at(item, query_tiles, head_block, True)
             _, start, length, _, _ = place_of(places, t, sq, sk, True)
         if HAS_MAX:
             if BAND:
@@ -402,12 +411,14 @@ def _consumer(
         acc = acc * gl.expand_dims(share, 1)
         _store_rows(
             acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0), o_desc, low_desc,
-            m * TILE + W * 64, (head // heads) * stride_ob + h * stride_oh, start, length,
+            m * TILE + W * 64, b * stride_ob + h * stride_oh, start, length,
             HAS_LOW, PACKED,
         )  # fmt: skip
-        item = next_one
-        m = next_m
         head = next_head
+        t = next_t
+        b = next_b
+        h = next_h
+        m = next_m
         blocks = next_blocks
     tma.store_wait(0)
 
@@ -444,7 +455,9 @@ def forward_kernel(
     ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 32], dtype)
     ones_s = gl.allocate_shared_memory(dtype, [8, 32], ones_layout)
     ones_s.store(gl.full([8, 32], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
-    item_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_s = gl.allocate_shared_memory(
+        gl.int32, [2 * ITEM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -457,18 +470,16 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
-                stride_ob, stride_oh, unit, steepness,
+                sq, sk, tq, left, right, key_blocks, stride_ob, stride_oh, unit, steepness,
                 0, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
-                stride_ob, stride_oh, unit, steepness,
+                sq, sk, tq, left, right, key_blocks, stride_ob, stride_oh, unit, steepness,
                 1, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),

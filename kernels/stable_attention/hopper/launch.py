@@ -196,7 +196,7 @@ def _places(
     # In a tensor of its own: its address must be a multiple of 16.
     if not plan.problem.varlen:
         # `rows_kernel` sets that of the backward pass.
-        return (new(4) if backward else torch.zeros(4, dtype=torch.int32, device=device)), None
+        return new(4) if backward else _counter(device), None
     counter = new(4)
     most = plan.backward_tiles if backward else plan.query_tiles
     places = new((1 + backward, most, FIELDS.value))
@@ -209,6 +209,25 @@ def _places(
         own=2,
     )
     return counter, places
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """A counter of items, 0; the forward kernel leaves it as it was.
+
+    Launches of one stream follow each other and share one. A captured graph runs on any stream and
+    has its own.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+    return found
+
+
+_counters: dict[tuple[int | None, int], torch.Tensor] = {}
+"""By device and stream."""
 
 
 def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
