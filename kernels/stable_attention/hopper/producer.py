@@ -21,8 +21,6 @@ from stable_attention.hopper.tiles import (
 
 SLOT_OF_K = gl.constexpr(7)
 """The named barrier of the first slot of K in the forward pass."""
-ALL = gl.constexpr("288")
-"""Threads of both consumers and the producer."""
 PAIR = gl.constexpr(2)
 """Query tiles in shared memory, tiles of dS, and items announced in the backward pass: a ring of
 two each."""
@@ -38,7 +36,7 @@ def forward_producer(
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, CONSUMERS: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
@@ -72,12 +70,15 @@ def forward_producer(
         if running:
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
             hk = h // GROUP
-            last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
-            mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
-            for w in gl.static_range(2):
+            last, blocks = key_blocks_of(
+                m, key_blocks, queries, keys, left, right, CAUSAL, BAND, CONSUMERS
+            )
+            mbarrier.expect(q_full.index(buffer), CONSUMERS * q_desc.block_type.nbytes)
+            for w in gl.static_range(CONSUMERS):
                 load_tile(
-                    q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
-                    q_full.index(buffer), q_s.index(buffer * 2 + w), PACKED,
+                    q_desc, (m * CONSUMERS + w) * 64, b * stride_qb + h * stride_qh,
+                    start_q, queries, q_full.index(buffer), q_s.index(buffer * CONSUMERS + w),
+                    PACKED,
                 )  # fmt: skip
             k_column = b * stride_kb + hk * stride_kh
             v_column = b * stride_vb + hk * stride_vh
@@ -189,4 +190,4 @@ def backward_producer(
             item = next_item(counter, -1)
 
 
-__all__ = ["ALL", "ITEM", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]
+__all__ = ["ITEM", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]
