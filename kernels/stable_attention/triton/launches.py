@@ -82,14 +82,16 @@ class _Launch:
         grid, positional, named = arguments
         names = kernel.arg_names
         self._kernel = kernel  # alive, so that its id is not another's
-        whole_grid = (*grid, 1, 1)[:3]
+        x, y, z = (*grid, 1, 1)[:3]
+        whole_grid = x, y, z
         self._run = compiled[whole_grid]
         self._arguments = [*positional, *(named[name] for name in names[len(positional) :])]
         slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
         self._addresses: list[tuple[int, int]] = []
         self._described: list[tuple[int, int, Any]] = []
         self._device = next((x.get_device() for x in tensors if x is not None), -1)
-        self._call, metas = None, []
+        self._call: Callable[..., None] | None = None
+        metas: list[Any] = []
         with contextlib.suppress(AttributeError, KeyError, TypeError):
             self._call, metas = _below(compiled, whole_grid)
         # The same for `_call`: descriptors take several places each.
