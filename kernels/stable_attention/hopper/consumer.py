@@ -240,7 +240,7 @@ def forward_consumer(
     if W == 1:
         arrive_named(TURN, "256")
     mbarrier.wait(q_full.index(0), 0)
-    head, t, b, h = _announced(item_s, 0, one)
+    head, t, _, _ = _announced(item_s, 0, one)
     if PACKED:
         t = gl.where(head >= 0, t, 0)
     m, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
@@ -359,7 +359,7 @@ def forward_consumer(
         buffer = tiles & 1
         tiles += 1
         mbarrier.wait(q_full.index(tiles & 1), (tiles >> 1) & 1)
-        next_head, next_t, next_b, next_h = _announced(item_s, tiles & 1, one)
+        next_head, next_t, _, _ = _announced(item_s, tiles & 1, one)
         more = next_head >= 0
         if PACKED:
             next_t = gl.where(more, next_t, 0)
@@ -428,6 +428,8 @@ def forward_consumer(
             l = gl.convert_layout(part, RO)
         row = (m * CONSUMERS + W) * 64
         rows = row + gl.arange(0, 64, RO)
+        # This buffer is the item's until the next tile has released it.
+        _, t, b, h = _announced(item_s, buffer, one)
         start = 0
         length = sq
         if PACKED:
@@ -461,9 +463,6 @@ def forward_consumer(
             HAS_LOW, PACKED,
         )  # fmt: skip
         head = next_head
-        t = next_t
-        b = next_b
-        h = next_h
         m = next_m
         blocks = next_blocks
     tma.store_wait(0)
