@@ -198,7 +198,8 @@ def kernel_speed(parts: Parts) -> Table:
         grid = "" if row["grid"] == GRIDS[0] else f"{row['grid']}, "
         kinds.setdefault(f"{grid}d {dims(row)}", []).append(row)
     kinds["all"] = result["rows"]
-    peers = [p for p in (*PEERS, "FA4") if any(p in row["peers"] for row in result["rows"])]
+    also = any("FA4" in row["peers"] for row in result["rows"])
+    peers = (*PEERS, *(["FA4"] if also else []))
     body = [
         [kind, str(len(rows)), *(_both(rows, DEFAULT, peer) for peer in peers)]
         + [_both(rows, "none", DEFAULT)]

@@ -26,7 +26,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_cpu import CP, DIST, EP, ETP, MLA, PP, QUERY_MLA, SEQ, SP, TP, reseed, tiny_run
+from megatron_cpu import (
+    CP,
+    DIST,
+    EP,
+    ETP,
+    MLA,
+    PP,
+    QUERY_MLA,
+    SEQ,
+    SP,
+    TP,
+    forget_trackers,
+    reseed,
+    tiny_run,
+)
 
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.core_patches import cpu_mode
@@ -143,15 +157,6 @@ def scatter_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter += 0.1 * torch.randn(parameter.shape, generator=random)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def forget_trackers() -> None:
-    """Core's trackers keep the number of layers of the model before."""
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    destroy_moe_metrics_tracker()
-    MTPLossLoggingHelper.tracker.clear()
 
 
 def reference(features: Features) -> dict[str, Any]:

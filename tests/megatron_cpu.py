@@ -40,12 +40,22 @@ def single_rank(seed: int = 1) -> Iterator[None]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         reseed(seed)
+        forget_trackers()
         yield
     finally:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
         cpu_mode.uninstall()
+
+
+def forget_trackers() -> None:
+    """Core's trackers keep the number of layers of the model before."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
 
 
 def layout(**where: int) -> Layout:

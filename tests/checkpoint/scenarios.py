@@ -32,6 +32,7 @@ from megatron_patch.training.step import global_loss, run_schedule
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import group_threads
+from megatron_cpu import forget_trackers
 
 SEQ, VOCAB, BATCH = 16, 64, 4
 
@@ -91,6 +92,7 @@ class Live:
         self.run = run
         started = run if seed is None else replace(run, training=replace(run.training, seed=seed))
         self.layout = setup.initialize(started)
+        forget_trackers()
         self.chunks = wrap_chunks(run, build_model(run, vocab_size=VOCAB).chunks)
         self.optimizer, _ = build_optimizer(run, self.chunks)
         self.schedule = build_schedule(run, self.optimizer)
