@@ -95,15 +95,17 @@ def _cells(parts: Parts, *keys: str) -> dict[Any, dict[str, list[Row]]]:
 def projection_errors(parts: Parts) -> Table:
     """Errors of dQ at one length, and the worst ratio to FP32 attention's at every length."""
     found, names = _cells(parts, "n", "regime"), (*PROJECTED, EXACT)
+    shown = ("tie2s", "tie3", "near8w", "diffuse", "gauss")
     body = [
         [regime, *(f"{cell[name][0]['dq']:.4f}" for name in names)]
         for (n, regime), cell in found.items()
-        if n == 2048 and regime in ("tie2s", "tie3", "near8w", "diffuse", "gauss")
+        if n == 2048 and regime in shown
     ]
     for what, label in (("dq", "dQ"), ("dk", "dK")):
         worst = (max(c[x][0][what] / c[EXACT][0][what] for c in found.values()) for x in names)
         body.append([f"worst {label} / {EXACT}, all lengths", *(f"{x:,.1f}" for x in worst)])
-    return ["2,048 keys, d 64, causal", *names], body, [f"{len(found)} cells."]
+    kept = f"{len(shown)} of {len(found)} cells; ratios over all."
+    return ["2,048 keys, d 64, causal", *names], body, [kept]
 
 
 def projection_logits(parts: Parts) -> Table:

@@ -249,8 +249,7 @@ def sizes(one: Head) -> dict[str, Any]:
 
 
 EXAMINE: dict[str, Callable[[Head], dict[str, Any]]] = {"growth": growth, "shared": shared_rows}
-EXAMINE |= {"centered": centered, "exponent": exponent, "sizes": sizes}
-EXAMINE["recomputed"] = recomputed
+EXAMINE |= {"centered": centered, "exponent": exponent, "recomputed": recomputed, "sizes": sizes}
 
 
 def main() -> int:

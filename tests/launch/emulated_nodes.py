@@ -15,8 +15,8 @@ from typing import TypeVar
 from free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_DISK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-"""With these NCCL has only sockets left, as between two machines."""
+SOCKETS_ALONE = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+"""NCCL then has only sockets, as between two machines."""
 Found = TypeVar("Found")
 
 
@@ -57,7 +57,7 @@ class Nodes:
             "MEGATRON_PATCH_HEARTBEAT": str(self.attempt / "step"),
             "TORCH_FR_DUMP_TEMP_FILE": str(self.attempt / "nccl_trace_rank_"),
         }  # fmt: skip
-        job |= SAME_DISK if device == "cuda" else {"TRITON_INTERPRET": "1"}
+        job |= SOCKETS_ALONE if device == "cuda" else {"TRITON_INTERPRET": "1"}
         command = ["bash", ROOT / "launch" / "node.sh", "train", "megatron_patch", "train"]
         command += ["--config", "run.yaml", *(part for key in keys for part in ("--set", key))]
         self.logs = [folder / f"node{n}.log" for n in range(nodes)]
